@@ -1,0 +1,183 @@
+"""The `maect` command: its options, its log and its exit status."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from maect import __version__, commands
+from maect.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0 done, 2 wrong input, 130 interrupted."""
+    options = build_parser().parse_args(arguments)
+    with ExitStack() as stack:
+        if getattr(options, "log", None):
+            stack.enter_context(redirect_stderr(stack.enter_context(Tee(options.log))))
+        try:
+            options.call(options)
+        except UserError as error:
+            print(f"maect {options.command}: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"maect {options.command}: interrupted", file=sys.stderr)
+            return 130
+    return 0
+
+
+class Tee:
+    """Standard error that also goes to a log file, line by line."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self.terminal = sys.stderr
+        self.file: IO[str] = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def __enter__(self) -> "Tee":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def write(self, text: str) -> int:
+        """Write to both; a terminal that went away must not end a run."""
+        self.file.write(text.replace("\r", "\n"))
+        try:
+            return self.terminal.write(text)
+        except OSError:
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush both."""
+        self.file.flush()
+        with suppress(OSError):
+            self.terminal.flush()
+
+    def isatty(self) -> bool:
+        """Whether a person watches."""
+        return self.terminal.isatty()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    parser = argparse.ArgumentParser(prog="maect", description="MAE-CT, from images to tables.")
+    parser.add_argument("--version", action="version", version=f"maect {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, call: Any, help: str, *parents: Any) -> argparse.ArgumentParser:
+        sub = subparsers.add_parser(name, help=help, description=help, parents=list(parents))
+        sub.set_defaults(call=call)
+        return sub
+
+    launching = launch_options()
+
+    shard = command(
+        "shard", commands.shard, "Write an image folder as webdataset tars with an index."
+    )
+    shard.add_argument("source", type=Path, help="the images: a folder or archive of that kind")
+    shard.add_argument("out", type=Path, help="folder of the shards; its name names the split")
+    shard.add_argument(
+        "--kind",
+        default="folder",
+        help="folder (CLASS/IMAGE, the default), unlabelled, imagenet (folders named by WordNet "
+        "id: ImageNet-1k, -R, -A, -Sketch), imagenet_train_tar, imagenet_val, imagenet_v2, or view "
+        "(some classes of SOURCE's shards, without copying); see docs/data.md",
+    )
+    shard.add_argument("--shards", type=int, default=1, help="number of tars (default 1)")
+    shard.add_argument("--labels", type=Path, help="labels of the source, for kinds that need them")
+    shard.add_argument("--exclude", type=Path, help="file of image names to leave out, one a line")
+    shard.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
+    shard.add_argument("--classes", help="for a view: dogs15, or a file of class names, one a line")
+    shard.add_argument("--only", help="one step: plan, a shard's number, or index")
+    shard.add_argument("--verify", action="store_true", help="check shards that were written")
+
+    retrieve = command("retrieve", commands.retrieve, "Bring data from outside the cluster.")
+    retrieve.add_argument("what", help="digits, or what docs/data.md lists")
+    retrieve.add_argument("out", type=Path, help="folder to put it in")
+
+    for name, stage, help in (
+        ("pretrain", "pretrain", "Pre-train a masked autoencoder."),
+        ("init-head", "head", "Train an NNCLR head on a frozen encoder."),
+        ("tune", "tune", "Contrastive tuning of an encoder."),
+    ):
+        sub = command(name, commands.train, help, launching)
+        sub.set_defaults(stage=stage)
+        sub.add_argument("folder", type=Path, help="the run's folder; resumed if it has a state")
+        sub.add_argument("--shards", type=Path, required=True, help="shards of the train split")
+        sub.add_argument("--from", dest="source", type=Path, help="folder of the run to start from")
+        sub.add_argument("--recipe", required=True)
+        sub.add_argument("--size", required=True, help="encoder size, a column of the recipe")
+        sub.add_argument("--image-size", type=int)
+        sub.add_argument("--seed", type=int, default=0)
+        sub.add_argument("--save-every-minutes", type=float, default=10.0)
+        sub.add_argument(
+            "--convert-world-size", action="store_true", help="resume on another number of ranks"
+        )
+        add_settings(sub)
+
+    features = command("features", commands.features, "Extract an encoder's features.", launching)
+    features.add_argument("run", type=Path, help="folder of the run")
+    features.add_argument("--shards", type=Path, required=True)
+    features.add_argument("--out", type=Path, required=True)
+    features.add_argument("--resize", type=int, help="shorter side before the centre crop")
+
+    evaluate = command("evaluate", commands.evaluate, "Evaluate an encoder.", launching)
+    evaluate.add_argument("protocol")
+    evaluate.add_argument("run", type=Path, help="folder of the run")
+    evaluate.add_argument("--out", type=Path, required=True, help="JSON file of the result")
+    for name in ("train-features", "test-features", "train-shards", "test-shards"):
+        evaluate.add_argument(f"--{name}", type=Path)
+    evaluate.add_argument("--resize", type=int, help="shorter side before the centre crop")
+    add_settings(evaluate)
+
+    for name, call, help in (
+        ("table", commands.table, "Build one of the paper's tables."),
+        ("figure", commands.figure, "Draw one of the paper's figures."),
+    ):
+        sub = command(name, call, help)
+        sub.add_argument("name")
+        sub.add_argument("out", type=Path, nargs="+")
+        sub.add_argument("--evaluations", type=Path, required=True)
+        sub.add_argument("--row", action="append", default=[], metavar="ARCH:METHOD:RUN[,RUN]")
+
+    claims = command("claims", commands.claims, "Hold the paper's statements against the tables.")
+    claims.add_argument("out", type=Path, nargs="+", help="claims.csv, claims.html")
+    claims.add_argument("--tables", type=Path, nargs="+", required=True, help="CSV files")
+    claims.add_argument("--runs", type=Path, required=True, help="folder of the runs, for the cost")
+    claims.add_argument("--row", action="append", default=[], metavar="ARCH:METHOD:RUN[,RUN]")
+
+    show = command("show", commands.show, "Print the tables of a results folder.")
+    show.add_argument("root", type=Path, help="such as results/digits")
+    return parser
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """`--set KEY=VALUE`, any number of times, with dots for nested keys."""
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
+        help="change a setting, e.g. --set epochs=10 --set head.topk=1",
+    )  # fmt: skip
+
+
+def launch_options() -> argparse.ArgumentParser:
+    """Where and how to run; no part of a result's identity."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("where to run")
+    group.add_argument("--cluster", choices=["local", "slurm"], default="local")
+    group.add_argument("--nodes", type=int, default=1)
+    group.add_argument(
+        "--devices", default="1", help="ranks a node; auto or gpus: its GPUs; on a CPU 2 or 1"
+    )
+    group.add_argument("--cpus", default="auto", help="CPUs a rank (auto: all, shared out)")
+    group.add_argument("--memory-mb", type=int, default=0, help="memory a node (0: do not say)")
+    group.add_argument("--minutes", type=int, default=1440, help="wall limit of one job")
+    group.add_argument("--partition", default="")
+    group.add_argument("--account", default="")
+    group.add_argument("--sbatch", default="", help="more sbatch arguments, KEY=VALUE,KEY=VALUE")
+    group.add_argument("--setup", default="", help="script to source on the compute node")
+    group.add_argument("--detach", action="store_true", help="leave the job running on Ctrl-C")
+    group.add_argument("--log", help="also write messages to this file")
+    return parent

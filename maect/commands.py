@@ -1,0 +1,308 @@
+"""What each `maect` command does with its options; heavy modules are imported when needed."""
+
+import argparse
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maect.errors import UserError
+from maect.files import read_json, sha256_file, write_text
+
+
+def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["head.topk=1"]` as `{"head": {"topk": 1}}`."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        if not separator:
+            raise UserError(f"--set {pair}: write KEY=VALUE")
+        inner = values
+        *parents, last = key.split(".")
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[last] = yaml.safe_load(text)
+    return values
+
+
+def count_devices(devices: str) -> int:
+    """`auto`: the GPUs of this machine, or two processes where there is none; `gpus`: or one."""
+    if devices not in ("auto", "gpus"):
+        if not devices.isdecimal() or not int(devices):
+            raise UserError(f"--devices {devices}: a positive number, auto or gpus")
+        return int(devices)
+    processes = 2 if devices == "auto" else 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return len(visible.split(","))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return processes
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or processes
+
+
+def launch(
+    options: argparse.Namespace,
+    place: Path,
+    task: str,
+    is_done: Callable[[], bool],
+    **arguments: Any,
+) -> None:
+    """Run a function on every rank, as the options say, until what it was asked for is there."""
+    from maect.launch import Resources, Task
+    from maect.launch import launch as launch_task
+
+    devices = count_devices(options.devices)
+    if options.cluster == "slurm" and options.cpus == "auto":
+        raise UserError("--cpus auto is for this machine; say how many CPUs a rank has there")
+    cores = len(os.sched_getaffinity(0))
+    resources = Resources(
+        cluster=options.cluster,
+        nodes=options.nodes,
+        devices=devices,
+        cpus=max(1, cores // devices) if options.cpus == "auto" else int(options.cpus),
+        memory_gb=-(-options.memory_mb // 1024) or None,
+        minutes=options.minutes,
+        partition=options.partition or None,
+        account=options.account or None,
+        sbatch=tuple(part for part in options.sbatch.split(",") if part),
+        setup=os.path.abspath(options.setup) if options.setup else None,
+    )
+    launch_task(
+        Task(task, arguments), place, resources,
+        is_done=is_done, describe=f"{options.command} {place.stem}", detach=options.detach,
+    )  # fmt: skip
+
+
+def need(path: Path, what: str) -> Path:
+    """`path`, if it exists."""
+    if not path.exists():
+        raise UserError(f"{path}: no such {what}")
+    return path
+
+
+def shard(options: argparse.Namespace) -> None:
+    """`maect shard`: everything, or one step so that a pipeline can run them as separate jobs."""
+    from maect.data import shards
+    from maect.data.plan import plan_shards
+    from maect.data.subsets import class_view, read_classes
+    from maect.data.verify import verify
+
+    threads = len(os.sched_getaffinity(0))
+    how = {
+        "labels": options.labels,
+        "exclude": options.exclude,
+        "shorter_side": options.shorter_side,
+    }
+    if options.verify:
+        print(f"{options.out}: {verify(options.out, threads=threads)} samples, all sound")
+    elif options.kind == "view":
+        if not options.classes:
+            raise UserError("--kind view: say which classes with --classes")
+        count = class_view(options.source, options.out, read_classes(options.classes))
+        print(f"{options.out}: {count} samples of {options.source}")
+    elif options.only == "plan":
+        plan_shards(options.source, options.kind, options.out, options.shards, **how)
+    elif options.only == "index":
+        shards.finish_index(options.out)
+    elif options.only:
+        if not options.only.isdecimal():
+            raise UserError(f"--only {options.only}: plan, a shard's number, or index")
+        shards.write_shard(options.out, int(options.only), threads=1)
+    else:
+        count = shards.shard(
+            options.source, options.out, options.kind, options.shards, threads=threads, **how
+        )
+        print(f"{options.out}: {count} samples")
+
+
+def retrieve(options: argparse.Namespace) -> None:
+    """`maect retrieve`."""
+    if options.what == "digits":
+        from maect.data.digits import write_digits
+
+        write_digits(options.out)
+        return
+    from maect.data.retrieve import retrieve as fetch
+
+    for path in fetch(options.what, options.out):
+        print(path)
+
+
+def train(options: argparse.Namespace) -> None:
+    """`maect pretrain`, `init-head` and `tune`: check everything, then run on the devices."""
+    from maect.recipes import load_encoder, load_recipe
+    from maect.train.record import fingerprint, is_finished
+
+    settings = load_recipe(options.recipe, options.size, parse_settings(options.overrides))
+    encoder = load_encoder(options.size, options.image_size)
+    need(options.shards / "index.json", "index of shards (make it with maect shard)")
+    if options.source is not None:
+        need(options.source / "run.json", "finished run")
+    ranks = options.nodes * count_devices(options.devices)
+    if settings.batch_size % ranks:
+        raise UserError(f"batch_size {settings.batch_size} is not a multiple of {ranks} ranks")
+    identity = fingerprint(
+        options.stage, settings, encoder, options.seed,
+        read_json(options.shards / "index.json")["digest"], options.source,
+    )  # fmt: skip
+    launch(
+        options,
+        options.folder,
+        "maect.train.run:train",
+        lambda: is_finished(options.folder, identity),
+        folder=str(options.folder.absolute()),
+        shards=str(options.shards.absolute()),
+        stage=options.stage,
+        settings=settings.model_dump(mode="json"),
+        encoder=encoder.model_dump(mode="json"),
+        seed=options.seed,
+        source=str(options.source.absolute()) if options.source else None,
+        save_every_minutes=options.save_every_minutes,
+        convert_world_size=options.convert_world_size,
+    )
+
+
+def features(options: argparse.Namespace) -> None:
+    """`maect features`."""
+    encoder = need(options.run / "encoder.safetensors", "encoder")
+    need(options.shards / "index.json", "index of shards (make it with maect shard)")
+    wanted = {
+        "encoder_sha256": sha256_file(encoder),
+        "index_digest": read_json(options.shards / "index.json")["digest"],
+    } | ({"resize": options.resize} if options.resize else {})
+
+    def is_done() -> bool:
+        from maect.evaluate.store import open_record
+
+        return options.out.exists() and wanted.items() <= open_record(options.out).items()
+
+    launch(
+        options,
+        options.out.with_suffix(".job"),
+        "maect.evaluate.features:extract",
+        is_done,
+        encoder=str(encoder.absolute()),
+        shards=str(options.shards.absolute()),
+        out=str(options.out.absolute()),
+        resize=options.resize,
+    )
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """`maect evaluate`."""
+    from pydantic import ValidationError
+
+    from maect.evaluate.store import open_record
+    from maect.recipes import PROTOCOLS, one_line
+
+    inputs = {
+        "train": options.train_features,
+        "test": options.test_features,
+        "train_shards": options.train_shards,
+        "test_shards": options.test_shards,
+    }
+    if options.protocol not in PROTOCOLS:
+        raise UserError(f"unknown protocol {options.protocol!r}; known: {', '.join(PROTOCOLS)}")
+    try:
+        values = PROTOCOLS[options.protocol].model_validate(parse_settings(options.overrides))
+    except ValidationError as error:
+        raise one_line(error, options.protocol) from None
+    settings = values.model_dump(mode="json")
+    encoder = sha256_file(need(options.run / "encoder.safetensors", "encoder"))
+
+    wanted = {
+        name.removesuffix("_shards"): read_json(need(path, "folder") / "index.json")["digest"]
+        if name.endswith("_shards")
+        else open_record(need(path, "features"))["index_digest"]
+        for name, path in inputs.items()
+        if path is not None
+    }
+
+    def is_done() -> bool:
+        """Whether the result is there, of this encoder and these settings."""
+        if not options.out.exists():
+            return False
+        result = read_json(options.out)
+        about = result["provenance"]
+        # A protocol names the splits that it used, which may be fewer than it was given.
+        data = {split: about["splits"][split]["index_digest"] for split in about["splits"]}
+        same = result["settings"] == settings | {"resize": options.resize}
+        return same and about["encoder_sha256"] == encoder and data.items() <= wanted.items()
+
+    launch(
+        options,
+        options.out.with_suffix(".job"),
+        "maect.evaluate.run:run_protocol",
+        is_done,
+        protocol=options.protocol,
+        run=str(need(options.run, "run").absolute()),
+        out=str(options.out.absolute()),
+        resize=options.resize,
+        settings=settings,
+        **{name: str(need(p, "file").absolute()) if p else None for name, p in inputs.items()},
+    )
+
+
+def table(options: argparse.Namespace) -> None:
+    """`maect table`: CSV, or by the file's ending Markdown, LaTeX or a page (.md, .tex, .html)."""
+    from maect.report import page, render, tables
+
+    rows = [tables.Row.parse(text) for text in options.row]
+    frame = tables.build_table(options.name, rows, options.evaluations)
+    for out in options.out:
+        if out.suffix == ".csv":
+            tables.write_table(frame, out)
+        elif out.suffix == ".md":
+            write_text(out, render.to_markdown(frame, options.name))
+        elif out.suffix == ".tex":
+            write_text(out, render.to_latex(frame, options.name))
+        elif out.suffix == ".html":
+            write_text(out, page.to_html(frame, options.name, rows, options.evaluations))
+        else:
+            raise UserError(f"{out}: a table is .csv, .md, .tex or .html")
+
+
+def figure(options: argparse.Namespace) -> None:
+    """`maect figure`: PDF and PNG."""
+    from maect.report import figures
+    from maect.report.tables import Row
+
+    out = {path.suffix: path for path in options.out}
+    if set(out) != {".pdf", ".png"}:
+        raise UserError(f"figure {options.name}: is drawn to one .pdf and one .png")
+    rows = [Row.parse(text) for text in options.row]
+    figures.draw(options.name, rows, options.evaluations, out[".pdf"], out[".png"])
+
+
+def claims(options: argparse.Namespace) -> None:
+    """`maect claims`: which of the paper's statements these tables support."""
+    from maect.report import claims, cost, page, tables
+
+    rows = [tables.Row.parse(text) for text in options.row]
+    frames = {path.stem: tables.read_table(path) for path in options.tables}
+    frames["cost"] = cost.cost_table(rows, options.runs)
+    verdicts = claims.claims_table(frames)
+    for out in options.out:
+        if out.suffix == ".csv":
+            claims.write_claims(verdicts, out)
+        elif out.suffix == ".html":
+            write_text(out, page.claims_page(verdicts))
+        else:
+            raise UserError(f"{out}: claims are .csv or .html")
+
+
+def show(options: argparse.Namespace) -> None:
+    """`maect show`: the tables of a results folder, and where everything is."""
+    from maect.report import render, tables
+
+    root: Path = need(options.root, "results folder")
+    for path in sorted(root.glob("tables/*.csv")):
+        print(f"{path}\n{render.to_text(tables.read_table(path), path.stem)}")
+    for path in [*sorted(root.glob("figures/*.png")), root / "report.html"]:
+        if path.exists():
+            print(path)

@@ -1,0 +1,50 @@
+"""scikit-learn's bundled handwritten digits as an image folder, for the demo and the tests."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from maect.data import random
+
+_VAL_PER_CLASS = 50
+_SEED = 0
+
+
+def write_digits(out: Path) -> None:
+    """Write `out`/train/CLASS/NNNN.png (1,297 images) and `out`/val/CLASS/NNNN.png (500).
+
+    The 8 x 8 images (UCI optical recognition of handwritten digits) are enlarged to 16 x 16 RGB.
+    The split has 50 validation images per class and never changes; a split that is there is kept.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    rank = random.bits(_SEED, 0, np.arange(len(digits.target)), 0, random.SUBSET, 1)[:, 0]
+    order = np.lexsort((rank, digits.target))
+    place = np.concatenate([np.arange(n) for n in np.bincount(digits.target)])
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    for split, chosen in (("val", place < _VAL_PER_CLASS), ("train", place >= _VAL_PER_CLASS)):
+        if (out / split).exists():
+            continue
+        # A whole split appears at once: far quicker than making each small file durable.
+        temporary = Path(tempfile.mkdtemp(prefix=f".{split}-", dir=out))
+        try:
+            for number in order[chosen]:
+                folder = temporary / str(digits.target[number])
+                folder.mkdir(exist_ok=True)
+                _enlarged(digits.images[number]).save(folder / f"{number:04d}.png")
+            temporary.chmod(0o755)
+            os.replace(temporary, out / split)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _enlarged(image: np.ndarray) -> Image.Image:
+    """Values 0 to 16 at 8 x 8 to grey RGB at 16 x 16."""
+    grey = Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8))
+    return grey.convert("RGB").resize((16, 16), Image.Resampling.BICUBIC)

@@ -1,0 +1,163 @@
+"""ImageNet-1k and its relatives as they are distributed; labels are places in the 1,000 classes."""
+
+import csv
+import importlib.util
+import tarfile
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from maect.data.sources import Entry, Listing, class_folders, list_classes, walk_images
+from maect.errors import UserError
+
+_GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_META = "data/meta.mat"
+_VAL_NAME = "ILSVRC2012_val_{:08d}.JPEG"
+
+
+@cache
+def imagenet_classes() -> tuple[str, ...]:
+    """WordNet ids of the 1,000 classes in the usual (sorted) order, as timm ships them."""
+    # Found without importing timm, which would bring torch along.
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None:
+        raise UserError("timm is not installed; it brings the list of ImageNet's classes")
+    path = Path(spec.origin).parent / "data/_info/imagenet_synsets.txt"
+    names = tuple(path.read_text(encoding="utf-8").split())
+    if len(names) != 1000 or list(names) != sorted(names):
+        raise UserError(f"{path}: not the 1,000 sorted classes of ImageNet-1k")
+    return names
+
+
+def _label(wnid: str, where: str) -> int:
+    try:
+        return _places()[wnid]
+    except KeyError:
+        raise UserError(f"{where}: {wnid!r} is none of ImageNet's 1,000 classes") from None
+
+
+@cache
+def _places() -> dict[str, int]:
+    return {name: label for label, name in enumerate(imagenet_classes())}
+
+
+def list_imagenet(source: Path, _: Path | None) -> Listing:
+    """Folders named by WordNet id: unpacked train or val, ImageNet-R, -A, -Sketch."""
+    folders = [(name, _label(name, str(source))) for name in class_folders(source)]
+    return list_classes(source, folders, list(imagenet_classes()))
+
+
+def list_v2(source: Path, _: Path | None) -> Listing:
+    """ImageNet-V2: folders "0" to "999" are labels; sorted as names they would be wrong."""
+    names = class_folders(source)
+    wrong = [name for name in names if not name.isdecimal() or int(name) > 999]
+    if wrong:
+        raise UserError(f"{source}: folder {wrong[0]!r}; ImageNet-V2 has folders 0 to 999")
+    folders = sorted((int(name), name) for name in names)
+    return list_classes(source, [(n, label) for label, n in folders], list(imagenet_classes()))
+
+
+def list_train_tar(source: Path, _: Path | None) -> Listing:
+    """ILSVRC2012_img_train.tar, a tar of one tar per class; nothing is unpacked."""
+    entries: list[Entry] = []
+    with open(source, "rb") as file:
+        inner = sorted(
+            (Path(name).stem, offset) for name, offset, _ in _members(file, 0, str(source))
+        )
+        for wnid, offset in inner:
+            label = _label(wnid, str(source))
+            images = sorted(_members(file, offset, f"{source}: {wnid}.tar"))
+            if not images:
+                raise UserError(f"{source}: {wnid}.tar holds no images")
+            entries += [Entry(f"{wnid}/{n}", label, source.name, o, s) for n, o, s in images]
+    return Listing(entries, list(imagenet_classes()), [])
+
+
+def list_val(source: Path, labels: Path | None) -> Listing:
+    """ILSVRC2012_img_val.tar, or a flat folder of its images, with a file of labels."""
+    if labels is None:
+        raise UserError(
+            f"{source}: the validation images carry no labels; give --labels (the devkit "
+            "ILSVRC2012_devkit_t12.tar.gz, or a text file with lines `name label`)"
+        )
+    known = read_labels(labels)
+    if source.is_dir():
+        found = [(n, Entry(n, -1, n)) for n, is_image in walk_images(source) if is_image]
+    else:
+        with open(source, "rb") as file:
+            members = sorted(_members(file, 0, str(source)))
+        found = [(name, Entry(name, -1, source.name, offset, s)) for name, offset, s in members]
+    entries = []
+    for name, entry in found:
+        stem = Path(name).stem
+        if stem not in known:
+            raise UserError(f"{labels}: no label for {name}")
+        entries.append(Entry(entry.name, known[stem], entry.path, entry.offset, entry.size))
+    return Listing(entries, list(imagenet_classes()), [])
+
+
+def _members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int, int]]:
+    """Name, offset in `file` and size of each plain file of a tar that starts at `offset`."""
+    file.seek(offset)
+    try:
+        # tarfile counts from where the file stands, so offsets are those of the outer file.
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            return [(m.name, m.offset_data, m.size) for m in tar if m.isfile()]
+    except tarfile.TarError as error:
+        raise UserError(f"{where}: not a whole tar ({error}); download it again") from None
+
+
+def read_labels(path: Path) -> dict[str, int]:
+    """Labels by image name without extension.
+
+    Args:
+        path: the devkit as distributed (.tar.gz) or unpacked, or a text file with lines
+            `name label`, separated by white space or commas; a label is 0 to 999 or a WordNet id.
+
+    Raises:
+        UserError: unreadable, or an unknown label.
+    """
+    if path.is_dir():
+        return _devkit(lambda name: open(path / name, "rb"), path)
+    if path.suffix in (".gz", ".tgz", ".tar"):
+        try:
+            with tarfile.open(path) as tar:
+                prefix = {name.split("/data/")[0] for name in tar.getnames() if "/data/" in name}
+                root = min(prefix, default="")
+                return _devkit(lambda name: tar.extractfile(f"{root}/{name}"), path)
+        except (tarfile.TarError, KeyError) as error:
+            raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    labels = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = next(csv.reader([line.replace(",", " ")], delimiter=" ", skipinitialspace=True), [])
+        if not words or words[0] == "ImageId":  # the header of the Kaggle list
+            continue
+        if len(words) < 2:
+            raise UserError(f"{path}:{number}: expected `name label`")
+        name, label = words[0].removesuffix(".JPEG"), words[1]
+        labels[name] = int(label) if label.isdecimal() else _label(label, f"{path}:{number}")
+        if labels[name] > 999:
+            raise UserError(f"{path}:{number}: label {label} is above 999")
+    return labels
+
+
+def _devkit(open_member, path: Path) -> dict[str, int]:  # type: ignore[no-untyped-def]
+    """The devkit numbers classes in an order of its own, resolved by its meta.mat."""
+    from scipy.io import loadmat
+
+    try:
+        with open_member(_META) as file:
+            synsets = loadmat(file, squeeze_me=True)["synsets"]
+        with open_member(_GROUND_TRUTH) as file:
+            numbers = file.read().split()
+    except OSError as error:
+        raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
+    wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    return {
+        Path(_VAL_NAME.format(i)).stem: _label(wnids[int(number)], str(path))
+        for i, number in enumerate(numbers, 1)
+    }

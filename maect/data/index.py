@@ -1,0 +1,157 @@
+"""The index of a sharded split: where each sample's bytes are, read without scanning a tar."""
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maect.errors import UserError
+from maect.files import read_json, sha256_file
+
+FORMAT = 1
+COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")
+ID, SHARD, OFFSET, SIZE, LABEL, WIDTH, HEIGHT = range(len(COLUMNS))
+_BLOCK = 512
+# Hashing a larger index would cost more than opening it; `verify` always does.
+_HASHED_ON_OPEN = 128 << 20
+_OPEN_FILES = 256
+
+
+class _Descriptor:
+    """An open file that closes itself when the last reader lets go of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        number = getattr(self, "number", -1)
+        if number >= 0:
+            os.close(number)
+
+
+class _Files:
+    """The shards used last, kept open; safe to share between threads."""
+
+    def __init__(self, paths: tuple[Path, ...]) -> None:
+        self._paths = paths
+        self._open: OrderedDict[int, _Descriptor] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, shard: int) -> _Descriptor:
+        with self._lock:
+            file = self._open.get(shard)
+            if file is None:
+                file = self._open[shard] = _Descriptor(self._paths[shard])
+                if len(self._open) > _OPEN_FILES:
+                    self._open.popitem(last=False)
+            else:
+                self._open.move_to_end(shard)
+            return file
+
+
+@dataclass(frozen=True)
+class Index:
+    """A sharded split. `rows` is int64 [n, 7] with the columns `COLUMNS`, memory-mapped."""
+
+    directory: Path
+    rows: NDArray[np.int64]
+    class_names: tuple[str, ...]
+    digest: str
+    """Identity of the content: keys, labels and image bytes in order, however they are sharded."""
+    shards: tuple[Path, ...]
+    record: dict[str, Any] = field(repr=False)
+    _files: _Files = field(repr=False)
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+        return len(self.rows)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """int64 [n], -1 where unlabelled; a view on the mapped rows."""
+        return self.rows[:, LABEL]
+
+    def key(self, i: int) -> str:
+        """The sample's name in its tar, without extension: its name below the source."""
+        row = self.rows[i]
+        header = os.pread(self._files[int(row[SHARD])].number, 100, int(row[OFFSET]) - _BLOCK)
+        name = header.rstrip(b"\0").decode()
+        folder, _, base = name.rpartition("/")
+        return f"{folder}/{base.split('.')[0]}" if folder else base.split(".")[0]
+
+    def read(self, i: int) -> bytes:
+        """The image's bytes as they came.
+
+        Raises:
+            UserError: the shard is gone or shorter than the index says.
+        """
+        _, shard, offset, size, *_ = self.rows[i].tolist()
+        path = self.shards[shard]
+        try:
+            data = os.pread(self._files[shard].number, size, offset)
+            while 0 < len(data) < size:  # a read may legally return less than asked
+                more = os.pread(self._files[shard].number, size - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError as error:
+            raise UserError(f"{path}: cannot read sample {i}: {error.strerror}") from None
+        if len(data) != size:
+            raise UserError(f"{path}: ends inside sample {i}; check it with maect shard --verify")
+        return data
+
+    def keys(self) -> list[str]:
+        """Names of all samples in order, from the list beside the index."""
+        path = self.directory / "keys.txt"
+        try:
+            names = path.read_text(encoding="utf-8").split("\n")[:-1]
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+        if len(names) != self.n:
+            raise UserError(f"{path}: {len(names)} names for {self.n} samples; shard again")
+        return names
+
+
+def open_index(directory: str | Path) -> Index:
+    """Open a split's index and check it against its record, without reading the shards.
+
+    Raises:
+        UserError: not sharded to the end, or a file is missing or not as recorded.
+    """
+    directory = Path(directory)
+    if not (directory / "index.json").exists():
+        raise UserError(f"{directory}: no index.json; make it with maect shard")
+    record = read_json(directory / "index.json")
+    if record.get("format") != FORMAT:
+        raise UserError(f"{directory}/index.json: format {record.get('format')}, not {FORMAT}")
+    path = directory / "index.npy"
+    try:
+        mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+    # A plain view: memory maps of their own class are slow to index.
+    rows = np.asarray(mapped)
+    if rows.dtype != np.int64 or rows.shape != (record["n"], len(COLUMNS)):
+        raise UserError(f"{path}: {rows.dtype} {rows.shape} does not match index.json")
+    if rows.nbytes <= _HASHED_ON_OPEN and sha256_file(path) != record["index_sha256"]:
+        raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
+    if rows.nbytes > _HASHED_ON_OPEN:
+        # Rows are picked here and there: reading ahead would cost milliseconds for each.
+        mapped._mmap.madvise(mmap.MADV_RANDOM)
+    shards = tuple(directory / shard["file"] for shard in record["shards"])
+    for shard, recorded in zip(shards, record["shards"], strict=True):
+        try:
+            size = shard.stat().st_size
+        except OSError as error:
+            raise UserError(f"{shard}: {error.strerror}; named by {directory}/index.json") from None
+        if size != recorded["size"]:
+            raise UserError(f"{shard}: {size} bytes, {recorded['size']} recorded; shard it again")
+    names = tuple(record["class_names"])
+    return Index(directory, rows, names, record["digest"], shards, record, _Files(shards))

@@ -1,0 +1,183 @@
+"""Batches of decoded crops: the same for every rank count, thread count and restart.
+
+Threads decode straight into the batch (the decoders release Python's lock); a few batches are in
+flight. Nothing is kept between steps: step s of a run is a function of its arguments.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maect.data.decode import render
+from maect.data.geometry import center_crops, random_crops
+from maect.data.images import UnreadableError
+from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
+from maect.data.order import Order
+from maect.errors import UserError
+from maect.recipes import View
+
+_IN_FLIGHT = 3
+_PER_TASK = 8
+_Note = TypeVar("_Note")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of a step's global batch."""
+
+    step: int
+    ids: NDArray[np.int64]
+    """Stable sample ids, [b]."""
+    epochs: NDArray[np.int64]
+    """Epoch of each sample, [b]; a batch may straddle two."""
+    labels: NDArray[np.int64]
+    """[b], -1 where unlabelled."""
+    images: Tensor
+    """uint8 [views, b, 3, S, S] on the CPU: cropped, not yet flipped or normalized."""
+
+
+@dataclass(frozen=True)
+class _Job(Generic[_Note]):
+    note: _Note
+    rows: NDArray[np.int64]
+    """Row numbers of the samples, [b]."""
+    geometries: NDArray[np.int32]
+    """[b, views, 8]."""
+
+
+def train_batches(
+    index: Index,
+    *,
+    global_batch: int,
+    rank: int,
+    world_size: int,
+    seed: int,
+    views: Sequence[View],
+    image_size: int,
+    start_step: int,
+    steps: int,
+    threads: int,
+) -> Iterator[Batch]:
+    """Batches of steps `start_step` to `start_step + steps - 1`.
+
+    Rank r gets rows r·b to (r+1)·b of the global batch, b = global_batch / world_size. Steps run
+    on from epoch to epoch without a remainder: over n steps exactly n·global_batch samples come,
+    every sample once an epoch.
+
+    Raises:
+        UserError: the world size does not divide the batch, or an image cannot be read.
+    """
+    if global_batch % world_size:
+        raise UserError(f"batch_size {global_batch} is not a multiple of {world_size} ranks")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    order = Order(index.n, seed)
+    share = global_batch // world_size
+
+    def jobs() -> Iterator[_Job[Batch]]:
+        for step in range(start_step, start_step + steps):
+            rows, epochs = order.take(step * global_batch + rank * share, share)
+            record = np.asarray(index.rows[rows])
+            geometries = [
+                random_crops(
+                    record[:, WIDTH],
+                    record[:, HEIGHT],
+                    view.crop_scale,
+                    image_size,
+                    seed=seed,
+                    epochs=epochs,
+                    ids=record[:, ID],
+                    view=number,
+                )
+                for number, view in enumerate(views)
+            ]
+            images = torch.empty(len(views), share, 3, image_size, image_size, dtype=torch.uint8)
+            batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images)
+            yield _Job(batch, rows, np.stack(geometries, 1))
+
+    yield from _decoded(index, jobs(), lambda batch: batch.images.numpy(), threads)
+
+
+def evaluation_batches(
+    index: Index,
+    *,
+    image_size: int,
+    rows: range,
+    batch_size: int,
+    threads: int,
+    resize: int | None = None,
+) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
+    """Images uint8 [b, 3, S, S], labels [b] and ids [b] of `rows`, in order; the last is short.
+
+    The shorter side is resized to `resize` (256/224 of `image_size` by default), bicubic, and the
+    centre is cut out.
+    """
+    resize = round(image_size * 256 / 224) if resize is None else resize
+    if resize < image_size:
+        raise UserError(f"resize {resize} is smaller than image_size {image_size}")
+    Item = tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]
+
+    def jobs() -> Iterator[_Job[Item]]:
+        for start in range(0, len(rows), batch_size):
+            part = np.array(rows[start : start + batch_size], np.int64)
+            record = np.asarray(index.rows[part])
+            geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, image_size)
+            images = torch.empty(len(part), 3, image_size, image_size, dtype=torch.uint8)
+            yield _Job((images, record[:, LABEL], record[:, ID]), part, geometries[:, None])
+
+    yield from _decoded(index, jobs(), lambda item: item[0].numpy()[None], threads)
+
+
+def _decoded(
+    index: Index,
+    jobs: Iterator[_Job[_Note]],
+    target: Callable[[_Note], NDArray[np.uint8]],
+    threads: int,
+) -> Iterator[_Note]:
+    """Decode jobs with `threads` threads, a few jobs ahead; yields their notes in order."""
+    pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
+    pending: deque[tuple[_Note, list[Future[None]]]] = deque()
+
+    def submit(job: _Job[_Note]) -> None:
+        out = target(job.note)
+        parts = [
+            pool.submit(_decode, index, job, out, slice(i, i + _PER_TASK))
+            for i in range(0, len(job.rows), _PER_TASK)
+        ]
+        pending.append((job.note, parts))
+
+    try:
+        for job in jobs:
+            submit(job)
+            if len(pending) > _IN_FLIGHT:
+                yield _wait(*pending.popleft())
+        while pending:
+            yield _wait(*pending.popleft())
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _wait(note: _Note, parts: list[Future[None]]) -> _Note:
+    for part in parts:
+        part.result()
+    return note
+
+
+def _decode(index: Index, job: _Job[_Note], out: NDArray[np.uint8], part: slice) -> None:
+    """Read and decode some samples of a batch into `out`, uint8 [views, b, 3, S, S]."""
+    for place in range(*part.indices(len(job.rows))):
+        row = int(job.rows[place])
+        try:
+            render(index.read(row), job.geometries[place], out[:, place])
+        except UnreadableError as error:
+            raise UserError(
+                f"{index.directory}: cannot decode sample {row} ({index.key(row)}): {error}; "
+                "it could when it was sharded: check the shards with maect shard --verify"
+            ) from None

@@ -1,0 +1,86 @@
+"""The native decoder, if it was built on this machine: partial JPEG decode and Pillow's bicubic."""
+
+import ctypes
+import hashlib
+import threading
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+SOURCE = Path(__file__).with_name("jpeg_crop.c")
+LIBRARY = Path(__file__).with_name("libmaect_jpeg.so")
+_OK = 0
+
+
+def source_hash() -> str:
+    """Identity of the C source; a library of another source is not used."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The library, or nothing if it is missing, of another source, or does not load here."""
+    if not LIBRARY.exists():
+        return None
+    try:
+        loaded = ctypes.CDLL(str(LIBRARY))
+        loaded.maect_source.restype = ctypes.c_char_p
+        if loaded.maect_source().decode() != source_hash():
+            return None
+    except (OSError, AttributeError):
+        return None
+    loaded.maect_version.restype = ctypes.c_char_p
+    loaded.maect_workspace_new.restype = ctypes.c_void_p
+    loaded.maect_workspace_free.argtypes = [ctypes.c_void_p]
+    loaded.maect_render.argtypes = [
+        ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p,
+        ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t,
+    ]  # fmt: skip
+    return loaded
+
+
+def version() -> str:
+    """Version of the libjpeg-turbo that the library was built with; needs `library()`."""
+    found = library()
+    assert found is not None
+    return found.maect_version().decode()
+
+
+class _Workspace:
+    def __init__(self, native: ctypes.CDLL) -> None:
+        self._free = native.maect_workspace_free
+        self.handle = native.maect_workspace_new()
+        if not self.handle:
+            raise MemoryError
+
+    def __del__(self) -> None:
+        self._free(self.handle)
+
+
+_local = threading.local()
+
+
+def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> bool:
+    """As `maect.data.decode.render`, for the JPEGs it can take.
+
+    Returns:
+        Whether `out` was made; if not, the image is corrupt or not an ordinary JPEG.
+    """
+    native = library()
+    if native is None:
+        return False
+    if not hasattr(_local, "workspace"):
+        _local.workspace = _Workspace(native)
+    geometries = np.ascontiguousarray(geometries, np.int32)
+    views, _, size, _ = out.shape
+    inner = (size * size, size, 1)
+    if geometries.shape != (views, 8) or out.strides[1:] != inner or out.dtype != np.uint8:
+        raise ValueError("out must be uint8 [views, 3, S, S] with contiguous images")
+    # ctypes lets go of Python's lock during the call.
+    status = native.maect_render(
+        _local.workspace.handle, data, len(data), geometries.ctypes.data,
+        views, size, out.ctypes.data, out.strides[0],
+    )  # fmt: skip
+    return status == _OK

@@ -1,0 +1,122 @@
+"""The order of an epoch, computed where it is needed and never stored.
+
+The index is cut into chunks of consecutive samples. A keyed permutation orders the chunks; the
+samples of a window of chunks are shuffled among themselves. Reads stay inside one window, memory
+is one window's, and any position of any epoch is found without what comes before it. Shards are
+written in random order, so chunks are random samples of the data set.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maect.data import random
+
+# These two are part of what a seed means: changing them changes every run's order.
+CHUNK = 128
+WINDOW = 64
+_ROUNDS = 8
+
+
+class Permutation:
+    """A keyed permutation of range(n): a Feistel network walked until it lands inside."""
+
+    def __init__(self, n: int, key: NDArray[np.uint64]) -> None:
+        self.n = n
+        self._half = np.uint64(max(1, -(-max(n - 1, 1).bit_length() // 2)))
+        self._mask = np.uint64((1 << int(self._half)) - 1)
+        self._round_keys = key
+
+    @classmethod
+    def keyed(cls, n: int, seed: int, epoch: int, stream: int) -> "Permutation":
+        """The permutation of range(n) that belongs to (seed, epoch, stream)."""
+        return cls(n, random.bits(seed, epoch, n, 0, stream, _ROUNDS)[0])
+
+    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each of `positions` goes."""
+        return self._walk(positions, self._forward)
+
+    def inverse(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each of `values` comes from."""
+        return self._walk(values, self._backward)
+
+    def _walk(self, start: NDArray[np.int64], step) -> NDArray[np.int64]:  # type: ignore[no-untyped-def]
+        x = step(np.asarray(start).astype(np.uint64))
+        while (outside := x >= self.n).any():
+            x[outside] = step(x[outside])
+        return x.astype(np.int64)
+
+    def _forward(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = x >> self._half, x & self._mask
+        for key in self._round_keys:
+            left, right = right, left ^ (random.mix(right ^ key) & self._mask)
+        return (left << self._half) | right
+
+    def _backward(self, x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = x >> self._half, x & self._mask
+        for key in self._round_keys[::-1]:
+            left, right = right ^ (random.mix(left ^ key) & self._mask), left
+        return (left << self._half) | right
+
+
+class Order:
+    """The sequence of rows that training reads, epoch after epoch without a gap.
+
+    A position counts samples since the start of the run; a batch may straddle two epochs, and
+    every row comes exactly once in each.
+    """
+
+    def __init__(self, n: int, seed: int, chunk: int = CHUNK, window: int = WINDOW) -> None:
+        if n < 1:
+            raise ValueError("an order needs at least one sample")
+        self.n, self.seed, self.chunk, self.window = n, seed, chunk, window
+        self.chunks = -(-n // chunk)
+        self._short_by = self.chunks * chunk - n
+        # Ranks and batches ask for neighbouring positions: two windows per thread suffice.
+        self._cached = lru_cache(maxsize=4)(self._window)
+        self._epoch = lru_cache(maxsize=4)(self._epoch_start)
+
+    def take(self, start: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows and epochs, int64 [count] each, of `count` positions from `start` on."""
+        rows, epochs = [], []
+        while count > 0:
+            epoch, offset = divmod(start, self.n)
+            part = self._from_epoch(epoch, offset, count)
+            rows.append(part)
+            epochs.append(np.full(len(part), epoch, np.int64))
+            start, count = start + len(part), count - len(part)
+        if not rows:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        return np.concatenate(rows), np.concatenate(epochs)
+
+    def _from_epoch(self, epoch: int, offset: int, count: int) -> NDArray[np.int64]:
+        """Up to `count` rows of one window, from `offset` in the epoch on."""
+        _, short_at = self._epoch(epoch)
+        size = self.window * self.chunk
+        number = offset // size
+        # The one short chunk moves the windows behind it forward.
+        if offset >= (number + 1) * size - self._missing_before(number + 1, short_at):
+            number += 1
+        start = number * size - self._missing_before(number, short_at)
+        return self._cached(epoch, number)[offset - start :][:count]
+
+    def _missing_before(self, window: int, short_at: int) -> int:
+        return self._short_by if short_at < window * self.window else 0
+
+    def _epoch_start(self, epoch: int) -> tuple[Permutation, int]:
+        """The permutation of an epoch's chunks and the place where it puts the short last one."""
+        chunks = Permutation.keyed(self.chunks, self.seed, epoch, random.CHUNK)
+        return chunks, int(chunks.inverse(np.array([self.chunks - 1]))[0])
+
+    def _window(self, epoch: int, number: int) -> NDArray[np.int64]:
+        chunks, _ = self._epoch(epoch)
+        first = number * self.window
+        places = np.arange(first, min(first + self.window, self.chunks), dtype=np.int64)
+        starts = chunks(places) * self.chunk
+        rows = (starts[:, None] + np.arange(self.chunk)).ravel()
+        rows = rows[rows < self.n]
+        shuffle = np.argsort(
+            random.bits(self.seed, epoch, rows, 0, random.ORDER, 1)[:, 0], kind="stable"
+        )
+        return rows[shuffle]

@@ -1,0 +1,76 @@
+"""Random numbers as a pure function of what they are for, not of when they are drawn.
+
+Every number is a hash of (seed, stream, view, epoch, sample id, position). A worker, a rank or a
+resumed run that asks for the same sample gets the same numbers. Only integer arithmetic modulo
+2^64 is used, so the bits are the same on every machine.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+# Streams: what the numbers are for. A value is never reused for another purpose.
+ORDER = 1
+CHUNK = 2
+CROP = 3
+FLIP = 4
+COLOR = 5
+MASK = 6
+LOOKUP = 7
+SHARD = 8
+SUBSET = 9
+ORACLE = 10
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
+_WORD = (1 << 64) - 1
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Finaliser of SplitMix64 (Steele et al. 2014): a bijection of the 64-bit words."""
+    x = (x ^ (x >> np.uint64(30))) * _MULTIPLY_1
+    x = (x ^ (x >> np.uint64(27))) * _MULTIPLY_2
+    return x ^ (x >> np.uint64(31))
+
+
+def _words(values: ArrayLike) -> NDArray[np.uint64]:
+    array = np.atleast_1d(np.asarray(values))
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"integers expected, not {array.dtype}")
+    return array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype("u8")
+
+
+def keys(seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int) -> NDArray:
+    """One uint64 per sample, the starting point of its sequence; distinct for distinct ids."""
+    state = np.array([seed & _WORD], np.uint64)
+    for part in ([stream], [view], epochs, ids):
+        state = mix(mix(state + _GOLDEN) ^ (_words(part) * _GOLDEN))
+    return state
+
+
+def bits(
+    seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int, n: int
+) -> NDArray[np.uint64]:
+    """Random words.
+
+    Args:
+        seed: the run's seed.
+        epochs: the epoch of each sample, or one for all.
+        ids: stable sample ids, [b].
+        view: number of the view, 0 where there is none.
+        stream: a constant of this module: what the numbers are for.
+        n: words per sample.
+
+    Returns:
+        uint64 [b, n]; row i depends on nothing but the arguments of sample i.
+    """
+    start = keys(seed, epochs, ids, view, stream)
+    steps = np.arange(1, n + 1, dtype=np.uint64) * _GOLDEN
+    return mix(start[:, None] + steps[None, :])
+
+
+def uniform(
+    seed: int, epochs: ArrayLike, ids: ArrayLike, view: int, stream: int, n: int
+) -> NDArray[np.float64]:
+    """Random numbers in [0, 1), float64 [b, n], with the arguments of `bits`."""
+    return (bits(seed, epochs, ids, view, stream, n) >> np.uint64(11)).astype(np.float64) * 2.0**-53

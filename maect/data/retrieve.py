@@ -1,0 +1,175 @@
+"""Fetches public files on a machine with internet: resumable, checked, never half there."""
+
+import difflib
+import http.client
+import shutil
+import tarfile
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from maect.data.catalogue import CATALOGUE, Remote
+from maect.errors import UserError
+from maect.files import fsync_path, sha256_file, write_text
+
+_ATTEMPTS = 5
+_TIMEOUT = 60
+_PIECE = 1 << 20
+# No name service or no route: waiting will not help.
+_HOPELESS = ("Name or service", "name resolution", "unreachable", "refused")
+
+
+def retrieve(what: str, out: Path) -> list[Path]:
+    """Fetch everything of a name in the catalogue; what is there already is only checked.
+
+    Args:
+        what: a name in `CATALOGUE`.
+        out: folder for the files, made if needed.
+
+    Returns:
+        The files, or the folders that archives were unpacked to.
+
+    Raises:
+        UserError: unknown name, no connection, or a checksum that differs.
+    """
+    if what not in CATALOGUE:
+        near = difflib.get_close_matches(what, CATALOGUE, n=1)
+        cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(CATALOGUE)}"
+        raise UserError(f"nothing known as {what!r} to retrieve; {cure}")
+    return fetch_all(CATALOGUE[what], Path(out))
+
+
+def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 2.0) -> list[Path]:
+    """Fetch and unpack files; `wait` seconds before a second attempt, doubling."""
+    out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for remote in remotes:
+        if remote.unpacks_to is not None and (out / remote.unpacks_to).is_dir():
+            found.append(out / remote.unpacks_to)
+            continue
+        path = out / remote.name
+        if not path.exists():
+            _download(remote, path, wait)
+        _check(remote, path)
+        found.append(path if remote.unpacks_to is None else _unpack(path, out / remote.unpacks_to))
+    return found
+
+
+def _download(remote: Remote, path: Path, wait: float) -> None:
+    part = path.with_name(f"{path.name}.part")
+    failures = 0
+    while True:
+        before = _size(part)
+        try:
+            _append(remote.url, part)
+            break
+        except urllib.error.HTTPError as error:
+            reason = f"HTTP {error.code}"
+            hopeless = error.code < 500 and error.code != 429
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(getattr(error, "reason", error)) or type(error).__name__
+            hopeless = any(word in reason for word in _HOPELESS)
+        failures = 0 if _size(part) > before else failures + 1
+        if hopeless or failures == _ATTEMPTS:
+            raise UserError(_by_hand(remote, path, reason))
+        time.sleep(wait * 2 ** max(failures - 1, 0))
+    # A wrong file must not be taken for a part to resume from.
+    if remote.sha256 is not None and sha256_file(part) != remote.sha256:
+        part.unlink()
+        _tag(part).unlink(missing_ok=True)
+        raise UserError(
+            f"{remote.url}: sha256 differs from the expected {remote.sha256}; the download was "
+            "deleted. Try again; if it stays, the file has changed at its source"
+        )
+    fsync_path(part)
+    part.rename(path)
+    _tag(part).unlink(missing_ok=True)
+
+
+def _append(url: str, part: Path) -> None:
+    """Continue a download where it stopped, unless the source has changed since."""
+    start = _size(part)
+    headers = {"User-Agent": "maect"}
+    if start and _tag(part).exists():
+        headers |= {"Range": f"bytes={start}-", "If-Range": _tag(part).read_text().strip()}
+    else:
+        start = 0
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code != 416:  # asked for bytes behind the end: begin anew
+            raise
+        part.unlink(missing_ok=True)
+        response = urllib.request.urlopen(
+            urllib.request.Request(url, headers={"User-Agent": "maect"}), timeout=_TIMEOUT
+        )
+    with response:
+        resumed = response.status == 206
+        length = response.headers.get("Content-Length")
+        tag = response.headers.get("ETag") or response.headers.get("Last-Modified")
+        if tag and not tag.startswith("W/"):  # a weak tag cannot vouch for a range
+            _tag(part).write_text(tag)
+        else:
+            _tag(part).unlink(missing_ok=True)
+        received = 0
+        with open(part, "ab" if resumed else "wb") as file:
+            while piece := response.read(_PIECE):
+                file.write(piece)
+                received += len(piece)
+    if length is not None and received != int(length):
+        raise ConnectionError(f"connection closed after {received} of {length} bytes")
+
+
+def _check(remote: Remote, path: Path) -> None:
+    """Compare with the known hash, or with the one seen at first."""
+    seen = path.with_name(f"{path.name}.sha256")
+    actual = sha256_file(path)
+    expected = remote.sha256
+    if expected is None and seen.exists():
+        expected = seen.read_text(encoding="utf-8").split()[0]
+    if expected is not None and actual != expected:
+        raise UserError(f"{path}: sha256 is {actual}, expected {expected}; delete it and try again")
+    if not seen.exists():
+        write_text(seen, f"{actual}  {path.name}\n")
+
+
+def _unpack(archive: Path, folder: Path) -> Path:
+    """Unpack beside the archive, under a temporary name until it is whole."""
+    temporary = Path(tempfile.mkdtemp(prefix=".unpack-", dir=folder.parent))
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as zipped:
+                zipped.extractall(temporary)
+        else:
+            with tarfile.open(archive) as tar:
+                tar.extractall(temporary, filter="data")
+        if not (temporary / folder.name).is_dir():
+            raise UserError(f"{archive}: holds no folder {folder.name}")
+        (temporary / folder.name).rename(folder)
+    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+        raise UserError(
+            f"{archive}: cannot be unpacked ({error}); delete it and try again"
+        ) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def _by_hand(remote: Remote, path: Path, reason: str) -> str:
+    return (
+        f"cannot fetch {remote.url}: {reason}. On a machine with internet run "
+        f"`curl -L -o {path.name} {remote.url}`, put the file at {path.resolve()} and try again"
+    )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _tag(part: Path) -> Path:
+    return part.with_name(f"{part.name}.tag")

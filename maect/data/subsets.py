@@ -1,0 +1,155 @@
+"""Parts of a sharded split without copying it: class subsets, official lists, seeded subsets."""
+
+import hashlib
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maect.data import random
+from maect.data.index import LABEL, Index, open_index
+from maect.errors import UserError
+from maect.files import atomic_write, sha256_file, write_json, write_text
+
+# ImageNet-Dogs-15 as the deep clustering literature uses it (Chang et al. 2017).
+DOGS15 = (
+    "n02085936", "n02086646", "n02088238", "n02091467", "n02097130",
+    "n02099601", "n02101388", "n02101556", "n02102177", "n02105056",
+    "n02105412", "n02105855", "n02107142", "n02110958", "n02112137",
+)  # fmt: skip
+
+
+def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
+    """Write an index of only some classes of a sharded split; the images stay where they are.
+
+    Labels are the places in `classes`; samples keep their ids and their order.
+
+    Args:
+        shards: folder of a split's shards, or of another view.
+        out: folder of the view; opened like any other index.
+        classes: class names of that split.
+
+    Returns:
+        Number of samples.
+
+    Raises:
+        UserError: a class that the split does not have, or has no images of.
+    """
+    index = open_index(shards)
+    labels = []
+    for name in classes:
+        if name not in index.class_names:
+            raise UserError(f"{shards}: no class {name!r}")
+        labels.append(index.class_names.index(name))
+    new_label = np.full(len(index.class_names) + 1, -1, np.int64)
+    new_label[labels] = np.arange(len(labels))
+    chosen = np.flatnonzero(new_label[index.labels] >= 0)
+    rows = np.array(index.rows[chosen])
+    rows[:, LABEL] = new_label[rows[:, LABEL]]
+    counts = np.bincount(rows[:, LABEL], minlength=len(labels))
+    if (counts == 0).any():
+        raise UserError(f"{shards}: no images of class {classes[int(counts.argmin())]!r}")
+    keys = index.keys()
+    with atomic_write(out / "index.npy") as temporary, open(temporary, "wb") as file:
+        np.save(file, rows)
+    write_text(out / "keys.txt", "".join(f"{keys[i]}\n" for i in chosen))
+    parent = os.path.relpath(Path(shards).resolve(), out.resolve())
+    files = [{**s, "file": f"{parent}/{s['file']}"} for s in index.record["shards"]]
+    identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
+    write_json(
+        out / "index.json",
+        {
+            "format": index.record["format"],
+            "digest": identity,
+            "index_sha256": sha256_file(out / "index.npy"),
+            "keys_sha256": sha256_file(out / "keys.txt"),
+            "split": index.record["split"],
+            "n": len(rows),
+            "class_names": list(classes),
+            "options": index.record["options"],
+            "view_of": {"folder": parent, "digest": index.digest},
+            "shards": files,
+        },
+    )
+    return len(rows)
+
+
+def read_classes(text: str) -> tuple[str, ...]:
+    """Class names: `dogs15`, or those of a text file, one a line."""
+    return DOGS15 if text == "dogs15" else tuple(read_list(Path(text)))
+
+
+def read_list(path: Path) -> list[str]:
+    """Image names of a text file, one a line, such as SimCLR's and MSN's low-shot lists.
+
+    Raises:
+        UserError: unreadable, empty, or with a repeated name.
+    """
+    try:
+        names = path.read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    if not names or len(set(names)) != len(names):
+        raise UserError(f"{path}: {'names repeat' if names else 'empty'}")
+    return names
+
+
+def rows_by_name(index: Index, names: Iterable[str]) -> NDArray[np.int64]:
+    """Rows of images given by file name, in increasing order.
+
+    Args:
+        index: the split.
+        names: file names as in the original data set, with or without folder and extension.
+
+    Raises:
+        UserError: names that the split does not have, or has more than once.
+    """
+    by_base: dict[str, list[int]] = {}
+    for row, key in enumerate(index.keys()):
+        by_base.setdefault(key.rpartition("/")[2], []).append(row)
+    rows, missing = [], []
+    for name in names:
+        folder, _, base = name.rpartition("/")
+        stem = (base.rpartition(".")[0] or base).replace(".", "_")
+        found = by_base.get(stem, [])
+        if folder and len(found) > 1:
+            found = [row for row in found if index.key(row) == f"{folder}/{stem}"]
+        if len(found) > 1:
+            raise UserError(f"{index.directory}: {name} names {len(found)} images; give the folder")
+        if found:
+            rows.append(found[0])
+        else:
+            missing.append(name)
+    if missing:
+        raise UserError(
+            f"{index.directory}: lacks {len(missing)} listed images, {missing[0]} first"
+        )
+    return np.array(sorted(rows), np.int64)
+
+
+def balanced_rows(labels: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:
+    """A random subset with `per_class` samples of every class, as increasing rows.
+
+    For one seed the subsets are nested: those for 1 are among those for 2.
+
+    Args:
+        labels: int64 [n]; -1 is left out.
+        per_class: samples of each class.
+        seed: number of the subset.
+
+    Raises:
+        UserError: a class has too few samples.
+    """
+    labels = np.asarray(labels)
+    rank = random.bits(seed, 0, np.arange(len(labels)), 0, random.SUBSET, 1)[:, 0]
+    rows = np.lexsort((rank, labels))
+    rows = rows[labels[rows] >= 0]
+    classes, start, counts = np.unique(labels[rows], return_index=True, return_counts=True)
+    if not len(classes):
+        raise UserError("a class-balanced subset needs labels, and there are none")
+    if counts.min() < per_class:
+        few = int(counts.argmin())
+        raise UserError(f"class {classes[few]}: {counts[few]} samples, {per_class} wanted")
+    return np.sort((rows[start[:, None] + np.arange(per_class)]).ravel()).astype(np.int64)

@@ -1,0 +1,1 @@
+"""One protocol, one file, one interface: `evaluate(context, job, settings) -> dict`."""

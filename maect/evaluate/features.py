@@ -1,0 +1,173 @@
+"""Extract an encoder's features of a split once, for all protocols that need them.
+
+The split is cut into parts that depend on nothing but its size. Each rank encodes some parts and
+writes each one when it is whole; rank 0 joins them. So a restarted job skips what is there, on
+any number of ranks, and the world size does not change a bit of the result.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from maect.data.index import Index, open_index
+from maect.data.loader import evaluation_batches
+from maect.errors import UserError
+from maect.evaluate import ranks
+from maect.evaluate.encoding import Encoding, Precision
+from maect.evaluate.job import Context
+from maect.evaluate.store import write_features
+from maect.files import atomic_write, sha256_file
+from maect.recipes import digest
+
+BATCH = 256
+PART_ROWS = 8192
+LEAST_PARTS = 16
+
+
+def extract(
+    context: Context,
+    *,
+    encoder: str | Path,
+    shards: str | Path,
+    out: str | Path,
+    resize: int | None = None,
+    precision: Precision = "fp32",
+) -> str:
+    """Write the features of a split (see `maect.evaluate.store`); called on every rank.
+
+    Args:
+        context: this rank's place.
+        encoder: `encoder.safetensors` of a run.
+        shards: folder of the split's shards.
+        out: the features file.
+        resize: shorter side before the centre crop; none: 256/224 of the encoder's image size.
+        precision: of the encoder's forward pass. Full float32, without TF32, by default: the
+            features of an image are then the same on all machines up to rounding.
+
+    Returns:
+        "done", or "requeue" if the job was told to stop; a restart goes on from there.
+
+    Raises:
+        UserError: an input is missing or damaged, or the features are not finite.
+    """
+    encoder, out = Path(encoder), Path(out)
+    index = open_index(shards)
+    model = Encoding(encoder, ranks.device_of(context), precision)
+    resize = resize or round(model.settings.image_size * 256 / 224)
+    record = {
+        "run": encoder.parent.name,
+        "encoder_sha256": sha256_file(encoder),
+        "index_digest": index.digest,
+        "class_names": list(index.class_names),
+        "pooling": model.pooling,
+        "image_size": model.settings.image_size,
+        "resize": resize,
+        "precision": precision,
+        "device": model.device.type,
+        "torch": torch.__version__,
+    }
+    folder = out.with_name(f".{out.name}.parts")
+    files = [
+        folder / f"{digest(record)}-{number:06d}.safetensors"
+        for number in range(len(part_ranges(index.n)))
+    ]
+    with ranks.process_group(context):
+        todo = [number for number, file in enumerate(files) if not _whole(file)]
+        todo = ranks.from_first(context, todo)
+        mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
+        whole = _encode(context, index, model, resize, files, mine.tolist())
+        # Also the barrier: nobody joins parts before all are written.
+        stopped = ranks.any_rank(context, not whole)
+    if stopped:
+        return "requeue"
+    if context.rank == 0:
+        keys = index.keys()
+        width, labels = model.width, np.array(index.labels)
+        write_features(out, map(_read, files), width=width, labels=labels, keys=keys, record=record)
+        shutil.rmtree(folder)
+    return "done"
+
+
+def part_ranges(n: int) -> list[range]:
+    """Consecutive ranges of rows that are encoded and written as one, a function of n alone."""
+    size = max(1, min(PART_ROWS, -(-n // LEAST_PARTS)))
+    return [range(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _encode(
+    context: Context,
+    index: Index,
+    model: Encoding,
+    resize: int,
+    files: list[Path],
+    numbers: list[int],
+) -> bool:
+    """Encode and write some parts; False if told to stop before the last."""
+    ranges = part_ranges(index.n)
+    total = sum(len(ranges[number]) for number in numbers)
+    started, done = time.monotonic(), 0
+    for number in numbers:
+        out = np.empty((len(ranges[number]), model.width), np.float32)
+        for place, features in batches(index, model, resize, ranges[number], context.cpus):
+            out[place : place + len(features)] = features.cpu().numpy()
+            done += len(features)
+            speed = context.world_size * done / max(time.monotonic() - started, 1e-9)
+            context.report({"step": done, "steps": total, "images_per_second": speed})
+            if context.stop_requested():
+                return False
+        if not np.isfinite(out).all():
+            row = ranges[number][int(np.argmin(np.isfinite(out).all(axis=1)))]
+            raise UserError(
+                f"{index.directory}: the features of sample {row} ({index.key(row)}) are not "
+                "finite; the encoder diverged or its weights are damaged"
+            )
+        with atomic_write(files[number]) as temporary:
+            save_file({"features": out}, temporary, {"sha256": _sha256(out)})
+    return True
+
+
+def batches(
+    index: Index, model: Encoding, resize: int | None, rows: range, threads: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Features of `rows`: offset within `rows`, and float32 [b, width] on the model's device."""
+    size = model.settings.image_size
+    place = 0
+    for images, _, _ in evaluation_batches(
+        index, image_size=size, resize=resize, rows=rows, batch_size=BATCH, threads=threads
+    ):
+        yield place, model(images)
+        place += len(images)
+
+
+def _sha256(features: NDArray[np.float32]) -> str:
+    import hashlib
+
+    return hashlib.sha256(features.data).hexdigest()
+
+
+def _whole(file: Path) -> bool:
+    """Whether a part is there and undamaged; a damaged one is made again."""
+    if not file.exists():
+        return False
+    try:
+        _read(file)
+    except (SafetensorError, OSError, ValueError, KeyError):
+        return False
+    return True
+
+
+def _read(file: Path) -> NDArray[np.float32]:
+    with safe_open(file, framework="numpy") as handle:
+        metadata: dict[str, Any] = handle.metadata() or {}
+        features: NDArray[np.float32] = handle.get_tensor("features")
+    if _sha256(features) != metadata["sha256"]:
+        raise ValueError(f"{file}: damaged")
+    return features

@@ -1,0 +1,118 @@
+"""Run one protocol for one run and write its JSON: metrics, every setting, provenance."""
+
+import importlib
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from maect import __version__
+from maect.data.index import open_index
+from maect.errors import UserError
+from maect.evaluate.job import Context, Interrupted, Job
+from maect.evaluate.store import open_record
+from maect.files import sha256_file, write_json
+from maect.recipes import PROTOCOLS, one_line
+
+PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
+
+
+def run_protocol(
+    context: Context,
+    *,
+    protocol: str,
+    run: str | Path,
+    out: str | Path,
+    train: str | Path | None = None,
+    test: str | Path | None = None,
+    train_shards: str | Path | None = None,
+    test_shards: str | Path | None = None,
+    resize: int | None = None,
+    settings: dict[str, Any] | None = None,
+) -> str:
+    """Evaluate and write `out`, atomically; called on every rank.
+
+    Args:
+        context: this rank's place.
+        protocol: a key of `maect.recipes.PROTOCOLS`, and a module of this package.
+        run: folder of the run, with `encoder.safetensors`.
+        out: the JSON to write.
+        train, test: features files, for protocols on stored features.
+        train_shards, test_shards: folders of shards, for protocols that run the encoder.
+        resize: shorter side before the centre crop of evaluation images.
+        settings: what differs from the protocol's defaults.
+
+    Returns:
+        "done", or "requeue" if the job was told to stop and has saved its state.
+
+    Raises:
+        UserError: unknown protocol or setting, or an input that the protocol cannot use.
+    """
+    if protocol not in PROTOCOLS:
+        raise UserError(f"unknown protocol {protocol!r}; known: {', '.join(PROTOCOLS)}")
+    try:
+        values = PROTOCOLS[protocol].model_validate(settings or {})
+    except ValidationError as error:
+        raise one_line(error, protocol) from None
+    module = importlib.import_module(f"maect.evaluate.{protocol}")
+    paths = {"train": train, "test": test, "train_shards": train_shards, "test_shards": test_shards}
+    # What a protocol does not read is no part of its provenance.
+    given = {name: Path(paths[name] or "") for name in module.INPUTS if paths[name] is not None}
+    job = Job(run=Path(run), out=Path(out), resize=resize, **given)
+    # Protocols on stored features use the cores of rank 0's node, through threads.
+    if context.rank and not getattr(module, "ON_EVERY_RANK", False):
+        return "done"
+    try:
+        metrics = module.evaluate(context, job, values)
+    except Interrupted:
+        return "requeue"
+    if context.rank == 0:
+        result = {
+            "metrics": metrics,
+            "settings": values.model_dump(mode="json") | {"resize": resize},
+            "provenance": provenance(job, protocol, context.world_size)
+            | {"test_data": getattr(module, "TEST_DATA", None)},
+        }
+        write_json(out, result)
+        shutil.rmtree(job.state, ignore_errors=True)
+    return "done"
+
+
+def provenance(job: Job, protocol: str, world_size: int) -> dict[str, Any]:
+    """Where a result comes from: run, encoder, data and versions.
+
+    Raises:
+        UserError: features that were not made from the run's encoder.
+    """
+    record: dict[str, Any] = {
+        "protocol": protocol,
+        "run": job.run.name,
+        "encoder_sha256": None,
+        "splits": {},
+        "world_size": world_size,
+        "versions": {"maect": __version__, "python": platform.python_version()},
+    }
+    encoder = job.run / "encoder.safetensors"
+    if encoder.exists():
+        record["encoder_sha256"] = sha256_file(encoder)
+    for name, path in (("train", job.train), ("test", job.test)):
+        if path is None:
+            continue
+        made = open_record(path)
+        if record["encoder_sha256"] not in (None, made["encoder_sha256"]):
+            raise UserError(f"{path}: made from another encoder than {encoder}; extract it again")
+        record["encoder_sha256"] = made["encoder_sha256"]
+        keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device")
+        record["splits"][name] = {key: made[key] for key in keep if key in made}
+    for name, path in (("train", job.train_shards), ("test", job.test_shards)):
+        if path is not None:
+            record["splits"][name] = {"index_digest": open_index(path).digest}
+    for package in PACKAGES:
+        try:
+            record["versions"][package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return record

@@ -1,0 +1,224 @@
+"""Features on disk: one safetensors file per (encoder, dataset, split), shared by the protocols.
+
+Needs no torch, so that protocols on stored features start quickly.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maect.errors import UserError
+from maect.files import atomic_write
+
+FORMAT = "1"
+_CHUNK = 16384
+
+
+@dataclass(frozen=True)
+class Features:
+    """A features file: small parts in memory, the features themselves read when asked for.
+
+    Attributes:
+        labels: int64 [n], -1 where unlabelled.
+        record: what the file says about its making: `encoder_sha256`, `index_digest`, `pooling`,
+            `image_size`, `resize`, `precision`, `class_names`, ...
+    """
+
+    path: Path
+    n: int
+    width: int
+    labels: NDArray[np.int64]
+    record: dict[str, Any]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes: those that the dataset names, used or not."""
+        return max(len(self.record["class_names"]), int(self.labels.max(initial=-1)) + 1)
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Features of a range of samples, float32 [stop - start, width]."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="numpy") as file:
+            part: NDArray[np.float32] = file.get_slice("features")[start:stop]
+        return part
+
+    def take(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Features of some samples, float32 [len(ids), width], in the order of `ids`."""
+        out = np.empty((len(ids), self.width), np.float32)
+        order = np.argsort(ids, kind="stable")
+        for start in range(0, self.n, _CHUNK):
+            first, last = np.searchsorted(ids[order], [start, start + _CHUNK])
+            if first < last:
+                chosen = order[first:last]
+                out[chosen] = self.rows(start, min(start + _CHUNK, self.n))[ids[chosen] - start]
+        return out
+
+    def all(self) -> NDArray[np.float32]:
+        """All features, float32 [n, width]."""
+        return self.rows(0, self.n)
+
+    def names(self) -> list[str]:
+        """Names of the samples, in order."""
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="numpy") as file:
+            return file.get_tensor("keys").tobytes().decode().split("\n")
+
+
+def open_features(path: str | Path) -> Features:
+    """Open a features file and check all of it against the checksum in its header.
+
+    Raises:
+        UserError: missing, not a features file, damaged, or with values that are not finite.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such features file; make it with maect features")
+    try:
+        with safe_open(path, framework="numpy") as file:
+            record = json.loads((file.metadata() or {})["maect"])
+            if record["format"] != FORMAT:
+                raise UserError(f"{path}: format {record['format']}, not {FORMAT}; extract again")
+            labels = file.get_tensor("labels")
+            names = file.get_tensor("keys")
+            n, width = file.get_slice("features").get_shape()
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not a features file ({error}); extract it again") from None
+    features = Features(path, n, width, labels, record)
+    parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
+    found = _digest(parts, labels, names)
+    if found != record["sha256"]:
+        raise UserError(f"{path}: damaged (its checksum differs); delete it and extract it again")
+    return features
+
+
+def open_record(path: str | Path) -> dict[str, Any]:
+    """What a features file says about its making, without reading the rest of it.
+
+    Raises:
+        UserError: it is no features file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            record: dict[str, Any] = json.loads((file.metadata() or {})["maect"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not a features file ({error}); extract it again") from None
+    return record
+
+
+def check(features: Features, *, labelled: bool = True) -> None:
+    """Refuse what no protocol can evaluate.
+
+    Raises:
+        UserError: no sample, a feature that is not finite, or an unlabelled sample.
+    """
+    if features.n == 0:
+        raise UserError(f"{features.path}: holds no samples")
+    for start in range(0, features.n, _CHUNK):
+        finite = np.isfinite(features.rows(start, min(start + _CHUNK, features.n))).all(axis=1)
+        if not finite.all():
+            row = start + int(np.argmin(finite))
+            raise UserError(
+                f"{features.path}: the features of sample {row} are not finite; the encoder "
+                "diverged or its weights are damaged"
+            )
+    if labelled and features.labels.min() < 0:
+        row = int(np.argmin(features.labels))
+        raise UserError(f"{features.path}: sample {row} has no label, and this protocol needs one")
+
+
+def same_encoder(train: Features, test: Features) -> None:
+    """Refuse two files that do not belong together.
+
+    Raises:
+        UserError: different encoders, pooling or classes.
+    """
+    for key in ("encoder_sha256", "pooling", "precision", "class_names"):
+        if train.record[key] != test.record[key]:
+            raise UserError(
+                f"{train.path} and {test.path}: {key} differs; extract both with one encoder"
+            )
+    if train.width != test.width:
+        raise UserError(f"{train.path} and {test.path}: {train.width} and {test.width} features")
+
+
+def _digest(
+    parts: Iterable[NDArray[np.float32]], labels: NDArray[np.int64], names: NDArray[np.uint8]
+) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)
+    digest.update(np.ascontiguousarray(labels).data)
+    digest.update(names.data)
+    return digest.hexdigest()
+
+
+def write_features(
+    path: str | Path,
+    parts: Iterable[NDArray[np.float32]],
+    *,
+    width: int,
+    labels: NDArray[np.int64],
+    keys: list[str],
+    record: dict[str, Any],
+) -> None:
+    """Write a features file atomically, part by part, so that memory holds one part only.
+
+    Args:
+        parts: float32 [m, width] each, in order; together as many rows as there are labels.
+        width: features per sample.
+        labels: int64 [n].
+        keys: names of the samples.
+        record: what to say about the file's making; `format` and `sha256` are added.
+    """
+    names = np.frombuffer("\n".join(keys).encode(), np.uint8)
+    sizes = {"features": 4 * width * len(labels), "labels": 8 * len(labels), "keys": len(names)}
+    shapes = {
+        "features": ("F32", [len(labels), width]),
+        "labels": ("I64", [len(labels)]),
+        "keys": ("U8", [len(names)]),
+    }
+    tensors, offset = {}, 0
+    for name, size in sizes.items():
+        dtype, shape = shapes[name]
+        tensors[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+
+    def header(sha256: str) -> bytes:
+        text = json.dumps({**record, "format": FORMAT, "sha256": sha256}, sort_keys=True)
+        data = json.dumps({"__metadata__": {"maect": text}, **tensors}).encode()
+        data += b" " * (-len(data) % 8)  # the format aligns its data
+        return len(data).to_bytes(8, "little") + data
+
+    rows = 0
+
+    def written(file: Any) -> Iterator[NDArray[np.float32]]:
+        nonlocal rows
+        for part in parts:
+            if part.dtype != np.float32 or part.shape[1:] != (width,):
+                raise ValueError(f"{path}: a part is {part.dtype} {part.shape}, width {width}")
+            file.write(np.ascontiguousarray(part).data)
+            rows += len(part)
+            yield part
+
+    with atomic_write(path) as temporary, open(temporary, "wb") as file:
+        file.write(header("0" * 64))  # the checksum has a fixed length and is filled in below
+        sha256 = _digest(written(file), labels, names)
+        if rows != len(labels):
+            raise ValueError(f"{path}: {rows} rows of features for {len(labels)} labels")
+        file.write(np.ascontiguousarray(labels).data)
+        file.write(names.data)
+        file.seek(0)
+        file.write(header(sha256))
+        file.flush()

@@ -1,0 +1,139 @@
+"""The experiment file as it is written: its keys, and helpers to read its values."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, model_validator
+
+from maect.errors import UserError
+from maect.recipes import Settings
+
+TABLES = (
+    *("low_shot", "clustering", "ablation", "combined", "robustness", "reimplementation"),
+    *("sensitivity", "concat_probe", "fine_tune", "huge14", "effective_invariance", "oracle"),
+    *("extended", "clustering_best", "clustering_mean", "dogs15_best", "dogs15_mean"),
+)
+FIGURES = (
+    *("gpu_hours", "label_efficiency", "color_histogram", "umap", "cluster_formation"),
+    *("confusion", "cluster_retrieval", "neighbor_retrieval", "training_curves", "pipeline"),
+)
+
+
+class Split(Settings):
+    """One split of a dataset: where its images are and into how many tars they go."""
+
+    images: str | None = None
+    """The source; `~` and environment variables are filled in where they are set."""
+    kind: Literal[
+        "folder", "unlabelled", "imagenet", "imagenet_train_tar", "imagenet_val", "imagenet_v2"
+    ] = "folder"
+    """How the source is laid out (`docs/data.md`)."""
+    labels: str | None = None
+    """Labels of the source, for the kinds that need them."""
+    exclude: str | None = None
+    """File of image names to leave out, one a line."""
+    shards: int = Field(default=1, gt=0)
+
+    def arguments(self) -> list[str]:
+        """How the command line says the same, without the place of the images."""
+        words = ["--kind", self.kind, "--shards", str(self.shards)]
+        for name in ("labels", "exclude"):
+            value = getattr(self, name)
+            words += [f"--{name}", os.path.expandvars(value)] if value else []
+        return words
+
+
+class Dataset(Settings):
+    """Images by split. `digits` are bundled with scikit-learn and written out first."""
+
+    kind: Literal["images", "digits"] = "images"
+    splits: dict[str, Split]
+    resize: int | None = Field(default=None, gt=0)
+    """Shorter side before the centre crop of evaluations; none: 256/224 of the image size."""
+
+    @model_validator(mode="after")
+    def _images(self) -> "Dataset":
+        for name, split in self.splits.items():
+            given = split.images is not None
+            if given == (self.kind == "digits"):
+                wants = "brings its own images" if given else "needs its source as `images`"
+                raise ValueError(f"{name}: kind {self.kind} {wants}")
+        return self
+
+
+class RunSpec(Settings):
+    """One line of `runs`, before expansion."""
+
+    recipe: str
+    size: str
+    dataset: str | None = None
+    source: str | None = Field(default=None, alias="from")
+    image_size: int | None = Field(default=None, gt=0)
+    method: str | None = None
+    overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
+    each: dict[str, list[str | int | float]] = Field(default_factory=dict)
+
+
+class Evaluations(Settings):
+    """Which protocols on which runs; a run may be a pattern such as `ct_*`."""
+
+    runs: list[str]
+    protocols: list[str]
+
+
+class ExperimentSpec(Settings):
+    """The file as written."""
+
+    description: str = ""
+    storage: str | None = None
+    datasets: dict[str, Dataset] = Field(min_length=1)
+    """The first one is what runs train on and what is evaluated, unless they say otherwise."""
+    seeds: int = Field(default=1, gt=0)
+    runs: dict[str, RunSpec]
+    evaluate: list[Evaluations] = Field(default_factory=list)
+    protocols: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    tables: list[str] = Field(default_factory=list)
+    figures: list[str] = Field(default_factory=list)
+
+
+def fill_values(value: Any, fill: Callable[[str], str]) -> str:
+    """The YAML text of nested values with `{key}` filled in their strings."""
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: walk(inner) for key, inner in item.items()}
+        if isinstance(item, str):
+            return yaml.safe_load(fill(item))
+        return item
+
+    return yaml.safe_dump(walk(value))
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings as dotted keys: `{"head": {"topk": 1}}` gives `head.topk`, 1."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def yaml_scalar(value: Any) -> str:
+    """A value as one line of YAML, which the command line reads back."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+
+
+def expand_path(text: str, where: str) -> str:
+    """`~` and environment variables filled in.
+
+    Raises:
+        UserError: a variable that is not set, named.
+    """
+    filled = os.path.expanduser(os.path.expandvars(text))
+    unset = re.search(r"\$\{?(\w+)", filled)
+    if unset:
+        raise UserError(f"{where}: environment variable {unset[1]} in {text!r} is not set")
+    return filled

@@ -1,0 +1,235 @@
+"""The launcher: submit or re-attach, wait, judge, resubmit, until the completion record exists."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from maect.launch import local, progress, record, slurm, submit
+from maect.launch.interruption import Interruption
+from maect.launch.owner import own
+from maect.launch.record import Job
+from maect.launch.resources import LaunchError, Resources, Task
+from maect.launch.state import State
+
+TICK = 0.5  # seconds between two looks at the files
+LOOK = {"local": 0.5, "slurm": 2.0}  # seconds between two looks at the job (SLURM: at the cache)
+ATTEMPTS = 3  # attempts without progress before giving up
+STOP_PATIENCE = 60.0  # seconds that a job has for saving after Ctrl-C
+RECORD_PATIENCE = {"local": 3.0, "slurm": 30.0}  # seconds for a record to cross the file system
+CLUSTERS: dict[str, ModuleType] = {"local": local, "slurm": slurm}
+
+
+def launch(
+    task: Task,
+    folder: Path,
+    resources: Resources,
+    *,
+    is_done: Callable[[], bool],
+    describe: str,
+    detach: bool = False,
+) -> None:
+    """Run `task` on every rank and return once its completion record exists.
+
+    A live job of this folder is taken over, never started twice. A job that ends without the
+    record is submitted again as long as its step grows. Ctrl-C or SIGTERM asks it to save and
+    stop; a second one cancels it; SIGHUP, SIGKILL or the death of the calling Snakemake leave it
+    running. To be called in the main thread.
+
+    Args:
+        task: what to run; it must be able to resume from its own files.
+        folder: the run's folder, on a file system that all nodes share.
+        resources: where and on how many devices.
+        is_done: whether the completion record exists; cheap, called twice a second.
+        describe: title of the progress line.
+        detach: let Ctrl-C and SIGTERM leave the job running too.
+
+    Raises:
+        LaunchError: gave up; the message has the last lines of the failing rank's log.
+        SystemExit: status 130, stopped or detached by a signal.
+    """
+    if is_done():
+        return
+    folder = Path(folder).absolute()
+    with own(folder), Interruption(detach) as interruption:
+        line = progress.Line(describe)
+        try:
+            _Launch(task, folder, resources, is_done, line, interruption).run()
+        finally:
+            line.close()
+
+
+@dataclass
+class _Launch:
+    task: Task
+    folder: Path
+    resources: Resources
+    is_done: Callable[[], bool]
+    line: progress.Line
+    interruption: Interruption
+    asked_at: float | None = field(default=None, init=False)
+
+    def run(self) -> None:
+        job = record.read_job(self.folder)
+        # A request to stop that an earlier launcher left behind is not meant for this one.
+        record.take_back_stop(self.folder)
+        fruitless, ours = 0, False
+        if job is not None and job.state != "ended":
+            self.line.say(f"found {job.cluster} job {job.id or job.name}")
+        while True:
+            if job is None or job.state == "ended":
+                self.leave_before_submission()
+                job, ours = self.submit(job), True
+            end, seen = self.watch(job)
+            if end is None or self.completes(job, ours):
+                self.close(job, "done")
+                self.line.say("done")
+                return
+            self.close(job, end.text)
+            if ours or seen:  # how a job ended while nobody looked is not held against it
+                fruitless = self.judge(job, end, fruitless)
+
+    def leave_before_submission(self) -> None:
+        reason = self.interruption.let_go()
+        if reason or self.interruption.stops:
+            self.line.say(f"{reason or 'stopped'}; no job is running")
+            raise SystemExit(130)
+
+    def submit(self, previous: Job | None) -> Job:
+        """Submit a job, noting it before and after."""
+        job = record.new_job(
+            self.folder, self.resources.cluster, self.resources.ranks, previous=previous
+        )
+        record.write_job(self.folder, job)
+        process = submit.start(self.folder, job, self.task, self.resources)
+        while process.poll() is None:
+            time.sleep(0.02)
+        answer = submit.answer(self.folder, job)
+        if "id" in answer:
+            job.state, job.id, job.created = "submitted", answer["id"], answer.get("created")
+            job.submitted = time.time()
+            record.write_job(self.folder, job)
+            again = f", attempt {job.attempt}" if job.attempt > 1 else ""
+            self.line.say(f"submitted {job.cluster} job {job.id} at step {job.step}{again}")
+            return job
+        error = str(answer["error"]).strip()
+        if job.cluster == "slurm" and slurm.passes(error):
+            # It may have been accepted all the same: the caller looks for the unique name.
+            self.line.say(f"SLURM does not answer, trying again: {error.splitlines()[-1]}")
+            return job
+        self.close(job, f"not accepted: {error}")
+        raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
+
+    def watch(self, job: Job) -> tuple[State | None, bool]:
+        """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
+        cluster = CLUSTERS[job.cluster]
+        state, seen, next_look, ended = State("unknown", "waiting"), False, 0.0, float("inf")
+        while True:
+            if self.is_done():
+                cluster.finish(self.folder, job)
+                return None, seen
+            now = time.monotonic()
+            if now >= next_look:
+                record.learn_id(self.folder, job)
+                state, next_look = cluster.state(self.folder, job), now + LOOK[job.cluster]
+                seen = seen or state.phase in ("pending", "running")
+                if job.id is not None and job.state == "submitting":
+                    job.state = "submitted"
+                    record.write_job(self.folder, job)
+            self.obey(job, cluster, state)
+            ended = min(ended, now) if state.phase == "ended" else float("inf")
+            if now - ended >= state.grace:
+                cluster.end(self.folder, job)
+                return state, seen
+            if self.line.is_due():
+                self.line.show(self.present(state))
+            time.sleep(TICK)
+
+    def present(self, state: State) -> str:
+        if state.phase == "running" and self.asked_at is None:
+            return progress.describe(record.progress(self.folder)) or state.text or "running"
+        return "saving and stopping" if self.asked_at else state.text
+
+    def obey(self, job: Job, cluster: ModuleType, state: State) -> None:
+        """Let go of the job or stop it, if we were told to."""
+        if reason := self.interruption.let_go():
+            name = f"{job.cluster} job {job.id or job.name}"
+            self.line.say(f"{reason}; {name} goes on, start again to re-attach")
+            raise SystemExit(130)
+        if not self.interruption.stops:
+            return
+        if self.asked_at is None:
+            self.asked_at = time.monotonic()
+            record.ask_to_stop(self.folder, job)
+            self.line.say("asked the job to save and stop (once more: cancel it at once)")
+        waited = time.monotonic() - self.asked_at
+        saved = record.verdict(self.folder, job) == "stopped"
+        if saved:
+            cluster.finish(self.folder, job)
+        elif (
+            self.interruption.stops > 1
+            or waited > STOP_PATIENCE
+            or state.phase in ("pending", "ended")
+        ):
+            cluster.end(self.folder, job)
+        else:
+            return
+        self.close(job, "stopped by the user")
+        record.take_back_stop(self.folder)
+        how = "saved and stopped" if saved else "cancelled"
+        step = record.step(self.folder)
+        self.line.say(f"{how} at step {step}; start again to go on")
+        raise SystemExit(130)
+
+    def completes(self, job: Job, ours: bool) -> bool:
+        """Whether a job that has ended is complete after all."""
+        deadline = time.monotonic() + RECORD_PATIENCE[job.cluster]
+        while record.verdict(self.folder, job) == "done":
+            if self.is_done():
+                return True
+            if time.monotonic() > deadline:
+                if not ours:
+                    # Snakemake deletes what an interrupted rule has written before it runs again;
+                    # the saved state still has all of it.
+                    self.line.say(f"job {job.id} was done, but its files are gone")
+                    return False
+                raise LaunchError(
+                    f"{self.line.title}: job {job.id} returned 'done' but left no completion record"
+                )
+            time.sleep(TICK)
+        return self.is_done()
+
+    def judge(self, job: Job, end: State, fruitless: int) -> int:
+        """Decide on another attempt: the number of attempts without progress so far.
+
+        Raises:
+            LaunchError: no further attempt is worth it.
+        """
+        step, title = record.step(self.folder), self.line.title
+        if job.id is None:
+            return fruitless  # SLURM did not answer; nothing was tried
+        if end.final:
+            raise LaunchError(
+                f"{title}: job {job.id} was cancelled by a person ({end.text}) at step {step}; "
+                "start again to go on"
+            )
+        failure = record.failure(self.folder, job, end.rank)
+        if failure.kind == "UserError":
+            raise LaunchError(failure.message)
+        fruitless = 0 if step > job.step else fruitless + 1
+        saved = record.verdict(self.folder, job) in ("requeue", "stopped") and not failure.kind
+        how = "saved and returned before its end" if saved else f"ended: {end.text}"
+        if fruitless >= ATTEMPTS:
+            raise LaunchError(
+                f"{title}: gave up after {fruitless} attempts without progress (step {step}; "
+                f"the last one {how}). Rank {failure.rank} said:\n{failure.text}\n"
+                f"The whole log: {failure.log}"
+            )
+        self.line.say(f"job {job.id} {how}, at step {step}; submitting it again")
+        return fruitless
+
+    def close(self, job: Job, ending: str) -> None:
+        record.learn_id(self.folder, job)
+        job.state, job.ending = "ended", ending
+        record.write_job(self.folder, job)

@@ -1,0 +1,114 @@
+"""Jobs on SLURM: the truth is in squeue, then in sacct; a question that fails is no verdict."""
+
+import time
+from pathlib import Path
+
+from maect.launch import record, squeue
+from maect.launch.local import marked
+from maect.launch.record import Job
+from maect.launch.state import State
+
+RUNNING = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT"}
+RUNNING |= {"SIGNALING", "RESIZING"}
+PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+MAY_RETURN = {"NODE_FAIL", "PREEMPTED"}  # SLURM puts such jobs back under the same id
+TEARDOWN = 30.0  # seconds for the ranks to return after the completion record was written
+FORGOTTEN = 600.0  # seconds after which a job that squeue does not know is gone, whatever sacct
+SUBMISSION_FAILURES_THAT_PASS = (
+    "Unable to contact slurm controller",
+    "Socket timed out",
+    "Connection refused",
+    "Zero Bytes were transmitted",
+    "Transport endpoint is not connected",
+    "temporarily unable to accept job",
+    "Resource temporarily unavailable",
+)
+
+_quiet_since: dict[str, float] = {}
+_missing_since: dict[str, float] = {}
+_sacct: dict[str, tuple[float, State]] = {}
+
+
+def state(folder: Path, job: Job) -> State:
+    """Look at a SLURM job, through the shared answer of squeue."""
+    # The submission may still be under way although the launcher that began it was killed.
+    if job.id is None and marked(job.name):
+        return State("unknown", "being submitted")
+    newer_than = job.submitted
+    if job.id is None:
+        newer_than = _quiet_since.setdefault(job.name, time.time())
+    answer = squeue.ask(newer_than)
+    if answer is None:
+        return State("unknown", "no answer from SLURM")
+    if job.id is None:
+        return _find(job, answer)
+    if job.id in answer.jobs:
+        _missing_since.pop(job.id, None)
+        word, reason, _ = answer.jobs[job.id]
+        return _state(word, reason)
+    since = _missing_since.setdefault(job.id, time.monotonic())
+    if time.monotonic() - since > FORGOTTEN:
+        return State("ended", "unknown to SLURM")
+    return _ask_sacct(job.id)
+
+
+def finish(folder: Path, job: Job) -> None:
+    """Wait for a job that has its completion record to return; cancel it if it does not.
+
+    A signal in its last second may have put a complete job back into the queue.
+    """
+    deadline = time.monotonic() + TEARDOWN
+    while record.verdict(folder, job) not in ("done", "stopped"):
+        if time.monotonic() > deadline:
+            return end(folder, job)
+        time.sleep(0.5)
+
+
+def end(folder: Path, job: Job) -> None:
+    """Cancel a job; harmless when it is over."""
+    if job.id is not None:
+        squeue.command("scancel", job.id)
+
+
+def passes(error: str) -> bool:
+    """Whether a submission failed for a reason that goes away by itself."""
+    return any(text in error for text in SUBMISSION_FAILURES_THAT_PASS)
+
+
+def _find(job: Job, answer: squeue.Answer) -> State:
+    """A job whose launcher died before it learnt the id: its name is unique."""
+    found = [key for key, (_, _, name) in answer.jobs.items() if name == job.name]
+    if not found:
+        # What squeue does not list is not alive, so that submitting anew runs nothing twice.
+        return State("ended", "never submitted", grace=1.0)
+    job.id = found[0]
+    word, reason, _ = answer.jobs[job.id]
+    return _state(word, reason)
+
+
+def _state(word: str, reason: str) -> State:
+    text = f"{word} ({reason})" if reason not in ("", "None") else word
+    if word in PENDING:
+        return State("pending", text)
+    if word in RUNNING:
+        return State("running", text)
+    if word in MAY_RETURN:
+        return State("ended", text, grace=2 * squeue.interval())
+    return State("ended", text, grace=1.0, final=word.startswith("CANCELLED"))
+
+
+def _ask_sacct(job_id: str) -> State:
+    asked, last = _sacct.get(job_id, (float("-inf"), State("unknown")))
+    if time.monotonic() - asked < squeue.interval():
+        return last
+    code, out, error = squeue.command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
+    if code == 0 and out:
+        found = _state(out.splitlines()[-1].split()[0], "sacct")
+        # The two databases contradict each other: one of them is behind.
+        found = found if found.phase == "ended" else State("unknown", "SLURM is catching up")
+    elif code == 0 or code == 127 or "disabled" in error:
+        found = State("ended", "unknown to SLURM", grace=squeue.interval())
+    else:
+        found = State("unknown", "no answer from sacct")
+    _sacct[job_id] = (time.monotonic(), found)
+    return found

@@ -1,0 +1,115 @@
+"""What a job is submitted with: its request, its environment, the parameters of submitit."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import maect
+from maect.files import read_json, write_json
+from maect.launch import record
+from maect.launch.record import Job
+from maect.launch.resources import Resources, Task
+
+MARK = "MAECT_JOB"  # in the environment of every process of a job: the job's unique name
+FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "MAECT_JOB")
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def start(folder: Path, job: Job, task: Task, resources: Resources) -> subprocess.Popen[bytes]:
+    """Begin to submit a job, in a process of its own (`__main__.py`); see `answer`.
+
+    That process has its own session (a Ctrl-C in the terminal does not reach the ranks) and goes
+    through with the submission even if the launcher is killed meanwhile.
+    """
+    jobs = record.place(folder, job)
+    request = {
+        "function": task.function,
+        "arguments": task.arguments,
+        "folder": str(folder),
+        "name": job.name,
+        "cpus": resources.cpus,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+    parameters = local(resources) if resources.cluster == "local" else slurm(resources, job, folder)
+    value = {"cluster": resources.cluster, "parameters": parameters, "request": request}
+    write_json(jobs / "request.json", value)
+    with (jobs / "submission.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "maect.launch", str(jobs)],
+            env=environment(job.name, resources.cpus),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+def answer(folder: Path, job: Job) -> dict[str, Any]:
+    """{"id": ...} or {"error": ...} of a submission that has ended."""
+    try:
+        found: dict[str, Any] = read_json(record.place(folder, job) / "submitted.json")
+        return found
+    except Exception:
+        log = record.place(folder, job) / "submission.log"
+        return {"error": f"the submission broke off:\n{record.tail(log)}"}
+
+
+def environment(name: str, cpus: int) -> dict[str, str]:
+    """The environment of a job: ours, without traces of a job that we may be inside of."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in RENDEZVOUS and (key == "SLURM_CONF" or not key.startswith(FOREIGN))
+    }
+    # cloudpickle stores an importable module by its name: the ranks must find it too.
+    home = str(Path(maect.__file__).parent.parent)
+    others = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path]
+    kept["PYTHONPATH"] = os.pathsep.join([home, *(path for path in others if path != home)])
+    return kept | {MARK: name, "OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
+
+
+def local(resources: Resources) -> dict[str, Any]:
+    """Parameters of submitit's local executor."""
+    return {
+        "tasks_per_node": resources.devices,
+        "timeout_min": resources.minutes,
+        "signal_delay_s": resources.warning_seconds,
+        "stderr_to_stdout": True,
+    }
+
+
+def slurm(resources: Resources, job: Job, folder: Path) -> dict[str, Any]:
+    """Parameters of submitit's SLURM executor."""
+    extra: dict[str, Any] = {"requeue": True}
+    for argument in resources.sbatch:
+        key, _, value = argument.partition("=")
+        extra[key.strip().lstrip("-")] = value.strip() or True
+    if not any(key.startswith("gpus") or key == "gres" for key in extra):
+        extra["gres"] = f"gpu:{resources.devices}"
+    ours = environment(job.name, resources.cpus)
+    names = (MARK, "PYTHONPATH", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
+    # Exported once more: a site may start jobs without the submitter's environment.
+    setup = [f"export {name}={shlex.quote(ours[name])}" for name in names]
+    if resources.setup:
+        setup.append(f"source {shlex.quote(resources.setup)} || exit 1")
+    parameters: dict[str, Any] = {
+        "job_name": job.name,
+        "comment": str(folder),
+        "partition": resources.partition,
+        "account": resources.account,
+        "time": resources.minutes,
+        "nodes": resources.nodes,
+        "ntasks_per_node": resources.devices,
+        "cpus_per_task": resources.cpus,
+        "mem": f"{resources.memory_gb}GB" if resources.memory_gb else None,
+        "signal_delay_s": resources.warning_seconds,
+        "setup": setup,
+        "srun_args": ["--kill-on-bad-exit=1"],
+        "additional_parameters": extra,
+        "stderr_to_stdout": True,
+        "wckey": None,
+    }
+    return parameters

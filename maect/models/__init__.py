@@ -1,0 +1,1 @@
+"""Encoder, decoder and NNCLR head, and how their weights lie on disk."""

@@ -1,0 +1,97 @@
+"""MAE's decoder, and the reconstruction loss on masked patches (He et al. 2022)."""
+
+from functools import partial
+
+import torch
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from maect.models.attention import use_attention
+from maect.models.encoder import initialize
+from maect.models.positions import sincos_2d, with_cls
+from maect.recipes import Encoder
+
+
+class Decoder(nn.Module):
+    """Predicts the pixels of every patch from the tokens of the visible ones.
+
+    Parameter names are those of the published MAE checkpoints without their `decoder_` prefix.
+    """
+
+    def __init__(self, settings: Encoder) -> None:
+        super().__init__()
+        width = settings.decoder_width
+        self.embed = nn.Linear(settings.width, width)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        grid = settings.image_size // settings.patch_size
+        self.register_buffer("pos_embed", with_cls(sincos_2d(width, grid)), persistent=False)
+        self.pos_embed: Tensor
+        self.blocks = nn.ModuleList(
+            Block(
+                width,
+                settings.decoder_heads,
+                qkv_bias=True,
+                norm_layer=partial(nn.LayerNorm, eps=1e-6),  # type: ignore[arg-type]
+            )
+            for _ in range(settings.decoder_depth)
+        )
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.pred = nn.Linear(width, settings.patch_size**2 * 3)
+        use_attention(self, "sdpa")
+        initialize(self)
+        nn.init.normal_(self.mask_token, std=0.02)
+
+    def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
+        """Decode.
+
+        Args:
+            tokens: encoded [CLS] and visible patches, [b, 1 + K, D].
+            order: patch numbers, int64 [b, L], the K visible ones first, as they were encoded.
+
+        Returns:
+            Pixels [b, L, p * p * 3], patch by patch in raster order.
+        """
+        x = self.embed(tokens)
+        hidden = order.shape[1] - (x.shape[1] - 1)
+        mask = self.mask_token.to(x.dtype).expand(len(x), hidden, -1)
+        x_shuffled = torch.cat([x[:, 1:], mask], dim=1)
+        restore = order.argsort(dim=1)
+        x_patches = x_shuffled.gather(1, restore[:, :, None].expand(-1, -1, x.shape[2]))
+        x = torch.cat([x[:, :1], x_patches], dim=1) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.pred(self.norm(x))[:, 1:]
+
+
+def patchify(images: Tensor, patch_size: int) -> Tensor:
+    """Cut images [b, 3, S, S] into raster-ordered patches [b, L, p * p * 3], channels last."""
+    b, c, size, _ = images.shape
+    grid = size // patch_size
+    x = images.reshape(b, c, grid, patch_size, grid, patch_size)
+    return x.permute(0, 2, 4, 3, 5, 1).reshape(b, grid * grid, patch_size**2 * c)
+
+
+def reconstruction_loss(
+    prediction: Tensor, images: Tensor, order: Tensor, visible: int, normalize: bool
+) -> Tensor:
+    """Mean squared error on the masked patches, in at least float32.
+
+    Args:
+        prediction: [b, L, p * p * 3].
+        images: [b, 3, S, S].
+        order: patch numbers [b, L], the visible ones first.
+        visible: how many are visible.
+        normalize: compare with each patch's pixels after removing their mean and dividing by
+            their (unbiased) standard deviation: MAE's "normalized pixels".
+
+    Returns:
+        A scalar: mean over the pixels of a patch, then over the masked patches.
+    """
+    exact = torch.promote_types(prediction.dtype, torch.float32)
+    patch_size = round((prediction.shape[2] / 3) ** 0.5)
+    masked = order[:, visible:, None].expand(-1, -1, prediction.shape[2])
+    target = patchify(images.to(exact), patch_size).gather(1, masked)
+    if normalize:
+        variance, mean = torch.var_mean(target, dim=2, keepdim=True)
+        target = (target - mean) / (variance + 1e-6).sqrt()
+    return (prediction.to(exact).gather(1, masked) - target).square().mean()

@@ -1,0 +1,116 @@
+"""The vision transformer: timm's blocks and names, with masking and frozen lower blocks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from maect.models.attention import use_attention
+from maect.models.positions import sincos_2d, with_cls
+from maect.recipes import Encoder
+
+
+class VisionEncoder(VisionTransformer):
+    """timm's `VisionTransformer` without a classifier; its state dict is timm's.
+
+    Attributes:
+        frozen_blocks: so many blocks, and what comes before them, run without gradients.
+        checkpointing: recompute the trainable blocks in the backward pass instead of storing them.
+    """
+
+    cls_token: nn.Parameter
+    pos_embed: Tensor  # type: ignore[assignment]
+
+    def __init__(self, settings: Encoder) -> None:
+        super().__init__(
+            img_size=settings.image_size,
+            patch_size=settings.patch_size,
+            embed_dim=settings.width,
+            depth=settings.depth,
+            num_heads=settings.heads,
+            num_classes=0,
+        )
+        self.settings = settings
+        self.frozen_blocks = 0
+        self.checkpointing = False
+        del self.pos_embed  # learnt in timm, fixed here: a buffer is neither trained nor sharded
+        grid = settings.image_size // settings.patch_size
+        self.register_buffer("pos_embed", with_cls(sincos_2d(settings.width, grid)))
+        use_attention(self, "sdpa")
+        initialize(self)
+        patch = self.patch_embed.proj.weight
+        nn.init.xavier_uniform_(patch.data.view(patch.shape[0], -1))
+        nn.init.normal_(self.cls_token, std=0.02)
+
+    def forward(  # type: ignore[override]
+        self, images: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        """Encode images.
+
+        Args:
+            images: float [b, 3, S, S], normalized.
+            kept: patches to encode, int64 [b, K]; all L of them if None.
+
+        Returns:
+            The [CLS] token and the patch tokens after the final norm, [b, 1 + K, D].
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_blocks):
+            x = self.patch_embed(images) + self.pos_embed[:, 1:]
+            if kept is not None:
+                x = x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
+            cls = self.cls_token + self.pos_embed[:, :1]
+            x = torch.cat([cls.expand(len(x), -1, -1), x], dim=1)
+            for block in self.blocks[: self.frozen_blocks]:
+                x = block(x)
+        for block in self.blocks[self.frozen_blocks :]:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.norm(x)
+
+    def freeze(self, blocks: int) -> None:
+        """Freeze the lowest blocks with patch embedding and [CLS] token (protocol of the paper)."""
+        self.frozen_blocks = blocks
+        for part in [self.patch_embed, *self.blocks[:blocks]] if blocks else []:
+            part.requires_grad_(False).eval()
+        self.cls_token.requires_grad_(not blocks)
+
+
+def build_encoder(settings: Encoder) -> VisionEncoder:
+    """An encoder of the given shape, initialised from torch's global generator (see `seeded`)."""
+    return VisionEncoder(settings)
+
+
+def pool(tokens: Tensor, how: Literal["cls", "mean"]) -> Tensor:
+    """One vector per image: the [CLS] token, or the mean of the patch tokens.
+
+    Args:
+        tokens: [b, 1 + L, D], after the final norm.
+        how: "cls" or "mean".
+
+    Returns:
+        [b, D].
+    """
+    return tokens[:, 0] if how == "cls" else tokens[:, 1:].mean(dim=1)
+
+
+def initialize(module: nn.Module) -> None:
+    """MAE's initialisation of linear layers: Xavier-uniform weights, zero biases."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw initial values from `seed` on the CPU, whatever was drawn before, and leave no trace."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        yield

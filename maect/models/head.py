@@ -1,0 +1,211 @@
+"""The NNCLR head: projector, predictor, queue, nearest-neighbour lookup and loss.
+
+Paper, section 3, equations 1 and 2, and appendix A.2; what those leave open follows the authors'
+code. Every tensor of two views is [2, b, C]: view, sample of this rank, channel.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maect.models.collectives import gather_rows, rank_and_size
+from maect.models.norm import GlobalBatchNorm
+from maect.recipes.settings import Contrastive
+
+
+@dataclass
+class Outcome:
+    """What one pass through the head gives."""
+
+    loss: Tensor
+    """Mean over this rank's samples of the symmetrised InfoNCE loss."""
+    embedding: Tensor
+    """Normalised vectors of the lookup path, [2, b, E], detached."""
+    metrics: dict[str, Tensor]
+    """Scalars for logging: lookup accuracy and similarity, and how full the queue is."""
+
+
+def projector(width: int, hidden: int, out: int) -> nn.Sequential:
+    """Three linear layers, each followed by BatchNorm, the first two also by ReLU."""
+    return nn.Sequential(
+        nn.Linear(width, hidden, bias=False),
+        GlobalBatchNorm(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, hidden, bias=False),
+        GlobalBatchNorm(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, out, bias=False),
+        GlobalBatchNorm(out),
+    )
+
+
+def predictor(width: int, hidden: int) -> nn.Sequential:
+    """Two linear layers with BatchNorm and ReLU between them."""
+    return nn.Sequential(
+        nn.Linear(width, hidden, bias=False),
+        GlobalBatchNorm(hidden),
+        nn.ReLU(inplace=True),
+        nn.Linear(hidden, width, bias=False),
+    )
+
+
+def as_buffers(module: nn.Module) -> nn.Module:
+    """A copy whose parameters are buffers: not trained, and not sharded by ZeRO 3."""
+    copy = deepcopy(module)
+    for layer in copy.modules():
+        for name, value in list(layer.named_parameters(recurse=False)):
+            delattr(layer, name)
+            layer.register_buffer(name, value.detach().clone())
+    return copy
+
+
+class NNCLRHead(nn.Module):
+    """Projector, its EMA, predictor and queue.
+
+    Attributes:
+        queue: normalised vectors of earlier samples, float32 [Q, E].
+        queue_ids: their sample ids, int64 [Q], -1 where the initial noise still is.
+        queue_labels: their labels, int64 [Q], -1 if unknown; for logging and the oracle only.
+        pointer: where the next batch goes, int64 [].
+    """
+
+    queue: Tensor
+    queue_ids: Tensor
+    queue_labels: Tensor
+    pointer: Tensor
+
+    def __init__(self, width: int, settings: Contrastive) -> None:
+        super().__init__()
+        self.settings = settings
+        self.projector = projector(width, settings.projector_hidden, settings.embedding)
+        self.predictor = predictor(settings.embedding, settings.predictor_hidden)
+        size = settings.queue_size
+        self.register_buffer("queue", F.normalize(torch.randn(size, settings.embedding), dim=1))
+        self.register_buffer("queue_ids", torch.full((size,), -1))
+        self.register_buffer("queue_labels", torch.full((size,), -1))
+        self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+        self.slow_projector: nn.Module | None = None
+        self.start_ema()
+
+    def start_ema(self) -> None:
+        """Set the EMA projector to the projector, where the settings ask for one."""
+        if self.settings.projector_ema:
+            self.slow_projector = as_buffers(self.projector)
+
+    @torch.no_grad()
+    def update_ema(self) -> None:
+        """Move the EMA projector's weights towards the projector; its statistics are copied."""
+        if self.slow_projector is None:
+            return
+        fast = dict(self.projector.named_parameters())
+        statistics = dict(self.projector.named_buffers())
+        for name, slow in self.slow_projector.named_buffers():
+            if name in fast:
+                slow.lerp_(fast[name].detach().to(slow), 1 - self.settings.projector_ema)
+            else:
+                slow.copy_(statistics[name])
+
+    def forward(self, features: Tensor, ids: Tensor, labels: Tensor, dice: Tensor) -> Outcome:
+        """Loss of a batch; then its first view enters the queue.
+
+        Args:
+            features: pooled encoder output of both views, [2, b, D].
+            ids: stable sample ids, int64 [b].
+            labels: int64 [b], -1 where unknown.
+            dice: which of the k nearest neighbours to take, int64 in [0, k), [2, b].
+        """
+        z = self.projector(features)
+        prediction = F.normalize(exact(self.predictor(z)), dim=2)
+        with torch.no_grad():
+            anchor = z if self.slow_projector is None else self.slow_projector(features)
+            anchor = F.normalize(exact(anchor), dim=2)
+            positive, metrics = self._positives(anchor, ids, labels, dice)
+        keys = gather_rows(prediction.transpose(0, 1))
+        loss = (
+            info_nce(positive[0], keys[:, 1], self.settings.temperature)
+            + info_nce(positive[1], keys[:, 0], self.settings.temperature)
+        ) / 2
+        self._enqueue(anchor[0], ids, labels)
+        return Outcome(loss, anchor, metrics)
+
+    def _positives(
+        self, anchor: Tensor, ids: Tensor, labels: Tensor, dice: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Each anchor's positive, [2, b, E], and scalars about the lookup."""
+        filled = (self.queue_ids >= 0).float().mean()
+        if self.settings.lookup == "none":
+            return anchor, {"queue_filled": filled}
+        similarity = anchor @ self.queue.T
+        if self.settings.lookup == "oracle":
+            same = (labels[:, None] == self.queue_labels) & (labels[:, None] >= 0)
+            similarity = similarity + 2 * same
+        similarity = similarity.masked_fill(ids[:, None] == self.queue_ids, -1)
+        place = topk_nn(similarity, self.settings.topk, dice)
+        found = self.queue_labels[place]
+        known = (found >= 0) & (labels >= 0)
+        hits = ((found == labels) & known).sum() / known.sum().clamp(min=1)
+        positive = self.queue[place]
+        return positive, {
+            "lookup_accuracy": 100 * hits.float(),
+            "lookup_similarity": (positive * anchor).sum(2).mean(),
+            "queue_filled": filled,
+        }
+
+    @torch.no_grad()
+    def _enqueue(self, vectors: Tensor, ids: Tensor, labels: Tensor) -> None:
+        """Overwrite the oldest entries with all ranks' vectors, in rank order."""
+        rows = gather_rows(vectors.detach().to(self.queue.dtype))
+        size = len(self.queue)
+        if size % len(rows):
+            raise ValueError(f"global batch {len(rows)} does not divide queue_size {size}")
+        who = gather_rows(torch.stack([ids, labels], dim=1))
+        # On the device: reading the pointer on the host would wait for the device every step.
+        place = (self.pointer + torch.arange(len(rows), device=rows.device)) % size
+        self.queue[place] = rows
+        self.queue_ids[place] = who[:, 0]
+        self.queue_labels[place] = who[:, 1]
+        self.pointer.copy_((self.pointer + len(rows)) % size)
+
+
+def exact(x: Tensor) -> Tensor:
+    """At least float32: normalisation, similarities and losses are never computed in bfloat16."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def topk_nn(similarity: Tensor, k: int, dice: Tensor) -> Tensor:
+    """Place of one of the k nearest neighbours (paper, equation 1).
+
+    Args:
+        similarity: to every queue entry, [..., Q].
+        k: candidates.
+        dice: which of them, nearest first, int64 in [0, k), [...].
+
+    Returns:
+        int64 [...].
+    """
+    if k == 1:
+        return similarity.argmax(dim=-1)
+    candidates = similarity.topk(k, dim=-1).indices
+    return candidates.gather(-1, dice[..., None]).squeeze(-1)
+
+
+def info_nce(positive: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """Cross-entropy of finding one's own prediction among those of the global batch.
+
+    Paper, equation 2: the query is the neighbour; negatives are all other samples' predictions.
+
+    Args:
+        positive: this rank's queries, normalised, [b, E].
+        keys: all ranks' predictions, normalised, [world * b, E].
+        temperature: of the softmax.
+
+    Returns:
+        Mean over this rank's rows.
+    """
+    logits = positive @ keys.T / temperature
+    rank, _ = rank_and_size()
+    target = torch.arange(len(positive), device=logits.device) + rank * len(positive)
+    return F.cross_entropy(logits, target)

@@ -1,0 +1,89 @@
+"""Weights on disk: safetensors with the shape of the model in the file's metadata."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from maect.errors import UserError
+from maect.files import atomic_write
+from maect.models.encoder import VisionEncoder, build_encoder
+from maect.recipes import Encoder
+
+Pooling = Literal["cls", "mean"]
+
+
+def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write named tensors and texts atomically."""
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    with atomic_write(path) as temporary:
+        save_file(plain, temporary, {"format": "pt", **metadata})
+        _sort_texts(temporary)
+
+
+def _sort_texts(path: Path) -> None:
+    """Put a file's texts in order: safetensors writes them in a random one, other bytes each time.
+
+    The header is JSON after eight bytes of its length, and may end with spaces.
+    """
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > length:
+            raise ValueError(f"{path}: header grew from {length} to {len(text)} bytes")
+        file.seek(8)
+        file.write(text.ljust(length))
+
+
+def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read named tensors and texts; nothing in the file is executed.
+
+    Raises:
+        UserError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(str(path), "pt") as file:
+            names = file.keys()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except (FileNotFoundError, SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a readable safetensors file ({error})") from None
+
+
+def save_encoder(
+    path: str | Path, state_dict: Mapping[str, Tensor], encoder: Encoder, pooling: Pooling
+) -> None:
+    """Write an encoder: timm's names and shapes, its settings and pooling as metadata."""
+    metadata = {"encoder": encoder.model_dump_json(), "pooling": pooling}
+    save_tensors(path, state_dict, metadata)
+
+
+def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pooling]:
+    """Build the encoder that a file holds.
+
+    Returns:
+        The module in float32 on the CPU in eval mode, its settings, and how to pool its tokens.
+
+    Raises:
+        UserError: the file is not one written by `save_encoder`.
+    """
+    tensors, metadata = load_tensors(path)
+    try:
+        settings = Encoder.model_validate(json.loads(metadata["encoder"]))
+        pooling = metadata["pooling"]
+    except (KeyError, ValueError, ValidationError):
+        raise UserError(f"{path}: no encoder settings in its metadata") from None
+    if pooling not in ("cls", "mean"):
+        raise UserError(f"{path}: unknown pooling {pooling!r}")
+    module = build_encoder(settings)
+    try:
+        module.load_state_dict({name: value.float() for name, value in tensors.items()})
+    except RuntimeError as error:
+        raise UserError(f"{path}: weights do not fit their own settings: {error}") from None
+    return module.eval(), settings, pooling  # type: ignore[return-value]

@@ -1,0 +1,38 @@
+"""The typed settings of every stage and protocol, and the paper's hyper-parameter tables.
+
+Imports nothing heavy: a dry run of the pipeline reads these to validate an experiment.
+"""
+
+from maect.recipes.protocols import PROTOCOLS, Protocol
+from maect.recipes.settings import (
+    AUGMENTATIONS,
+    Encoder,
+    Head,
+    Pretrain,
+    Settings,
+    Stage,
+    Tune,
+    View,
+    digest,
+    one_line,
+)
+from maect.recipes.tables import load_encoder, load_recipe, recipe_names, sizes
+
+__all__ = [
+    "AUGMENTATIONS",
+    "PROTOCOLS",
+    "Encoder",
+    "Head",
+    "Pretrain",
+    "Protocol",
+    "Settings",
+    "Stage",
+    "Tune",
+    "View",
+    "digest",
+    "load_encoder",
+    "load_recipe",
+    "one_line",
+    "recipe_names",
+    "sizes",
+]

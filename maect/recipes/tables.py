@@ -1,0 +1,97 @@
+"""Reads the hyper-parameter tables: one YAML file a recipe, one column an encoder size."""
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from maect.errors import UserError
+from maect.recipes.settings import Encoder, Head, Pretrain, Stage, Tune, one_line
+
+STAGES: dict[str, type[Stage]] = {"pretrain": Pretrain, "head": Head, "tune": Tune}
+
+
+@cache
+def _table(name: str) -> dict[str, Any]:
+    text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+@cache
+def recipe_names() -> tuple[str, ...]:
+    """Names of the recipes that come with the package."""
+    files = resources.files(__package__).iterdir()
+    names = {file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")}
+    return tuple(sorted(names - {"encoders"}))
+
+
+def sizes() -> tuple[str, ...]:
+    """Names of the encoder sizes, smallest first."""
+    return tuple(_table("encoders")["columns"])
+
+
+def _column(table: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+    """One column of a table: a list gives a value per column, anything else is for all."""
+    columns = table["columns"]
+    if column not in columns:
+        raise UserError(f"{where}: no column {column!r}; it has {', '.join(columns)}")
+    index = columns.index(column)
+
+    def pick(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: pick(inner) for key, inner in value.items()}
+        if not isinstance(value, list):
+            return value
+        if len(value) != len(columns):
+            raise UserError(f"{where}: {value} has {len(value)} values for {len(columns)} columns")
+        return value[index]
+
+    return {key: pick(value) for key, value in table.items() if key not in ("columns", "stage")}
+
+
+def load_encoder(size: str, image_size: int | None = None) -> Encoder:
+    """The encoder of a size, for its own or another image size.
+
+    Raises:
+        UserError: unknown size, or an image size that the patches do not tile.
+    """
+    if size not in sizes():
+        raise UserError(f"unknown encoder size {size!r}; known: {', '.join(sizes())}")
+    values = _column(_table("encoders"), size, "encoders")
+    if image_size is not None:
+        values["image_size"] = image_size
+    try:
+        return Encoder.model_validate(values)
+    except ValidationError as error:
+        raise one_line(error, f"encoder {size}") from None
+
+
+def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Stage:
+    """A recipe's column for an encoder size, with overrides; `head: {topk: 1}` goes one level in.
+
+    Returns:
+        `Pretrain`, `Head` or `Tune`, whichever the recipe is for.
+
+    Raises:
+        UserError: unknown recipe, column or key, or a value out of range.
+    """
+    if name not in recipe_names():
+        near = difflib.get_close_matches(name, recipe_names(), n=1)
+        cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(recipe_names())}"
+        raise UserError(f"unknown recipe {name!r}; {cure}")
+    table = _table(name)
+    where = f"recipe {name}"
+    values = _column(table, size, where)
+    for key, value in (overrides or {}).items():
+        if isinstance(value, Mapping) and isinstance(values.get(key), dict):
+            values[key] = {**values[key], **value}
+        else:
+            values[key] = value
+    try:
+        return STAGES[table["stage"]].model_validate(values)
+    except ValidationError as error:
+        raise one_line(error, where) from None

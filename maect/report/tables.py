@@ -1,0 +1,164 @@
+"""Builds the paper's tables from evaluation results, with the paper's numbers beside them."""
+
+import io
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, cast
+
+import pandas as pd
+
+from maect.errors import UserError
+from maect.files import read_json, write_text
+from maect.report.layouts import LAYOUTS, layout
+
+KEYS = ["architecture", "method"]
+DECIMALS = 4  # far below any deviation over seeds, and the same text on every platform
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a model, and the runs behind it, one a seed (none: not run)."""
+
+    architecture: str
+    method: str
+    runs: list[str]
+
+    @classmethod
+    def parse(cls, text: str) -> "Row":
+        """`ARCHITECTURE:METHOD:RUN[,RUN]`; nothing behind the second colon means not run.
+
+        Raises:
+            UserError: other than three parts, or one of the first two is empty.
+        """
+        parts = text.split(":")
+        if len(parts) != 3 or not parts[0] or not parts[1]:
+            raise UserError(f"row {text!r}: write ARCHITECTURE:METHOD:RUN[,RUN]")
+        return cls(parts[0], parts[1], [run for run in parts[2].split(",") if run])
+
+
+def read_metrics(path: Path) -> dict[str, Any]:
+    """The metrics of an evaluation's JSON.
+
+    Raises:
+        UserError: not a result of an evaluation.
+    """
+    result = read_json(path)
+    metrics = result.get("metrics") if isinstance(result, dict) else None
+    if not isinstance(metrics, dict):
+        raise UserError(f"{path}: not an evaluation's result (it has no `metrics`); evaluate again")
+    return metrics
+
+
+def measured(
+    evaluations: Path, runs: Sequence[str], protocol: str, key: str
+) -> tuple[float | None, float | None]:
+    """Mean over the runs and their sample deviation; None where there is nothing to compute it of.
+
+    Raises:
+        UserError: a value that is not a finite number.
+    """
+    values = []
+    for run in runs:
+        path = evaluations / run / f"{protocol}.json"
+        if not path.exists():
+            continue
+        value = read_metrics(path).get(key)
+        if value is None:
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UserError(f"{path}: metric {key} is {value!r}, not a finite number")
+        values.append(float(value))
+    mean = round(statistics.fmean(values), DECIMALS) if values else None
+    return mean, round(statistics.stdev(values), DECIMALS) if len(values) > 1 else None
+
+
+@cache
+def _paper(name: str) -> pd.DataFrame:
+    if layout(name).name not in LAYOUTS:
+        return pd.DataFrame(columns=KEYS).set_index(KEYS)
+    text = resources.files("maect.report").joinpath("paper", f"{name}.csv")
+    return pd.read_csv(io.StringIO(text.read_text(encoding="utf-8"))).set_index(KEYS)
+
+
+def paper_table(name: str) -> pd.DataFrame:
+    """The paper's numbers of a table, indexed by architecture and method.
+
+    Raises:
+        UserError: no such table.
+    """
+    return _paper(name).copy()
+
+
+def paper_value(name: str, architecture: str, method: str, column: str) -> float | None:
+    """One number of the paper, or None where it prints none."""
+    table = _paper(name)
+    if (architecture, method) not in table.index or column not in table.columns:
+        return None
+    value = float(cast(float, table.at[(architecture, method), column]))
+    return None if math.isnan(value) else value
+
+
+def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFrame:
+    """One of the paper's tables (`layouts.LAYOUTS`).
+
+    Returns:
+        `architecture`, `method`, then `M`, `M_std`, `M_paper` for every metric M, in the paper's
+        units. NaN where nothing was run, where there is one seed, where the paper has no number.
+
+    Raises:
+        UserError: unknown table, a model twice, or a result that cannot be read.
+    """
+    table = layout(name)
+    lines: list[dict[str, Any]] = []
+    seen = set()
+    for row in rows:
+        if (row.architecture, row.method) in seen:
+            raise UserError(f"table {name}: {row.architecture} {row.method} is there twice")
+        seen.add((row.architecture, row.method))
+        line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
+        for metric in table.metrics:
+            protocol = table.protocol(metric, row.method)
+            mean, deviation = measured(evaluations, row.runs, protocol, metric.source)
+            line[metric.name], line[f"{metric.name}_std"] = mean, deviation
+            line[f"{metric.name}_paper"] = paper_value(
+                name, row.architecture, row.method, metric.paper or metric.name
+            )
+        lines.append(line)
+    numbers = [f"{m.name}{part}" for m in table.metrics for part in ("", "_std", "_paper")]
+    frame = pd.DataFrame(lines, columns=KEYS + numbers)
+    return frame.astype(dict.fromkeys(numbers, float))
+
+
+def printed_tables() -> dict[str, pd.DataFrame]:
+    """All of the paper's tables as `build_table` makes them, with nothing measured."""
+    return {
+        name: build_table(name, [Row(str(a), str(m), []) for a, m in _paper(name).index], Path())
+        for name in LAYOUTS
+    }
+
+
+def write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table as CSV; what was not run is an empty cell."""
+    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Read a table that `write_table` wrote.
+
+    Raises:
+        UserError: no such file, or not a table.
+    """
+    try:
+        frame = pd.read_csv(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such table") from None
+    except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise UserError(f"{path}: not a table ({error})") from None
+    if list(frame.columns[:2]) != KEYS:
+        raise UserError(f"{path}: not a table (its first columns are not {', '.join(KEYS)})")
+    return frame.astype(dict.fromkeys(frame.columns[2:], float))

@@ -1,0 +1,1 @@
+"""The training engine: the three stages, exactly resumable on any number of ranks."""

@@ -1,0 +1,45 @@
+"""Whether an embedding still tells samples apart."""
+
+import torch
+from torch import Tensor
+
+from maect.models.head import NNCLRHead
+
+UNIFORMITY_LIMIT = -0.02
+RANK_LIMIT = 1.2
+
+
+def newest(head: NNCLRHead, count: int) -> Tensor:
+    """The vectors that entered the queue last: the global batch, the same on every rank."""
+    end = int(head.pointer) or len(head.queue)
+    return head.queue[end - count : end]
+
+
+def uniformity(vectors: Tensor) -> float:
+    """log of the mean of exp(-2 d^2) over pairs of unit vectors (Wang and Isola 2020); 0 is worst.
+
+    Args:
+        vectors: unit vectors [n, E].
+    """
+    squared = torch.pdist(vectors.float()).square()
+    return float(squared.mul(-2).exp().mean().log())
+
+
+def effective_rank(vectors: Tensor) -> float:
+    """Exponential of the entropy of the covariance's spectrum (Roy and Vetterli 2007), 1 to E."""
+    centred = vectors.double() - vectors.double().mean(0)
+    spectrum = torch.linalg.eigvalsh(centred.T @ centred).clamp(min=0)
+    total = spectrum.sum()
+    if total <= 0:
+        return 0.0
+    share = spectrum / total
+    return float(torch.special.entr(share).sum().exp())
+
+
+def collapse(spread: dict[str, float]) -> str | None:
+    """What is wrong with the values of `uniformity` and `effective_rank`, if anything."""
+    if spread["uniformity"] > UNIFORMITY_LIMIT:
+        return f"all embeddings are nearly the same (uniformity {spread['uniformity']:.4f})"
+    if spread["effective_rank"] < RANK_LIMIT:
+        return f"all embeddings lie on a line (effective rank {spread['effective_rank']:.2f})"
+    return None

@@ -1,0 +1,122 @@
+"""What a run folder says about itself, and when its contents are no longer about this run."""
+
+import platform
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import maect
+from maect.data.decode import decoder_name
+from maect.errors import UserError
+from maect.files import read_json, sha256_file, write_json, write_text
+from maect.recipes import Encoder, Stage, digest
+
+PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
+_MOVED = ("state", "metrics.jsonl", "tensorboard", "recipe.json", "run.json")
+
+
+def fingerprint(
+    name: str, stage: Stage, encoder: Encoder, seed: int, data: str, source: Path | None
+) -> str:
+    """Identity of a run's result: recipe, shape, seed, data and what it starts from."""
+    return digest(name, stage, encoder, seed, data, source_files(source))
+
+
+def source_files(source: Path | None) -> dict[str, str]:
+    """Checksums of the weights that a run starts from.
+
+    Raises:
+        UserError: there is no finished run.
+    """
+    if source is None:
+        return {}
+    if not (source / "encoder.safetensors").exists():
+        raise UserError(f"{source}: no encoder.safetensors: the run to start from is not finished")
+    files = ("encoder.safetensors", "head.safetensors")
+    return {name: sha256_file(source / name) for name in files if (source / name).exists()}
+
+
+def is_finished(folder: Path, identity: str) -> bool:
+    """Whether the completion record of this very run, and what it promises, is there."""
+    if not (folder / "run.json").exists():
+        return False
+    record = read_json(folder / "run.json")
+    return record.get("fingerprint") == identity and all(
+        (folder / name).exists() for name in record["files"]
+    )
+
+
+def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
+    """Make the folder that of this run: set aside another run's state, note the recipe.
+
+    For rank 0, before anything is read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    known = folder / "recipe.json"
+    if known.exists():
+        before = read_json(known)
+        other = before.get("fingerprint")
+        if other == identity:
+            _warn_of_versions(folder, before.get("versions", {}))
+        else:
+            aside = _unused(folder / f"stale-{other}")
+            aside.mkdir()
+            for name in _MOVED:
+                if (folder / name).exists():
+                    (folder / name).rename(aside / name)
+            print(
+                f"{folder}: recipe, seed, data or source changed since its state was saved; "
+                f"that is now in {aside.name}, training starts anew",
+                flush=True,
+            )
+    changes = _git("diff", "HEAD")
+    if changes:
+        write_text(folder / "source.diff", changes)
+    write_json(known, {"fingerprint": identity, **recipe, **origin()})
+
+
+def _warn_of_versions(folder: Path, before: dict[str, str]) -> None:
+    """Say so if a run goes on with other software: its bits are then no longer promised."""
+    now = origin()["versions"]
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            print(
+                f"warning: {folder} goes on with {name} {now[name]}, it was {before[name]}: "
+                "the result may differ in the last bits",
+                flush=True,
+            )
+
+
+def origin() -> dict[str, Any]:
+    """Versions of what computes, and the revision of the source if it is a checkout."""
+    versions = {"python": platform.python_version(), "decoder": decoder_name()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except ImportError:
+            versions[package] = getattr(maect, "__version__", "unknown")
+    revision = _git("rev-parse", "HEAD").strip()
+    if revision and _git("status", "--porcelain", "--untracked-files=no"):
+        revision += "-dirty"
+    return {"versions": versions, "source_revision": revision or None}
+
+
+def _unused(path: Path) -> Path:
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _git(*arguments: str) -> str:
+    """Output of git about the source's checkout; empty where there is none."""
+    place = Path(maect.__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(place), *arguments], capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -1,0 +1,207 @@
+"""Resumable state on disk: one file a rank, free of the world size, and never pickled.
+
+    state/step-000000123/rank-0000.safetensors ...   fragments, and rank 0's buffers
+    state/step-000000123/rank-0000.json ...          this rank's file is whole
+    state/step-000000123/state.json                  all are: written last
+
+Each rank copies what it owns at a step boundary and writes it in a thread while training goes on.
+"""
+
+import json
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from maect.errors import UserError
+from maect.files import atomic_write, sha256_file, write_json
+from maect.train.engine import Fragment
+
+KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "ema": "ema"}
+KEPT = 2
+_WAIT_FOR_RANKS = 1800.0
+
+
+def snapshot(fragments: Iterable[Fragment], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU of what this rank has to save."""
+    tensors = {f"buffer|0|{name}": value for name, value in buffers.items()}
+    for fragment in fragments:
+        for kind, attribute in KINDS.items():
+            value = getattr(fragment, attribute)
+            if value is not None:
+                tensors[f"{kind}|{fragment.start}|{fragment.name}"] = value
+    return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+
+
+class Saver:
+    """Writes snapshots in the background, one at a time, and keeps the last two."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self.folder, self.rank, self.world_size = folder / "state", rank, world_size
+        self.error: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        """Start writing a state; waits for the one before it, if that is still on its way."""
+        self.wait()
+        self.error = None
+        self._thread = threading.Thread(
+            target=self._run, args=(step, tensors, record), name="maect-save"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        place = self.folder / step_name(step)
+        try:
+            self._write(place, tensors, record | {"step": step, "world_size": self.world_size})
+        except Exception as error:  # a full disk must not end the training
+            self.error = f"state of step {step} not saved ({error}); the one before it stays"
+            print(f"warning: {self.error}", file=sys.stderr, flush=True)
+            try:
+                if self.rank == 0:
+                    shutil.rmtree(place, ignore_errors=True)
+                else:
+                    (place / f"rank-{self.rank:04d}.safetensors").unlink(missing_ok=True)
+                    write_json(place / f"rank-{self.rank:04d}.json", {"error": str(error)})
+            except OSError:
+                pass  # rank 0 gives up waiting, and cleans up
+
+    def _write(self, place: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        own = place / f"rank-{self.rank:04d}.safetensors"
+        with atomic_write(own) as temporary:
+            save_file(tensors, temporary)
+            digest = sha256_file(temporary)
+        write_json(own.with_suffix(".json"), {"sha256": digest, "step": record["step"]})
+        if self.rank:
+            return
+        files = {f"rank-{rank:04d}": self._wait_for(place, rank) for rank in range(self.world_size)}
+        write_json(place / "state.json", record | {"files": files})
+        for old in saved(self.folder)[KEPT:]:
+            (old / "state.json").unlink(missing_ok=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _wait_for(self, place: Path, rank: int) -> str:
+        """Checksum of a rank's file, as soon as that is whole."""
+        file = place / f"rank-{rank:04d}.json"
+        deadline = time.monotonic() + _WAIT_FOR_RANKS
+        while time.monotonic() < deadline:
+            try:
+                value = json.loads(file.read_text())
+            except FileNotFoundError:
+                time.sleep(0.02)
+                continue
+            if "error" in value:
+                raise OSError(f"rank {rank}: {value['error']}")
+            return str(value["sha256"])
+        raise TimeoutError(f"rank {rank} did not write its part in {_WAIT_FOR_RANKS:.0f} s")
+
+
+def step_name(step: int) -> str:
+    """Folder of a step's state."""
+    return f"step-{step:09d}"
+
+
+def saved(folder: Path) -> list[Path]:
+    """Complete states below `folder`, newest first."""
+    return sorted((file.parent for file in folder.glob("step-*/state.json")), reverse=True)
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Delete what an interrupted save left behind; for rank 0, before anyone saves again."""
+    for place in folder.glob("step-*"):
+        if not (place / "state.json").exists():
+            shutil.rmtree(place)
+
+
+def read_record(place: Path) -> dict[str, Any] | None:
+    """A state's record, or None if that is damaged."""
+    try:
+        record = json.loads((place / "state.json").read_text())
+        return record if isinstance(record["step"], int) and record["files"] else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def damage(place: Path, record: dict[str, Any], rank: int, world_size: int) -> str | None:
+    """What is wrong with this rank's share of a state's files; together the ranks check all."""
+    for name, digest in list(record["files"].items())[rank::world_size]:
+        file = place / f"{name}.safetensors"
+        try:
+            if sha256_file(file) != digest:
+                return f"{file}: checksum differs"
+        except OSError as error:
+            return f"{file}: {error.strerror}"
+    return None
+
+
+class StateReader:
+    """Reads tensors, or parts of them, out of a state saved by any number of ranks."""
+
+    def __init__(self, place: Path, record: dict[str, Any]) -> None:
+        self.place, self.record = place, record
+        self.step: int = record["step"]
+        self._parts: dict[tuple[str, str], list[tuple[int, int, Any, str]]] = {}
+        for file in record["files"]:
+            path = place / f"{file}.safetensors"
+            try:
+                opened = safe_open(str(path), "pt").__enter__()
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: damaged state ({error})") from None
+            for key in opened.keys():  # noqa: SIM118
+                kind, start, name = key.split("|", 2)
+                shape = opened.get_slice(key).get_shape()
+                numel = shape[0] if len(shape) == 1 else 0
+                self._parts.setdefault((kind, name), []).append((int(start), numel, opened, key))
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the tensors of one kind."""
+        return sorted(name for found, name in self._parts if found == kind)
+
+    def buffer(self, name: str) -> Tensor:
+        """A buffer, whole."""
+        (_, _, file, key) = self._parts["buffer", name][0]
+        return file.get_tensor(key)
+
+    def values(self, kind: str, name: str, start: int, length: int) -> Tensor:
+        """Part of a flattened parameter's values, moment or average, 1-D.
+
+        Raises:
+            UserError: the state does not hold all of it.
+        """
+        out = torch.empty(length, dtype=torch.float32)
+        missing = length
+        for begin, numel, file, key in self._parts.get((kind, name), []):
+            low, high = max(start, begin), min(start + length, begin + numel)
+            if low < high:
+                out[low - start : high - start] = file.get_slice(key)[low - begin : high - begin]
+                missing -= high - low
+        if missing:
+            raise UserError(f"{self.place}: {missing} values of {kind} {name} are missing")
+        return out
+
+    def full(self, kind: str, name: str, like: torch.Size) -> Tensor:
+        """A whole parameter, moment or average."""
+        return self.values(kind, name, 0, like.numel()).view(like)
+
+    def restore(self, fragments: Iterable[Fragment]) -> None:
+        """Fill fragments, of whatever world size, in place."""
+        for fragment in fragments:
+            for kind, attribute in KINDS.items():
+                target = getattr(fragment, attribute)
+                if target is not None:
+                    values = self.values(kind, fragment.name, fragment.start, target.numel())
+                    target.copy_(values)

@@ -1,0 +1,222 @@
+"""How fast images load, as ratios measured in one run: `python tests/benchmarks/loader.py`.
+
+Each line compares two ways of doing the same on the same images, round by round in turn, and
+gives the median of the rounds' ratios of processor time (all threads and worker processes), which
+is what "per core" means and does not depend on what else the machine does. Wall clock is printed
+beside it. With --check the exit status says whether every target of docs/data.md is met.
+"""
+
+import argparse
+import ctypes
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from photographs import write_folder
+
+from maect.data import native
+from maect.data.decode import decoder_name, render
+from maect.data.geometry import random_crops
+from maect.data.index import ID, Index, open_index
+from maect.data.loader import train_batches
+from maect.data.native.build import compile_c
+from maect.data.order import Order
+from maect.data.shards import shard
+from maect.files import write_json
+from maect.recipes import View
+
+SIZE = 224
+VIEW = View(crop_scale=(0.2, 1.0))
+BATCH = 50
+
+
+def image_folder_images(folder: Path, count: int, workers: int) -> None:
+    """The reference: torchvision's ImageFolder, Pillow transforms, PyTorch's DataLoader."""
+    import torch
+    from torch.utils.data import DataLoader
+    from torchvision import transforms as T
+    from torchvision.datasets import ImageFolder
+
+    crop = T.RandomResizedCrop(SIZE, VIEW.crop_scale, interpolation=T.InterpolationMode.BICUBIC)
+    normalize = T.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    change = T.Compose([crop, T.RandomHorizontalFlip(), T.ToTensor(), normalize])
+    torch.manual_seed(0)
+    data = ImageFolder(str(folder), change)
+    loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers)
+    seen = sum(len(images) for images, _ in loader)
+    assert seen == count
+
+
+def our_images(index: Index, count: int, threads: int, epoch: int = 0) -> None:
+    """The training loader."""
+    steps = count // BATCH
+    batches = train_batches(
+        index, global_batch=BATCH, rank=0, world_size=1, seed=epoch, views=(VIEW,),
+        image_size=SIZE, start_step=0, steps=steps, threads=threads,
+    )  # fmt: skip
+    assert sum(len(batch.ids) for batch in batches) == count
+
+
+class Samples:
+    """All images in memory with fixed crops, for what is measured without a loader."""
+
+    def __init__(self, index: Index) -> None:
+        rows = np.asarray(index.rows)
+        self.data = [index.read(i) for i in range(index.n)]
+        self.crops = np.stack(
+            [
+                random_crops(
+                    rows[:, 5], rows[:, 6], VIEW.crop_scale, SIZE,
+                    seed=0, epochs=0, ids=rows[:, ID], view=view,
+                )
+                for view in range(2)
+            ],
+            1,
+        )  # fmt: skip
+        self.out = np.zeros((2, 3, SIZE, SIZE), np.uint8)
+
+    def one_view(self) -> None:
+        for data, crops in zip(self.data, self.crops, strict=True):
+            render(data, crops[:1], self.out[:1])
+
+    def two_views(self) -> None:
+        for data, crops in zip(self.data, self.crops, strict=True):
+            render(data, crops, self.out)
+
+    def two_decodes(self) -> None:
+        for data, crops in zip(self.data, self.crops, strict=True):
+            render(data, crops[:1], self.out[:1])
+            render(data, crops[1:], self.out[1:])
+
+
+def entropy_floor(folder: Path, samples: Samples) -> Callable[[], None]:
+    """Huffman decoding alone of all images."""
+    path = folder / "entropy.so"
+    compile_c([Path(__file__).with_name("entropy.c")], path, "-shared")
+    function = ctypes.CDLL(str(path)).entropy_only
+    function.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+
+    def run() -> None:
+        for data in samples.data:
+            assert function(data, len(data)) == 0
+
+    return run
+
+
+def seconds(action: Callable[[], None]) -> tuple[float, float]:
+    """Processor time, that of finished worker processes included, and wall clock."""
+    start, wall = sum(os.times()[:4]), time.perf_counter()
+    action()
+    return sum(os.times()[:4]) - start, time.perf_counter() - wall
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Medians over the rounds: ratio of processor times, and each side's wall clock."""
+
+    ratio: float
+    slow: float
+    fast: float
+
+
+def compare(slow: Callable[[], None], fast: Callable[[], None], rounds: int) -> Comparison:
+    """How many times longer `slow` takes than `fast`."""
+    slow(), fast()  # warm caches
+    times = [(seconds(slow), seconds(fast)) for _ in range(rounds)]
+    return Comparison(
+        statistics.median(a / b for (a, _), (b, _) in times),
+        min(wall for (_, wall), _ in times),
+        min(wall for _, (_, wall) in times),
+    )
+
+
+def overhead(index: Index, count: int) -> float:
+    """Microseconds a sample for everything but decoding: order, crops and reading."""
+    order = Order(index.n, 0)
+
+    def run() -> None:
+        for start in range(0, 4 * count, BATCH):
+            rows, epochs = order.take(start, BATCH)
+            record = np.asarray(index.rows[rows])
+            random_crops(
+                record[:, 5], record[:, 6], VIEW.crop_scale, SIZE,
+                seed=0, epochs=epochs, ids=record[:, ID], view=0,
+            )  # fmt: skip
+            for row in rows.tolist():
+                index.read(row)
+
+    run()
+    return statistics.median(seconds(run)[0] for _ in range(9)) / (4 * count) * 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--images", type=Path, help="an image folder; made if not given")
+    parser.add_argument("--count", type=int, default=400, help="images to make")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="also write the numbers as JSON")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        return measure(options, Path(name))
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> int:
+    folder = options.images or write_folder(scratch / "images", options.count)
+    shard(folder, scratch / "shards", "folder", 4)
+    index = open_index(scratch / "shards")
+    count = index.n // BATCH * BATCH
+    cores = len(os.sched_getaffinity(0))
+    samples = Samples(index)
+    size = np.asarray(index.rows)[:, 3].mean() / 1000
+    print(f"{index.n} images, {size:.0f} kB mean; {cores} cores; {decoder_name()}\n")
+    lines: list[tuple[str, float, str, float]] = []
+
+    def add(name: str, value: float, sense: str, target: float) -> None:
+        lines.append((name, value, sense, target))
+        met = value >= target if sense == ">=" else value <= target
+        print(f"{name:<62}{value:8.2f}   {sense} {target:<6}{'' if met else '  MISSED'}")
+
+    def baseline() -> None:
+        image_folder_images(folder, index.n, cores)
+
+    def portable() -> None:
+        with mock.patch.object(native, "library", lambda: None):
+            our_images(index, count, cores)
+
+    def pair(name: str, ours: Callable[[], None], target: float) -> None:
+        found = compare(baseline, ours, options.rounds)
+        rates = f"{count / found.fast:.0f} images/s, ImageFolder {index.n / found.slow:.0f}"
+        print(f"  {name}: {rates} by the clock on {cores} cores")
+        add(f"{name} : ImageFolder + Pillow", found.ratio * count / index.n, ">=", target)
+
+    if native.library() is not None:
+        pair("native loader", lambda: our_images(index, count, cores), 2.7)
+    pair("portable loader", portable, 1.9)
+    found = compare(samples.two_decodes, samples.two_views, options.rounds)
+    add("two views from one decode : from two decodes", found.ratio, ">=", 1.5)
+    if native.library() is not None:
+        found = compare(entropy_floor(scratch, samples), samples.one_view, options.rounds)
+        add("native decode, crop and resize : Huffman decoding alone", found.ratio, ">=", 0.7)
+    add("order, crops and reading, microseconds a sample", overhead(index, count), "<=", 20)
+    if options.out:
+        names = ("name", "value", "sense", "target")
+        record = {"decoder": decoder_name(), "images": index.n, "mean_kb": round(float(size), 1)}
+        write_json(
+            options.out, record | {"lines": [dict(zip(names, line, strict=True)) for line in lines]}
+        )
+    met = all(v >= t if sense == ">=" else v <= t for _, v, sense, t in lines)
+    return 0 if met or not options.check else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""The whole pipeline through Snakemake: outcome, restarts after kills, mistakes, re-runs."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MINI, ROOT, Pipeline, wait_for
+
+ENCODERS = ("mae_tiny", "head_min_tiny", "ct_min_tiny")
+
+
+def bits(pipeline: Pipeline) -> dict[str, bytes]:
+    runs = pipeline.results / "runs"
+    return {run: (runs / run / "encoder.safetensors").read_bytes() for run in ENCODERS}
+
+
+def metric_lines(pipeline: Pipeline, run: str) -> list[dict[str, Any]]:
+    """Logged values without those that depend on the clock."""
+    text = (pipeline.results / "runs" / run / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return [{k: v for k, v in line.items() if k != "timing"} for line in lines]
+
+
+def test_a_second_start_does_nothing(undisturbed: Pipeline) -> None:
+    assert "Nothing to be done" in undisturbed.complete("evaluations")
+
+
+def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
+    for run in ENCODERS:
+        folder = undisturbed.results / "runs" / run
+        record = json.loads((folder / "run.json").read_text())
+        assert {"recipe", "seed", "versions", "world_size", "device_hours"} <= set(record)
+        assert record["world_size"] == 2
+        assert list((folder / "tensorboard").iterdir())
+        steps = [line["step"] for line in metric_lines(undisturbed, run)]
+        assert steps == sorted(set(steps)) and steps
+        assert (folder / "head.safetensors").exists() == (run != "mae_tiny")
+    knn = json.loads((undisturbed.results / "evaluations/ct_min_tiny/knn.json").read_text())
+    assert set(knn) == {"metrics", "settings", "provenance"}
+    assert 50 < knn["metrics"]["knn"] <= 100
+
+
+def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
+    log = (undisturbed.results / "logs/ct_min_tiny/tune.log").read_text()
+    assert "epoch" in log and "images/s" in log
+
+
+@pytest.mark.parametrize(
+    ("stage", "kill"),
+    [("mae_tiny", "everything"), ("head_min_tiny", "snakemake"), ("ct_min_tiny", "interrupt")],
+)
+def test_killed_and_started_again(
+    undisturbed: Pipeline, tmp_path: Path, stage: str, kill: str
+) -> None:
+    pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
+    first = pipeline.command("evaluations") and pipeline.start("evaluations")
+    progress = pipeline.results / "runs" / stage / "progress.json"
+
+    def training() -> bool:
+        assert first.poll() is None, (pipeline.folder / "snakemake.log").read_text()[-3000:]
+        return progress.exists() and json.loads(progress.read_text()).get("step", 0) >= 8
+
+    wait_for(training, 200, f"{stage} to train")
+    if kill == "everything":
+        pipeline.kill_everything()
+    elif kill == "snakemake":
+        first.kill()
+    else:
+        os.killpg(first.pid, signal.SIGINT)
+    first.wait(timeout=120)
+    pipeline.complete("evaluations")
+    assert bits(pipeline) == bits(undisturbed)
+    for run in ENCODERS:
+        assert metric_lines(pipeline, run) == metric_lines(undisturbed, run)
+    wait_for(lambda: not pipeline.processes(), 20, "every process to be gone")
+
+
+def test_a_changed_recipe_re_runs_what_depends_on_it(undisturbed: Pipeline) -> None:
+    changed = copy.deepcopy(MINI)
+    changed["runs"]["ct_min_tiny"]["set"]["head"] = {"topk": 2}
+    plan = Pipeline(undisturbed.folder, changed).complete("-n", "evaluations")
+    Pipeline(undisturbed.folder, MINI).command()
+    assert "Contrastive tuning of ct_min_tiny" in plan
+    assert "Pre-training" not in plan and "Initialising" not in plan
+
+
+def test_cluster_settings_re_run_nothing(undisturbed: Pipeline) -> None:
+    command = undisturbed.command("-n", "evaluations")
+    more = ["--set-resources", "tune:slurm_partition=booster", "tune:nodes=2", "tune:runtime=9"]
+    done = subprocess.run([*command, *more], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "Nothing to be done" in done.stdout + done.stderr
+
+
+def test_deleted_outputs_come_back_from_the_state(undisturbed: Pipeline) -> None:
+    before = bits(undisturbed)
+    (undisturbed.results / "runs/ct_min_tiny/run.json").unlink()
+    undisturbed.complete("evaluations")
+    assert bits(undisturbed) == before
+
+
+def one_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.startswith("maect")]
+    assert len(lines) == 1, text[-2000:]
+    return lines[0]
+
+
+def mistake(folder: Path, **changes: Any) -> Pipeline:
+    return Pipeline(folder, MINI | changes)
+
+
+def test_a_missing_image_folder_is_named(tmp_path: Path) -> None:
+    splits = {"train": {"images": str(tmp_path / "nowhere")}, "val": {"images": str(tmp_path)}}
+    done = mistake(tmp_path / "m", datasets={"mine": {"splits": splits}}).run("evaluations")
+    assert done.returncode != 0
+    assert str(tmp_path / "nowhere") in one_line(done.stderr)
+
+
+def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+    from PIL import Image
+    from sklearn.datasets import load_sample_image
+
+    for split in ("train", "val"):
+        for label in ("a", "b"):
+            folder = tmp_path / "images" / split / label
+            folder.mkdir(parents=True)
+            Image.fromarray(load_sample_image("flower.jpg")[:64, :64]).save(folder / "good.jpg")
+    (tmp_path / "images/train/b/broken.jpg").write_bytes(b"\xff\xd8\xff but no picture")
+    splits = {s: {"images": str(tmp_path / "images" / s)} for s in ("train", "val")}
+    done = mistake(tmp_path / "m", datasets={"mine": {"splits": splits}}).run("shards")
+    assert done.returncode != 0
+    assert "broken.jpg" in done.stderr + done.stdout
+
+
+def test_a_batch_that_does_not_divide_the_queue(tmp_path: Path) -> None:
+    runs = copy.deepcopy(MINI["runs"])
+    runs["ct_min_tiny"]["set"]["batch_size"] = 200
+    done = mistake(tmp_path / "m", runs=runs).run("evaluations")
+    assert done.returncode != 0
+    assert "batch_size 200 does not divide queue_size 1024" in one_line(done.stderr)
+
+
+def test_an_unknown_experiment_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "-n", "--config", "experiment=digitz"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "digits" in one_line(done.stderr)
+
+
+def test_a_second_pipeline_is_refused(undisturbed: Pipeline) -> None:
+    from maect.launch.owner import own
+
+    with own(undisturbed.results):
+        done = undisturbed.run("evaluations", "--forcerun", "tune")
+    assert done.returncode != 0
+    assert f"process {os.getpid()}" in one_line(done.stderr)
+
+
+def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
+    """Each arrow of the pipeline also runs by hand, without an experiment."""
+    shards = undisturbed.results / "shards/digits/train"
+    words = ["pretrain", str(tmp_path / "mae"), "--shards", str(shards), "--recipe", "mae"]
+    options = ["--size", "tiny", "--set", "epochs=1", "--devices", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "maect", *words, *options], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mae/encoder.safetensors").exists()
+    spelt = subprocess.run(
+        [sys.executable, "-m", "maect", *words, *options, "--set", "epoch=1"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert spelt.returncode == 2
+    assert "did you mean 'epochs'?" in one_line(spelt.stderr)
+
+
+def test_experiment_file_is_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("runs: [unclosed")
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "-n", "--config", f"experiment={file}"],
+        capture_output=True, text=True, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "not valid YAML" in one_line(done.stderr)

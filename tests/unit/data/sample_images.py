@@ -1,0 +1,38 @@
+"""Small real images and folders for the tests of the data package."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+
+def photographs() -> list[Image.Image]:
+    """scikit-learn's two photographs, 640 x 427."""
+    return [Image.fromarray(image) for image in load_sample_images().images]
+
+
+def jpeg(image: Image.Image, quality: int = 90, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=quality, **options)
+    return stream.getvalue()
+
+
+def random_crop(rng: np.random.Generator, smallest: int = 24, largest: int = 200) -> Image.Image:
+    """A piece of a photograph with a random size."""
+    photo = photographs()[int(rng.integers(2))]
+    w, h = (int(v) for v in rng.integers(smallest, largest, 2))
+    x, y = int(rng.integers(photo.width - w)), int(rng.integers(photo.height - h))
+    return photo.crop((x, y, x + w, y + h))
+
+
+def image_folder(root: Path, classes: int = 3, per_class: int = 8, seed: int = 0) -> Path:
+    """ROOT/cN/NNN.jpg: pieces of photographs of random sizes."""
+    rng = np.random.default_rng(seed)
+    for label in range(classes):
+        for number in range(per_class):
+            path = root / f"c{label}" / f"{number:03d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(jpeg(random_crop(rng), quality=int(rng.integers(60, 96))))
+    return root

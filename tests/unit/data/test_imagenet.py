@@ -1,0 +1,213 @@
+"""Replicas in the originals' own layout, a few images each."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_images import jpeg, random_crop
+from scipy.io import savemat
+
+from maect.data.imagenet import imagenet_classes, read_labels
+from maect.data.index import open_index
+from maect.data.shards import shard
+from maect.data.subsets import DOGS15
+from maect.errors import UserError
+
+# Out of the sorted order on purpose.
+WNIDS = ("n02097130", "n01440764", "n15075141")
+PLACES = {"n01440764": 0, "n02097130": 197, "n15075141": 999}
+
+
+def picture(seed: int) -> bytes:
+    return jpeg(random_crop(np.random.default_rng(seed), largest=60))
+
+
+def add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def train_tar(path: Path, classes: tuple[str, ...] = WNIDS) -> dict[str, bytes]:
+    images = {}
+    with tarfile.open(path, "w") as outer:
+        for wnid in classes:
+            stream = io.BytesIO()
+            with tarfile.open(fileobj=stream, mode="w") as inner:
+                for number in (10026, 35, 7):
+                    name = f"{wnid}_{number}.JPEG"
+                    images[f"{wnid}/{name}"] = picture(number)
+                    add(inner, name, images[f"{wnid}/{name}"])
+            add(outer, f"{wnid}.tar", stream.getvalue())
+    return images
+
+
+def check(out: Path, images: dict[str, bytes], labels: dict[str, int]) -> None:
+    index = open_index(out)
+    assert index.n == len(images) and index.class_names == imagenet_classes()
+    for i in range(index.n):
+        key = index.keys()[i]
+        (name,) = (n for n in images if n.rpartition(".")[0].replace(".", "_") == key)
+        assert index.read(i) == images[name]
+        assert index.labels[i] == labels[name], name
+
+
+def test_classes_are_the_thousand() -> None:
+    names = imagenet_classes()
+    assert len(names) == 1000
+    assert {name: names.index(name) for name in WNIDS} == PLACES
+    assert set(DOGS15) < set(names)
+
+
+def test_train_as_distributed_and_unpacked(tmp_path: Path) -> None:
+    images = train_tar(tmp_path / "ILSVRC2012_img_train.tar")
+    labels = {name: PLACES[name.split("/")[0]] for name in images}
+    shard(
+        tmp_path / "ILSVRC2012_img_train.tar",
+        tmp_path / "a",
+        "imagenet_train_tar",
+        2,
+        split="train",
+    )
+    check(tmp_path / "a", images, labels)
+    for name, data in images.items():
+        path = tmp_path / "unpacked" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    shard(tmp_path / "unpacked", tmp_path / "b", "imagenet", 2, split="train")
+    check(tmp_path / "b", images, labels)
+    assert open_index(tmp_path / "a").digest == open_index(tmp_path / "b").digest
+
+
+def test_a_cut_train_tar_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "train.tar"
+    train_tar(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(UserError, match="not a whole tar"):
+        shard(path, tmp_path / "out", "imagenet_train_tar", 1)
+
+
+def test_a_class_that_is_none(tmp_path: Path) -> None:
+    train_tar(tmp_path / "train.tar", ("n01440764", "n99999999"))
+    with pytest.raises(UserError, match="'n99999999' is none of ImageNet's"):
+        shard(tmp_path / "train.tar", tmp_path / "out", "imagenet_train_tar", 1)
+
+
+# The devkit numbers the classes in an order of its own: here 1, 2, 3 and an inner node 1001.
+DEVKIT_ORDER = ("n15075141", "n01440764", "n02097130")
+TRUTH = (2, 1, 3, 3, 2)
+
+
+def val_images() -> dict[str, bytes]:
+    return {f"ILSVRC2012_val_{i:08d}.JPEG": picture(i) for i in range(1, 6)}
+
+
+def val_labels() -> dict[str, int]:
+    wnids = [DEVKIT_ORDER[t - 1] for t in TRUTH]
+    return {n: PLACES[w] for n, w in zip(sorted(val_images()), wnids, strict=True)}
+
+
+def devkit(root: Path) -> Path:
+    folder = root / "ILSVRC2012_devkit_t12"
+    (folder / "data").mkdir(parents=True)
+    kind = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")]
+    synsets = np.array(
+        [(i, w, "some words", 0) for i, w in enumerate(DEVKIT_ORDER, 1)]
+        + [(1001, "n00001740", "entity", 3)],
+        dtype=kind,
+    )
+    savemat(folder / "data/meta.mat", {"synsets": synsets[:, None]})
+    truth = "".join(f"{t}\n" for t in TRUTH)
+    (folder / "data/ILSVRC2012_validation_ground_truth.txt").write_text(truth)
+    with tarfile.open(root / "ILSVRC2012_devkit_t12.tar.gz", "w:gz") as tar:
+        tar.add(folder, folder.name)
+    return folder
+
+
+@pytest.mark.parametrize("labels", ["devkit.tar.gz", "devkit", "numbers", "wnids", "kaggle"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_val(labels: str, packed: bool, tmp_path: Path) -> None:
+    images, truth = val_images(), val_labels()
+    source = tmp_path / ("ILSVRC2012_img_val.tar" if packed else "val")
+    if packed:
+        with tarfile.open(source, "w") as tar:
+            for name in reversed(images):
+                add(tar, name, images[name])
+    else:
+        source.mkdir()
+        for name, data in images.items():
+            (source / name).write_bytes(data)
+    path = tmp_path / "labels.txt"
+    if labels.startswith("devkit"):
+        path = devkit(tmp_path)
+        if labels.endswith("gz"):
+            path = tmp_path / "ILSVRC2012_devkit_t12.tar.gz"
+    elif labels == "numbers":
+        path.write_text("".join(f"{n} {t}\n" for n, t in truth.items()))
+    else:
+        names = imagenet_classes()
+        separator, suffix = (",", " 85 1 499 272") if labels == "kaggle" else (" ", "")
+        lines = [
+            f"{n.removesuffix('.JPEG')}{separator}{names[t]}{suffix}\n" for n, t in truth.items()
+        ]
+        path.write_text("".join(["ImageId,PredictionString\n"] * (labels == "kaggle") + lines))
+    shard(source, tmp_path / "out", "imagenet_val", 1, labels=path)
+    check(tmp_path / "out", images, truth)
+
+
+def test_val_needs_labels(tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    with pytest.raises(UserError, match="give --labels"):
+        shard(tmp_path / "val", tmp_path / "out", "imagenet_val", 1)
+    name = "ILSVRC2012_val_00000001.JPEG"
+    (tmp_path / "val" / name).write_bytes(picture(0))
+    (tmp_path / "labels").write_text("other 3\n")
+    with pytest.raises(UserError, match=f"no label for {name}"):
+        shard(tmp_path / "val", tmp_path / "out", "imagenet_val", 1, labels=tmp_path / "labels")
+
+
+@pytest.mark.parametrize("line", ["only_a_name", "name 1000", "name n00000000"])
+def test_wrong_label_lines_are_placed(line: str, tmp_path: Path) -> None:
+    (tmp_path / "labels.txt").write_text(f"first 3\n{line}\n")
+    with pytest.raises(UserError, match=r"labels.txt:2"):
+        read_labels(tmp_path / "labels.txt")
+
+
+def test_v2_folders_are_numbers(tmp_path: Path) -> None:
+    images, labels = {}, {}
+    for number in (0, 2, 10, 100, 999):
+        name = f"{number}/0a1b2c{number}.jpeg"
+        images[name], labels[name] = picture(number), number
+        path = tmp_path / "imagenetv2-matched-frequency-format-val" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(images[name])
+    shard(path.parent.parent, tmp_path / "out", "imagenet_v2", 1)
+    check(tmp_path / "out", images, labels)
+    (path.parent.parent / "n01440764").mkdir()
+    with pytest.raises(UserError, match="folders 0 to 999"):
+        shard(path.parent.parent, tmp_path / "other", "imagenet_v2", 1)
+
+
+@pytest.mark.parametrize(
+    ("root", "names"),
+    [
+        ("imagenet-r", ["art_0.jpg", "sketch_12.jpg"]),
+        ("imagenet-a", ["0.000116_digital clock _ digital clock_0.865662.jpg", "0.1_x_0.2.jpg"]),
+        ("sketch", ["sketch_0.JPEG", "sketch_1.JPEG"]),
+    ],
+)
+def test_renditions_adversarial_and_sketch(root: str, names: list[str], tmp_path: Path) -> None:
+    images, labels = {}, {}
+    for wnid in WNIDS:
+        for name in names:
+            images[f"{wnid}/{name}"] = picture(len(images))
+            labels[f"{wnid}/{name}"] = PLACES[wnid]
+            path = tmp_path / root / wnid / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(images[f"{wnid}/{name}"])
+    (tmp_path / root / "README.txt").write_text("classes ...")
+    shard(tmp_path / root, tmp_path / "out", "imagenet", 1)
+    check(tmp_path / "out", images, labels)

@@ -1,0 +1,204 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from maect.data import random
+from maect.data.geometry import random_crops
+from maect.data.images import read_rgb
+from maect.data.index import Index, open_index
+from maect.data.loader import Batch, evaluation_batches, train_batches
+from maect.errors import UserError
+from maect.recipes import AUGMENTATIONS
+
+VIEWS = AUGMENTATIONS["min"]
+
+
+def batches(index: Index, steps: int, start: int = 0, **changes) -> list[Batch]:  # type: ignore[no-untyped-def]
+    arguments = {
+        "global_batch": 20,
+        "rank": 0,
+        "world_size": 1,
+        "seed": 3,
+        "views": VIEWS,
+        "image_size": 32,
+        "threads": 2,
+    }
+    return list(train_batches(index, start_step=start, steps=steps, **(arguments | changes)))
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return (
+        a.step == b.step
+        and np.array_equal(a.ids, b.ids)
+        and np.array_equal(a.epochs, b.epochs)
+        and np.array_equal(a.labels, b.labels)
+        and torch.equal(a.images, b.images)
+    )
+
+
+def test_every_sample_once_in_each_of_three_epochs(index: Index) -> None:
+    # 20 does not divide 24; three epochs are 72 samples, of four batches 80.
+    found = batches(index, 4)
+    ids = np.concatenate([b.ids for b in found])[:72].reshape(3, 24)
+    epochs = np.concatenate([b.epochs for b in found])[:72].reshape(3, 24)
+    assert (np.sort(ids, 1) == np.arange(24)).all()
+    assert (epochs == np.arange(3)[:, None]).all()
+    assert all(len(set(b.epochs)) == 2 for b in found[1:])
+    for b in found:
+        assert (b.labels == index.labels[b.ids]).all()
+        assert b.images.shape == (2, 20, 3, 32, 32) and b.images.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_together_are_one_rank(index: Index, world_size: int) -> None:
+    alone = batches(index, 3)
+    ranks = [batches(index, 3, rank=r, world_size=world_size) for r in range(world_size)]
+    for step, whole in enumerate(alone):
+        parts = [rank[step] for rank in ranks]
+        assert np.array_equal(np.concatenate([p.ids for p in parts]), whole.ids)
+        assert np.array_equal(np.concatenate([p.epochs for p in parts]), whole.epochs)
+        assert np.array_equal(np.concatenate([p.labels for p in parts]), whole.labels)
+        assert torch.equal(torch.cat([p.images for p in parts], 1), whole.images)
+
+
+@pytest.mark.parametrize("start", [1, 4, 1000])
+def test_resumed_batches_are_bit_identical(index: Index, start: int) -> None:
+    reference = batches(index, 6) if start < 6 else batches(index, 6, start=start - 3)
+    resumed = batches(index, 2, start=start)
+    assert all(same(a, b) for a, b in zip(reference[start % 997 :][:2], resumed, strict=True))
+
+
+def test_threads_do_not_matter(index: Index) -> None:
+    reference = batches(index, 3, threads=1)
+    for threads in (2, 7):
+        assert all(map(same, reference, batches(index, 3, threads=threads)))
+
+
+def test_seed_matters(index: Index) -> None:
+    assert not same(batches(index, 1)[0], batches(index, 1, seed=4)[0])
+
+
+def test_pixels_are_torchvisions_crops(index: Index) -> None:
+    batch = batches(index, 1)[0]
+    for view in range(2):
+        for place in (0, 7, 19):
+            row = int(batch.ids[place])
+            image = read_rgb(index.read(row))
+            u = random_crops(
+                *(np.array([side]) for side in image.size),
+                VIEWS[view].crop_scale,
+                32,
+                seed=3,
+                epochs=0,
+                ids=[row],
+                view=view,
+            )[0]
+            x, y, w, h = u[:4].tolist()
+            expected = image.crop((x, y, x + w, y + h)).resize((32, 32), Image.Resampling.BICUBIC)
+            found = batch.images[view, place].permute(1, 2, 0).numpy().astype(int)
+            assert abs(found - np.asarray(expected)).max() <= 2
+
+
+def test_crops_have_the_distribution_of_torchvision() -> None:
+    from scipy.stats import ks_2samp
+    from torchvision.transforms import RandomResizedCrop
+
+    torch.manual_seed(0)
+    n = 2000
+    for width, height, scale in ((500, 375, (0.08, 1.0)), (60, 300, (0.2, 1.0))):
+        picture = Image.new("RGB", (width, height))
+        theirs = np.array(
+            [RandomResizedCrop.get_params(picture, list(scale), [3 / 4, 4 / 3]) for _ in range(n)]
+        )
+        size = np.full(n, width), np.full(n, height)
+        ours = random_crops(*size, scale, 32, seed=0, epochs=0, ids=np.arange(n), view=0)
+        assert (ours[:, :2] >= 0).all() and (ours[:, 2:4] > 0).all()
+        assert (ours[:, 0] + ours[:, 2] <= width).all()
+        assert (ours[:, 1] + ours[:, 3] <= height).all()
+        for mine, column in zip(ours.T[:4], (1, 0, 3, 2), strict=True):
+            assert ks_2samp(mine, theirs[:, column]).pvalue > 1e-3
+
+
+def test_tiny_and_extreme_images_have_valid_crops() -> None:
+    sides = np.array([1, 1, 2, 3, 50_000, 65_500, 65_500])
+    others = np.array([1, 500, 1, 2, 1, 65_500, 3])
+    for ids in np.arange(7 * 200).reshape(200, 7):
+        crop = random_crops(sides, others, (0.08, 1.0), 224, seed=0, epochs=0, ids=ids, view=0)
+        x, y, w, h = crop.T[:4].astype(np.int64)
+        assert (np.minimum(w, h) >= 1).all() and (np.minimum(x, y) >= 0).all()
+        assert (x + w <= sides).all() and (y + h <= others).all()
+
+
+def test_evaluation_is_resize_and_centre_crop(index: Index) -> None:
+    from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
+
+    reference = Compose([Resize(37, interpolation=InterpolationMode.BICUBIC), CenterCrop(32)])
+    found = list(evaluation_batches(index, image_size=32, rows=range(24), batch_size=10, threads=2))
+    assert [len(labels) for _, labels, _ in found] == [10, 10, 4]
+    images = torch.cat([images for images, _, _ in found])
+    assert np.concatenate([ids for _, _, ids in found]).tolist() == list(range(24))
+    assert (np.concatenate([labels for _, labels, _ in found]) == index.labels).all()
+    for i in range(24):
+        expected = np.asarray(reference(read_rgb(index.read(i)))).astype(int)
+        assert abs(images[i].permute(1, 2, 0).numpy() - expected).max() <= 2
+
+
+def test_part_of_the_rows(index: Index) -> None:
+    parts = evaluation_batches(index, image_size=16, rows=range(5, 9), batch_size=3, threads=1)
+    assert [ids.tolist() for _, _, ids in parts] == [[5, 6, 7], [8]]
+
+
+def test_wrong_arguments_are_named(index: Index) -> None:
+    with pytest.raises(UserError, match="batch_size 20 is not a multiple of 3 ranks"):
+        batches(index, 1, world_size=3)
+    with pytest.raises(UserError, match="resize 16"):
+        list(
+            evaluation_batches(
+                index, image_size=32, resize=16, rows=range(1), batch_size=1, threads=1
+            )
+        )
+
+
+def test_damage_after_sharding_names_the_sample(shards: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    index = open_index(copy)
+    row = index.rows[4]
+    with open(index.shards[int(row[1])], "r+b") as file:
+        file.seek(int(row[2]))
+        file.write(bytes(int(row[3])))
+    with pytest.raises(UserError, match=rf"cannot decode sample 4 \({index.key(4)}\)"):
+        batches(open_index(copy), 2)
+
+
+def test_abandoned_loader_leaves_no_threads(index: Index) -> None:
+    import threading
+
+    before = threading.active_count()
+    loader = train_batches(
+        index,
+        global_batch=8,
+        rank=0,
+        world_size=1,
+        seed=0,
+        views=VIEWS,
+        image_size=16,
+        start_step=0,
+        steps=1000,
+        threads=3,
+    )
+    next(iter(loader))
+    assert threading.active_count() > before
+    loader.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
+
+
+def test_flip_and_crop_draw_different_numbers() -> None:
+    ids = np.arange(10_000)
+    flip = random.uniform(0, 0, ids, 0, random.FLIP, 1)[:, 0]
+    crop = random.uniform(0, 0, ids, 0, random.CROP, 1)[:, 0]
+    assert abs(np.corrcoef(flip, crop)[0, 1]) < 0.05

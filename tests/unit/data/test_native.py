@@ -1,0 +1,239 @@
+"""The native decoder against Pillow, bit for bit, and against hostile input."""
+
+import ctypes
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import simplejpeg
+from PIL import Image
+from sample_images import jpeg, photographs, random_crop
+
+from maect.data import native
+from maect.data.decode import decoder_name, render
+from maect.data.geometry import center_crops, random_crops
+from maect.data.images import UnreadableError, read_rgb
+from maect.data.native import build
+from maect.errors import UserError
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
+
+
+def compiled(folder: Path, *flags: str) -> Path:
+    path = folder / "libmaect_jpeg.so"
+    try:
+        build.compile_c([native.SOURCE], path, "-shared", *flags)
+    except UserError as error:
+        pytest.skip(str(error))
+    return path
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("native"), "-Wl,-Bsymbolic", "-Werror")
+
+
+@pytest.fixture()
+def use(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    def use(path: Path) -> ctypes.CDLL | None:
+        monkeypatch.setattr(native, "LIBRARY", path)
+        monkeypatch.setattr(native, "_local", type(native._local)())
+        native.library.cache_clear()
+        return native.library()
+
+    yield use
+    native.library.cache_clear()
+
+
+@pytest.fixture()
+def decoder(fast: Path, use) -> Iterator[None]:  # type: ignore[no-untyped-def]
+    assert use(fast) is not None
+    yield
+
+
+def reference(data: bytes, geometries: np.ndarray, size: int) -> np.ndarray:
+    """Pillow: decode everything, crop, resize in full, cut the window out."""
+    image = read_rgb(data)
+    views = []
+    for x, y, w, h, full_w, full_h, left, top in geometries.tolist():
+        resized = image.crop((x, y, x + w, y + h)).resize(
+            (full_w, full_h), Image.Resampling.BICUBIC
+        )
+        views.append(np.asarray(resized.crop((left, top, left + size, top + size))))
+    return np.stack(views).transpose(0, 3, 1, 2)
+
+
+def cases(count: int, seed: int = 0) -> Iterator[tuple[bytes, np.ndarray, int]]:
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        image = random_crop(rng, 1, 300)
+        if number % 5 == 0:
+            image = image.convert("L")
+        quality, sampling = int(rng.integers(30, 100)), number % 4
+        if sampling == 3 and image.mode == "RGB":
+            pixels = np.asarray(image)
+            data = simplejpeg.encode_jpeg(pixels, quality, "RGB", "440")
+        else:
+            options = {"restart_marker_rows": 1} if number % 3 == 0 else {}
+            data = jpeg(image, quality, subsampling=sampling % 3, **options)
+        size = int(rng.choice([1, 7, 16, 33, 96, 224]))
+        width, height = np.array([image.width]), np.array([image.height])
+        crops = [
+            random_crops(width, height, (0.08, 1), size, seed=number, epochs=0, ids=[0], view=v)
+            for v in range(2)
+        ]
+        if max(image.size) < 8 * min(image.size):
+            crops.append(center_crops(width, height, round(size * 256 / 224), size))
+        yield data, np.concatenate(crops), size
+
+
+def test_pixels_are_pillows(decoder: None) -> None:
+    differing = total = 0
+    for data, geometries, size in cases(250):
+        out = np.zeros((len(geometries), 3, size, size), np.uint8)
+        assert native.render(data, geometries, out)
+        error = np.abs(out.astype(int) - reference(data, geometries, size))
+        assert error.max() <= 1
+        differing, total = differing + int((error > 0).sum()), total + error.size
+    # With the same arithmetic only another libjpeg could make a difference.
+    assert differing <= 1e-4 * total
+
+
+def test_portable_way_is_within_two_levels(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert use(tmp_path / "missing.so") is None
+    for data, geometries, size in cases(120, seed=3):
+        out = np.zeros((len(geometries), 3, size, size), np.uint8)
+        render(data, geometries, out)
+        assert np.abs(out.astype(int) - reference(data, geometries, size)).max() <= 2
+
+
+def test_plain_build_gives_the_same_bits(fast: Path, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    slow = compiled(tmp_path, "-DPLAIN", "-O1")
+    results = []
+    for path in (fast, slow):
+        assert use(path) is not None
+        outs = []
+        for data, geometries, size in cases(60, seed=1):
+            outs.append(np.zeros((len(geometries), 3, size, size), np.uint8))
+            assert native.render(data, geometries, outs[-1])
+        results.append(outs)
+    assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_views_together_are_views_apart(decoder: None) -> None:
+    for data, geometries, size in cases(60, seed=2):
+        together = np.zeros((len(geometries), 3, size, size), np.uint8)
+        native.render(data, geometries, together)
+        for view in range(len(geometries)):
+            apart = np.zeros((1, 3, size, size), np.uint8)
+            native.render(data, geometries[view : view + 1], apart)
+            assert np.array_equal(apart[0], together[view])
+
+
+def test_output_may_be_a_slice_of_a_batch(decoder: None) -> None:
+    data, geometries, size = next(cases(1))
+    geometries = geometries[:2]
+    alone = np.zeros((2, 3, size, size), np.uint8)
+    batch = np.full((2, 5, 3, size, size), 9, np.uint8)
+    native.render(data, geometries, alone)
+    native.render(data, geometries, batch[:, 3])
+    assert np.array_equal(batch[:, 3], alone)
+    assert (batch[:, [0, 1, 2, 4]] == 9).all()
+    with pytest.raises(ValueError):
+        native.render(data, geometries, alone[:, :, ::-1])
+
+
+@pytest.mark.parametrize("kind", ["cmyk", "progressive", "rgb", "411"])
+def test_what_it_refuses_is_still_decoded(kind: str, decoder: None) -> None:
+    photo = photographs()[0].resize((120, 90))
+    data = {
+        "cmyk": lambda: jpeg(photo.convert("CMYK")),
+        "progressive": lambda: jpeg(photo, progressive=True),
+        "rgb": lambda: jpeg(photo, keep_rgb=True),
+        "411": lambda: simplejpeg.encode_jpeg(np.asarray(photo), 90, "RGB", "411"),
+    }[kind]()
+    geometry = center_crops(np.array([120]), np.array([90]), 36, 32)
+    out = np.zeros((1, 3, 32, 32), np.uint8)
+    if kind != "rgb":
+        assert not native.render(data, geometry, out)
+    render(data, geometry, out)
+    assert np.abs(out.astype(int) - reference(data, geometry, 32)).max() <= 1
+
+
+def test_a_corrupt_file_goes_to_the_referee(decoder: None) -> None:
+    data = jpeg(photographs()[0])
+    geometry = center_crops(np.array([640]), np.array([427]), 36, 32)
+    out = np.zeros((1, 3, 32, 32), np.uint8)
+    assert not native.render(data[: len(data) // 2], geometry, out)
+    with pytest.raises(UnreadableError):
+        render(data[: len(data) // 2], geometry, out)
+    damaged = bytearray(data)
+    damaged[len(data) // 2 : len(data) // 2 + 40] = bytes(40)
+    try:
+        render(bytes(damaged), geometry, out)
+    except UnreadableError:
+        return
+    assert np.abs(out.astype(int) - reference(bytes(damaged), geometry, 32)).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        (0, 0, 641, 427, 32, 32, 0, 0),
+        (1, 0, 640, 427, 32, 32, 0, 0),
+        (-1, 0, 640, 427, 32, 32, 0, 0),
+        (0, 0, 0, 427, 32, 32, 0, 0),
+        (0, 0, 640, 427, 31, 32, 0, 0),
+        (0, 0, 640, 427, 64, 64, 33, 0),
+        (0, 0, 640, 427, 2**31 - 1, 64, 0, 0),
+        (2**31 - 1, 0, 2**31 - 1, 427, 32, 32, 0, 0),
+    ],
+)
+def test_impossible_crops_are_refused(geometry: tuple[int, ...], decoder: None) -> None:
+    out = np.zeros((1, 3, 32, 32), np.uint8)
+    assert not native.render(jpeg(photographs()[0]), np.array([geometry], np.int32), out)
+
+
+def test_a_library_of_another_source_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    old = compiled(tmp_path, "-USOURCE", "-DSOURCE=0123456789abcdef")
+    assert use(old) is None
+    assert decoder_name().startswith("portable")
+
+
+def test_a_broken_library_is_not_used(use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "lib.so").write_bytes(b"not a library")
+    assert use(tmp_path / "lib.so") is None
+    assert use(tmp_path / "missing.so") is None
+
+
+def test_name_says_which_libjpeg(decoder: None) -> None:
+    assert decoder_name().startswith("native (libjpeg-turbo ")
+
+
+def test_without_compiler_or_headers_the_message_has_the_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "lib.so")
+    monkeypatch.setenv("CC", str(tmp_path / "no-compiler"))
+    with pytest.raises(UserError, match=r"no-compiler: No such file.*libjpeg62-turbo-dev"):
+        build.build()
+    if not (shutil.which("cc") or shutil.which("gcc")):
+        pytest.skip("no C compiler")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("CFLAGS", "-nostdinc")
+    with pytest.raises(UserError, match=r"error.*libjpeg62-turbo-dev"):
+        build.build()
+    assert not list(tmp_path.iterdir())
+
+
+def test_short_fuzz_under_sanitizers(fast: Path) -> None:
+    from fuzz import fuzz
+
+    record = fuzz(20_000, seed=int(os.environ.get("MAECT_FUZZ_SEED", "1")))
+    assert record["inputs"] == 20_000
+    # Far enough into the decoder to mean something.
+    assert record["made"] > 3000 and record["unreadable"] > 2000 and record["bad geometry"] > 500

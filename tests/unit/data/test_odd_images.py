@@ -1,0 +1,183 @@
+"""Odd files are kept and decoded as docs/data.md says, or reported by name."""
+
+import io
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sample_images import jpeg, photographs
+
+from maect.data.decode import render
+from maect.data.geometry import center_crops
+from maect.data.images import UnreadableError, open_rgb, read_rgb
+from maect.data.index import open_index
+from maect.data.loader import evaluation_batches
+from maect.data.shards import shard
+from maect.errors import UserError
+
+
+def encode(image: Image.Image, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def photo(size: tuple[int, int] = (96, 64)) -> Image.Image:
+    return photographs()[0].resize(size)
+
+
+def wide_grey_png() -> bytes:
+    values = np.linspace(0, 65535, 64 * 64).astype(np.uint16).reshape(64, 64)
+    return encode(Image.fromarray(values), "PNG")
+
+
+def exif_rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return jpeg(photo(), exif=exif)
+
+
+def transparent() -> bytes:
+    image = photo().convert("RGBA")
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    return encode(image, "PNG")
+
+
+KEPT = {
+    "cmyk.jpg": lambda: jpeg(photo().convert("CMYK")),
+    "a_png_named.JPEG": lambda: encode(photo(), "PNG"),
+    "a_jpeg_named.png": lambda: jpeg(photo()),
+    "rotated.jpg": exif_rotated,
+    "grey.jpg": lambda: jpeg(photo().convert("L")),
+    "sixteen_bit.png": wide_grey_png,
+    "one_pixel.jpg": lambda: jpeg(Image.new("RGB", (1, 1), (200, 30, 90))),
+    "one_pixel_grey.png": lambda: encode(Image.new("L", (1, 1), 77), "PNG"),
+    "thin.jpg": lambda: jpeg(Image.new("RGB", (2000, 1), (1, 2, 3))),
+    "thin.png": lambda: encode(Image.new("RGB", (1, 3000), (1, 200, 3)), "PNG"),
+    "progressive.jpg": lambda: jpeg(photo(), progressive=True),
+    "420.jpg": lambda: jpeg(photo((97, 63)), subsampling=2),
+    "palette.png": lambda: encode(photo().quantize(), "PNG"),
+    "bits.png": lambda: encode(photo().convert("1"), "PNG"),
+    "transparent.png": transparent,
+    "web.webp": lambda: encode(photo(), "WEBP", lossless=True),
+    "anim.gif": lambda: encode(
+        photo().quantize(), "GIF", save_all=True, append_images=[photo((96, 64)).quantize()]
+    ),
+    "trailing.jpg": lambda: jpeg(photo()) + b"garbage behind the end",
+}
+
+REFUSED = {
+    "zero.jpg": lambda: b"",
+    "cut.jpg": lambda: jpeg(photo())[:-400],
+    "header_only.jpg": lambda: jpeg(photo())[:300],
+    "cut.png": lambda: encode(photo(), "PNG")[:-500],
+    "text.jpg": lambda: b"<html>404 not found</html>",
+    "float.tif": lambda: encode(Image.new("F", (4, 4), 0.5), "TIFF"),
+    "bomb.png": lambda: bomb(),
+}  # fmt: skip
+
+
+def bomb() -> bytes:
+    """A PNG that claims 60,000 x 60,000 pixels."""
+    data = bytearray(encode(Image.new("L", (8, 8)), "PNG"))
+    data[16:24] = struct.pack(">II", 60_000, 60_000)
+    import zlib
+
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    return bytes(data)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("odd")
+    (root / "images/c").mkdir(parents=True)
+    for name, make in KEPT.items():
+        (root / "images/c" / name).write_bytes(make())
+    shard(root / "images", root / "shards", "folder", 2)
+    return root / "images", root / "shards"
+
+
+def test_odd_images_are_kept_under_what_they_are(kept: tuple[Path, Path]) -> None:
+    import tarfile
+
+    names = set()
+    for tar in kept[1].glob("*.tar"):
+        with tarfile.open(tar) as file:
+            names |= {name for name in file.getnames() if not name.endswith(".cls")}
+    assert {"c/a_png_named.png", "c/a_jpeg_named.jpg", "c/cmyk.jpg", "c/web.webp"} <= names
+    assert len(names) == len(KEPT)
+
+
+def test_odd_images_load_as_pillow_shows_them(kept: tuple[Path, Path]) -> None:
+    index = open_index(kept[1])
+    (batch,) = evaluation_batches(
+        index, image_size=32, rows=range(index.n), batch_size=99, threads=2
+    )
+    originals = {Path(name).stem: name for name in KEPT if "thin" not in name}
+    for i in range(index.n):
+        key = index.key(i).removeprefix("c/").split("-")[0]
+        if key not in originals:
+            continue
+        path = kept[0] / "c" / originals[key]
+        with Image.open(path) as image:
+            if image.mode.startswith("I;16"):
+                rgb = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            else:
+                rgb = image.convert("RGB")
+        *_, w, h, left, top = center_crops(np.array([rgb.width]), np.array([rgb.height]), 37, 32)[
+            0
+        ].tolist()
+        expected = rgb.resize((w, h), Image.Resampling.BICUBIC)
+        expected = np.asarray(expected.crop((left, top, left + 32, top + 32)), int)
+        assert abs(batch[0][i].permute(1, 2, 0).numpy() - expected).max() <= 2, key
+
+
+def test_thin_images_do_not_need_the_whole_enlargement(kept: tuple[Path, Path]) -> None:
+    # Resized in full, 1 x 65,500 pixels would be 256 x 16.8 million.
+    out = np.zeros((1, 3, 224, 224), np.uint8)
+    for size in ((65_500, 1), (1, 65_500)):
+        data = jpeg(Image.new("RGB", size, (10, 200, 90)))
+        geometry = center_crops(np.array([size[0]]), np.array([size[1]]), 256, 224)
+        render(data, geometry, out)
+        assert abs(out[0].astype(int) - np.array([10, 200, 90])[:, None, None]).max() <= 3
+
+
+def test_window_of_an_elongated_image_is_that_of_the_whole(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    image = Image.fromarray(rng.integers(0, 256, (9, 400, 3), np.uint8))
+    *_, w, h, left, top = center_crops(np.array([400]), np.array([9]), 18, 16)[0].tolist()
+    whole = image.resize((w, h), Image.Resampling.BICUBIC).crop((left, top, left + 16, top + 16))
+    out = np.zeros((1, 3, 16, 16), np.uint8)
+    render(encode(image, "PNG"), center_crops(np.array([400]), np.array([9]), 18, 16), out)
+    assert abs(out[0].transpose(1, 2, 0).astype(int) - np.asarray(whole, int)).max() <= 1
+
+
+def test_exif_orientation_is_not_applied() -> None:
+    assert read_rgb(exif_rotated()).size == (96, 64)
+
+
+def test_sixteen_bits_keep_their_range() -> None:
+    grey = np.asarray(read_rgb(wide_grey_png()))[..., 0]
+    assert grey[0, 0] == 0 and grey[-1, -1] == 255
+    assert 126 <= grey[32, 0] <= 129
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_read_says_why(name: str) -> None:
+    with pytest.raises(UnreadableError) as fault:
+        open_rgb(REFUSED[name]())
+    assert str(fault.value)
+
+
+def test_all_of_them_are_reported_by_name(tmp_path: Path) -> None:
+    (tmp_path / "images/c").mkdir(parents=True)
+    for name, make in REFUSED.items():
+        (tmp_path / "images/c" / name).write_bytes(make())
+    (tmp_path / "images/c/good.jpg").write_bytes(jpeg(photo()))
+    with pytest.raises(UserError, match=f"{len(REFUSED)} unreadable"):
+        shard(tmp_path / "images", tmp_path / "out", "folder", 1)
+    report = (tmp_path / "out/unreadable.txt").read_text()
+    assert all(f"c/{name} (" in report for name in REFUSED)
+    assert "good" not in report

@@ -1,0 +1,81 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maect.data import random
+from maect.data.order import Order, Permutation
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**32))
+def test_permutation_is_a_bijection_with_its_inverse(n: int, seed: int) -> None:
+    permutation = Permutation.keyed(n, seed, 0, random.CHUNK)
+    image = permutation(np.arange(n))
+    assert sorted(image.tolist()) == list(range(n))
+    assert (permutation.inverse(image) == np.arange(n)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 700),
+    st.integers(1, 90),
+    st.integers(1, 20),
+    st.integers(1, 9),
+    st.integers(0, 99),
+)
+def test_every_sample_once_an_epoch(n: int, batch: int, chunk: int, window: int, seed: int) -> None:
+    order = Order(n, seed, chunk, window)
+    steps = -(-3 * n // batch)
+    taken = [order.take(step * batch, batch) for step in range(steps)]
+    rows = np.concatenate([rows for rows, _ in taken])[: 3 * n].reshape(3, n)
+    epochs = np.concatenate([epochs for _, epochs in taken])[: 3 * n].reshape(3, n)
+    assert (np.sort(rows, 1) == np.arange(n)).all()
+    assert (epochs == np.arange(3)[:, None]).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 10**9), st.integers(0, 10**12), st.integers(1, 300))
+def test_any_position_is_found_without_its_past(n: int, start: int, count: int) -> None:
+    whole, _ = Order(n, 3).take(start, count)
+    fresh = Order(n, 3)
+    halves = [
+        fresh.take(start + count // 2, count - count // 2)[0],
+        fresh.take(start, count // 2)[0],
+    ]
+    assert whole.tolist() == np.concatenate(halves[::-1]).tolist()
+
+
+def test_epochs_and_seeds_differ() -> None:
+    n = 5000
+    first, second = Order(n, 0).take(0, n)[0], Order(n, 0).take(n, n)[0]
+    other = Order(n, 1).take(0, n)[0]
+    for a, b in ((first, second), (first, other)):
+        assert (a == b).mean() < 0.01
+    assert abs(np.corrcoef(first, np.arange(n))[0, 1]) < 0.06
+
+
+def test_reads_stay_in_few_chunks() -> None:
+    rows, _ = Order(10**8, 0).take(123_456_789, 8192)
+    # Two windows of 64 chunks at most, out of 781,250.
+    assert len(np.unique(rows // 128)) <= 128
+
+
+def test_order_is_pinned() -> None:
+    # A change of these values changes every run: never update them.
+    assert Order(1000, 5).take(995, 10)[0].tolist() == [
+        296,
+        213,
+        487,
+        989,
+        7,
+        121,
+        648,
+        625,
+        511,
+        163,
+    ]
+
+
+def test_an_empty_order_is_refused() -> None:
+    with pytest.raises(ValueError):
+        Order(0, 0)

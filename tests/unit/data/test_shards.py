@@ -1,0 +1,323 @@
+import io
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+from PIL import Image
+from sample_images import image_folder, jpeg, random_crop
+
+from maect.data.digits import write_digits
+from maect.data.index import open_index
+from maect.data.plan import plan_shards
+from maect.data.shards import finish_index, shard, write_shard
+from maect.errors import UserError
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def original(images: Path, key: str) -> bytes:
+    return (images / f"{key}.jpg").read_bytes()
+
+
+def test_index_gives_the_original_bytes(images: Path, shards: Path) -> None:
+    index = open_index(shards)
+    assert index.n == 24 and index.class_names == ("c0", "c1", "c2")
+    assert index.rows[:, 0].tolist() == list(range(24))
+    assert sorted(index.keys()) == sorted(f"c{i // 8}/{i % 8:03d}" for i in range(24))
+    for i in range(index.n):
+        key = index.key(i)
+        assert key == index.keys()[i]
+        assert index.read(i) == original(images, key)
+        assert index.labels[i] == int(key[1])
+        with Image.open(io.BytesIO(index.read(i))) as image:
+            assert image.size == tuple(index.rows[i, 5:7])
+
+
+def test_stock_webdataset_reads_the_same(images: Path, shards: Path) -> None:
+    index = open_index(shards)
+    tars = [str(path) for path in index.shards]
+    stock = webdataset.WebDataset(tars, shardshuffle=False)
+    found = list(stock)
+    assert [s["__key__"] for s in found] == index.keys()
+    assert [s["jpg"] for s in found] == [index.read(i) for i in range(index.n)]
+    decoded = list(
+        webdataset.WebDataset(tars, shardshuffle=False).decode("pil").to_tuple("jpg", "cls")
+    )
+    assert [label for _, label in decoded] == index.labels.tolist()
+    assert decoded[0][0].size == tuple(index.rows[0, 5:7])
+
+
+def test_plain_tar_programs_read_them(shards: Path) -> None:
+    with tarfile.open(shards / "train-000000.tar") as tar:
+        members = tar.getmembers()
+        assert len(members) == 16
+        assert {(m.mtime, m.uid, m.uname, m.mode) for m in members} == {(0, 0, "", 0o644)}
+    subprocess.run(["tar", "tf", shards / "train-000000.tar"], check=True, capture_output=True)
+
+
+def test_same_input_same_bytes(images: Path, shards: Path, tmp_path: Path) -> None:
+    shard(images, tmp_path / "train", "folder", 3, threads=4)
+    assert tree(tmp_path / "train") == tree(shards)
+
+
+def test_neither_ids_nor_digest_depend_on_the_number_of_shards(
+    images: Path, shards: Path, tmp_path: Path
+) -> None:
+    shard(images, tmp_path / "train", "folder", 5)
+    a, b = open_index(shards), open_index(tmp_path / "train")
+    assert a.keys() == b.keys() and a.digest == b.digest
+    assert (a.labels == b.labels).all()
+
+
+def test_digest_changes_with_one_bit(images: Path, shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(images, tmp_path / "images"))
+    data = bytearray((copy / "c1/003.jpg").read_bytes())
+    data[-10] ^= 1
+    (copy / "c1/003.jpg").write_bytes(data)
+    shard(copy, tmp_path / "train", "folder", 3)
+    assert open_index(tmp_path / "train").digest != open_index(shards).digest
+
+
+def test_images_are_shuffled(tmp_path: Path) -> None:
+    write_digits(tmp_path)
+    shard(tmp_path / "val", tmp_path / "out", "folder", 1)
+    labels = open_index(tmp_path / "out").labels
+    assert (np.diff(labels) == 0).mean() < 0.2
+
+
+def test_every_step_can_be_repeated_and_changes_nothing(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    plan_shards(images, "folder", out, 3)
+    for number in (2, 0, 1):
+        write_shard(out, number)
+    finish_index(out)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
+    plan_shards(images, "folder", out, 3)
+    assert write_shard(out, 1) == out / "train-000001.tar"
+    assert finish_index(out) == 24
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == before
+
+
+def test_index_names_missing_shards(images: Path, tmp_path: Path) -> None:
+    plan_shards(images, "folder", tmp_path, 3)
+    write_shard(tmp_path, 1)
+    with pytest.raises(UserError, match=r"2 shards are not written \(number 0, 2 first\)"):
+        finish_index(tmp_path)
+    with pytest.raises(UserError, match=r"no index\.json"):
+        open_index(tmp_path)
+
+
+KILLED = """
+import os, sys, threading
+from pathlib import Path
+import maect.data.shards as shards
+stop_at = int(sys.argv[3])
+calls = 0
+real = os.fsync
+def fsync(descriptor):
+    global calls
+    calls += 1
+    if calls == stop_at:
+        os.kill(os.getpid(), 9)
+    real(descriptor)
+os.fsync = fsync
+shards.shard(Path(sys.argv[1]), Path(sys.argv[2]), "folder", 2)
+"""
+
+
+@pytest.mark.parametrize("stop_at", [1, 5, 8, 11, 16, 20, 22])
+def test_killed_anywhere_it_continues(
+    stop_at: int, images: Path, shards: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "train"
+    arguments = [sys.executable, "-c", KILLED, str(images), str(out), str(stop_at)]
+    assert subprocess.run(arguments).returncode == -9
+    with pytest.raises(UserError):
+        open_index(out)
+    finished = {p: p.stat().st_mtime_ns for p in out.glob("train-*.tar")}
+    finished = {
+        p: t for p, t in finished.items() if (out / "parts" / f"{p.stem[-6:]}.json").exists()
+    }
+    shard(images, out, "folder", 2)
+    assert open_index(out).digest == open_index(shards).digest
+    assert all(path.stat().st_mtime_ns == time for path, time in finished.items())
+    assert not list(out.rglob(".*.tmp"))
+
+
+def test_a_lost_or_cut_tar_is_written_again(images: Path, shards: Path, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    shard(images, out, "folder", 3)
+    (out / "train-000001.tar").unlink()
+    tar = out / "train-000002.tar"
+    tar.write_bytes(tar.read_bytes()[:-512])
+    with pytest.raises(UserError, match="train-000001"):
+        open_index(out)
+    shard(images, out, "folder", 3)
+    assert tree(out) == tree(shards)
+
+
+@pytest.mark.parametrize("change", ["image", "shards", "option"])
+def test_finished_shards_of_another_plan_are_not_overwritten(change: str, tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "images", per_class=2)
+    out = tmp_path / "out"
+    shard(source, out, "folder", 2)
+    before = tree(out)
+    if change == "image":
+        (source / "c0/new.jpg").write_bytes(jpeg(random_crop(np.random.default_rng(1))))
+    side = 50 if change == "option" else None
+    with pytest.raises(UserError, match="choose another folder"):
+        shard(source, out, "folder", 1 if change == "shards" else 2, shorter_side=side)
+    assert tree(out) == before
+
+
+def test_unreadable_images_are_named_before_training(tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "images")
+    whole = (source / "c0/001.jpg").read_bytes()
+    (source / "c0/001.jpg").write_bytes(whole[: len(whole) // 2])
+    (source / "c1/002.jpg").write_bytes(b"")
+    (source / "c2/003.jpg").write_bytes(b"<html>404</html>")
+    with pytest.raises(UserError) as fault:
+        shard(source, tmp_path / "out", "folder", 2)
+    text = str(fault.value)
+    assert "3 unreadable" in text and "\n" not in text
+    for name in ("c0/001.jpg", "c1/002.jpg", "c2/003.jpg"):
+        assert name in text
+    assert not list((tmp_path / "out").glob("index.*"))
+
+    (tmp_path / "bad.txt").write_text("c0/001.jpg\nc1/002.jpg\nc2/003.jpg\n")
+    # A new choice of images is a new plan; nothing was finished that it could contradict.
+    shutil.rmtree(tmp_path / "out")
+    assert shard(source, tmp_path / "out", "folder", 2, exclude=tmp_path / "bad.txt") == 21
+    assert json.loads((tmp_path / "out/index.json").read_text())["excluded"] == [
+        "c0/001.jpg",
+        "c1/002.jpg",
+        "c2/003.jpg",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kind", "message"),
+    [
+        (lambda p: None, "folder", "no such file or folder"),
+        (lambda p: p.mkdir(), "folder", "no class folders"),
+        (lambda p: (p / "cat").mkdir(parents=True), "folder", "cat: class folder without images"),
+        (lambda p: p.mkdir(), "unlabelled", "no images found"),
+        (lambda p: p.mkdir(), "picture_book", "unknown kind"),
+    ],
+)
+def test_wrong_sources_are_refused(prepare, kind: str, message: str, tmp_path: Path) -> None:
+    prepare(tmp_path / "images")
+    with pytest.raises(UserError, match=message):
+        plan_shards(tmp_path / "images", kind, tmp_path / "out", 1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_shards_than_images(tmp_path: Path) -> None:
+    image_folder(tmp_path / "images", 1, 2)
+    with pytest.raises(UserError, match="3 shards for 2 images"):
+        plan_shards(tmp_path / "images", "folder", tmp_path / "out", 3)
+
+
+def test_names_that_tars_and_webdataset_do_not_like(tmp_path: Path) -> None:
+    source = tmp_path / "images"
+    rng = np.random.default_rng(0)
+    names = [
+        "a.b.c.jpg",
+        "a_b_c.jpg",
+        "ü ß.jpeg",
+        "x" * 120 + ".jpg",
+        "deep/er/y.JPG",
+        "tab\there.jpg",
+    ]
+    for name in names:
+        path = source / "c" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(random_crop(rng)))
+    shard(source, tmp_path / "out", "folder", 1)
+    index = open_index(tmp_path / "out")
+    stock = list(webdataset.WebDataset(str(index.shards[0]), shardshuffle=False))
+    assert (
+        [s["__key__"] for s in stock] == index.keys() == [index.key(i) for i in range(len(names))]
+    )
+    assert [s["jpg"] for s in stock] == [index.read(i) for i in range(len(names))]
+    assert len(set(index.keys())) == len(names)
+
+
+def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "images", 1, 2)
+    (source / "c0/readme.txt").write_text("hello")
+    (source / "c0/.hidden.jpg").write_text("hello")
+    shard(source, tmp_path / "out", "folder", 1)
+    record = json.loads((tmp_path / "out/index.json").read_text())
+    assert record["ignored"] == {"count": 1, "first": ["c0/readme.txt"]}
+
+
+def test_unlabelled_images(tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "images", 2, 2)
+    shard(source, tmp_path / "out", "unlabelled", 1)
+    index = open_index(tmp_path / "out")
+    assert index.labels.tolist() == [-1] * 4 and index.class_names == ()
+    stock = list(webdataset.WebDataset(str(index.shards[0]), shardshuffle=False))
+    assert all("cls" not in sample for sample in stock)
+
+
+def test_recompression_is_an_option_named_in_the_index(tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "images")
+    shard(source, tmp_path / "out", "folder", 2, shorter_side=40)
+    index = open_index(tmp_path / "out")
+    assert index.record["options"] == {"shorter_side": 40}
+    shortest = index.rows[:, 5:7].min(1)
+    assert shortest.max() == 40 and shortest.min() < 40  # smaller ones stay as they came
+    for i in range(index.n):
+        untouched = index.read(i) == original(source, index.key(i))
+        assert untouched == (min(Image.open(source / f"{index.key(i)}.jpg").size) <= 40)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "index.npy").unlink(), "index.npy"),
+        (lambda d: (d / "index.npy").write_bytes(b"x"), "index.npy"),
+        (lambda d: (d / "index.json").write_text("{"), "not valid JSON"),
+        (lambda d: (d / "train-000000.tar").write_bytes(b""), "0 bytes"),
+    ],
+)
+def test_a_damaged_folder_is_not_opened(damage, message: str, shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    damage(copy)
+    with pytest.raises(UserError, match=message):
+        open_index(copy)
+
+
+def test_a_changed_index_is_not_opened(shards: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    data = bytearray((copy / "index.npy").read_bytes())
+    data[-1] ^= 1
+    (copy / "index.npy").write_bytes(data)
+    with pytest.raises(UserError, match="changed since it was written"):
+        open_index(copy)
+
+
+def test_digits_are_complete_and_always_the_same(tmp_path: Path) -> None:
+    write_digits(tmp_path / "a")
+    write_digits(tmp_path / "b")
+    write_digits(tmp_path / "b")  # kept as they are
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"train", "val"}
+    assert len(list((tmp_path / "a/train").rglob("*.png"))) == 1297
+    for label in range(10):
+        assert len(list((tmp_path / f"a/val/{label}").iterdir())) == 50
+    with Image.open(next((tmp_path / "a/val/3").iterdir())) as image:
+        assert image.size == (16, 16) and image.mode == "RGB"

@@ -1,0 +1,151 @@
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from maect.data.index import Index, open_index
+from maect.data.loader import evaluation_batches
+from maect.data.subsets import balanced_rows, class_view, read_list, rows_by_name
+from maect.data.verify import verify
+from maect.errors import UserError
+
+
+def test_class_view_copies_nothing(shards: Path, tmp_path: Path) -> None:
+    whole = open_index(shards)
+    assert class_view(shards, tmp_path / "view", ["c2", "c0"]) == 16
+    view = open_index(tmp_path / "view")
+    assert view.class_names == ("c2", "c0")
+    assert not list((tmp_path / "view").glob("*.tar"))
+    wanted = np.flatnonzero(whole.labels != 1)
+    assert (view.rows[:, 0] == wanted).all()  # ids stay those of the whole
+    for i, row in enumerate(wanted):
+        assert view.read(i) == whole.read(row) and view.key(i) == whole.key(row)
+        assert view.labels[i] == {2: 0, 0: 1}[int(whole.labels[row])]
+    assert view.keys() == [whole.keys()[row] for row in wanted]
+    assert view.digest != whole.digest
+
+
+def test_view_loads_like_the_whole(shards: Path, tmp_path: Path) -> None:
+    class_view(shards, tmp_path / "view", ["c1"])
+    view, whole = open_index(tmp_path / "view"), open_index(shards)
+    (part,) = evaluation_batches(view, image_size=16, rows=range(view.n), batch_size=99, threads=1)
+    (all_of_it,) = evaluation_batches(
+        whole, image_size=16, rows=range(24), batch_size=99, threads=1
+    )
+    assert torch.equal(part[0], all_of_it[0][part[2]])
+
+
+def test_view_of_a_view(shards: Path, tmp_path: Path) -> None:
+    class_view(shards, tmp_path / "a", ["c1", "c2"])
+    class_view(tmp_path / "a", tmp_path / "deep/b", ["c2"])
+    b = open_index(tmp_path / "deep/b")
+    assert b.n == 8 and all(b.key(i).startswith("c2/") for i in range(8))
+    assert b.labels.tolist() == [0] * 8
+
+
+def test_view_of_an_unknown_class(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no class 'cat'"):
+        class_view(shards, tmp_path / "view", ["c0", "cat"])
+
+
+def test_rows_by_name(index: Index, tmp_path: Path) -> None:
+    names = [index.key(row) + ".JPEG" for row in (3, 17, 5)]
+    assert rows_by_name(index, names).tolist() == [3, 5, 17]
+    with pytest.raises(UserError, match=r"lacks 1 listed images, c9/000\.jpg first"):
+        rows_by_name(index, [*names, "c9/000.jpg"])
+    with pytest.raises(UserError, match="names 3 images; give the folder"):
+        rows_by_name(index, ["001.jpg"])
+
+
+@pytest.mark.parametrize("per_class", [1, 2, 5])
+def test_balanced_subsets(index: Index, per_class: int) -> None:
+    rows = balanced_rows(index.labels, per_class, 0)
+    assert Counter(index.labels[rows].tolist()) == {0: per_class, 1: per_class, 2: per_class}
+    assert (np.diff(rows) > 0).all()
+    assert rows.tolist() == balanced_rows(index.labels, per_class, 0).tolist()
+    assert set(rows) <= set(balanced_rows(index.labels, per_class + 1, 0))
+    assert any(rows.tolist() != balanced_rows(index.labels, per_class, s).tolist() for s in (1, 2))
+
+
+def test_balanced_subsets_need_enough_labels(index: Index) -> None:
+    with pytest.raises(UserError, match="class 0: 8 samples, 9 wanted"):
+        balanced_rows(index.labels, 9, 0)
+    with pytest.raises(UserError, match="needs labels"):
+        balanced_rows(np.full(5, -1), 1, 0)
+    some = np.array([0, 0, -1, 1, 1, -1])
+    assert set(balanced_rows(some, 2, 3)) == {0, 1, 3, 4}
+
+
+@pytest.mark.parametrize(("text", "message"), [("", "empty"), ("a.jpg\nb.jpg\na.jpg\n", "repeat")])
+def test_wrong_lists(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_list(tmp_path / "list.txt")
+
+
+def official_lists() -> Path:
+    folder = Path(os.environ.get("MAECT_TEST_DATA", "/nonexistent")) / "imagenet_subsets"
+    if not folder.is_dir():
+        pytest.skip("the official low-shot lists; set MAECT_TEST_DATA to the folder that has them")
+    return folder
+
+
+@pytest.mark.parametrize("shots", [1, 2, 5])
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_official_msn_lists(shots: int, split: int) -> None:
+    names = read_list(official_lists() / f"msn_{shots}shot_split{split}.txt")
+    counts = Counter(name.split("_")[0] for name in names)
+    assert len(counts) == 1000 and set(counts.values()) == {shots}
+
+
+def test_official_lists_match_the_catalogue() -> None:
+    from maect.data.catalogue import CATALOGUE
+    from maect.files import sha256_file
+
+    folder = official_lists()
+    for remote in CATALOGUE["low_shot_lists"]:
+        assert sha256_file(folder / remote.name) == remote.sha256
+    assert len(read_list(folder / "simclr_1percent.txt")) == 12_811
+    assert len(read_list(folder / "simclr_10percent.txt")) == 128_116
+
+
+def test_verify_passes_what_is_sound(shards: Path, tmp_path: Path) -> None:
+    assert verify(shards, threads=2) == 24
+    class_view(shards, tmp_path / "view", ["c1"])
+    assert verify(tmp_path / "view") == 8
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 255]))
+
+
+def test_verify_names_the_broken_image(shards: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    index = open_index(copy)
+    path, row = index.shards[int(index.rows[9, 1])], index.rows[9]
+    for step in range(200):
+        flip_byte(path, int(row[2]) + int(row[3]) // 2 + step)
+    flip_byte(path, int(row[2]) + 1)
+    with pytest.raises(UserError) as fault:
+        verify(copy)
+    assert f"{path.name}: checksum differs" in str(fault.value)
+    assert index.keys()[9] in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+def test_verify_names_a_changed_list_of_keys(shards: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    flip_byte(copy / "keys.txt", 3)
+    with pytest.raises(UserError, match=r"keys\.txt: missing or changed"):
+        verify(copy)

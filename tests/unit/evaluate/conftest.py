@@ -1,0 +1,118 @@
+"""A rank of our own, feature files, and a few real digits as shards with a small encoder."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maect.evaluate.job import Job
+from maect.evaluate.store import write_features
+
+
+@dataclass
+class Rank:
+    """What `maect.launch` hands to each rank; told to stop after `patience` questions."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    cpus: int = 2
+    patience: int = 10**9
+    reports: list[dict[str, Any]] = field(default_factory=list)
+
+    def stop_requested(self) -> bool:
+        self.patience -= 1
+        return self.patience < 0
+
+    def report(self, progress: dict[str, Any], /) -> None:
+        self.reports.append(progress)
+
+
+@pytest.fixture
+def rank() -> Rank:
+    return Rank()
+
+
+RECORD = {
+    "run": "a_run",
+    "encoder_sha256": "e" * 64,
+    "index_digest": "d" * 64,
+    "class_names": [],
+    "pooling": "cls",
+    "image_size": 16,
+    "resize": 16,
+    "precision": "fp32",
+}
+
+
+def store(path: Path, features: Any, labels: Any, keys: list[str] | None = None, **record: Any):
+    features = np.asarray(features, np.float32)
+    write_features(
+        path,
+        [features[:3], features[3:]],
+        width=features.shape[1],
+        labels=np.asarray(labels, np.int64),
+        keys=keys or [f"c/{i:04d}" for i in range(len(features))],
+        record={**RECORD, **record},
+    )
+    return path
+
+
+def blobs(n: int, width: int, classes: int, seed: int, spread: float = 1.0):
+    """Overlapping classes: labels [n] and float32 features [n, width] around common centres."""
+    rng = np.random.default_rng(seed)
+    centers = np.random.default_rng(99).normal(size=(classes, width))
+    labels = rng.integers(0, classes, n)
+    return (centers[labels] + spread * rng.normal(size=(n, width))).astype(np.float32), labels
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """300 train and 90 test samples of 6 overlapping classes."""
+    train = store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0))
+    test = store(tmp_path / "test.safetensors", *blobs(90, 12, 6, 1))
+    return Job(run=tmp_path / "run", out=tmp_path / "out.json", train=train, test=test)
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards `train` (150) and `val` (70) of digits, and a run with a small untrained encoder."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    from maect.data.shards import shard
+    from maect.models.encoder import build_encoder, seeded
+    from maect.models.weights import save_encoder
+    from maect.recipes import Encoder
+
+    root = tmp_path_factory.mktemp("images")
+    digits = load_digits()
+    for number in range(220):
+        split = "train" if number < 150 else "val"
+        path = root / "images" / split / str(digits.target[number]) / f"{number:04d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        grey = np.rint(digits.images[number] * (255 / 16)).astype(np.uint8)
+        Image.fromarray(grey).convert("RGB").resize((16, 16)).save(path)
+    for split in ("train", "val"):
+        shard(root / "images" / split, root / "shards" / split, "folder", 2)
+    settings = Encoder(
+        image_size=16,
+        patch_size=4,
+        width=16,
+        depth=3,
+        heads=2,
+        decoder_width=8,
+        decoder_depth=1,
+        decoder_heads=1,
+        mae_pooling="mean",
+        ct_pooling="mean",
+    )
+    with seeded(0):
+        encoder = build_encoder(settings)
+    path = root / "runs" / "mae" / "encoder.safetensors"
+    path.parent.mkdir(parents=True)
+    save_encoder(path, encoder.state_dict(), settings, "mean")
+    return root

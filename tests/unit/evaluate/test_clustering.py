@@ -1,0 +1,136 @@
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from sklearn.cluster import MiniBatchKMeans
+from sklearn.preprocessing import StandardScaler
+
+from maect.errors import UserError
+from maect.evaluate import clustering
+from maect.evaluate.job import Job
+from maect.evaluate.store import open_features
+from maect.recipes.protocols import Clustering
+
+from .conftest import Rank, blobs, store
+
+
+def brute_force_accuracy(labels, clusters) -> float:
+    """Best of all ways to name the clusters."""
+    size = max(labels.max(), clusters.max()) + 1
+    return max(np.mean(np.array(p)[clusters] == labels) for p in permutations(range(size)))
+
+
+def entropy(*columns) -> float:
+    _, counts = np.unique(np.stack(columns), axis=1, return_counts=True)
+    p = counts / counts.sum()
+    return float(-(p * np.log(p)).sum())
+
+
+@pytest.mark.parametrize("clusters", [2, 4, 6])
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_by_their_definitions(clusters: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    labels = np.append(np.arange(4), rng.integers(0, 4, 56))
+    found = np.where(rng.random(60) < 0.6, labels % clusters, rng.integers(0, clusters, 60))
+    scores = clustering.scores(labels, found)
+    assert scores["accuracy"] == pytest.approx(100 * brute_force_accuracy(labels, found))
+    h, g = entropy(labels), entropy(found)
+    mutual = h + g - entropy(labels, found)
+    assert scores["nmi"] == pytest.approx(100 * mutual / ((h + g) / 2))
+    # Adjusted for chance by the mean over shufflings, which estimates the expected value.
+    shuffled = [rng.permutation(found) for _ in range(3000)]
+    expected = np.mean([h + g - entropy(labels, s) for s in shuffled])
+    assert scores["ami"] == pytest.approx(
+        100 * (mutual - expected) / ((h + g) / 2 - expected), abs=0.3
+    )
+    same = [(x[:, None] == x)[np.triu_indices(60, 1)] for x in (labels, found)]
+    agree, chance = (same[0] & same[1]).sum(), same[0].sum() * same[1].sum() / len(same[0])
+    ari = (agree - chance) / ((same[0].sum() + same[1].sum()) / 2 - chance)
+    assert scores["ari"] == pytest.approx(100 * ari)
+
+
+def test_perfect_and_useless_clusters() -> None:
+    labels = np.repeat(np.arange(5), 10)
+    assert clustering.scores(labels, (labels + 2) % 5) == pytest.approx(
+        dict.fromkeys(clustering.SCORES, 100.0)
+    )
+    one = clustering.scores(labels, np.zeros(50, np.int64))
+    assert one == pytest.approx({"accuracy": 20.0, "nmi": 0.0, "ami": 0.0, "ari": 0.0}, abs=1e-9)
+
+
+def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
+    settings = Clustering(runs=7, batch_size=32)
+    metrics = clustering.evaluate(rank, job, settings)
+    test = open_features(job.test)
+    rows = StandardScaler().fit_transform(test.all().astype(np.float64)).astype(np.float32)
+    np.testing.assert_allclose(clustering.standardize(test.all()), rows, atol=1e-6)
+    rows = clustering.standardize(test.all())  # the same bits: k-means branches on them
+    inertia, accuracy = [], []
+    for seed in range(7):
+        model = MiniBatchKMeans(6, batch_size=32, n_init=3, random_state=seed).fit(rows)
+        inertia.append(model.inertia_)
+        accuracy.append(100 * brute_force_accuracy(test.labels, model.labels_))
+    best = int(np.argmin(inertia))
+    assert metrics["best_seed"] == best
+    assert metrics["inertia"] == pytest.approx(inertia[best])
+    assert metrics["accuracy"] == pytest.approx(accuracy[best])
+    assert metrics["accuracy_mean"] == pytest.approx(np.mean(accuracy))
+    assert metrics["accuracy_std"] == pytest.approx(np.std(accuracy))
+    # Silhouette by its definition.
+    distance = np.sqrt(((rows[:, None] - rows) ** 2).sum(2))
+    groups = np.stack([distance[:, test.labels == c].sum(1) for c in range(6)], 1)
+    counts = np.bincount(test.labels)
+    own = groups[np.arange(90), test.labels] / (counts[test.labels] - 1)
+    other = groups / counts
+    other[np.arange(90), test.labels] = np.inf
+    nearest = other.min(1)
+    expected = 100 * np.mean((nearest - own) / np.maximum(nearest, own))
+    assert metrics["silhouette"] == pytest.approx(expected, abs=1e-3)
+    # The confusion matrix has the hits on its diagonal.
+    arrays = load_file(job.out.with_suffix(".safetensors"))
+    confusion = arrays["confusion"]
+    assert confusion.sum() == 90
+    assert 100 * np.trace(confusion) / 90 == pytest.approx(metrics["accuracy"])
+    assert np.array_equal(confusion.sum(1), counts)
+    assert arrays["centers"].shape == (6, 12)
+
+
+def test_threads_do_not_matter(job: Job) -> None:
+    runs = [
+        clustering.evaluate(Rank(cpus=n), job, Clustering(runs=9, batch_size=32)) for n in (1, 3)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_class_subset(tmp_path: Path, job: Job, rank: Rank) -> None:
+    features, labels = blobs(90, 12, 6, 1)
+    names = ["ant", "bee", "cat", "dog", "eel", "fox"]
+    test = store(tmp_path / "test.safetensors", features, labels, class_names=names)
+    job = replace(job, test=test)
+    settings = Clustering(runs=3, subsets={"pets": ("dog", "cat")})
+    metrics = clustering.evaluate(rank, job, settings)
+    alone = np.isin(labels, [2, 3])
+    only = store(tmp_path / "pets.safetensors", features[alone], labels[alone])
+    expected = clustering.evaluate(rank, replace(job, test=only), Clustering(runs=3))
+    assert {key: metrics[f"pets_{key}"] for key in expected} == expected
+    with pytest.raises(UserError, match=r"subset pets: .* has no class gnu"):
+        clustering.evaluate(rank, job, Clustering(subsets={"pets": ("gnu",)}))
+
+
+def test_collapsed_features_and_one_class_are_refused(tmp_path: Path, job: Job, rank: Rank) -> None:
+    same = store(tmp_path / "a.safetensors", np.full((20, 4), 0.1), np.arange(20) % 3)
+    with pytest.raises(UserError, match="fewer distinct features than the 3 classes"):
+        clustering.evaluate(rank, replace(job, test=same), Clustering(runs=2))
+    one = store(tmp_path / "b.safetensors", blobs(20, 4, 2, 0)[0], np.full(20, 4))
+    with pytest.raises(UserError, match="at least two classes"):
+        clustering.evaluate(rank, replace(job, test=one), Clustering(runs=2))
+    assert not job.out.with_suffix(".safetensors").exists()
+
+
+def test_every_class_once_has_no_silhouette(tmp_path: Path, job: Job, rank: Rank) -> None:
+    path = store(tmp_path / "a.safetensors", blobs(6, 4, 6, 0)[0], np.arange(6))
+    with pytest.raises(UserError, match="a class of two samples"):
+        clustering.evaluate(rank, replace(job, test=path), Clustering(runs=2))

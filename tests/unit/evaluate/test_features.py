@@ -1,0 +1,123 @@
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from maect.data.index import open_index
+from maect.errors import UserError
+from maect.evaluate import features
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import extract, part_ranges
+from maect.evaluate.store import open_features
+from maect.models.weights import load_encoder_weights, save_encoder
+
+from .conftest import Rank
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+
+
+def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
+    encoder, out = images / "runs" / "mae" / "encoder.safetensors", tmp_path / "a.safetensors"
+    shards = images / "shards" / "val"
+    assert extract(rank, encoder=encoder, shards=shards, out=out, resize=16) == "done"
+    found = open_features(out)
+    module, _, _ = load_encoder_weights(encoder)
+    index = open_index(shards)
+    expected = []
+    for key in index.keys():  # noqa: SIM118
+        pixels = np.asarray(Image.open(images / "images" / "val" / f"{key}.png"), np.float32) / 255
+        x = torch.from_numpy((pixels - MEAN) / STD).permute(2, 0, 1)[None].float()
+        with torch.inference_mode():
+            expected.append(module(x)[:, 1:].mean(1)[0].numpy())
+    np.testing.assert_allclose(found.all(), np.array(expected), atol=1e-5)
+    assert np.array_equal(found.labels, index.labels)
+    assert found.names() == index.keys()
+    assert found.record["pooling"] == "mean"
+    assert found.record["index_digest"] == index.digest
+    assert found.record["class_names"] == list(index.class_names)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_restart_goes_on_with_the_same_bits(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {
+        "encoder": images / "runs" / "mae" / "encoder.safetensors",
+        "shards": images / "shards" / "train",
+    }
+    assert extract(Rank(), out=tmp_path / "whole.safetensors", **options) == "done"
+    out = tmp_path / "a.safetensors"
+    assert extract(Rank(patience=5), out=out, **options) == "requeue"
+    parts = sorted((tmp_path / ".a.safetensors.parts").glob("*.safetensors"))
+    assert len(parts) == 5 and not out.exists()
+    # A damaged part is made again, a whole one is not.
+    parts[1].write_bytes(parts[1].read_bytes()[:-3])
+    encoded = []
+    plain = features.batches
+    monkeypatch.setattr(features, "batches", lambda *a: encoded.append(a[3]) or plain(*a))
+    assert extract(Rank(), out=out, **options) == "done"
+    ranges = part_ranges(150)
+    assert encoded == [ranges[1], *ranges[5:]]
+    assert out.read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 1297, 1_281_167])
+def test_parts_cover_every_row_once(n: int) -> None:
+    ranges = part_ranges(n)
+    assert ranges[0].start == 0 and ranges[-1].stop == n
+    assert all(a.stop == b.start for a, b in pairwise(ranges))
+    assert max(map(len, ranges)) <= features.PART_ROWS
+    assert len(ranges) >= min(n, 8)
+
+
+def test_an_encoder_that_diverged_is_named(images: Path, tmp_path: Path, rank: Rank) -> None:
+    module, settings, pooling = load_encoder_weights(
+        images / "runs" / "mae" / "encoder.safetensors"
+    )
+    module.blocks[1].mlp.fc1.weight.data[0, 0] = float("nan")
+    path = tmp_path / "encoder.safetensors"
+    save_encoder(path, module.state_dict(), settings, pooling)
+    with pytest.raises(UserError, match=r"features of sample 0 \(.*\) are not finite"):
+        extract(
+            rank, encoder=path, shards=images / "shards" / "val", out=tmp_path / "a.safetensors"
+        )
+    with pytest.raises(UserError, match="no such encoder"):
+        Encoding(tmp_path / "none.safetensors", torch.device("cpu"))
+
+
+def test_representations(images: Path) -> None:
+    """Concatenated blocks and [CLS] with mean, against a walk through the blocks."""
+    path = images / "runs" / "mae" / "encoder.safetensors"
+    module, _, _ = load_encoder_weights(path)
+    x = torch.randn(4, 3, 16, 16)
+    outputs = []
+    with torch.inference_mode():
+        tokens = module.patch_embed(x) + module.pos_embed[:, 1:]
+        cls = (module.cls_token + module.pos_embed[:, :1]).expand(4, -1, -1)
+        tokens = torch.cat([cls, tokens], 1)
+        for block in module.blocks:
+            tokens = block(tokens)
+            outputs.append(tokens)
+        outputs[-1] = module.norm(outputs[-1])
+    cpu = torch.device("cpu")
+    for blocks in (1, 2, 3):
+        encoding = Encoding(path, cpu, blocks=blocks)
+        expected = torch.cat([o[:, 1:].mean(1) for o in outputs[-blocks:]], 1)
+        torch.testing.assert_close(encoding(x), expected)
+        assert encoding.width == expected.shape[1] == 16 * blocks
+    both = Encoding(path, cpu, cls_and_mean=True)
+    expected = torch.cat([outputs[-1][:, 0], outputs[-1][:, 1:].mean(1)], 1)
+    torch.testing.assert_close(both(x), expected)
+    with pytest.raises(UserError, match="4 blocks asked for, it has 3"):
+        Encoding(path, cpu, blocks=4)
+
+
+def test_bf16_is_close_to_float32(images: Path) -> None:
+    path = images / "runs" / "mae" / "encoder.safetensors"
+    x = torch.randn(4, 3, 16, 16)
+    full, half = (Encoding(path, torch.device("cpu"), p)(x) for p in ("fp32", "bf16"))
+    assert half.dtype == torch.float32
+    assert 0 < (full - half).abs().max() < 0.05 * full.abs().max()

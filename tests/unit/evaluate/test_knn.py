@@ -1,0 +1,144 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.neighbors import KNeighborsClassifier
+from sklearn.preprocessing import StandardScaler
+
+from maect.errors import UserError
+from maect.evaluate import knn
+from maect.evaluate.job import Job
+from maect.evaluate.store import open_features
+from maect.recipes.protocols import Knn
+
+from .conftest import Rank, blobs, store
+
+
+def reference(train, labels, test, k: int, temperature: float):
+    """scikit-learn's brute-force classifier on cosine distances with DINO's weights."""
+    model = KNeighborsClassifier(
+        k, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / temperature)
+    )
+    return model.fit(train.astype(np.float64), labels).predict(test.astype(np.float64))
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knn, "TRAIN_ROWS", 70)
+    monkeypatch.setattr(knn, "QUERIES", 16)
+    monkeypatch.setattr(knn, "_SPARE", 4)
+
+
+@pytest.mark.parametrize("standardized", [False, True])
+def test_agrees_with_scikit_learn(job: Job, rank: Rank, small_blocks, standardized: bool) -> None:
+    train, test = open_features(job.train), open_features(job.test)
+    metrics = knn.evaluate(rank, job, Knn())
+    x, y = train.all() + 0, test.all() + 0
+    if standardized:
+        scaler = StandardScaler().fit(x)
+        x, y = scaler.transform(x), scaler.transform(y)
+    rows = [row for row in metrics["sweep"] if row["standardized"] == standardized]
+    assert {(row["k"], row["temperature"]) for row in rows} == {
+        (k, t) for k in (1, 5, 10, 20, 50, 100, 200) for t in (0.02, 0.07, 0.2)
+    }
+    for row in rows:
+        predicted = reference(x, train.labels, y, row["k"], row["temperature"])
+        assert row["accuracy"] == pytest.approx(100 * np.mean(predicted == test.labels), abs=1e-9)
+    name = "knn_standardized" if standardized else "knn"
+    (paper,) = [row["accuracy"] for row in rows if (row["k"], row["temperature"]) == (10, 0.07)]
+    assert metrics[name] == paper
+    assert metrics[f"{name}_best"] == max(row["accuracy"] for row in rows)
+
+
+def exact(train, queries, k: int):
+    """All similarities in float64, sorted by similarity and then by id."""
+    similarity = np.stack(
+        [(knn.normalize(train).astype(np.float64) * q).sum(1) for q in knn.normalize(queries)]
+    )
+    ids = np.argsort(-similarity, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(similarity, ids, 1), ids
+
+
+@pytest.mark.parametrize("k", [1, 17, 300])
+def test_neighbours_are_exact(job: Job, small_blocks, k: int) -> None:
+    train, queries = open_features(job.train), open_features(job.test).all()
+    similarity, ids = knn.nearest(train, queries, k)
+    expected, names = exact(train.all(), queries, k)
+    assert np.array_equal(ids, names)
+    assert np.array_equal(similarity, expected)
+
+
+def test_ties_go_to_the_smaller_id(tmp_path: Path, small_blocks) -> None:
+    """Every sample is there five times, far apart, some of them scaled: equal similarities."""
+    rows, _ = blobs(60, 8, 3, 0)
+    copies = np.concatenate([rows, 2 * rows, rows, 4 * rows, rows])
+    train = open_features(store(tmp_path / "a.safetensors", copies, np.zeros(300)))
+    queries, _ = blobs(40, 8, 3, 1)
+    _, ids = knn.nearest(train, queries, 7)
+    assert np.array_equal(ids, exact(copies, queries, 7)[1])
+    assert np.all(np.diff(ids[:, :5]) == 60)  # a sample's copies, in order
+
+
+def test_threads_and_blocks_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, queries = open_features(job.train), open_features(job.test).all()
+    whole = knn.nearest(train, queries, 20)
+    assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=4)))
+    for rows, block in ((7, 64), (64, 7), (299, 1)):
+        monkeypatch.setattr(knn, "TRAIN_ROWS", rows)
+        monkeypatch.setattr(knn, "QUERIES", block)
+        assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=2)))
+
+
+def test_order_of_the_train_set_is_no_worst_case(tmp_path: Path, small_blocks) -> None:
+    """Ever nearer samples: every chunk replaces all candidates."""
+    angle = np.linspace(2, 0.1, 300)
+    rows = np.stack([np.cos(angle), np.sin(angle)], 1)
+    train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(300)))
+    _, ids = knn.nearest(train, np.array([[1, 0], [1, 0.01]], np.float32), 9)
+    assert np.array_equal(ids, np.tile(np.arange(299, 290, -1), (2, 1)))
+
+
+def test_moments_are_those_of_standard_scaler(job: Job, small_blocks) -> None:
+    train = open_features(job.train)
+    scaler = StandardScaler().fit(train.all().astype(np.float64))
+    mean, deviation = knn.moments(train)
+    np.testing.assert_allclose(mean, scaler.mean_, rtol=1e-6)
+    np.testing.assert_allclose(deviation, scaler.scale_, rtol=1e-6)
+
+
+def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> None:
+    """All alike: everything ties, so the first k decide; a column of 0.1 has no deviation."""
+    labels = np.repeat([2, 1, 0], [12, 10, 18])
+    for value in (0.0, 0.1):
+        rows = np.full((40, 5), value)
+        train = store(tmp_path / f"{value}.safetensors", rows, labels)
+        test = store(tmp_path / f"{value}-test.safetensors", rows[:4], [2, 1, 0, 2])
+        job = Job(tmp_path, tmp_path / "out.json", train, test)
+        metrics = knn.evaluate(rank, job, Knn(sweep=(1, 10, 40)))
+        assert metrics["knn"] == metrics["knn_standardized"] == 50.0
+        _, deviation = knn.moments(open_features(train))
+        assert np.array_equal(deviation, np.ones(5))
+
+
+def test_one_class(tmp_path: Path, rank: Rank) -> None:
+    train = store(tmp_path / "a.safetensors", blobs(30, 4, 2, 0)[0], np.full(30, 3))
+    test = store(tmp_path / "b.safetensors", blobs(8, 4, 2, 1)[0], [3] * 6 + [1] * 2)
+    assert knn.evaluate(rank, Job(tmp_path, tmp_path / "o", train, test), Knn())["knn"] == 75.0
+
+
+def test_more_neighbours_than_samples(job: Job, rank: Rank) -> None:
+    with pytest.raises(UserError, match="k 400 is more than the 300 samples"):
+        knn.evaluate(rank, job, Knn(k=400))
+    # A sweep leaves out what the train set cannot answer.
+    metrics = knn.evaluate(rank, job, Knn(sweep=(1, 300, 301)))
+    assert {row["k"] for row in metrics["sweep"]} == {1, 10, 300}
+    with pytest.raises(UserError, match="needs --train-features"):
+        knn.evaluate(rank, replace(job, train=None), Knn())
+
+
+def test_votes_do_not_overflow() -> None:
+    similarity = np.array([[1.0, 0.999, 0.998], [0.5, 0.5, -1.0]])
+    labels = np.array([[0, 1, 1], [2, 1, 1]])
+    assert knn.vote(similarity, labels, 1e-4).tolist() == [0, 1]
+    assert knn.vote(similarity, labels, 1e4).tolist() == [1, 1]

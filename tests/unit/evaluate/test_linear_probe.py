@@ -1,0 +1,173 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maect.data.augment import augment
+from maect.data.index import open_index
+from maect.data.loader import evaluation_batches, train_batches
+from maect.errors import UserError
+from maect.evaluate import linear_probe
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.heads import Heads, learning_rate
+from maect.evaluate.job import Interrupted, Job
+from maect.evaluate.run import run_protocol
+from maect.recipes import View
+from maect.recipes.protocols import LinearProbe
+
+from .conftest import Rank
+
+SETTINGS = LinearProbe(
+    epochs=4,
+    batch_size=32,
+    warmup_epochs=1,
+    learning_rates=(8.0, 0.8, 0.08),
+    crop_scale=(0.6, 1.0),
+    flip=0.0,
+    precision="fp32",
+)
+
+
+def job_of(images: Path, out: Path) -> Job:
+    shards = images / "shards"
+    return Job(
+        images / "runs" / "mae",
+        out,
+        train_shards=shards / "train",
+        test_shards=shards / "val",
+        resize=16,
+    )
+
+
+def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
+    """One step after the other with the same parts, written without the protocol's machinery."""
+    job = job_of(images, tmp_path / "linear_probe.json")
+    metrics = linear_probe.evaluate(rank, job, SETTINGS)
+    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
+    train, test = open_index(job.train_shards), open_index(job.test_shards)
+    parts = list(
+        evaluation_batches(
+            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
+        )
+    )
+    x_test = torch.cat([encoding(images) for images, _, _ in parts])
+    y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
+    view = View(crop_scale=(0.6, 1.0), flip=0.0)
+    ends = [int(150 * (epoch + 1) / 32) for epoch in range(4)]
+    heads = Heads(16, 10, [1.0, 0.1, 0.01], 0.9, 0, torch.device("cpu"))
+    steps = 4 * 150 // 32
+    loader = train_batches(
+        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
+        start_step=0, steps=steps, threads=1,
+    )  # fmt: skip
+    history, best = {}, (0.0, x_test)
+    for batch in loader:
+        x = encoding(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids))
+        factor = learning_rate(batch.step, steps, 150 / 32)
+        heads.step(x, torch.from_numpy(batch.labels), factor)
+        right = heads.predict(x_test) == y_test[:, None]
+        history[batch.step + 1] = (100 * right.sum(0) / len(y_test)).tolist()
+        if batch.step + 1 in ends and max(history[batch.step + 1]) > best[0]:
+            number = int(right.sum(0).argmax())
+            best = max(history[batch.step + 1]), heads.predict(x_test)[:, number]
+    assert ends[-1] == steps
+    last = history[steps]
+    assert metrics["last_by_rate"] == pytest.approx(
+        dict(zip(("8.0", "0.8", "0.08"), last, strict=True))
+    )
+    assert metrics["linear_probe_last"] == pytest.approx(max(last))
+    assert metrics["linear_probe"] == pytest.approx(max(max(history[end]) for end in ends))
+    assert metrics["best_by_epoch"] == pytest.approx([max(history[end]) for end in ends])
+    assert metrics["linear_probe"] > 30  # chance is 10
+    # The classifier that was kept is the one behind the number.
+    kept = load_file(tmp_path / "linear_probe.safetensors")
+    normal = (x_test - kept["mean"]) / (kept["var"] + 1e-5).sqrt()
+    assert torch.equal((normal @ kept["weight"].T + kept["bias"]).argmax(1), best[1])
+
+
+@pytest.mark.parametrize("patience", [0, 3, 9, 16])
+def test_a_restart_ends_with_the_same_numbers(
+    images: Path, tmp_path: Path, rank: Rank, patience: int
+) -> None:
+    whole = linear_probe.evaluate(rank, job_of(images, tmp_path / "whole.json"), SETTINGS)
+    job = job_of(images, tmp_path / "linear_probe.json")
+    with pytest.raises(Interrupted):
+        linear_probe.evaluate(Rank(patience=patience), job, SETTINGS)
+    again = Rank()
+    assert linear_probe.evaluate(again, job, SETTINGS) == whole
+    kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    first, second = (
+        tmp_path / f".{name}.state" / linear_probe.STATE for name in ("whole", "linear_probe")
+    )
+    assert first.read_bytes() == second.read_bytes()
+    steps = [report["step"] for report in again.reports]
+    assert all(step > patience for step in steps)
+
+
+def test_a_kill_loses_no_more_than_an_epoch(
+    images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = linear_probe.evaluate(rank, job_of(images, tmp_path / "whole.json"), SETTINGS)
+    job = job_of(images, tmp_path / "linear_probe.json")
+    plain, steps = Heads.step, []
+
+    def killed(self, *arguments):
+        steps.append(arguments)
+        if len(steps) == 11:
+            raise MemoryError
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Heads, "step", killed)
+    with pytest.raises(MemoryError):
+        linear_probe.evaluate(rank, job, SETTINGS)
+    del steps[:]
+    monkeypatch.setattr(Heads, "step", lambda *a: steps.append(a) or plain(*a))
+    assert linear_probe.evaluate(rank, job, SETTINGS) == whole
+    assert len(steps) == 18 - 9  # from the end of the second epoch
+
+
+def test_another_probes_state_is_not_taken(images: Path, tmp_path: Path, rank: Rank) -> None:
+    job = job_of(images, tmp_path / "linear_probe.json")
+    with pytest.raises(Interrupted):
+        linear_probe.evaluate(Rank(patience=5), job, SETTINGS)
+    other = SETTINGS.model_copy(update={"seed": 1})
+    fresh = linear_probe.evaluate(rank, job_of(images, tmp_path / "whole.json"), other)
+    assert linear_probe.evaluate(rank, job, other) == fresh
+    # A damaged state is as good as none.
+    (job.state / linear_probe.STATE).write_bytes(b"half")
+    assert linear_probe.evaluate(rank, job, other) == fresh
+
+
+def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
+    shards, out = images / "shards", tmp_path / "linear_probe.json"
+    arguments = {
+        "protocol": "linear_probe",
+        "run": images / "runs" / "mae",
+        "out": out,
+        "train_shards": shards / "train",
+        "test_shards": shards / "val",
+        "resize": 16,
+        "settings": SETTINGS.model_dump(),
+    }
+    assert run_protocol(Rank(patience=4), **arguments) == "requeue"
+    assert not out.exists() and (tmp_path / ".linear_probe.state").exists()
+    assert run_protocol(rank, **arguments) == "done"
+    result = json.loads(out.read_text())
+    assert result["settings"]["learning_rates"] == [8.0, 0.8, 0.08]
+    assert result["settings"]["resize"] == 16
+    assert result["provenance"]["splits"]["test"]["index_digest"]
+    assert "on the test split" in result["provenance"]["test_data"]
+    assert not (tmp_path / ".linear_probe.state").exists()
+
+
+def test_wrong_input(images: Path, tmp_path: Path, rank: Rank) -> None:
+    job = job_of(images, tmp_path / "linear_probe.json")
+    huge = SETTINGS.model_copy(update={"batch_size": 1024})
+    with pytest.raises(UserError, match="4 epochs of 150 images are less than one batch of 1024"):
+        linear_probe.evaluate(rank, job, huge)
+    with pytest.raises(UserError, match="needs --train-shards"):
+        linear_probe.evaluate(rank, Job(job.run, job.out), SETTINGS)

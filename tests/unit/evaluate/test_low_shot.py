@@ -1,0 +1,189 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+
+from maect.errors import UserError
+from maect.evaluate import logistic, low_shot
+from maect.evaluate.job import Job
+from maect.evaluate.store import open_features
+from maect.recipes.protocols import LowShot
+
+from .conftest import Rank, blobs, store
+
+
+def problem(n: int = 60, width: int = 10, classes: int = 4, seed: int = 0):
+    features, labels = blobs(n, width, classes, seed, spread=1.5)
+    return logistic.prepare(features), labels
+
+
+def scikit(features, labels, penalty: float):
+    """The same objective by scikit-learn: C = 1 / (n penalty), to a tight tolerance."""
+    model = LogisticRegression(
+        C=1 / (len(labels) * penalty), fit_intercept=False, tol=1e-10, max_iter=100_000
+    )
+    return model.fit(features, labels).coef_.T
+
+
+@pytest.mark.parametrize("penalty", [1e-1, 1e-3, 0.00025 / 60])
+def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
+    features, labels = problem()
+    weights, converged = logistic.fit(features, labels, 4, penalty, "lbfgs")
+    expected = scikit(features, labels, penalty)
+    assert converged
+    ours = logistic.objective(features, labels, weights, penalty)
+    assert ours <= logistic.objective(features, labels, expected, penalty) * (1 + 1e-6)
+    if penalty >= 1e-3:
+        np.testing.assert_allclose(weights, expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("n,width,classes", [(60, 10, 4), (12, 30, 6), (400, 20, 40)])
+@pytest.mark.parametrize("penalty", [1e-2, 1e-4])
+def test_cyanure_keeps_its_tolerance(n: int, width: int, classes: int, penalty: float) -> None:
+    features, labels = problem(n, width, classes)
+    best, _ = logistic.fit(features, labels, classes, penalty, "lbfgs")
+    weights, converged = logistic.fit(features, labels, classes, penalty, "cyanure")
+    optimum = logistic.objective(features, labels, best, penalty)
+    assert converged
+    assert logistic.objective(features, labels, weights, penalty) <= optimum * (1 + 1e-3)
+
+
+def test_objective_by_hand() -> None:
+    features = np.array([[1.0, 0.0], [0.0, 2.0]])
+    weights = np.array([[1.0, -1.0], [0.5, 0.0]])
+    expected = (np.log(np.e + np.exp(-1)) - 1 + np.log(np.e + 1) - 0) / 2 + 0.3 / 2 * 2.25
+    found = logistic.objective(features, np.array([0, 1]), weights, 0.3)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("solver", ["cyanure", "lbfgs"])
+def test_two_classes_with_gaps_between(solver) -> None:
+    features, labels = problem(classes=2)
+    weights, _ = logistic.fit(features, 3 * labels + 1, 6, 1e-3, solver)
+    assert set(logistic.predict(features, weights)) == {1, 4}
+    dense, _ = logistic.fit(features, labels, 2, 1e-3, "lbfgs")
+    assert np.array_equal(
+        logistic.predict(features, weights), 3 * logistic.predict(features, dense) + 1
+    )
+
+
+@pytest.mark.parametrize("solver", ["cyanure", "lbfgs"])
+def test_duplicates_and_constant_features_are_no_problem(solver) -> None:
+    same = logistic.prepare(np.full((6, 5), 0.1, np.float32))
+    assert not same.any()
+    weights, _ = logistic.fit(same, np.array([0, 1, 2] * 2), 3, 1e-3, solver)
+    assert np.array_equal(weights, np.zeros((5, 3)))
+    assert np.array_equal(logistic.predict(same, weights), np.zeros(6))
+    features, labels = problem(n=12)
+    once, _ = logistic.fit(features, labels, 4, 1e-2, "lbfgs")
+    twice, _ = logistic.fit(np.tile(features, (2, 1)), np.tile(labels, 2), 4, 1e-2, solver)
+    value = [logistic.objective(features, labels, w, 1e-2) for w in (once, twice)]
+    assert value[1] == pytest.approx(value[0], rel=1e-3)
+
+
+def test_one_class_is_refused() -> None:
+    with pytest.raises(UserError, match="at least two classes"):
+        logistic.fit(np.ones((3, 2)), np.zeros(3, np.int64), 5, 1.0, "lbfgs")
+
+
+def test_prepare_is_cyanures_preprocess() -> None:
+    from cyanure.data_processing import preprocess
+
+    features, _ = blobs(20, 8, 3, 0)
+    expected = features.astype(np.float64)
+    preprocess(expected, centering=True, normalize=True, columns=False)
+    np.testing.assert_allclose(logistic.prepare(features), expected, atol=1e-12)
+
+
+def test_whole_protocol_agrees_with_scikit_learn(job: Job, rank: Rank) -> None:
+    train, test = open_features(job.train), open_features(job.test)
+    settings = LowShot(l2=0.05, solver="lbfgs")
+    metrics = low_shot.evaluate(rank, job, settings)
+    for shots in (1, 2, 5):
+        expected = []
+        for split in (1, 2, 3):
+            ids = low_shot.choose(train, shots, split, settings)
+            rows = train.take(ids) - train.take(ids).mean(1, keepdims=True)
+            rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+            weights = scikit(rows.astype(np.float64), train.labels[ids], 0.05 / len(ids))
+            # The authors preprocess only the train rows: the classes found are the same.
+            expected.append(100 * np.mean((test.all() @ weights).argmax(1) == test.labels))
+        assert metrics[f"low_shot_{shots}_splits"] == pytest.approx(expected)
+        assert metrics[f"low_shot_{shots}"] == pytest.approx(np.mean(expected))
+    assert metrics["low_shot_5"] > metrics["low_shot_1"]
+
+
+def test_threads_do_not_matter(job: Job) -> None:
+    runs = [low_shot.evaluate(Rank(cpus=n), job, LowShot()) for n in (1, 4)]
+    assert runs[0] == runs[1]
+
+
+def test_seeded_subsets(job: Job) -> None:
+    train = open_features(job.train)
+    chosen = {
+        (shots, split): low_shot.choose(train, shots, split, LowShot())
+        for shots in (1, 2, 5)
+        for split in (1, 2, 3)
+    }
+    for (shots, split), ids in chosen.items():
+        assert np.array_equal(np.bincount(train.labels[ids]), np.full(6, shots))
+        assert np.all(np.diff(ids) > 0)
+        assert set(chosen[1, split]) <= set(ids)
+    assert len({tuple(chosen[2, split]) for split in (1, 2, 3)}) == 3
+    other = low_shot.choose(train, 2, 1, LowShot(seed=1))
+    assert not np.array_equal(other, chosen[2, 1])
+
+
+def test_too_few_samples_of_a_class(tmp_path: Path) -> None:
+    path = store(tmp_path / "a.safetensors", blobs(12, 4, 2, 0)[0], [0] * 8 + [2] * 4)
+    train = open_features(path)
+    assert len(low_shot.choose(train, 4, 1, LowShot())) == 8
+    with pytest.raises(UserError, match="class 2: 4 samples, 5 wanted"):
+        low_shot.choose(train, 5, 1, LowShot())
+
+
+def test_lists_name_the_samples(tmp_path: Path, job: Job, rank: Rank) -> None:
+    features, labels = blobs(30, 6, 3, 0)
+    keys = [f"n{label:08d}/n{label:08d}_{i}" for i, label in enumerate(labels)]
+    train = store(tmp_path / "t.safetensors", features, labels, keys)
+    ids = [int(np.flatnonzero(labels == label)[2]) for label in range(3)]
+    path = tmp_path / "msn_1shot_split1.txt"
+    path.write_text("".join(f"{keys[i].split('/')[1]}.JPEG\n" for i in reversed(ids)))
+    settings = LowShot(shots=(1,), splits=1, subsets=str(tmp_path))
+    found = low_shot.choose(open_features(train), 1, 1, settings)
+    assert found.tolist() == sorted(ids)
+    test = store(tmp_path / "u.safetensors", *blobs(30, 6, 3, 1))
+    metrics = low_shot.evaluate(rank, replace(job, train=train, test=test), settings)
+    assert metrics["low_shot_1"] > 50
+    path.write_text("n1_77.JPEG\n")
+    with pytest.raises(UserError, match=r"split1\.txt: 1 names, but .* lacks n1_77"):
+        low_shot.choose(open_features(train), 1, 1, settings)
+    with pytest.raises(UserError, match=r"split2\.txt: No such file"):
+        low_shot.choose(open_features(train), 1, 2, settings)
+
+
+@pytest.mark.skipif("MAECT_TEST_DATA" not in os.environ, reason="MAECT_TEST_DATA is not set")
+def test_official_lists_fit_imagenets_names(tmp_path: Path) -> None:
+    folder = Path(os.environ["MAECT_TEST_DATA"]) / "imagenet_subsets"
+    names = sorted({line for path in folder.glob("msn*") for line in path.read_text().split()})
+    classes = sorted({name.split("_")[0] for name in names})
+    keys = [f"{name.split('_')[0]}/{name.removesuffix('.JPEG')}" for name in names]
+    labels = [classes.index(key.split("/")[0]) for key in keys]
+    path = store(tmp_path / "a.safetensors", np.zeros((len(keys), 4)), labels, keys)
+    train = open_features(path)
+    for shots in (1, 2, 5):
+        for split in (1, 2, 3):
+            ids = low_shot.choose(train, shots, split, LowShot(subsets=str(folder)))
+            assert np.array_equal(np.bincount(train.labels[ids]), np.full(1000, shots))
+
+
+def test_two_classes_have_the_optimum_of_the_binary_problem() -> None:
+    features, labels = problem(classes=2)
+    best, _ = logistic.fit(features, labels, 2, 1e-3, "lbfgs")
+    found, converged = logistic.fit(features, labels, 2, 1e-3, "cyanure")
+    optimum = logistic.objective(features, labels, best, 1e-3)
+    assert converged
+    assert logistic.objective(features, labels, found, 1e-3) <= optimum * (1 + 1e-3)

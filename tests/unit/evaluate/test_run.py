@@ -1,0 +1,81 @@
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from maect.errors import UserError
+from maect.evaluate import umap
+from maect.evaluate.job import Job
+from maect.evaluate.run import run_protocol
+from maect.recipes.protocols import Umap
+
+from .conftest import Rank, blobs, store
+
+
+def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
+    verdict = run_protocol(
+        rank, protocol="knn", run=job.run, out=job.out, train=job.train, test=job.test,
+        train_shards="not/read", settings={"k": 5},
+    )  # fmt: skip
+    assert verdict == "done"
+    result = json.loads(job.out.read_text())
+    assert set(result) == {"metrics", "settings", "provenance"}
+    assert result["settings"]["k"] == 5 and result["settings"]["temperature"] == 0.07
+    provenance = result["provenance"]
+    assert provenance["run"] == "run" and provenance["encoder_sha256"] == "e" * 64
+    assert provenance["splits"]["test"]["index_digest"] == "d" * 64
+    assert provenance["versions"]["numpy"] == np.__version__
+    assert "choose k and T on the test split" in provenance["test_data"]
+
+
+def test_other_ranks_leave_it_to_the_first(job: Job) -> None:
+    arguments = {"protocol": "knn", "run": job.run, "train": job.train, "test": job.test}
+    assert run_protocol(Rank(rank=1, world_size=2), out=job.out, **arguments) == "done"
+    assert not job.out.exists()
+
+
+def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
+    arguments = {"run": job.run, "out": job.out, "train": job.train, "test": job.test}
+    with pytest.raises(UserError, match="unknown protocol 'kmn'"):
+        run_protocol(rank, protocol="kmn", **arguments)
+    with pytest.raises(UserError, match="knn: unknown key 'tempurature'; did you mean"):
+        run_protocol(rank, protocol="knn", settings={"tempurature": 1}, **arguments)
+    (job.run).mkdir()
+    (job.run / "encoder.safetensors").write_bytes(b"another")
+    with pytest.raises(UserError, match=r"made from another encoder than .*encoder\.safetensors"):
+        run_protocol(rank, protocol="knn", **arguments)
+    assert not job.out.exists()
+
+
+def test_protocols_on_features_start_without_torch() -> None:
+    code = (
+        "import sys; from maect.evaluate import run, knn, low_shot, logistic, clustering, umap;"
+        "assert 'torch' not in sys.modules and 'sklearn' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_umap_is_reproducible(tmp_path: Path, job: Job, rank: Rank) -> None:
+    features, labels = blobs(60, 8, 3, 0, spread=0.1)
+    test = store(tmp_path / "t.safetensors", features, labels, class_names=["a", "b", "c"])
+    points = []
+    for number in range(2):
+        one = replace(job, test=test, out=tmp_path / f"{number}.json")
+        assert umap.evaluate(rank, one, Umap()) == {"samples": 60}
+        points.append(load_file(tmp_path / f"{number}.safetensors"))
+    assert points[0]["points"].shape == (60, 2) and np.isfinite(points[0]["points"]).all()
+    assert np.array_equal(points[0]["points"], points[1]["points"])
+    assert np.array_equal(points[0]["labels"], labels)
+    # Classes that lie far apart do so in the plane.
+    centers = np.stack([points[0]["points"][labels == c].mean(0) for c in range(3)])
+    own = np.linalg.norm(points[0]["points"] - centers[labels], axis=1).mean()
+    assert min(np.linalg.norm(centers[a] - centers[b]) for a, b in ((0, 1), (0, 2), (1, 2))) > own
+    umap.evaluate(rank, replace(job, test=test), Umap(classes=("c", "a")))
+    assert set(load_file(job.out.with_suffix(".safetensors"))["labels"]) == {0, 2}
+    with pytest.raises(UserError, match="neighbors 60 needs more than the 60 samples"):
+        umap.evaluate(rank, replace(job, test=test), Umap(neighbors=60))

@@ -1,0 +1,90 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from maect.errors import UserError
+from maect.evaluate.store import check, open_features, same_encoder, write_features
+
+from .conftest import RECORD, blobs, store
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    features, labels = blobs(50, 7, 4, 0)
+    path = store(
+        tmp_path / "a.safetensors", features, labels, class_names=["a", "b", "c", "d", "e"]
+    )
+    found = open_features(path)
+    assert (found.n, found.width, found.classes) == (50, 7, 5)
+    assert np.array_equal(found.all(), features) and np.array_equal(found.labels, labels)
+    assert np.array_equal(found.rows(10, 20), features[10:20])
+    ids = np.array([40, 3, 3, 49, 0])
+    assert np.array_equal(found.take(ids), features[ids])
+    assert found.names()[:2] == ["c/0000", "c/0001"]
+    # Any other reader of the format sees the same.
+    assert np.array_equal(load_file(path)["features"], features)
+
+
+def test_take_crosses_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maect.evaluate.store._CHUNK", 8)
+    features, labels = blobs(50, 3, 4, 0)
+    found = open_features(store(tmp_path / "a.safetensors", features, labels))
+    ids = np.random.default_rng(0).integers(0, 50, 30)
+    assert np.array_equal(found.take(ids), features[ids])
+
+
+@pytest.mark.parametrize("place", [-1, -1399 - 9, -1399 - 1600 - 9, 5])  # name, label, feature
+def test_damage_is_found(tmp_path: Path, place: int) -> None:
+    path = store(tmp_path / "a.safetensors", *blobs(200, 7, 4, 0))
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.safetensors: (damaged|not a features file)"):
+        open_features(path)
+
+
+def test_a_cut_file_is_refused(tmp_path: Path) -> None:
+    path = store(tmp_path / "a.safetensors", *blobs(50, 7, 4, 0))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="not a features file"):
+        open_features(path)
+    with pytest.raises(UserError, match="no such features file"):
+        open_features(tmp_path / "b.safetensors")
+
+
+def test_too_few_rows_leave_no_file(tmp_path: Path) -> None:
+    features, labels = blobs(10, 3, 2, 0)
+    with pytest.raises(ValueError, match="9 rows of features for 10 labels"):
+        write_features(
+            tmp_path / "a.safetensors",
+            [features[:9]],
+            width=3,
+            labels=labels,
+            keys=[],
+            record=RECORD,
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_not_finite_or_unlabelled_is_named(tmp_path: Path) -> None:
+    features, labels = blobs(20, 3, 2, 0)
+    features[13, 1] = np.nan
+    found = open_features(store(tmp_path / "a.safetensors", features, labels))
+    with pytest.raises(UserError, match="features of sample 13 are not finite"):
+        check(found)
+    labels[4] = -1
+    found = open_features(store(tmp_path / "b.safetensors", np.ones((20, 3)), labels))
+    check(found, labelled=False)
+    with pytest.raises(UserError, match="sample 4 has no label"):
+        check(found)
+
+
+def test_features_of_two_encoders_do_not_mix(tmp_path: Path) -> None:
+    a = open_features(store(tmp_path / "a.safetensors", *blobs(20, 3, 2, 0)))
+    b = open_features(
+        store(tmp_path / "b.safetensors", *blobs(20, 3, 2, 0), encoder_sha256="f" * 64)
+    )
+    same_encoder(a, a)
+    with pytest.raises(UserError, match="encoder_sha256 differs"):
+        same_encoder(a, b)

@@ -1,0 +1,102 @@
+"""A run folder with its launchers, for tests that kill them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+class Run:
+    """A run folder, its launchers and the processes that belong to it."""
+
+    def __init__(self, folder: Path, **resources: object) -> None:
+        self.folder = folder
+        self.resources = {"devices": 2, **resources}
+        self.launchers: list[subprocess.Popen[str]] = []
+
+    def command(self, arguments: dict, resources: dict, *words: str) -> list[str]:
+        start = [sys.executable, str(HERE / "start.py"), str(self.folder)]
+        return [*start, json.dumps(arguments), json.dumps(resources), *words]
+
+    def start(self, *words: str, **arguments: object) -> subprocess.Popen[str]:
+        """Start a launcher; its words go to a pipe."""
+        arguments = {"steps": 40, **arguments}
+        process = subprocess.Popen(
+            self.command(arguments, self.resources, *words),
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environment(),
+        )
+        self.launchers.append(process)
+        return process
+
+    def environment(self) -> dict[str, str]:
+        paths = os.pathsep.join([str(HERE), str(ROOT)])
+        return {**os.environ, "PYTHONPATH": paths}
+
+    def read(self, name: str) -> dict:
+        try:
+            return json.loads((self.folder / name).read_text())
+        except (FileNotFoundError, ValueError):
+            return {}
+
+    def step(self) -> int:
+        return self.read("progress.json").get("step", 0)
+
+    def reaches(self, step: int) -> None:
+        wait_for(lambda: self.step() >= step)
+
+    def starts(self, rank: int = 0) -> list[dict]:
+        """What each start of the function on one rank saw."""
+        file = self.folder / f"started-{rank}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def processes(self) -> list[psutil.Process]:
+        """Live processes of this folder's jobs: what a launcher might have left behind."""
+        found = []
+        mark = f"MAECT_JOB=maect-{self.folder.name}-".encode()
+        for process in psutil.process_iter():
+            try:
+                if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    found.append(process)
+            except OSError:
+                continue
+        return found
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        for process in self.launchers:
+            if process.poll() is None:
+                self.kill(process)
+            process.stderr.close()
+        left = self.processes()
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 60) -> str:
+    """Wait for a launcher and return its words."""
+    _, words = process.communicate(timeout=seconds)
+    return words

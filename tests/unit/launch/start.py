@@ -1,0 +1,34 @@
+"""A launcher in a process of its own: `python start.py FOLDER ARGUMENTS RESOURCES [detach]`."""
+
+import json
+import sys
+from pathlib import Path
+
+from maect.errors import UserError
+from maect.launch import Resources, Task, launch
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    arguments, resources = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    try:
+        launch(
+            Task("counting:count", {"folder": str(folder), **arguments}),
+            folder,
+            Resources(**{**resources, "sbatch": tuple(resources.get("sbatch", ()))}),
+            is_done=(folder / "done.json").exists,
+            describe="count",
+            detach="detach" in sys.argv[4:],
+        )
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        # Not getrusage: its peak includes that of the process that started us.
+        peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]
+        print(f"peak {peak} KB, torch {'torch' in sys.modules}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Real ranks on this machine, and every way in which they or their launcher can die."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from counting import expected
+from launching import finish, wait_for
+
+from maect.launch.owner import own
+from maect.launch.resources import LaunchError
+
+
+def assert_undisturbed(run, steps: int = 40) -> None:
+    """The result of a run that was never disturbed, and nothing left behind."""
+    assert run.read("done.json") == expected(steps)
+    assert run.processes() == []
+    job = run.read("job.json")
+    assert job["state"] == "ended" and job["ending"] == "done"
+
+
+def test_ranks_see_their_place_and_the_launcher_stays_small(run):
+    words = finish(run.start())
+    assert_undisturbed(run)
+    first, second = run.starts(0)[0], run.starts(1)[0]
+    assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
+    assert (second["LOCAL_RANK"], first["OMP_NUM_THREADS"]) == ("1", "1")
+    assert first["MASTER_ADDR"] == "127.0.0.1" and first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["cuda"] == os.environ.get("CUDA_VISIBLE_DEVICES")
+    peak = int(words.split("peak ")[1].split()[0])
+    assert peak < 60_000 and "torch False" in words
+
+
+def test_complete_run_starts_nothing(run):
+    run.folder.mkdir()
+    (run.folder / "done.json").write_text("{}")
+    finish(run.start())
+    assert not (run.folder / "job.json").exists()
+
+
+def test_completed_run_that_is_made_anew_begins_at_zero(run):
+    finish(run.start())
+    for name in ("done.json", "state.json"):
+        (run.folder / name).unlink()
+    words = finish(run.start())
+    assert_undisturbed(run)
+    assert "at step 0\n" in words and run.read("job.json")["attempt"] == 1
+    assert len(run.read("job.json")["earlier"]) == 1
+
+
+@pytest.mark.parametrize("moment", range(3))
+def test_killed_launcher_is_followed_by_one_that_reattaches(run, moment):
+    # Anywhere from its first import through submission into the middle of the job.
+    random.seed(moment)
+    launcher = run.start(steps=100)
+    time.sleep(random.uniform(0.1, 2.5))
+    run.kill(launcher)
+    words = finish(run.start(steps=100))
+    assert_undisturbed(run, 100)
+    assert len(run.starts()) == 1, words
+    assert len({start["name"] for start in run.starts()}) == 1
+
+
+def test_launcher_killed_while_it_submits(run):
+    launcher = run.start()
+    wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
+    run.kill(launcher)
+    finish(run.start())
+    assert_undisturbed(run)
+    assert len(run.starts()) == 1 and run.read("job.json")["attempt"] == 1
+
+
+def test_launcher_and_submission_killed_together(run):
+    launcher = run.start()
+    wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
+    run.kill(launcher)
+    for process in run.processes():
+        process.kill()
+    finish(run.start())
+    assert_undisturbed(run)
+    assert len(run.starts()) == 1 and run.read("job.json")["attempt"] == 2
+
+
+def test_job_replaced_by_another_runs_nothing(run):
+    launcher = run.start()
+    wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
+    run.kill(launcher)
+    text = (run.folder / "job.json").read_text()
+    name = run.read("job.json")["name"]
+    (run.folder / "job.json").write_text(text.replace(name, "another"))
+    wait_for(lambda: list(run.folder.glob(f"jobs/{name}/*_0_result.pkl")))
+    assert run.starts() == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_does_not_hang_the_others(run, rank):
+    launcher = run.start()
+    run.reaches(20)
+    os.kill(run.starts(rank)[0]["pid"], signal.SIGKILL)
+    words = finish(launcher)
+    assert_undisturbed(run)
+    assert f"rank {rank} died" in words and len(run.starts()) == 2
+    assert run.starts()[1]["step"] >= 20 and run.read("job.json")["attempt"] == 2
+
+
+def test_everything_killed_at_once(run):
+    launcher = run.start()
+    run.reaches(20)
+    run.kill(launcher)
+    for process in run.processes():
+        process.kill()
+    finish(run.start())
+    assert_undisturbed(run)
+    assert [start["step"] for start in run.starts()] != [0, 0]
+
+
+def test_killed_controller_leaves_the_ranks_to_finish(run):
+    launcher = run.start()
+    run.reaches(20)
+    psutil.Process(int(run.read("job.json")["id"])).kill()
+    finish(launcher)
+    assert_undisturbed(run)
+    assert len(run.starts()) == 1
+
+
+def test_gives_up_after_three_attempts_with_the_failing_rank_s_error(run):
+    launcher = run.start(fail_at=3)
+    words = finish(launcher)
+    assert launcher.returncode == 2
+    # The first attempt got to step 3, the others no further.
+    assert "gave up after 3 attempts without progress (step 2" in words, words
+    assert 'raise RuntimeError(f"step {fail_at} cannot be done")' in words
+    assert "_log.out" in words and len(run.starts()) == 4
+    assert len(run.read("job.json")["earlier"]) == 3 and run.processes() == []
+
+
+def test_wrong_input_is_not_tried_twice(run):
+    launcher = run.start(complain="shards/train: no such folder; run `maect shard` first")
+    words = finish(launcher)
+    assert launcher.returncode == 2
+    assert "\nshards/train: no such folder; run `maect shard` first\n" in words
+    assert "Traceback" not in words and run.read("job.json")["attempt"] == 1
+
+
+def test_interrupt_saves_stops_and_goes_on_later(run):
+    launcher = run.start(steps=150, save_every=1000)
+    run.reaches(20)
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130 and "saved and stopped at step" in words
+    assert run.processes() == [] and run.read("state.json")["step"] >= 20
+    finish(run.start(steps=150, save_every=1000))
+    assert_undisturbed(run, 150)
+    assert [start["step"] >= 20 for start in run.starts()] == [False, True]
+
+
+def test_second_interrupt_cancels_at_once(run):
+    launcher = run.start(steps=1000, seconds=8)
+    wait_for(lambda: run.starts(0) and run.starts(1))
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.6)
+    launcher.send_signal(signal.SIGTERM)
+    words = finish(launcher, 5)
+    assert launcher.returncode == 130 and "cancelled at step 0" in words
+    assert run.processes() == []
+
+
+def test_interrupt_with_detach_leaves_the_job_running(run):
+    launcher = run.start("detach", steps=100)
+    run.reaches(5)
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130 and "detached" in words and len(run.processes()) >= 3
+    finish(run.start(steps=100))
+    assert_undisturbed(run, 100)
+    assert len(run.starts()) == 1
+
+
+def test_signal_at_the_wall_limit_saves_and_submits_again(run):
+    launcher = run.start(steps=150, save_every=1000)
+    run.reaches(20)
+    # One rank hears of it first, as in real life.
+    os.kill(run.starts(1)[0]["pid"], signal.SIGUSR2)
+    words = finish(launcher)
+    assert_undisturbed(run, 150)
+    assert "saved and returned" in words and len(run.starts()) == 2
+    assert run.starts()[1]["step"] >= 20
+
+
+def test_forgotten_request_to_stop_is_not_obeyed(run):
+    launcher = run.start(steps=150)
+    run.reaches(5)
+    run.kill(launcher)
+    (run.folder / "stop").write_text(f'"{run.read("job.json")["name"]}"')
+    wait_for(lambda: run.read("verdict.json").get("verdict") == "stopped")
+    finish(run.start(steps=150))
+    assert_undisturbed(run, 150)
+
+
+def test_folder_has_one_owner(run):
+    launcher = run.start()
+    run.reaches(1)
+    owner = f"process {launcher.pid} on .*, running since"
+    with pytest.raises(LaunchError, match=owner), own(run.folder, patience=0.3):
+        pass
+    finish(launcher)
+    with own(run.folder, patience=0):
+        pass
+
+
+def test_snakemake_killed(run, tmp_path):
+    """The launcher of a killed Snakemake lets go; the next Snakemake's waits for that."""
+    command = " ".join(f"'{word}'" for word in run.command({"steps": 200}, {"devices": 2}))
+    command = command.replace("{", "{{").replace("}", "}}")
+    command += f' 2> "{tmp_path}/log" || echo $? > "{tmp_path}/status"'
+    rule = f'rule count:\n    output: "out"\n    shell: """{command}; touch out"""\n'
+    (tmp_path / "Snakefile").write_text(rule)
+    snakemake = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--cores",
+        "1",
+        "--quiet",
+        "all",
+        "--directory",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(snakemake, cwd=tmp_path, env=run.environment())
+    run.reaches(5)
+    owner = psutil.Process(run.read("owner.lock")["pid"])
+    process.kill()
+    process.wait()
+    gone, _ = psutil.wait_procs([owner], timeout=5)
+    assert gone
+    status = tmp_path / "status"  # the shell creates it before it writes
+    wait_for(lambda: status.exists() and status.read_text())
+    assert status.read_text() == "130\n"
+    assert "Snakemake is gone" in (tmp_path / "log").read_text()
+    assert run.processes() and run.step() < 200
+    finish(run.start(steps=200))
+    assert_undisturbed(run, 200)
+    assert len(run.starts()) == 1
+
+
+def test_found_job_whose_files_are_gone_runs_again(run):
+    """A restarted Snakemake deletes what a job has written that outlived its launcher."""
+    launcher = run.start(steps=60)
+    run.reaches(5)
+    run.kill(launcher)
+    wait_for(lambda: run.read("done.json") and not run.processes())
+    (run.folder / "done.json").unlink()
+    words = finish(run.start(steps=60))
+    assert_undisturbed(run, 60)
+    assert "its files are gone" in words

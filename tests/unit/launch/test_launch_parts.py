@@ -1,0 +1,171 @@
+"""The parts of the launcher that need no job: settings, progress line, ports, squeue's cache."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import pytest
+from launching import HERE, wait_for
+
+from maect.errors import UserError
+from maect.launch import LaunchError, Resources, Task, launch, progress, squeue, submit
+from maect.launch.record import new_job
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"cluster": "pbs"}, "'pbs' is unknown"),
+        ({"devices": 0}, "devices=0"),
+        ({"minutes": 1.5}, "minutes=1.5"),
+        ({"nodes": 2}, "nodes=2 needs cluster='slurm'"),
+        ({"setup": "envs/juwels.sh"}, "setup=envs/juwels.sh"),
+    ],
+)
+def test_wrong_resources_are_refused(wrong, words):
+    with pytest.raises(UserError, match=words):
+        Resources(**wrong)
+
+
+def test_arguments_must_survive_json():
+    assert Task("a.b:c", {"x": [1, None, "y"]}).arguments["x"] == [1, None, "y"]
+    for wrong in ({"x": (1, 2)}, {1: "x"}):
+        with pytest.raises(ValueError):
+            Task("a.b:c", wrong)
+    with pytest.raises(ValueError, match=r"package\.module:function"):
+        Task("a.b.c")
+
+
+def test_progress_line():
+    report = {"epoch": 3, "epochs": 100, "step": 120, "steps": 4000, "loss": 0.51234}
+    report |= {"images_per_second": 812.4, "other": [1], "first_step": 20, "seconds": 50.0}
+    line = progress.describe(report)
+    assert line == "epoch 3/100  step 120/4000  loss 0.5123  812 images/s  00:32:20 left"
+    # A resumed attempt's speed is that of its own steps; before the second step it is unknown.
+    assert progress.seconds_left({"step": 20, "first_step": 20, "steps": 40, "seconds": 0}) is None
+    assert progress.describe({"other": 1, "loss": None}) == ""
+    assert progress.duration(93784) == "1d 02:03:04"
+
+
+def test_progress_on_a_terminal_is_one_line(run):
+    """The launcher's stderr is a real terminal here."""
+    ours, theirs = pty.openpty()
+    command = run.command({"steps": 60, "seconds": 0.03}, {"devices": 1})
+    process = subprocess.Popen(command, stderr=theirs, env=run.environment())
+    os.close(theirs)
+    text = b""
+    try:
+        while chunk := os.read(ours, 4096):
+            text += chunk
+    except OSError:
+        pass  # Linux's way to say that the other side has closed
+    assert process.wait() == 0
+    os.close(ours)
+    shown = [part for part in text.decode().split("\r\x1b[K") if "step" in part]
+    assert len(shown) >= 2 and "loss 0.5000" in shown[-1] and " left" in text.decode()
+
+
+def test_parallel_jobs_get_different_ports():
+    code = "from maect.launch import rendezvous as r; print(r.free_port(), r.free_port(), flush=1)"
+    command = [sys.executable, "-c", code + "; input()"]
+    pipe = subprocess.PIPE
+    holders = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
+    ports = [port for holder in holders for port in holder.stdout.readline().split()]
+    for holder in holders:
+        holder.communicate("\n")
+    assert len(set(ports)) == 8 and all(20000 <= int(port) < 30000 for port in ports)
+
+
+def test_port_in_use_is_not_taken(monkeypatch):
+    import socket
+
+    from maect.launch import rendezvous
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(rendezvous, "PORTS", range(port, port + 1))
+        with pytest.raises(UserError, match="no free TCP port"):
+            rendezvous.free_port()
+
+
+def test_job_environment_hides_an_outer_job(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    monkeypatch.setenv("RANK", "3")
+    seen = submit.environment("maect-a-1", cpus=2)
+    assert "SLURM_JOB_ID" not in seen and "RANK" not in seen
+    assert seen["SLURM_CONF"] == "/etc/slurm/slurm.conf"
+    assert (seen["MAECT_JOB"], seen["SRUN_CPUS_PER_TASK"]) == ("maect-a-1", "2")
+
+
+def test_what_is_asked_of_slurm(tmp_path):
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    resources = Resources(
+        cluster="slurm",
+        nodes=2,
+        devices=4,
+        cpus=12,
+        minutes=120,
+        partition="booster",
+        account="me",
+        sbatch=("reservation=r", "exclusive"),
+        setup="envs/a b.sh",
+    )
+    job = new_job(tmp_path / "mae", "slurm", resources.ranks, None)
+    text = _make_sbatch_string("go", tmp_path, **submit.slurm(resources, job, tmp_path))
+    for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=12", "time=120", "requeue",
+                 "gres=gpu:4", "partition=booster", "account=me", "reservation=r", "exclusive",
+                 "signal=USR2@300", f"job-name={job.name}", "open-mode=append"):  # fmt: skip
+        assert f"#SBATCH --{line}\n" in text, line
+    assert "srun --unbuffered" in text and "--kill-on-bad-exit=1" in text
+    assert "export SRUN_CPUS_PER_TASK=12\n" in text and "wckey" not in text
+    assert "source 'envs/a b.sh' || exit 1\n" in text
+    cpu = submit.slurm(Resources("slurm", sbatch=("gres=none",)), job, tmp_path)
+    assert cpu["additional_parameters"]["gres"] == "none"
+
+
+def test_slurm_without_slurm_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match=r'not accepted: .*"srun"'):
+        launch(Task("counting:count"), tmp_path / "run", Resources("slurm"),
+               is_done=lambda: False, describe="count")  # fmt: skip
+    assert json.loads((tmp_path / "run" / "job.json").read_text())["state"] == "ended"
+
+
+def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
+    """Many launchers, one controller that does not answer: one question, no answer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [squeue.ask(newer_than=0) for _ in range(5)] == [None] * 5
+    (cache,) = (tmp_path / "maect").glob("*.json")
+    assert json.loads(cache.read_text())["queries"] == 1
+
+
+def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    squeue.ask(newer_than=0)
+    (cache,) = (tmp_path / "maect").glob("*.json")
+    now = time.time()
+    jobs = {"7": ["RUNNING", "None", "maect-a"]}
+    cache.write_text(json.dumps({"asked": now, "answered": now, "jobs": jobs, "queries": 1}))
+    assert squeue.ask(newer_than=now - 1).jobs["7"][0] == "RUNNING"
+    assert squeue.ask(newer_than=now + 1) is None
+
+
+def test_import_is_light():
+    code = "import sys, maect.launch; print({'torch', 'numpy', 'submitit'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE)
+    assert out.stdout.strip() == "set()"
+
+
+def test_launcher_reports_to_a_log(run):
+    launcher = run.start(steps=20)
+    _, words = launcher.communicate(timeout=30)
+    assert "submitted local job" in words and "\r" not in words
+    wait_for(lambda: not run.processes())

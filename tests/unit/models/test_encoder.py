@@ -1,0 +1,223 @@
+"""The encoder and MAE's parts against the plainest second writing of their formulas."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch.nn import functional as F
+
+from maect.models.decoder import Decoder, patchify, reconstruction_loss
+from maect.models.encoder import build_encoder, pool, seeded
+from maect.models.positions import sincos_2d
+from maect.models.weights import load_encoder_weights, save_encoder
+from maect.recipes import Encoder
+
+TINY = Encoder(
+    image_size=16, patch_size=4, width=24, depth=3, heads=2, decoder_width=16, decoder_depth=2,
+    decoder_heads=2, mae_pooling="cls", ct_pooling="mean",
+)  # fmt: skip
+
+
+def tiny(seed=0):
+    with seeded(seed):
+        return build_encoder(TINY)
+
+
+def timm_of_the_same_size():
+    return VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=2, num_classes=0
+    )
+
+
+def test_positions_follow_the_formula():
+    width, grid = 16, 3
+    found = sincos_2d(width, grid)
+    for row in range(grid):
+        for column in range(grid):
+            expected = []
+            for position in (column, row):  # MAE puts the column's half first
+                angles = [position / 10000 ** (i / (width / 4)) for i in range(width // 4)]
+                expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+            np.testing.assert_allclose(found[row * grid + column], expected, atol=1e-6)
+
+
+def test_state_dict_is_timms_and_so_are_the_features():
+    ours, theirs = tiny(), timm_of_the_same_size()
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    images = torch.randn(5, 3, 16, 16)
+    torch.testing.assert_close(ours(images), theirs.forward_features(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(pool(ours(images), "cls"), theirs(images), rtol=1e-5, atol=1e-5)
+
+
+def test_masked_encoding_is_that_of_the_visible_patches_alone():
+    encoder = tiny().double()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    kept = torch.tensor([[3, 0, 9], [15, 7, 2]])
+    found = encoder(images, kept)
+    for i in range(2):
+        tokens = encoder.patch_embed(images[i : i + 1])[0] + encoder.pos_embed[0, 1:]
+        x = torch.cat([encoder.cls_token[0], tokens[kept[i]]])[None]
+        for block in encoder.blocks:
+            x = block(x)
+        torch.testing.assert_close(found[i], encoder.norm(x)[0])
+
+
+def test_positions_of_the_cls_token_are_zero_and_nothing_fixed_is_trained():
+    encoder = tiny()
+    assert encoder.pos_embed[0, 0].abs().max() == 0
+    assert "pos_embed" not in dict(encoder.named_parameters())
+
+
+def test_initial_values_do_not_depend_on_earlier_draws():
+    torch.manual_seed(1)
+    first = tiny().state_dict()
+    torch.randn(10)
+    state = torch.get_rng_state()
+    second = tiny().state_dict()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert not torch.equal(tiny(1).cls_token, tiny().cls_token)
+
+
+def test_initialisation_is_maes():
+    encoder = tiny()
+    bound = math.sqrt(6 / (24 + 72))  # Xavier, of the joint query-key-value layer
+    weight = encoder.blocks[0].attn.qkv.weight.detach()
+    assert weight.abs().max() <= bound and weight.std() == pytest.approx(
+        bound / math.sqrt(3), rel=0.1
+    )
+    assert encoder.blocks[0].attn.qkv.bias.abs().max() == 0
+    assert encoder.patch_embed.proj.bias.abs().max() > 0  # torch's default, as in MAE
+    assert encoder.cls_token.detach().std() == pytest.approx(0.02, rel=0.5)
+    assert encoder.norm.eps == 1e-6
+
+
+def test_freezing():
+    encoder = tiny()
+    encoder.freeze(2)
+    trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
+    assert trained == {
+        n for n, _ in encoder.named_parameters() if n.startswith(("blocks.2", "norm"))
+    }
+    encoder(torch.randn(2, 3, 16, 16)).square().mean().backward()
+    assert all((p.grad is not None) == (n in trained) for n, p in encoder.named_parameters())
+
+
+def test_freezing_changes_no_value_and_builds_no_graph_below():
+    free, frozen = tiny(), tiny()
+    frozen.freeze(3)
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(free(images), frozen(images))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: saved.append(t.numel()) or t, lambda t: t
+    ):
+        frozen(images)
+    # Only the final norm stores anything: its input, scale and statistics.
+    assert sum(saved) < 3 * 2 * 17 * 24
+
+
+def test_checkpointing_gives_the_same_gradients():
+    plain, saving = tiny(), tiny()
+    saving.checkpointing = True
+    images = torch.randn(2, 3, 16, 16)
+    for encoder in (plain, saving):
+        encoder(images).square().mean().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def reference_mae_loss(prediction, images, masked, p):
+    """He et al. 2022, in loops over images, patches and pixels."""
+    total, count = 0.0, 0
+    grid = images.shape[2] // p
+    for i, image in enumerate(images.numpy()):
+        for patch in masked[i]:
+            row, column = divmod(int(patch), grid)
+            pixels = [
+                image[c, row * p + y, column * p + x]
+                for y in range(p)
+                for x in range(p)
+                for c in range(3)
+            ]
+            mean = sum(pixels) / len(pixels)
+            variance = sum((v - mean) ** 2 for v in pixels) / (len(pixels) - 1)
+            target = [(v - mean) / math.sqrt(variance + 1e-6) for v in pixels]
+            guess = prediction[i, patch].tolist()
+            total += sum((a - b) ** 2 for a, b in zip(guess, target, strict=True)) / len(pixels)
+            count += 1
+    return total / count
+
+
+def test_mae_loss_against_loops():
+    torch.manual_seed(0)
+    images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
+    prediction = torch.randn(3, 16, 48, dtype=torch.float64)
+    order = torch.stack([torch.randperm(16) for _ in range(3)])
+    found = reconstruction_loss(prediction, images, order, 4, normalize=True)
+    expected = reference_mae_loss(prediction, images, order[:, 4:].tolist(), 4)
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+    raw = reconstruction_loss(prediction, images, order, 4, normalize=False)
+    hidden = order[:, 4:, None].expand(-1, -1, 48)
+    plain = F.mse_loss(prediction.gather(1, hidden), patchify(images, 4).gather(1, hidden))
+    torch.testing.assert_close(raw, plain)
+
+
+def test_decoder_puts_patches_back_in_their_places():
+    with seeded(0):
+        decoder = Decoder(TINY).double()
+    tokens = torch.randn(2, 1 + 5, 24, dtype=torch.float64)
+    order = torch.stack([torch.randperm(16) for _ in range(2)])
+    found = decoder(tokens, order)
+    for i in range(2):
+        line = decoder.mask_token[0].expand(16, -1).clone()
+        for place in range(5):
+            line[order[i, place]] = decoder.embed(tokens[i, 1 + place])
+        x = torch.cat([decoder.embed(tokens[i, :1]), line])[None] + decoder.pos_embed
+        for block in decoder.blocks:
+            x = block(x)
+        expected = decoder.pred(decoder.norm(x))[0, 1:]
+        torch.testing.assert_close(found[i], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_of_the_whole_mae_loss():
+    with seeded(0):
+        encoder, decoder = build_encoder(TINY).double(), Decoder(TINY).double()
+    order = torch.stack([torch.randperm(16) for _ in range(2)])
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    weight = encoder.patch_embed.proj.bias
+
+    def loss(bias, token):
+        encoder_ = torch.func.functional_call(
+            encoder, {"patch_embed.proj.bias": bias}, (images, order[:, :4])
+        )
+        out = torch.func.functional_call(decoder, {"mask_token": token}, (encoder_, order))
+        return reconstruction_loss(out, images, order, 4, normalize=True)
+
+    bias = weight.detach().clone().requires_grad_()
+    token = decoder.mask_token.detach().clone().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (bias, token), atol=1e-6)
+
+
+def test_weights_survive_the_disk(tmp_path):
+    encoder = tiny()
+    save_encoder(tmp_path / "encoder.safetensors", encoder.state_dict(), TINY, "mean")
+    module, settings, pooling = load_encoder_weights(tmp_path / "encoder.safetensors")
+    assert settings == TINY and pooling == "mean" and not module.training
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(module(images), copy.deepcopy(encoder).eval()(images))
+
+
+def test_same_weights_same_bytes(tmp_path):
+    """safetensors orders its texts at random in every process and call."""
+    weights = tiny().state_dict()
+    written = set()
+    for number in range(12):
+        path = tmp_path / f"{number}.safetensors"
+        save_encoder(path, weights, TINY, "mean")
+        written.add(path.read_bytes())
+        load_encoder_weights(path)
+    assert len(written) == 1

@@ -1,0 +1,241 @@
+"""The NNCLR head against loops over the paper's equations, in float64."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from maect.models.encoder import seeded
+from maect.models.head import NNCLRHead, as_buffers, info_nce, topk_nn
+from maect.models.norm import GlobalBatchNorm
+from maect.recipes.settings import Contrastive
+
+
+def settings(**changes):
+    values = {
+        "queue_size": 32, "projector_hidden": 12, "predictor_hidden": 14, "embedding": 6,
+        "temperature": 0.2, "topk": 3, "projector_ema": 0.9, "head_lr": 1e-3,
+        "head_weight_decay": 0.0,
+    }  # fmt: skip
+    return Contrastive(**(values | changes))
+
+
+def head_of(**changes):
+    with seeded(3):
+        return NNCLRHead(10, settings(**changes)).double()
+
+
+def batch(b=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(2, b, 10, generator=generator, dtype=torch.float64)
+    dice = torch.randint(0, 3, (2, b), generator=generator)
+    return features, torch.arange(100, 100 + b), torch.arange(b) % 3, dice
+
+
+def test_batch_norm_is_torchs_for_each_view():
+    torch.manual_seed(0)
+    ours = GlobalBatchNorm(5).double()
+    theirs = nn.BatchNorm1d(5).double()
+    with torch.no_grad():
+        for norm in (ours, theirs):
+            norm.weight.copy_(torch.linspace(0.5, 2, 5))
+            norm.bias.copy_(torch.linspace(-1, 1, 5))
+    x = (torch.randn(2, 7, 5, dtype=torch.float64) * 3 + 1).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    found, expected = ours(x), torch.stack([theirs(y[0]), theirs(y[1])])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    weights = torch.randn_like(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+    torch.testing.assert_close(ours.bias.grad, theirs.bias.grad)
+    torch.testing.assert_close(ours.eval()(x[0]), theirs.eval()(y[0]))
+
+
+def test_batch_norm_gradcheck():
+    norm = GlobalBatchNorm(3).double()
+    x = torch.randn(2, 5, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,))
+    assert torch.autograd.gradcheck(
+        lambda w, b: torch.func.functional_call(norm, {"weight": w, "bias": b}, (x.detach(),)),
+        (norm.weight.detach().requires_grad_(), norm.bias.detach().requires_grad_()),
+    )
+
+
+def test_layers_are_those_of_the_paper():
+    head = head_of()
+    kinds = [type(layer).__name__ for layer in head.projector]
+    assert kinds == ["Linear", "GlobalBatchNorm", "ReLU"] * 2 + ["Linear", "GlobalBatchNorm"]
+    assert [type(layer).__name__ for layer in head.predictor] == [
+        "Linear", "GlobalBatchNorm", "ReLU", "Linear",
+    ]  # fmt: skip
+    linears = [m for m in head.modules() if isinstance(m, nn.Linear)]
+    assert len(linears) == 5 + 3 and all(layer.bias is None for layer in linears)
+    shapes = [tuple(p.shape) for p in head.parameters() if p.ndim == 2]
+    assert shapes == [(12, 10), (12, 12), (6, 12), (14, 6), (6, 14)]
+
+
+def mlp(layers, x):
+    """A stack of linear, BatchNorm and ReLU layers in numpy; statistics of these rows."""
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            x = x @ layer.weight.detach().numpy().T
+        elif isinstance(layer, GlobalBatchNorm):
+            x = (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5)
+            x = x * layer.weight.detach().numpy() + layer.bias.detach().numpy()
+        else:
+            x = np.maximum(x, 0)
+    return x
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def reference(head, features, ids, labels, dice):
+    """Paper, equations 1 and 2, sample by sample; returns the loss and the places looked up."""
+    config = head.settings
+    slow = head.slow_projector if head.slow_projector is not None else head.projector
+    p = [unit(mlp(head.predictor, mlp(head.projector, view))) for view in features.numpy()]
+    z = [unit(mlp(slow, view)) for view in features.numpy()]
+    queue, owner = head.queue.numpy(), head.queue_ids.numpy()
+    total, places = 0.0, np.zeros((2, len(ids)), int)
+    for view in range(2):
+        other = p[1 - view]
+        for i in range(len(ids)):
+            nearest = []
+            for place in range(len(queue)):
+                value = float(z[view][i] @ queue[place])
+                if config.lookup == "oracle" and head.queue_labels[place] == labels[i]:
+                    value += 2
+                nearest.append((-1.0 if owner[place] == ids[i] else value, place))
+            nearest.sort(reverse=True)
+            places[view, i] = nearest[int(dice[view, i])][1]
+            query = z[view][i] if config.lookup == "none" else queue[places[view, i]]
+            logits = [float(query @ other[j]) / config.temperature for j in range(len(ids))]
+            total -= logits[i] - np.log(np.sum(np.exp(logits)))
+    return total / (2 * len(ids)), places
+
+
+@pytest.mark.parametrize("lookup", ["topk", "none", "oracle"])
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_loss_and_lookup_against_loops(lookup, ema):
+    head = head_of(lookup=lookup, projector_ema=ema)
+    if head.slow_projector is not None:  # another set of weights than the projector's
+        for buffer in head.slow_projector.buffers():
+            buffer.mul_(1.1)
+    features, ids, labels, dice = batch()
+    head.queue_ids[:8] = ids  # own entries, to be left out
+    head.queue[:8] = F.normalize(torch.randn(8, 6, dtype=torch.float64), dim=1)
+    head.queue_labels[:] = torch.arange(32) % 3
+    expected, _ = reference(head, features, ids, labels, dice)
+    assert head(features, ids, labels, dice).loss.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_own_samples_are_never_looked_up():
+    head = head_of(topk=1, projector_ema=0.0)
+    features, ids, labels, dice = batch()
+    anchor = head(features, ids, labels, dice * 0).embedding
+    assert torch.equal(head.queue_ids[:8], ids)
+    # The queue now holds each first view's own vector: the nearest of all, and excluded.
+    similarity = anchor @ head.queue.T
+    assert torch.equal(similarity[0].argmax(1), torch.arange(8))
+    again = head(features, ids, labels, dice * 0)
+    assert float(again.metrics["lookup_similarity"]) < 0.999
+
+
+def test_oracle_takes_neighbours_of_the_same_class():
+    head = head_of(lookup="oracle")
+    features, ids, labels, dice = batch()
+    head.queue_labels[:] = torch.arange(32) % 3
+    assert float(head(features, ids, labels, dice).metrics["lookup_accuracy"]) == 100
+
+
+def test_topk_takes_the_kth_nearest():
+    similarity = torch.tensor([[0.1, 0.9, 0.5, 0.7], [4.0, 3.0, 2.0, 1.0]])
+    for k, expected in enumerate([[1, 0], [3, 1], [2, 2]]):
+        dice = torch.full((2,), k)
+        assert topk_nn(similarity, 3, dice).tolist() == expected
+    assert topk_nn(similarity, 1, torch.zeros(2, dtype=torch.int64)).tolist() == [1, 0]
+
+
+def test_queue_is_a_ring_of_first_views():
+    head = head_of()
+    start = head.queue.clone()
+    seen = []
+    for step in range(5):
+        features, ids, labels, dice = batch(seed=step)
+        out = head(features, ids + 8 * step, labels, dice)
+        seen.append(out.embedding[0])
+    assert int(head.pointer) == 8
+    assert torch.equal(head.queue[:8], seen[4])  # the fifth batch overwrote the first
+    assert torch.equal(head.queue[8:16], seen[1])
+    assert head.queue_ids.tolist() == list(range(132, 140)) + list(range(108, 132))
+    assert not torch.equal(head.queue, start)
+    torch.testing.assert_close(start.norm(dim=1), torch.ones(32, dtype=torch.float64))
+
+
+def test_lookup_uses_the_queue_before_the_batch_enters():
+    head = head_of(topk=1, projector_ema=0.0)
+    before = head.queue.clone()
+    features, ids, labels, dice = batch()
+    expected, places = reference(head, features, ids, labels, dice * 0)
+    out = head(features, ids, labels, dice * 0)
+    assert out.loss.item() == pytest.approx(expected, rel=1e-10)
+    similarity = (out.embedding * before[torch.from_numpy(places)]).sum(2).mean()
+    assert float(out.metrics["lookup_similarity"]) == pytest.approx(float(similarity))
+
+
+def test_a_batch_that_does_not_divide_the_queue_is_refused():
+    features, ids, labels, dice = batch(b=7)
+    with pytest.raises(ValueError, match="does not divide"):
+        head_of()(features, ids, labels, dice)
+
+
+def test_projector_ema():
+    head = head_of(projector_ema=0.9)
+    slow = {n: b.clone() for n, b in head.slow_projector.named_buffers()}
+    fast = dict(head.projector.named_parameters())
+    for name in fast:
+        assert torch.equal(slow[name], fast[name])
+    with torch.no_grad():
+        for parameter in head.projector.parameters():
+            parameter.add_(1.0)
+        head.projector[1].running_mean.fill_(7.0)
+    head.update_ema()
+    for name, value in head.slow_projector.named_buffers():
+        if name in fast:
+            torch.testing.assert_close(value, 0.9 * slow[name] + 0.1 * fast[name].detach())
+    assert torch.equal(head.slow_projector[1].running_mean, head.projector[1].running_mean)
+    assert not list(head.slow_projector.parameters())
+
+
+def test_gradients_of_the_loss():
+    """No gradient passes through the lookup path; the prediction path is checked numerically."""
+    torch.manual_seed(0)
+    positive = F.normalize(torch.randn(4, 3, dtype=torch.float64), dim=1)
+    raw = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x: info_nce(positive, F.normalize(x, dim=1), 0.3), (raw,)
+    )
+    head = head_of(lookup="none", projector_ema=0.9)
+    features, ids, labels, dice = batch(b=4)
+    features.requires_grad_()
+
+    # The anchors depend on the features without a gradient, so hold them fixed.
+    anchor = head(features.detach(), ids, labels, dice).embedding
+    head._positives = lambda *_: (anchor, {})
+    assert torch.autograd.gradcheck(lambda x: head(x, ids, labels, dice).loss, (features,))
+
+
+def test_buffers_instead_of_parameters():
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), GlobalBatchNorm(3))
+    copy = as_buffers(module)
+    x = torch.randn(2, 4, 3)
+    assert torch.equal(copy(x), module(x))
+    assert not list(copy.parameters()) and len(list(module.parameters())) == 3
+    assert set(copy.state_dict()) == set(module.state_dict())

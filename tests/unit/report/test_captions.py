@@ -1,0 +1,35 @@
+"""The captions, rendered as Snakemake renders them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from docutils.core import publish_parts
+from jinja2 import Environment, StrictUndefined
+
+from maect.report.layouts import LAYOUTS
+
+CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
+
+
+def rendered(name: str, **wildcards: str) -> str:
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    snakemake = SimpleNamespace(wildcards=SimpleNamespace(**wildcards))
+    text = (CAPTIONS / name).read_text(encoding="utf-8")
+    text = environment.from_string(text).render(
+        snakemake=snakemake, **{key: wildcards[key] for key in wildcards}
+    )
+    return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
+
+
+@pytest.mark.parametrize("table", LAYOUTS)
+def test_every_table_has_a_caption(table):
+    text = rendered("table.rst", table=table)
+    assert f"Paper: {LAYOUTS[table].paper.lower()}" in text.replace("&nbsp;", " ")
+
+
+def test_figures_claims_and_the_workflow_have_one():
+    for figure in ("umap", "training_curves"):
+        assert "<p>" in rendered("figure.rst", figure=figure)
+    assert "Contrastive Tuning" in rendered("workflow.rst")
+    assert "not measured" in rendered("claims.rst")

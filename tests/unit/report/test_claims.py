@@ -1,0 +1,147 @@
+import math
+
+import pytest
+
+from maect.errors import UserError
+from maect.report.claims import (
+    STATEMENTS,
+    claims_table,
+    compare,
+    expand,
+    judge,
+    read_claims,
+    write_claims,
+)
+from maect.report.page import claims_page
+from maect.report.statements import Statement
+from maect.report.tables import Row, build_table, printed_tables
+
+
+@pytest.fixture
+def tables(result, evaluations):
+    """Two sizes; three seeds of each model at the size `tiny`, one at `small`."""
+    for seed in range(3):
+        result(f"mae-s{seed}", "clustering", accuracy=50.0 + seed, silhouette=-2.0)
+        result(f"ct-s{seed}", "clustering", accuracy=60.0 + 2 * seed, silhouette=3.0)
+    result("mae_small", "clustering", accuracy=40.0, silhouette=-1.0)
+    result("ct_small", "clustering", accuracy=39.0, silhouette=1.0)
+    rows = [
+        Row("tiny", "mae", [f"mae-s{n}" for n in range(3)]),
+        Row("tiny", "ct_min", [f"ct-s{n}" for n in range(3)]),
+        Row("small", "mae", ["mae_small"]),
+        Row("small", "ct_min", ["ct_small"]),
+    ]
+    return {"clustering": build_table("clustering", rows, evaluations)}
+
+
+def claim(*comparisons: str) -> Statement:
+    return Statement("name", "text", "table 2", comparisons)
+
+
+def verdict(tables, *comparisons: str):
+    return judge(tables, [claim(*comparisons)])[0]
+
+
+def test_a_comparison_in_numbers(tables):
+    one = compare("clustering.tiny.ct_min.accuracy > clustering.tiny.mae.accuracy", tables)
+    assert one.holds and one.significant
+    assert (one.left, one.right, one.difference) == (62.0, 51.0, 11.0)
+    assert one.deviation == pytest.approx(math.sqrt(2**2 + 1**2), rel=1e-6)
+
+
+def test_deviations_of_products_and_quotients(tables):
+    text = "clustering.tiny.ct_min.accuracy / clustering.tiny.mae.accuracy >= 1"
+    one = compare(text, tables)
+    assert one.difference == pytest.approx(62 / 51 - 1)
+    exact = 62 / 51 * math.sqrt((2 / 62) ** 2 + (1 / 51) ** 2)
+    assert one.deviation == pytest.approx(exact, rel=1e-3)
+    text = "clustering.tiny.ct_min.accuracy > 2 * (clustering.tiny.mae.accuracy - 21)"
+    assert compare(text, tables).deviation == pytest.approx(math.sqrt(2**2 + 2**2), rel=1e-3)
+
+
+def test_less_than_has_its_sign(tables):
+    one = compare("clustering.tiny.mae.silhouette < 0", tables)
+    assert one.holds and one.difference == 2.0
+    assert not compare("clustering.tiny.mae.silhouette > 0", tables).holds
+
+
+def test_equal_is_not_more(tables):
+    same = "clustering.tiny.mae.accuracy {} clustering.tiny.mae.accuracy"
+    assert [compare(same.format(sign), tables).holds for sign in (">", ">=", "<", "<=")] == [
+        False, True, False, True,
+    ]  # fmt: skip
+
+
+def test_significance_needs_seeds_and_a_difference(tables):
+    assert verdict(tables, "clustering.tiny.ct_min.accuracy > 61").significant == "no"
+    assert verdict(tables, "clustering.tiny.ct_min.accuracy > 59").significant == "yes"
+    assert verdict(tables, "clustering.small.mae.accuracy > 39").significant == ""
+
+
+def test_a_star_is_every_architecture_there_is(tables):
+    text = "clustering.*.ct_min.accuracy > clustering.*.mae.accuracy"
+    assert expand(text, tables) == [text.replace("*", "tiny"), text.replace("*", "small")]
+    found = verdict(tables, text)
+    assert found.result == "fails"  # at small
+    assert "small.ct_min.accuracy > small.mae.accuracy: -1.00 (fails)" in found.numbers
+    assert "tiny.ct_min.accuracy > tiny.mae.accuracy: +11.00 ± 2.24" in found.numbers
+
+
+def test_what_is_missing_is_named(tables):
+    found = verdict(
+        tables,
+        "clustering.tiny.ct_min.accuracy > clustering.tiny.ibot.accuracy",
+        "fine_tune.*.ct_min.fine_tune > 80",
+    )
+    assert found.result == "not measured" and found.significant == ""
+    assert "needs clustering: tiny ibot; needs fine_tune: any ct_min" in found.numbers
+    decided = verdict(tables, "clustering.tiny.ct_min.accuracy > 99", "a.b.c.d > 0")
+    assert decided.result == "fails"  # one comparison is enough for that
+
+
+def test_methods_with_a_dot():
+    tables = printed_tables()
+    one = compare('sensitivity.large["encoder_ema_0.999"].knn < 77.3', tables, "_paper")
+    assert one.holds and one.left == 77.23
+
+
+@pytest.mark.parametrize("text", ["1", "1 < 2 < 3", "f(1) > 2", "a.b > 1", "1 == 1", "2 ** 3 > 1"])
+def test_only_the_small_language(text, tables):
+    with pytest.raises(ValueError):
+        compare(text, tables)
+
+
+def test_every_statement_holds_for_the_papers_own_numbers():
+    results = {v.statement.name: v.result for v in judge(printed_tables(), suffix="_paper")}
+    assert len(results) == len(STATEMENTS) >= 25
+    # Only the paper's figures say these: nothing printed decides them.
+    unprinted = {"overhead", "shortcut_features"}
+    assert {name for name, result in results.items() if result != "holds"} == unprinted
+
+
+def test_every_statement_can_fail():
+    """Turned round, each is false for the paper's numbers: none is true whatever is measured."""
+    turn = str.maketrans("<>", "><")
+    tables = printed_tables()
+    for statement in STATEMENTS:
+        if statement.name in {"overhead", "shortcut_features"}:
+            continue
+        turned = claim(*(text.translate(turn) for text in statement.comparisons))
+        found = judge(tables, [turned], "_paper")[0]
+        assert found.result == "fails", statement.name
+
+
+def test_the_table_of_claims(tables, tmp_path):
+    frame = claims_table(tables)
+    assert list(frame["claim"]) == [statement.name for statement in STATEMENTS]
+    line = frame.set_index("claim").loc["cluster_gain"]
+    assert (line.verdict, line.paper_verdict) == ("fails", "holds")
+    assert frame.set_index("claim").loc["knn_gain"].verdict == "not measured"
+    write_claims(frame, tmp_path / "claims.csv")
+    again = read_claims(tmp_path / "claims.csv")
+    assert again.to_dict() == frame.to_dict()
+    page = claims_page(again)
+    assert page.count("<details>") == len(STATEMENTS)
+    assert "&gt;" in page and "39.00 > " not in page  # escaped
+    with pytest.raises(UserError, match="build the claims first"):
+        read_claims(tmp_path / "none.csv")

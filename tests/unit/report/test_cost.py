@@ -1,0 +1,60 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from maect.errors import UserError
+from maect.report.claims import compare
+from maect.report.cost import chain, cost_table
+from maect.report.tables import Row
+
+
+def record(runs: Path, name: str, stage: str, hours: float, source: str | None = None) -> None:
+    (runs / name).mkdir(parents=True)
+    value = {"run": name, "stage": stage, "device_hours": hours, "source": source}
+    (runs / name / "run.json").write_text(json.dumps(value))
+
+
+@pytest.fixture
+def runs(tmp_path):
+    record(tmp_path, "mae", "pretrain", 100.0)
+    record(tmp_path, "head", "head", 2.0, "mae")
+    record(tmp_path, "ct", "tune", 6.0, "head")
+    record(tmp_path, "public", "import", 0.0)
+    record(tmp_path, "ct_public", "tune", 6.0, "public")
+    return tmp_path
+
+
+def test_all_training_behind_a_model_is_counted(runs):
+    rows = [
+        Row("base", "mae", ["mae"]),
+        Row("base", "ct_min", ["ct"]),
+        Row("base", "public", ["ct_public"]),
+        Row("base", "ct_aug", ["not_finished"]),
+    ]
+    frame = cost_table(rows, runs).set_index("method")
+    assert frame.loc["mae", ["hours", "overhead"]].tolist() == [100.0, 0.0]
+    assert frame.loc["ct_min", ["hours", "overhead"]].tolist() == [108.0, 8.0]
+    assert math.isnan(frame.loc["public", "hours"])  # what public weights cost is not known
+    assert math.isnan(frame.loc["ct_aug", "hours"])
+    tables = {"cost": cost_table(rows, runs)}
+    assert compare("cost.base.ct_min.overhead <= 10", tables).holds
+
+
+def test_seeds(runs):
+    record(runs, "mae-s1", "pretrain", 104.0)
+    frame = cost_table([Row("base", "mae", ["mae", "mae-s1"])], runs)
+    assert frame.loc[0, "hours"] == 102.0
+    assert frame.loc[0, "hours_std"] == pytest.approx(math.sqrt(8))
+
+
+def test_wrong_records_are_named(runs):
+    with pytest.raises(UserError, match=r"none/run.json: no such file"):
+        chain("none", runs)
+    (runs / "head" / "run.json").write_text("[]")
+    with pytest.raises(UserError, match=r"head/run.json: not a completion record; run head again"):
+        chain("ct", runs)
+    record(runs, "circle", "tune", 1.0, "circle")
+    with pytest.raises(UserError, match="starts from itself"):
+        chain("circle", runs)

@@ -1,0 +1,73 @@
+# ruff: noqa: RUF001 (the minus sign is the point)
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from maect.report.layouts import LAYOUTS
+from maect.report.page import to_html
+from maect.report.render import to_latex, to_markdown, to_text
+from maect.report.tables import Row, build_table, paper_table
+
+
+@pytest.fixture
+def frame(result, evaluations):
+    for seed, value in enumerate((70.0, 71.0, 73.0)):
+        result(f"r{seed}", "clustering", accuracy=value - 15, silhouette=8.96)
+    rows = [Row("large", "ct_min", ["r0", "r1", "r2"]), Row("large", "mae", [])]
+    return build_table("clustering", rows, evaluations)
+
+
+def test_markdown(frame):
+    text = to_markdown(frame, "clustering")
+    assert "(paper: Table 2)" in text
+    line = "| ViT-L/16 | MAE-CT min | 56.3 ± 1.5 (54.9, +1.4) | 9.0 ± 0.0 (11.0, −2.0) |"
+    assert line in text.splitlines()
+    assert "| ViT-L/16 | MAE | – (14.3) | – (−4.1) |" in text.splitlines()
+
+
+def test_latex(frame):
+    text = to_latex(frame, "clustering")
+    assert text.startswith("\\begin{tabular}{llrr}")
+    body = [line for line in text.splitlines() if line.endswith(r"\\")]
+    assert all(len(re.findall(r"(?<!\\)&", line)) == 3 for line in body)
+    assert r"56.3 {\scriptsize $\pm$1.5} {\scriptsize (54.9, $+$1.4)}" in text
+    assert text.isascii()
+
+
+def test_plain_text_is_aligned(frame):
+    lines = to_text(frame, "clustering").splitlines()[3:]
+    assert len({len(line) for line in (lines[1], lines[2], lines[3])}) == 1
+    assert "56.3 ± 1.5 (54.9, +1.4)" in lines[2]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_html_is_whole_and_stands_alone(frame):
+    text = to_html(frame, "clustering")
+    assert "<td>56.3 ± 1.5<small>paper 54.9 (+1.4)</small></td>" in text
+    assert "prefers-color-scheme:dark" in text and "width=device-width" in text
+    assert not re.search(r"https?://|<script|@import|url\(", text)
+    table = text[text.index("<table>") : text.index("</table>") + len("</table>")]
+    rows = list(ElementTree.fromstring(table).iter("tr"))
+    width = [sum(int(one.get("colspan", 1)) for one in row) for row in rows]
+    assert width == [3] * 4  # header, architecture, two models
+
+
+def test_no_minus_zero_and_no_rounding_surprise(result, evaluations):
+    result("r", "clustering", accuracy=54.94, silhouette=10.96)
+    frame = build_table("clustering", [Row("large", "ct_min", ["r"])], evaluations)
+    assert "54.9 (54.9, +0.0) | 11.0 (11.0, +0.0)" in to_markdown(frame, "clustering")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_papers_whole_table_is_printed_even_if_nothing_was_run(name):
+    keys = list(paper_table(name).index)
+    rows = [Row(architecture, method, []) for architecture, method in keys]
+    frame = build_table(name, rows, Path("nowhere"))
+    for render in (to_markdown, to_latex, to_text, to_html):
+        text = render(frame, name)
+        assert "nan" not in text.lower() and "None" not in text
+    printed = re.findall(r"\((−?\d+\.\d+)\)", to_markdown(frame, name).split("\n", 1)[1])
+    known = frame.filter(like="_paper").notna().to_numpy().sum()
+    assert len(printed) == known > 0

@@ -1,0 +1,130 @@
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from maect.errors import UserError
+from maect.report.layouts import LAYOUTS, METHODS
+from maect.report.tables import Row, build_table, paper_table, read_table, write_table
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_table_in_the_papers_layout(result, evaluations):
+    result("ct_min_large", "knn", knn=77.5, knn_standardized=78.1)
+    result("ct_min_large", "low_shot", low_shot_1=50.0, low_shot_2=60.0, low_shot_5=66.0)
+    frame = build_table("low_shot", [Row("large", "ct_min", ["ct_min_large"])], evaluations)
+    assert list(frame.columns[:5]) == [
+        "architecture", "method", "low_shot_1", "low_shot_1_std", "low_shot_1_paper",
+    ]  # fmt: skip
+    line = frame.iloc[0]
+    assert (line.knn, line.knn_paper) == (77.5, 78.0)
+    assert (line.knn_standardized, line.knn_standardized_paper) == (78.1, 78.0)
+    assert line.low_shot_1 == 50.0 and line.low_shot_1_paper == 51.8
+    assert math.isnan(line.low_shot_1_std)  # one seed
+    assert math.isnan(line.linear_probe) and line.linear_probe_paper == 80.2  # not run
+
+
+def test_deviation_over_seeds_is_the_samples(result, evaluations):
+    for seed, value in enumerate((70.0, 71.0, 73.0)):
+        result(f"r{seed}", "clustering", accuracy=value, silhouette=-1.0)
+    row = Row("tiny", "ct_min", ["r0", "r1", "r2"])
+    line = build_table("clustering", [row], evaluations).iloc[0]
+    assert line.accuracy == pytest.approx(214 / 3, abs=1e-4)
+    assert line.accuracy_std == pytest.approx(math.sqrt(7 / 3), abs=1e-4)  # ddof = 1
+    assert line.silhouette_std == 0.0
+    assert math.isnan(line.accuracy_paper)  # the paper has no ViT-Tiny
+
+
+def test_what_was_not_run_is_an_empty_cell(evaluations, tmp_path):
+    path = tmp_path / "clustering.csv"
+    write_table(build_table("clustering", [Row("tiny", "mae", [])], evaluations), path)
+    assert path.read_text().splitlines()[1] == "tiny,mae,,,,,,"
+    assert read_table(path).iloc[0, 2:].isna().all()
+
+
+def test_a_table_survives_its_file(result, evaluations, tmp_path):
+    result("mae_base", "clustering", accuracy=13.123456, silhouette=-5.1)
+    frame = build_table("clustering", [Row("base", "mae", ["mae_base"])], evaluations)
+    write_table(frame, tmp_path / "t.csv")
+    pd.testing.assert_frame_equal(read_table(tmp_path / "t.csv"), frame, check_dtype=False)
+
+
+def test_rows_may_have_a_protocol_of_their_own(result, evaluations):
+    result("mae_large", "fine_tune", fine_tune=85.5)
+    result("mae_large", "fine_tune_mixup", fine_tune=84.4)
+    rows = [Row("large", name, ["mae_large"]) for name in ("mixup", "randaugment")]
+    frame = build_table("oracle", rows, evaluations).set_index("method")
+    assert frame.fine_tune.to_dict() == {"mixup": 84.4, "randaugment": 85.5}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_papers_numbers_fit_the_layout(name):
+    table = paper_table(name)
+    assert table.index.is_unique
+    columns = {metric.paper or metric.name for metric in LAYOUTS[name].metrics}
+    extra = {"fine_tune_std", "epochs", "views", "mask_ratio"}
+    assert set(table.columns) - extra <= columns
+    assert name == "sensitivity" or set(table.index.get_level_values("method")) <= set(METHODS)
+
+
+@pytest.mark.parametrize(
+    ("text", "row"),
+    [
+        ("tiny:mae:mae_tiny", Row("tiny", "mae", ["mae_tiny"])),
+        ("tiny:ct_min:a,a-s1", Row("tiny", "ct_min", ["a", "a-s1"])),
+        ("base:msn:", Row("base", "msn", [])),
+    ],
+)
+def test_rows_as_text(text, row):
+    assert Row.parse(text) == row
+
+
+@pytest.mark.parametrize("text", ["tiny:mae", ":mae:x", "tiny::x", "a:b:c:d"])
+def test_rows_that_are_not(text):
+    with pytest.raises(UserError, match="ARCHITECTURE:METHOD:RUN"):
+        Row.parse(text)
+
+
+def test_wrong_input_is_named(result, evaluations):
+    with pytest.raises(UserError, match="unknown table 'lowshot'; known: low_shot"):
+        build_table("lowshot", [], evaluations)
+    path = result("r", "clustering", accuracy=1.0)
+    row = Row("tiny", "mae", ["r"])
+    with pytest.raises(UserError, match="tiny mae is there twice"):
+        build_table("clustering", [row, row], evaluations)
+    path.write_text('{"metrics": {"accuracy": NaN}}')
+    with pytest.raises(UserError, match=r"clustering.json: metric accuracy is nan"):
+        build_table("clustering", [row], evaluations)
+    path.write_text('{"metrics": {"accuracy": "high"}}')
+    with pytest.raises(UserError, match="'high', not a finite number"):
+        build_table("clustering", [row], evaluations)
+    path.write_text('{"accuracy": 1.0}')
+    with pytest.raises(UserError, match="no `metrics`"):
+        build_table("clustering", [row], evaluations)
+    path.write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        build_table("clustering", [row], evaluations)
+    with pytest.raises(UserError, match="no such table"):
+        read_table(evaluations / "none.csv")
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="not a table"):
+        read_table(path)
+
+
+def test_no_torch_and_no_window_system():
+    """The report is made on a login node: importing it stays light."""
+    modules = [
+        file.stem for file in (ROOT / "maect" / "report").glob("*.py") if file.stem != "__init__"
+    ]
+    assert "tables" in modules
+    code = (
+        "import sys\n"
+        + "\n".join(f"import maect.report.{name}" for name in modules)
+        + "\nprint([m for m in ('torch', 'matplotlib.pyplot', 'umap') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,73 @@
+"""The command line: settings, devices, the log beside the terminal, exit statuses."""
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maect import cli, commands
+from maect.errors import UserError
+
+
+def test_settings_are_nested_and_typed() -> None:
+    pairs = ["epochs=5", "head.topk=1", "head.lookup=none", "crop_scale=[0.5, 1.0]", "compile=true"]
+    assert commands.parse_settings(pairs) == {
+        "epochs": 5,
+        "head": {"topk": 1, "lookup": "none"},
+        "crop_scale": [0.5, 1.0],
+        "compile": True,
+    }
+    with pytest.raises(UserError, match="KEY=VALUE"):
+        commands.parse_settings(["epochs"])
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert commands.count_devices("auto") == 2
+    assert commands.count_devices("gpus") == 1
+    assert commands.count_devices("3") == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5")
+    assert commands.count_devices("auto") == 3
+    for wrong in ("0", "-1", "many"):
+        with pytest.raises(UserError, match="devices"):
+            commands.count_devices(wrong)
+
+
+def test_the_log_gets_what_the_terminal_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    with cli.Tee(str(tmp_path / "logs/x.log")) as tee:
+        print("step 1\rstep 2", file=tee)
+        tee.flush()
+    assert (tmp_path / "logs/x.log").read_text() == "step 1\nstep 2\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["shard", "/no/such/folder", "OUT"], "/no/such/folder"),
+        (["pretrain", "OUT", "--shards", "/no", "--recipe", "mae", "--size", "tiny"], "/no"),
+        (["pretrain", "OUT", "--shards", "/no", "--recipe", "mea", "--size", "tiny"], "'mae'"),
+        (["features", "/no", "--shards", "/no", "--out", "x.safetensors"], "/no"),
+        (["evaluate", "kn", "/no", "--out", "x.json"], "kn"),
+        (["show", "/no"], "/no"),
+        (["table", "tabel", "OUT.csv", "--evaluations", "."], "tabel"),
+        (["figure", "low_shot", "OUT.csv", "--evaluations", "."], "low_shot"),
+    ],
+)
+def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+    words = [str(tmp_path / word) if word.startswith("OUT") else word for word in words]
+    done = subprocess.run(
+        [sys.executable, "-m", "maect", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"maect {words[0]}: ") and message in done.stderr

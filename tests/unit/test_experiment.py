@@ -1,0 +1,179 @@
+"""The experiment file: expansion, links, and one clear message for each mistake."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from maect.errors import UserError
+from maect.experiment import load
+
+TINY: dict[str, Any] = {
+    "datasets": {
+        "mine": {"splits": {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}}
+    },
+    "runs": {
+        "mae_tiny": {"recipe": "mae", "size": "tiny"},
+        "head_{aug}_tiny": {
+            "recipe": "head_{aug}",
+            "size": "tiny",
+            "from": "mae_tiny",
+            "each": {"aug": ["min", "aug"]},
+        },
+        "ct_{aug}_tiny": {
+            "recipe": "ct_{aug}",
+            "size": "tiny",
+            "from": "head_{aug}_tiny",
+            "each": {"aug": ["min", "aug"]},
+        },
+    },
+    "evaluate": [{"runs": ["mae_tiny", "ct_*"], "protocols": ["knn", "linear_probe"]}],
+}
+
+
+def write(folder: Path, **changes: Any) -> str:
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(TINY | changes, sort_keys=False))
+    return str(file)
+
+
+def test_expansion_and_links(tmp_path: Path) -> None:
+    experiment = load(write(tmp_path, seeds=2))
+    assert len(experiment.runs) == 10
+    assert experiment.runs["ct_aug_tiny-s1"].source == "head_aug_tiny-s1"
+    assert experiment.runs["head_min_tiny"].source == "mae_tiny"
+    assert experiment.runs["ct_min_tiny"].method == "ct_min"
+    assert experiment.rows()[1] == ("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"])
+    assert ("mae_tiny-s1", "knn") in experiment.evaluations
+    assert not experiment.runs["mae_tiny"].leaves_head
+
+
+def test_arguments_say_the_same_as_the_settings(tmp_path: Path) -> None:
+    from maect.commands import parse_settings
+    from maect.recipes import load_recipe
+
+    runs = dict(TINY["runs"])
+    runs["ct_k{k}_tiny"] = {
+        "recipe": "ct_min",
+        "size": "tiny",
+        "from": "head_min_tiny",
+        "set": {"epochs": 7, "crop_scale": [0.3, 1.0], "head": {"topk": "{k}", "lookup": "none"}},
+        "each": {"k": [1, 10]},
+    }
+    run = load(write(tmp_path, runs=runs)).runs["ct_k10_tiny"]
+    pairs = [b for a, b in zip(run.arguments, run.arguments[1:], strict=False) if a == "--set"]
+    assert load_recipe("ct_min", "tiny", parse_settings(pairs)) == run.settings
+    assert run.settings.head.topk == 10  # type: ignore[attr-defined]
+
+
+def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
+    before = load(write(tmp_path)).runs
+    runs = dict(TINY["runs"], mae_tiny={"recipe": "mae", "size": "tiny", "set": {"epochs": 101}})
+    after = load(write(tmp_path, runs=runs, description="a comment", storage="/elsewhere")).runs
+    assert before["mae_tiny"].digest != after["mae_tiny"].digest
+    assert before["ct_min_tiny"].digest == after["ct_min_tiny"].digest
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"run": {}}, "unknown key 'run'; did you mean 'runs'?"),
+        (
+            {"runs": {"m": {"recipe": "mea", "size": "tiny"}}},
+            "unknown recipe 'mea'; did you mean 'mae'?",
+        ),
+        ({"runs": {"m": {"recipe": "mae", "size": "giant"}}}, "no column 'giant'"),
+        (
+            {"runs": {"m": {"recipe": "mae", "size": "tiny", "set": {"epoch": 1}}}},
+            "unknown key 'epoch'; did you mean 'epochs'?",
+        ),
+        (
+            {"runs": {"m": {"recipe": "ct_min", "size": "tiny", "from": "x"}}},
+            "starts from unknown run 'x'",
+        ),
+        ({"runs": {"m": {"recipe": "head_min", "size": "tiny"}}}, "stage head needs `from`"),
+        (
+            {"runs": {**TINY["runs"], "n": {"recipe": "mae", "size": "tiny", "from": "mae_tiny"}}},
+            "stage pretrain starts from nothing",
+        ),
+        (
+            {
+                "runs": {
+                    **TINY["runs"],
+                    "n": {
+                        "recipe": "ct_min",
+                        "size": "tiny",
+                        "from": "head_min_tiny",
+                        "set": {"batch_size": 300},
+                    },
+                }
+            },
+            "batch_size 300 does not divide queue_size 1024",
+        ),
+        (
+            {
+                "runs": {
+                    **TINY["runs"],
+                    "n": {
+                        "recipe": "ct_min",
+                        "size": "tiny",
+                        "from": "head_min_tiny",
+                        "set": {"head": {"embedding": 32}},
+                    },
+                }
+            },
+            "head.embedding 32 differs from 64",
+        ),
+        ({"evaluate": [{"runs": ["nobody"], "protocols": ["knn"]}]}, "no run is named 'nobody'"),
+        ({"evaluate": [{"runs": ["ct_*"], "protocols": ["kn"]}]}, "did you mean 'knn'?"),
+        ({"protocols": {"knn": {"kk": 3}}}, "unknown key 'kk'"),
+        ({"protocols": {"knn": {"test_split": "test"}}}, "splits: unknown 'test'"),
+        ({"tables": ["lowshot"]}, "did you mean 'low_shot'?"),
+        ({"storage": "$MAECT_NO_SUCH_VARIABLE/x"}, "MAECT_NO_SUCH_VARIABLE"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load(write(tmp_path, **change))
+    assert message in str(caught.value)
+    assert "mine.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_circle_is_named(tmp_path: Path) -> None:
+    runs = {
+        "a": {"recipe": "head_min", "size": "tiny", "from": "b"},
+        "b": {"recipe": "ct_min", "size": "tiny", "from": "a"},
+    }
+    with pytest.raises(UserError, match="is a circle"):
+        load(write(tmp_path, runs=runs))
+
+
+def test_missing_images_are_named(tmp_path: Path) -> None:
+    missing = load(write(tmp_path)).missing_images()
+    assert len(missing) == 2
+    assert "/images/train" in missing[0]
+
+
+@pytest.mark.parametrize(
+    "module", ["maect.experiment", "maect.cli", "maect.recipes", "maect.launch"]
+)
+def test_a_dry_run_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["digits", "cifar10", "paper"])
+def test_bundled_experiments_are_valid(name: str) -> None:
+    assert load(name).evaluations
+
+
+def test_tables_have_layouts() -> None:
+    from maect.experiment_file import FIGURES, TABLES
+    from maect.report.layouts import FIGURE_NEEDS, LAYOUTS
+
+    assert set(TABLES) == set(LAYOUTS)
+    assert set(FIGURES) == set(FIGURE_NEEDS)

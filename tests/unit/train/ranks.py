@@ -1,0 +1,115 @@
+"""Runs trainings on several ranks, each a process forked from one that has imported everything."""
+
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(["maect.train.run", "deepspeed", "torch.utils.tensorboard"])
+
+
+@dataclass
+class Place:
+    """What `maect.launch` would give a rank; can stop, or kill itself, at a given step."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    stop_at: int | None = None
+    kill_at: int | None = None
+    cpus: int = 1
+    step: int = 0
+
+    def stop_requested(self):
+        return self.stop_at is not None and self.step + 1 >= self.stop_at
+
+    def report(self, progress):
+        self.step = progress["step"]
+        if self.kill_at is not None and self.step >= self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank(rank, world_size, port, jobs, results, options):
+    log = open(options.pop("log"), "a")  # noqa: SIM115
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    limit = options.pop("file_limit", None)
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    from maect.train.run import train
+
+    try:
+        verdicts = []
+        for job in jobs:
+            verdicts.append(train(Place(rank, rank, world_size, **options), **job))
+        results.put((rank, verdicts))
+    except BaseException as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        results.put((rank, f"{type(error).__name__}: {error}"))
+        os._exit(1)
+
+
+class Ranks:
+    """Processes of one launch; `finish` gives rank 0's verdicts or its error message."""
+
+    def __init__(self, world_size, jobs, log: Path, **options):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.results = _server.SimpleQueue()
+        self.log = log
+        arguments = (port, jobs, self.results, options | {"log": str(log)})
+        self.processes = [
+            _server.Process(target=_rank, args=(rank, world_size, *arguments), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def finish(self, timeout=240):
+        """Wait until all have answered; a rank that died without a word ends the others."""
+        answers = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < len(self.processes) and time.monotonic() < deadline:
+            dead = not all(process.is_alive() for process in self.processes)
+            while not self.results.empty():
+                rank, answer = self.results.get()
+                answers[rank] = answer
+            failed = any(isinstance(answer, str) for answer in answers.values())
+            if failed or (dead and len(answers) < len(self.processes)):
+                break
+            time.sleep(0.01)
+        self.kill()
+        if not answers:
+            raise RuntimeError(f"no rank answered:\n{self.log.read_text()[-3000:]}")
+        return answers.get(0, next(iter(answers.values())))
+
+    def kill(self, ranks=None):
+        for number, process in enumerate(self.processes):
+            if (ranks is None or number in ranks) and process.is_alive():
+                process.kill()
+        for number, process in enumerate(self.processes):
+            if ranks is None or number in ranks:
+                process.join()
+
+
+def run(world_size, *jobs, log: Path, **options):
+    """Verdicts of several trainings in a row on `world_size` ranks, or the first error."""
+    return Ranks(world_size, list(jobs), log, **options).finish()

@@ -1,0 +1,105 @@
+"""The engine takes the same steps as a training loop in plain PyTorch, without DeepSpeed."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import losses, metrics
+from ranks import run
+from safetensors.torch import load_file
+
+from maect.data.augment import augment
+from maect.data.index import open_index
+from maect.data.loader import train_batches
+from maect.recipes import Encoder, Pretrain, Tune
+from maect.train.draws import lookup_dice, patch_order
+from maect.train.objectives import Views
+from maect.train.stages import build_objective
+
+
+def plain(value, kind, rates):
+    """Losses, gradient norms and final encoder; `rates` gives a parameter's rate and decay."""
+    stage = kind.model_validate(value["settings"])
+    shape = Encoder.model_validate(value["encoder"])
+    seed, source = value["seed"], value["source"]
+    objective = build_objective(stage, shape, seed, source and Path(source))
+    trained = [(n, p) for n, p in objective.named_parameters() if p.requires_grad]
+    average = {n: p.detach().clone() for n, p in trained if n.startswith("encoder.")}
+    index, views = open_index(Path(value["shards"])), stage.view_settings()
+    batches = train_batches(
+        index, global_batch=16, rank=0, world_size=1, seed=seed, views=views, image_size=16,
+        start_step=0, steps=10, threads=1,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "lr": 0.0, "weight_decay": rates(n, p)[1]} for n, p in trained],
+        betas=(0.9, 0.95),
+    )
+    found, norms = [], []
+    for step, batch in enumerate(batches):
+        images = torch.stack(
+            [
+                augment(batch.images[i], v, i, seed, batch.epochs, batch.ids)
+                for i, v in enumerate(views)
+            ]
+        )
+        order = patch_order(16, seed, batch.epochs, batch.ids, 2) if stage.mask_ratio else None
+        dice = lookup_dice(3, seed, batch.epochs, batch.ids, 2)
+        ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
+        loss, _ = objective(Views(images, order, ids, labels, dice))
+        optimizer.zero_grad()
+        loss.backward()
+        found.append(loss.item())
+        norms.append(math.sqrt(sum(float(p.grad.square().sum()) for _, p in trained)))
+        factor = (step + 1) / 3 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 8))
+        for group, (name, parameter) in zip(optimizer.param_groups, trained, strict=True):
+            group["lr"] = factor * rates(name, parameter)[0]
+        optimizer.step()
+        if kind is Tune:
+            with torch.no_grad():
+                for name, parameter in trained:
+                    if name in average:
+                        average[name] = 0.99 * average[name] + 0.01 * parameter
+                head = objective.head
+                for slow, fast in zip(
+                    head.slow_projector.children(), head.projector.children(), strict=True
+                ):
+                    for name in ("weight", "bias"):
+                        if getattr(fast, name, None) is not None:
+                            old, new = getattr(slow, name), getattr(fast, name)
+                            old.copy_(0.9 * old + 0.1 * new)
+                    for name in ("running_mean", "running_var"):
+                        if hasattr(fast, name):
+                            getattr(slow, name).copy_(getattr(fast, name))
+    final = average if kind is Tune else {n: p.detach() for n, p in trained}
+    return found, norms, {n.removeprefix("encoder."): v for n, v in final.items()}
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_same_steps(job, tmp_path, zero):
+    mae = job("mae", "mae", zero_stage=zero)
+    tune = job("tune", "ct_min", "mae", zero_stage=zero)
+    assert run(2, mae, tune, log=tmp_path / "log") == ["done"] * 2
+
+    def mae_rates(name, parameter):
+        return 1e-3 * 16 * 2 / 256, 0.05 if parameter.ndim > 1 else 0.0
+
+    def tune_rates(name, parameter):
+        peak, matrix = 1e-3 * 16 * 2 / 256, parameter.ndim > 1
+        if name.startswith("head."):
+            return peak, 1e-5 if matrix else 0.0
+        scale = {"blocks.2": 0.65**2, "blocks.3": 0.65, "norm": 1.0}
+        factor = next(f for key, f in scale.items() if name.startswith(f"encoder.{key}"))
+        return peak * factor, 0.05 if matrix else 0.0
+
+    for value, kind, rates in ((mae, Pretrain, mae_rates), (tune, Tune, tune_rates)):
+        found, norms, final = plain(value, kind, rates)
+        assert max(norms) > 1.2  # gradients are not clipped, which would show from here on
+        # fp32 sums over two halves of the batch instead of the whole, see test_world_size
+        np.testing.assert_allclose(losses(value["folder"]), found, rtol=2e-5)
+        logged = [line["grad_norm"] for line in metrics(value["folder"])]
+        np.testing.assert_allclose(logged, norms, rtol=1e-3)
+        saved = load_file(Path(value["folder"]) / "encoder.safetensors")
+        for name in final.keys() & saved.keys():
+            torch.testing.assert_close(saved[name], final[name], rtol=0, atol=1e-4)

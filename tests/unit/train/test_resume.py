@@ -1,0 +1,192 @@
+"""A run that is stopped, killed or damaged ends with the bits of one that was not."""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import losses, metrics
+from ranks import Ranks, run
+
+ALWAYS = {"save_every_minutes": 0.0}
+
+
+@pytest.fixture
+def start(job, tmp_path):
+    """Pre-trained and head runs to tune from."""
+    jobs = [job("mae", "mae"), job("head", "head_min", "mae")]
+    assert run(2, *jobs, log=tmp_path / "start.log") == ["done"] * 2
+
+
+def bits(folder):
+    files = ("encoder.safetensors", "head.safetensors")
+    return [(Path(folder) / f).read_bytes() for f in files if (Path(folder) / f).exists()]
+
+
+def identical(whole, broken):
+    assert metrics(whole) == metrics(broken)
+    assert bits(whole) == bits(broken)
+
+
+def steps_saved(folder):
+    return sorted(int(f.parent.name[5:]) for f in Path(folder).glob("state/step-*/state.json"))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_killed_and_restarted(job, tmp_path, start, zero):
+    log = tmp_path / "log"
+    stages = [("mae", None), ("head_min", "mae"), ("ct_min", "head")]
+    for recipe, source in stages if zero == 1 else stages[2:]:
+        whole = job(f"{recipe}-whole", recipe, source, zero_stage=zero)
+        broken = job(f"{recipe}-broken", recipe, source, zero_stage=zero) | ALWAYS
+        assert run(2, whole, log=log) == ["done"]
+        for kill_at in (4, 7):
+            with pytest.raises(RuntimeError, match="no rank answered"):
+                run(2, broken, log=log, kill_at=kill_at)
+            assert not (Path(broken["folder"]) / "run.json").exists()
+            assert steps_saved(broken["folder"])[-1] < kill_at
+        assert run(2, broken, log=log) == ["done"]
+        assert "going on from step" in log.read_text()
+        identical(whole["folder"], broken["folder"])
+
+
+def test_one_rank_killed_at_random_moments(job, tmp_path, start):
+    whole, broken = job("whole", "ct_min", "head"), job("broken", "ct_min", "head") | ALWAYS
+    log = tmp_path / "log"
+    assert run(2, whole, log=log) == ["done"]
+    folder = Path(broken["folder"])
+    for rank, delay in ((0, 0.0), (1, 0.05), (0, 0.13)):
+        before = steps_saved(folder)
+        ranks = Ranks(2, [broken], log)
+        while steps_saved(folder) == before and any(p.is_alive() for p in ranks.processes):
+            time.sleep(0.002)
+        time.sleep(delay)
+        ranks.kill([rank])
+        ranks.kill()
+    assert run(2, broken, log=log) == ["done"]
+    identical(whole["folder"], folder)
+    assert len(steps_saved(folder)) <= 2
+
+
+def test_stopped_by_one_rank(job, tmp_path, start):
+    whole, broken = job("whole", "ct_min", "head"), job("broken", "ct_min", "head")
+    log = tmp_path / "log"
+    assert run(2, whole, log=log) == ["done"]
+    assert run(2, broken, log=log, stop_at=4) == ["requeue"]
+    assert steps_saved(broken["folder"]) == [4] and len(metrics(broken["folder"])) == 4
+    assert not (Path(broken["folder"]) / "encoder.safetensors").exists()
+    assert run(2, broken, log=log) == ["done"]
+    identical(whole["folder"], broken["folder"])
+    assert run(2, broken, log=log) == ["done"]  # nothing left to do
+    identical(whole["folder"], broken["folder"])
+
+
+def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_path):
+    whole, broken = job("whole", "mae"), job("broken", "mae") | ALWAYS
+    log = tmp_path / "log"
+    assert run(2, whole, log=log) == ["done"]
+    assert run(2, broken, log=log, stop_at=6) == ["requeue"]
+    assert steps_saved(broken["folder"]) == [5, 6]
+    state = Path(broken["folder"]) / "state"
+    with open(state / "step-000000006" / "rank-0001.safetensors", "r+b") as file:
+        file.seek(-3, 2)
+        file.write(b"\1\2\3")
+    log.write_text("")
+    assert run(2, broken, log=log) == ["done"]
+    assert "rank-0001.safetensors: checksum differs; using the state before" in log.read_text()
+    assert "going on from step 5" in log.read_text()
+    identical(whole["folder"], broken["folder"])
+    for name in ("encoder.safetensors", "run.json"):
+        (Path(broken["folder"]) / name).unlink()
+    log.write_text("")
+    assert run(2, broken, log=log) == ["done"]
+    assert "going on from step 10" in log.read_text()
+    identical(whole["folder"], broken["folder"])
+
+
+def test_another_number_of_ranks_only_when_told(job, tmp_path, start):
+    whole, moved = job("whole", "ct_min", "head"), job("moved", "ct_min", "head")
+    log = tmp_path / "log"
+    assert run(2, whole, log=log) == ["done"]
+    assert run(2, moved, log=log, stop_at=5) == ["requeue"]
+    refusal = run(1, moved, log=log)
+    assert "UserError" in refusal and "2 ranks to 1" in refusal
+    assert "--convert-world-size" in refusal
+    assert run(1, moved | {"convert_world_size": True}, log=log) == ["done"]
+    assert "converted from 2 ranks to 1" in log.read_text()
+    # fp32: the sums' order differs after the change, see test_world_size
+    np.testing.assert_allclose(losses(moved["folder"]), losses(whole["folder"]), rtol=1e-4)
+    assert losses(moved["folder"])[:5] == losses(whole["folder"])[:5]
+
+
+def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
+    log = tmp_path / "log"
+    old, new = job("run", "mae"), job("run", "mae", base_lr=2e-3)
+    fresh = job("fresh", "mae", base_lr=2e-3)
+    assert run(1, old, log=log, stop_at=5) == ["requeue"]
+    log.write_text("")
+    assert run(1, new, log=log) == ["done"]
+    assert "changed since its state was saved" in log.read_text()
+    assert "going on" not in log.read_text()
+    aside = next(Path(new["folder"]).glob("stale-*"))
+    assert len(metrics(aside)) == 5 and steps_saved(aside) == [5]
+    assert run(1, fresh, log=log) == ["done"]
+    identical(fresh["folder"], new["folder"])
+
+
+def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, start):
+    """A file-size limit stands in for the disk: the write fails half way with an OSError."""
+    whole, full = job("whole", "ct_min", "head"), job("full", "ct_min", "head") | ALWAYS
+    log = tmp_path / "log"
+    assert run(2, whole, log=log) == ["done"]
+    assert run(2, full, log=log, stop_at=3) == ["requeue"]
+    before = steps_saved(full["folder"])
+    size = (Path(full["folder"]) / "state/step-000000003/rank-0000.safetensors").stat().st_size
+    log.write_text("")
+    failed = run(2, full, log=log, file_limit=size // 2)
+    assert "UserError" in failed and "File too large" in failed
+    text = log.read_text()
+    assert "warning: state of step 4 not saved" in text and "the one before it stays" in text
+    assert steps_saved(full["folder"]) == before
+    assert not list(Path(full["folder"]).glob("state/*/.*tmp"))
+    assert run(2, full, log=log) == ["done"]
+    identical(whole["folder"], full["folder"])
+
+
+def test_metrics_cut_off_in_the_middle_of_a_line(job, tmp_path):
+    whole, broken = job("whole", "mae"), job("broken", "mae")
+    log = tmp_path / "log"
+    assert run(1, whole, log=log) == ["done"]
+    assert run(1, broken, log=log, stop_at=4) == ["requeue"]
+    with open(Path(broken["folder"]) / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, "loss": 0.0, "timing": {"device_seconds": 9.0}}) + "\n")
+        file.write('{"step": 6, "lo')
+    assert run(1, broken, log=log) == ["done"]
+    identical(whole["folder"], broken["folder"])
+
+
+def test_refusals(job, tmp_path):
+    log = tmp_path / "log"
+    assert "not a multiple of 3 ranks" in run(3, job("a", "mae"), log=log)
+    assert "larger than the train split's 40 images" in run(
+        1, job("b", "mae", batch_size=64), log=log
+    )
+    assert "start from a pre-trained run" in run(1, job("c", "head_min"), log=log)
+    assert "is not finished" in run(1, job("d", "head_min", "nowhere"), log=log)
+    assert run(1, job("mae", "mae"), job("head", "head_min", "mae"), log=log) == ["done"] * 2
+    other = job("e", "ct_min", "head", head={"embedding": 4})
+    assert "head settings differ" in run(1, other, log=log)
+    wider = job("f", "ct_min", "head")
+    wider["encoder"] = wider["encoder"] | {"width": 32}
+    assert "has width 16, this run has 32" in run(1, wider, log=log)
+
+
+def test_not_a_number_stops_the_run_with_a_saved_state(job, tmp_path):
+    log = tmp_path / "log"
+    spoilt = job("spoilt", "mae", base_lr=1e30)
+    message = run(2, spoilt, log=log)
+    assert "UserError" in message and "in step 2" in message
+    assert steps_saved(spoilt["folder"]) == [1]
+    shutil.rmtree(spoilt["folder"])

@@ -1,0 +1,142 @@
+"""Every variant of the paper is a run: settings and a source, no other code."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from conftest import losses, metrics
+from ranks import run
+from safetensors.torch import load_file
+from timm.models.vision_transformer import VisionTransformer
+
+from maect.recipes import Encoder, Head, Pretrain
+from maect.train.objectives import Views
+from maect.train.stages import build_objective
+
+
+def weights(folder, name="encoder"):
+    return load_file(Path(folder) / f"{name}.safetensors")
+
+
+def equal(a, b, prefix=""):
+    return all(torch.equal(value, b[key]) for key, value in a.items() if key.startswith(prefix))
+
+
+def test_all_variants_train(job, tmp_path):
+    """Combined and detached pre-training, CT_skip, CT after combined, and the ablations."""
+    short = {"epochs": 2}
+    combined = {"contrastive": "combined", "head": {}, **short}
+    jobs = {
+        "mae": job("mae", "mae", **short),
+        "combined": job("combined", "mae", **combined),
+        "detached": job("detached", "mae", **combined | {"contrastive": "detached"}),
+        "head": job("head", "head_min", "mae", **short),
+        "head_combined": job("head_combined", "head_min", "combined", **short),
+        "ct": job("ct", "ct_min", "head", **short),
+        "skip_combined": job("skip_combined", "ct_min", "combined", **short),
+        "skip_detached": job("skip_detached", "ct_min", "detached", **short),
+        "after_combined": job("after_combined", "ct_min", "head_combined", **short),
+        "no_init": job("no_init", "ct_min", "mae", **short),
+        "masked": job("masked", "ct_min", "head", mask_ratio=0.75, **short),
+        "no_lookup": job("no_lookup", "ct_min", "head", head={"lookup": "none"}, **short),
+        "oracle": job("oracle", "ct_min", "head", head={"lookup": "oracle"}, **short),
+        "k1": job("k1", "ct_min", "head", head={"topk": 1}, **short),
+        "k30": job("k30", "ct_min", "head", head={"topk": 30}, **short),
+        "six_layers": job("six_layers", "ct_min", "head", frozen_blocks=3, **short),
+        "no_ema": job("no_ema", "ct_min", "head", encoder_ema=0.0, **short),
+        "no_projector_ema": job(
+            "no_projector_ema", "ct_min", "head", head={"projector_ema": 0.0}, **short
+        ),
+        "bf16": job("bf16", "ct_min", "head", precision="bf16", **short),
+        "saving": job("saving", "ct_min", "head", activation_checkpointing=True, **short),
+    }
+    assert run(2, *jobs.values(), log=tmp_path / "log") == ["done"] * len(jobs)
+    at = {name: Path(value["folder"]) for name, value in jobs.items()}
+
+    # A detached head changes nothing about the MAE; a combined one does.
+    assert equal(weights(at["mae"]), weights(at["detached"]))
+    assert not equal(weights(at["mae"]), weights(at["combined"]))
+    mae, both = losses(at["mae"]), metrics(at["combined"])
+    assert both[0]["loss_mae"] == mae[0]
+    np.testing.assert_allclose(
+        [line["loss"] for line in both],
+        [line["loss_mae"] + 0.001 * line["loss_nnclr"] for line in both],
+        rtol=1e-6,
+    )
+    # Head initialisation leaves the encoder as it is, to the byte.
+    encoder_file = "encoder.safetensors"
+    assert (at["head"] / encoder_file).read_bytes() == (at["mae"] / encoder_file).read_bytes()
+    # Tuning leaves the frozen half as it is and changes the rest.
+    before, after = weights(at["head"]), weights(at["ct"])
+    for key in before:
+        frozen = key.startswith(("patch_embed", "cls_token", "pos_embed", "blocks.0", "blocks.1"))
+        assert torch.equal(before[key], after[key]) == frozen, key
+    three = weights(at["six_layers"])
+    assert equal(before, three, "blocks.2.") and not equal(before, three, "blocks.3.")
+    # Each variant is another experiment: no two tuned encoders are the same ...
+    tuned = [n for n in jobs if jobs[n]["stage"] == "tune" and n != "saving"]
+    for i, name in enumerate(tuned):
+        for other in tuned[:i]:
+            assert not equal(weights(at[name]), weights(at[other])), (name, other)
+    # ... but recomputing activations is none, and bf16 stays close.
+    assert equal(after, weights(at["saving"]))
+    np.testing.assert_allclose(losses(at["bf16"]), losses(at["ct"]), rtol=0.03)
+    assert metrics(at["oracle"])[-1]["lookup_accuracy"] == 100
+    assert "lookup_accuracy" not in metrics(at["no_lookup"])[-1]
+    # Without an EMA the exported encoder is the trained one; with it, it lags behind.
+    moved = {n: weights(at[n])["norm.bias"].abs().sum() for n in ("ct", "no_ema")}
+    assert moved["ct"] < moved["no_ema"]
+    # Skipping the initialisation starts from a fresh head, CT_skip from the pre-trained one.
+    assert metrics(at["no_init"])[0]["queue_filled"] == 0
+    assert metrics(at["skip_combined"])[0]["queue_filled"] > 0
+
+
+def test_exported_encoder_is_timms(job, tmp_path):
+    only = job("mae", "mae", epochs=1)
+    assert run(1, only, log=tmp_path / "log") == ["done"]
+    shape = Encoder.model_validate(only["encoder"])
+    model = VisionTransformer(
+        img_size=shape.image_size, patch_size=shape.patch_size, embed_dim=shape.width,
+        depth=shape.depth, num_heads=shape.heads, num_classes=0,
+    )  # fmt: skip
+    model.load_state_dict(weights(only["folder"]), strict=True)
+
+
+def test_head_initialisation_builds_no_graph_of_the_encoder(job, tmp_path):
+    only = job("mae", "mae", epochs=1)
+    assert run(1, only, log=tmp_path / "log") == ["done"]
+    value = job("head", "head_min", "mae")
+    shape = Encoder.model_validate(value["encoder"])
+    objective = build_objective(
+        Head.model_validate(value["settings"]), shape, 0, Path(only["folder"])
+    )
+    seen = []
+    objective.encoder.register_forward_hook(lambda _, __, out: seen.append(out.requires_grad))
+    ids = torch.arange(4)
+    dice = torch.zeros(2, 4, dtype=torch.int64)
+    views = Views(torch.randn(2, 4, 3, 16, 16), None, ids, ids, dice)
+    loss, _ = objective(views)
+    loss.backward()
+    assert seen == [False]
+    assert all(p.grad is None for p in objective.encoder.parameters())
+    assert all(p.grad is not None for p in objective.head.parameters())
+
+
+def test_only_a_combined_head_reaches_the_encoder(job):
+    gradients = {}
+    order = torch.stack([torch.stack([torch.randperm(16) for _ in range(4)]) for _ in range(2)])
+    ids = torch.arange(4)
+    dice = torch.zeros(2, 4, dtype=torch.int64)
+    views = Views(torch.randn(2, 4, 3, 16, 16), order, ids, ids, dice)
+    for how in ("none", "detached", "combined"):
+        head = {} if how == "none" else {"head": {}}
+        value = job(how, "mae", batch_size=4, contrastive=how, contrastive_weight=1.0, **head)
+        stage = Pretrain.model_validate(value["settings"])
+        shape = Encoder.model_validate(value["encoder"])
+        objective = build_objective(stage, shape, 0, None)
+        objective(views)[0].backward()
+        gradients[how] = objective.encoder.blocks[0].mlp.fc1.weight.grad
+        if how != "none":
+            assert objective.head.projector[0].weight.grad.abs().max() > 0
+    assert torch.equal(gradients["none"], gradients["detached"])
+    assert not torch.allclose(gradients["none"], gradients["combined"])

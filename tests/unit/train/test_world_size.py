@@ -1,0 +1,78 @@
+"""The number of ranks, the ZeRO stage and accumulation do not change the experiment."""
+
+import numpy as np
+import pytest
+from conftest import losses, metrics
+from ranks import run
+from safetensors.numpy import load_file
+
+# fp32: sums over the batch are taken in another order on another number of ranks, which moves a
+# loss by a few units of 2^-24 a step; ten steps of Adam amplify that by less than a hundred.
+TOLERANCE = 1e-4
+
+
+def stages(job, folder, tmp_path, **changes):
+    return [
+        job("mae", "mae", folder=folder, **changes),
+        job("head", "head_min", "mae", folder=folder, **changes),
+        job("ct", "ct_min", "head", folder=folder, **changes),
+    ]
+
+
+@pytest.fixture
+def alone(job, tmp_path):
+    folder = tmp_path / "one"
+    assert run(1, *stages(job, folder, tmp_path), log=tmp_path / "one.log") == ["done"] * 3
+    return folder
+
+
+def same(folder, other, tolerance=TOLERANCE):
+    for name in ("mae", "head", "ct"):
+        assert len(losses(folder / name)) == 10
+        np.testing.assert_allclose(
+            losses(folder / name), losses(other / name), rtol=tolerance, err_msg=name
+        )
+        ours, theirs = (load_file(f / name / "encoder.safetensors") for f in (folder, other))
+        for key, value in ours.items():
+            np.testing.assert_allclose(value, theirs[key], atol=2e-3, err_msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks(job, tmp_path, alone, ranks):
+    folder = tmp_path / "several"
+    done = run(ranks, *stages(job, folder, tmp_path), log=tmp_path / "several.log")
+    assert done == ["done"] * 3
+    same(alone, folder)
+    # The queue holds the same samples in the same places.
+    ours, theirs = (load_file(f / "ct/head.safetensors") for f in (alone, folder))
+    assert (ours["queue_ids"] == theirs["queue_ids"]).all()
+    assert (ours["queue_labels"] == theirs["queue_labels"]).all()
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_zero_stages(job, tmp_path, alone, zero):
+    folder = tmp_path / "zero"
+    jobs = stages(job, folder, tmp_path, zero_stage=zero)
+    assert run(2, *jobs, log=tmp_path / "zero.log") == ["done"] * 3
+    same(alone, folder)
+    norms = [[line["grad_norm"] for line in metrics(f / "ct")] for f in (alone, folder)]
+    np.testing.assert_allclose(*norms, rtol=1e-3)
+
+
+def test_accumulation_gives_the_same_mae(job, tmp_path, alone):
+    folder = tmp_path / "parts"
+    for ranks in (1, 2):
+        name = f"mae{ranks}"
+        only = job(name, "mae", folder=folder, accumulation=4)
+        assert run(ranks, only, log=tmp_path / "parts.log") == ["done"]
+        np.testing.assert_allclose(losses(folder / name), losses(alone / "mae"), rtol=TOLERANCE)
+
+
+def test_same_ranks_same_bits(job, tmp_path):
+    for name in "ab":
+        folder = tmp_path / name
+        assert run(2, *stages(job, folder, tmp_path), log=tmp_path / "log") == ["done"] * 3
+    for stage in ("mae", "head", "ct"):
+        a, b = tmp_path / "a" / stage, tmp_path / "b" / stage
+        assert metrics(a) == metrics(b)
+        assert (a / "encoder.safetensors").read_bytes() == (b / "encoder.safetensors").read_bytes()

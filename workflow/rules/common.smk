@@ -1,0 +1,183 @@
+import re
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from maect import experiment as experiments
+from maect.errors import UserError
+from maect.launch.owner import own
+from maect.report.layouts import FIGURE_NEEDS, LAYOUTS
+
+# Held while this Snakemake runs: a second one on the same results folder is refused.
+ownership = ExitStack()
+
+# The rules call `maect`: the one of the environment that Snakemake itself runs in.
+shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
+
+# For those who let Snakemake make the environment (--software-deployment-method conda).
+ENVIRONMENT = "../../envs/environment.yaml"
+
+
+def stop(message):
+    """One line, no traceback: the user can fix this."""
+    print(f"maect: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+try:
+    experiment = experiments.load(
+        config.get("experiment", "paper"), config.get("seeds")
+    )
+except UserError as error:
+    stop(error)
+
+ROOT = str(experiment.root)
+RUN = f"{ROOT}/runs/{{run}}"
+EVALUATION = f"{ROOT}/evaluations/{{run}}"
+LOGS = f"{ROOT}/logs"
+BENCHMARKS = f"{ROOT}/benchmarks"
+DATASET = experiment.default_dataset
+
+# Where and how a command runs: defaults for one machine, set by the profile with `set-resources`.
+# Read in the shell command, not in `params`, so that changing them re-runs nothing.
+CLUSTER = dict(
+    cluster="local",
+    nodes=1,
+    devices=1,
+    cpus_per_task="auto",
+    mem_mb=0,
+    runtime=1440,
+    slurm_partition="",
+    slurm_account="",
+    slurm_extra="",
+    setup="",
+    save_every_minutes=10,
+)
+
+
+def on_devices(command):
+    """The shell command that runs a `maect` command where the profile says."""
+    return (
+        f"{command} --cluster {{resources.cluster}} --nodes {{resources.nodes}}"
+        " --devices {resources.devices} --cpus {resources.cpus_per_task}"
+        " --memory-mb {resources.mem_mb} --minutes {resources.runtime}"
+        " --partition={resources.slurm_partition:q} --account={resources.slurm_account:q}"
+        " --sbatch={resources.slurm_extra:q} --setup={resources.setup:q} --log {log:q}"
+    )
+
+
+def one_of(names):
+    """A wildcard constraint: exactly these names, or nothing at all."""
+    return "|".join(map(re.escape, names)) or "(?!)"
+
+
+def run_of(wildcards):
+    return experiment.runs[wildcards.run]
+
+
+def shard_index(dataset, split):
+    return str(experiment.shards(dataset, split) / "index.json")
+
+
+def resize_of(dataset):
+    """How evaluations resize a dataset's images, as an argument."""
+    resize = experiment.datasets[dataset].resize
+    return f"--resize {resize}" if resize else ""
+
+
+def protocol_arguments(protocol):
+    """The settings that the experiment changes, as arguments."""
+    changed = experiments.flatten(experiment.spec.protocols.get(protocol, {}))
+    return [
+        p
+        for key, value in changed
+        for p in ("--set", f"{key}={experiments.yaml_scalar(value)}")
+    ]
+
+
+def test_split(protocol):
+    return experiment.protocols[protocol].test_split
+
+
+def results_of(runs, protocols):
+    """Result files of the evaluations that the experiment asks for, among runs and protocols."""
+    return [
+        f"{ROOT}/evaluations/{run}/{protocol}.json"
+        for run, protocol in experiment.evaluations
+        if run in runs and protocol in protocols
+    ]
+
+
+def images_of(wildcards):
+    """The image folder if a rule of this workflow makes it; a user's folder is not watched."""
+    if experiment.datasets[wildcards.dataset].kind == "digits":
+        return f"{ROOT}/images/{wildcards.dataset}"
+    return []
+
+
+def image_folder(wildcards):
+    """Passed as a resource, not in `params`: images that moved re-run nothing."""
+    return str(experiment.images(wildcards.dataset, wildcards.split))
+
+
+def split_of(wildcards):
+    return experiment.datasets[wildcards.dataset].splits[wildcards.split]
+
+
+def shard_numbers(wildcards):
+    return [f"{number:06d}" for number in range(split_of(wildcards).shards)]
+
+
+def source_files(wildcards):
+    """What a stage reads of the run it starts from."""
+    source = run_of(wildcards).source
+    names = ["encoder.safetensors", "run.json"]
+    if experiment.runs[source].leaves_head:
+        names.append("head.safetensors")
+    return [f"{ROOT}/runs/{source}/{name}" for name in names]
+
+
+def train_features(wildcards):
+    split = experiment.protocols[wildcards.protocol].train_split
+    return f"{ROOT}/features/{wildcards.run}/{DATASET}-{split}.safetensors"
+
+
+def test_features(wildcards):
+    split = experiment.protocols[wildcards.protocol].test_split
+    return f"{ROOT}/features/{wildcards.run}/{DATASET}-{split}.safetensors"
+
+
+def run_records():
+    """Completion records of the evaluated runs and of all that they start from."""
+    names = set()
+    for name in experiment.evaluated:
+        while name is not None and name not in names:
+            names.add(name)
+            name = experiment.runs[name].source
+    return [f"{ROOT}/runs/{name}/run.json" for name in sorted(names)]
+
+
+def table_rows():
+    """The lines of a table as arguments: ARCHITECTURE:METHOD:RUN[,RUN]."""
+    rows = [
+        f"{size}:{method}:{','.join(runs)}" for size, method, runs in experiment.rows()
+    ]
+    return [part for row in rows for part in ("--row", row)]
+
+
+wildcard_constraints:
+    run=one_of(experiment.runs),
+    dataset=one_of(experiment.datasets),
+    split="[a-z0-9_]+",
+    number="[0-9]{6}",
+
+
+onstart:
+    # Here and not on reading, since a dry run may look at anything.
+    missing = experiment.missing_images()
+    if missing:
+        stop(missing[0])
+    try:
+        ownership.enter_context(own(Path(ROOT)))
+    except UserError as error:
+        stop(error)

@@ -1,0 +1,99 @@
+rule write_digits:
+    output:
+        directory(f"{ROOT}/images/{{dataset}}"),
+    log:
+        f"{LOGS}/data/{{dataset}}-images.log",
+    benchmark:
+        f"{BENCHMARKS}/data/{{dataset}}-images.tsv"
+    wildcard_constraints:
+        dataset=one_of(n for n, d in experiment.datasets.items() if d.kind == "digits"),
+    localrule: True
+    conda:
+        ENVIRONMENT
+    message:
+        "Writing scikit-learn's digits as images"
+    shell:
+        "maect retrieve digits {output} 2> {log}"
+
+
+rule plan_shards:
+    input:
+        images_of,
+    output:
+        f"{ROOT}/shards/{{dataset}}/{{split}}/plan.json",
+    log:
+        f"{LOGS}/data/{{dataset}}-{{split}}-plan.log",
+    benchmark:
+        f"{BENCHMARKS}/data/{{dataset}}-{{split}}-plan.tsv"
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        images=image_folder,
+    params:
+        source=lambda w: split_of(w).arguments(),
+    message:
+        "Listing the images of {wildcards.dataset} {wildcards.split}"
+    shell:
+        "maect shard {resources.images:q} $(dirname {output}) {params.source:q}"
+        " --only plan 2> {log}"
+
+
+rule write_shard:
+    input:
+        rules.plan_shards.output,
+    output:
+        f"{ROOT}/shards/{{dataset}}/{{split}}/{{split}}-{{number}}.tar",
+    log:
+        f"{LOGS}/data/{{dataset}}-{{split}}-{{number}}.log",
+    benchmark:
+        f"{BENCHMARKS}/data/{{dataset}}-{{split}}-{{number}}.tsv"
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        images=image_folder,
+    params:
+        source=lambda w: split_of(w).arguments(),
+    message:
+        "Writing shard {wildcards.number} of {wildcards.dataset} {wildcards.split}"
+    shell:
+        "maect shard {resources.images:q} $(dirname {output}) {params.source:q}"
+        " --only {wildcards.number} 2> {log}"
+
+
+rule index_shards:
+    input:
+        rules.plan_shards.output,
+        lambda w: expand(
+            rules.write_shard.output, number=shard_numbers(w), allow_missing=True
+        ),
+    output:
+        index=f"{ROOT}/shards/{{dataset}}/{{split}}/index.json",
+        rows=f"{ROOT}/shards/{{dataset}}/{{split}}/index.npy",
+    log:
+        f"{LOGS}/data/{{dataset}}-{{split}}-index.log",
+    benchmark:
+        f"{BENCHMARKS}/data/{{dataset}}-{{split}}-index.tsv"
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        images=image_folder,
+    params:
+        source=lambda w: split_of(w).arguments(),
+    message:
+        "Indexing the shards of {wildcards.dataset} {wildcards.split}"
+    shell:
+        "maect shard {resources.images:q} $(dirname {output.index}) {params.source:q}"
+        " --only index 2> {log}"
+
+
+rule shards:
+    input:
+        [
+            shard_index(name, split)
+            for name, dataset in experiment.datasets.items()
+            for split in dataset.splits
+        ],
+    localrule: True
