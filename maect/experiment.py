@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,14 @@ from maect.experiment_file import (
     yaml_scalar,
 )
 from maect.recipes import (
-    PROTOCOLS,
     Encoder,
     Protocol,
     Stage,
     Tune,
     digest,
+    evaluation_names,
     load_encoder,
+    load_evaluation,
     load_recipe,
     one_line,
 )
@@ -90,12 +91,14 @@ class Experiment:
         for run in self.runs.values():
             self._check_source(run)
         self._check_order()
-        self.protocols = {name: self._protocol(name) for name in PROTOCOLS}
-        self._check_names("protocols", spec.protocols, PROTOCOLS)
+        new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
+        self.evaluation_names = tuple(dict.fromkeys([*evaluation_names(), *new]))
+        self._check_names("protocols", spec.protocols, self.evaluation_names)
         self._check_names("tables", spec.tables, TABLES)
         self._check_names("figures", spec.figures, FIGURES)
         self.evaluations = tuple(dict.fromkeys(self._evaluations()))
-        self._check_splits()
+        for evaluated, name in self.evaluations:
+            self._check_evaluation(evaluated, name)
 
     def _error(self, message: str) -> UserError:
         return UserError(f"{self.file}: {message}")
@@ -200,28 +203,39 @@ class Experiment:
                 seen.append(name)
                 name = self.runs[name].source
 
-    def _protocol(self, name: str) -> Protocol:
-        try:
-            return PROTOCOLS[name].model_validate(self.spec.protocols.get(name, {}))
-        except ValidationError as error:
-            raise one_line(error, f"{self.file}: protocols: {name}") from None
+    def evaluation(self, run: str, name: str) -> tuple[str, Protocol]:
+        """Protocol and settings of an evaluation of a run."""
+        return self._evaluation(self.runs[run].size, name)
 
-    def _check_splits(self) -> None:
+    @cache  # noqa: B019 (an experiment lives as long as the process)
+    def _evaluation(self, size: str, name: str) -> tuple[str, Protocol]:
+        if not NAME.fullmatch(name):
+            raise self._error(f"protocols: {name!r} is not a name (letters, digits, _ and -)")
+        try:
+            return load_evaluation(name, size, self.spec.protocols.get(name))
+        except UserError as error:
+            raise self._error(f"protocols: {error}") from None
+
+    def _check_evaluation(self, run: str, name: str) -> None:
         splits = self.datasets[self.default_dataset].splits
-        for name in {protocol for _, protocol in self.evaluations}:
-            settings = self.protocols[name]
-            wanted = (settings.train_split, settings.test_split)
-            self._check_names(f"protocols: {name}: splits", wanted, splits)
+        _, settings = self.evaluation(run, name)
+        wanted = (settings.train_split, settings.test_split)
+        self._check_names(f"protocols: {name}: splits", wanted, splits)
 
     def _evaluations(self) -> Iterator[tuple[str, str]]:
         names = {run.name: re.sub(r"-s\d+$", "", run.name) for run in self.runs.values()}
         for entry in self.spec.evaluate:
-            self._check_names("evaluate: protocols", entry.protocols, PROTOCOLS)
+            self._check_names("evaluate: protocols", entry.protocols, self.evaluation_names)
             for pattern in entry.runs:
                 found = [n for n, base in names.items() if fnmatch.fnmatchcase(base, pattern)]
                 if not found:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
                 yield from itertools.product(found, entry.protocols)
+
+    @cached_property
+    def protocols(self) -> dict[str, str]:
+        """The protocol of each evaluation that is asked for, by the evaluation's name."""
+        return {name: self.evaluation(run, name)[0] for run, name in self.evaluations}
 
     @cached_property
     def evaluated(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 Imports nothing heavy: a dry run of the pipeline reads these to validate an experiment.
 """
 
+from maect.recipes.evaluations import evaluation_names, load_evaluation
 from maect.recipes.protocols import PROTOCOLS, Protocol
 from maect.recipes.settings import (
     AUGMENTATIONS,
@@ -30,7 +31,9 @@ __all__ = [
     "Tune",
     "View",
     "digest",
+    "evaluation_names",
     "load_encoder",
+    "load_evaluation",
     "load_recipe",
     "one_line",
     "recipe_names",

@@ -16,7 +16,8 @@ STAGES: dict[str, type[Stage]] = {"pretrain": Pretrain, "head": Head, "tune": Tu
 
 
 @cache
-def _table(name: str) -> dict[str, Any]:
+def read_table(name: str) -> dict[str, Any]:
+    """A YAML file of this package."""
     text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
 
@@ -26,15 +27,15 @@ def recipe_names() -> tuple[str, ...]:
     """Names of the recipes that come with the package."""
     files = resources.files(__package__).iterdir()
     names = {file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")}
-    return tuple(sorted(names - {"encoders"}))
+    return tuple(sorted(names - {"encoders", "evaluations"}))
 
 
 def sizes() -> tuple[str, ...]:
     """Names of the encoder sizes, smallest first."""
-    return tuple(_table("encoders")["columns"])
+    return tuple(read_table("encoders")["columns"])
 
 
-def _column(table: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
+def column(table: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     """One column of a table: a list gives a value per column, anything else is for all."""
     columns = table["columns"]
     if column not in columns:
@@ -61,7 +62,7 @@ def load_encoder(size: str, image_size: int | None = None) -> Encoder:
     """
     if size not in sizes():
         raise UserError(f"unknown encoder size {size!r}; known: {', '.join(sizes())}")
-    values = _column(_table("encoders"), size, "encoders")
+    values = column(read_table("encoders"), size, "encoders")
     if image_size is not None:
         values["image_size"] = image_size
     try:
@@ -83,9 +84,9 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
         near = difflib.get_close_matches(name, recipe_names(), n=1)
         cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(recipe_names())}"
         raise UserError(f"unknown recipe {name!r}; {cure}")
-    table = _table(name)
+    table = read_table(name)
     where = f"recipe {name}"
-    values = _column(table, size, where)
+    values = column(table, size, where)
     for key, value in (overrides or {}).items():
         if isinstance(value, Mapping) and isinstance(values.get(key), dict):
             values[key] = {**values[key], **value}

@@ -177,3 +177,26 @@ def test_tables_have_layouts() -> None:
 
     assert set(TABLES) == set(LAYOUTS)
     assert set(FIGURES) == set(FIGURE_NEEDS)
+
+
+def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
+    variant = {"probe_short": {"protocol": "linear_probe", "epochs": 3}}
+    asked = [{"runs": ["mae_tiny"], "protocols": ["probe_short", "linear_probe"]}]
+    found = load(write(tmp_path, protocols=variant, evaluate=asked))
+    assert found.protocols == {"probe_short": "linear_probe", "linear_probe": "linear_probe"}
+    assert found.evaluation("mae_tiny", "probe_short")[1].epochs == 3
+    assert found.evaluation("mae_tiny", "linear_probe")[1].epochs == 50
+
+
+@pytest.mark.parametrize(
+    ("protocols", "words"),
+    [
+        ({"probe": {"epochs": 3}}, "unknown 'probe'"),
+        ({"probe": {"protocol": "linear_prob"}}, "did you mean 'linear_probe'?"),
+        ({"knn": {"kk": 3}}, "unknown key 'kk'"),
+    ],
+)
+def test_a_wrong_variant_is_named(tmp_path: Path, protocols: dict, words: str) -> None:
+    asked = [{"runs": ["mae_tiny"], "protocols": list(protocols)}]
+    with pytest.raises(UserError, match=words):
+        load(write(tmp_path, protocols=protocols, evaluate=asked))

@@ -85,26 +85,37 @@ def resize_of(dataset):
     return f"--resize {resize}" if resize else ""
 
 
-def protocol_arguments(protocol):
-    """The settings that the experiment changes, as arguments."""
-    changed = experiments.flatten(experiment.spec.protocols.get(protocol, {}))
+def evaluations_with(*protocols):
+    """Names of the evaluations of these protocols: themselves, and their variants."""
+    return [
+        name for name, protocol in experiment.protocols.items() if protocol in protocols
+    ]
+
+
+def protocol_of(wildcards):
+    return experiment.protocols[wildcards.evaluation]
+
+
+def settings_of(wildcards):
+    return experiment.evaluation(wildcards.run, wildcards.evaluation)[1]
+
+
+def protocol_arguments(wildcards):
+    """The settings that differ from the protocol's defaults, as arguments."""
+    changed = settings_of(wildcards).model_dump(mode="json", exclude_defaults=True)
     return [
         p
-        for key, value in changed
+        for key, value in experiments.flatten(changed)
         for p in ("--set", f"{key}={experiments.yaml_scalar(value)}")
     ]
 
 
-def test_split(protocol):
-    return experiment.protocols[protocol].test_split
-
-
-def results_of(runs, protocols):
-    """Result files of the evaluations that the experiment asks for, among runs and protocols."""
+def results_of(runs, names):
+    """Result files of the evaluations that the experiment asks for, among runs and names."""
     return [
-        f"{ROOT}/evaluations/{run}/{protocol}.json"
-        for run, protocol in experiment.evaluations
-        if run in runs and protocol in protocols
+        f"{ROOT}/evaluations/{run}/{name}.json"
+        for run, name in experiment.evaluations
+        if run in runs and name in names
     ]
 
 
@@ -137,14 +148,16 @@ def source_files(wildcards):
     return [f"{ROOT}/runs/{source}/{name}" for name in names]
 
 
-def train_features(wildcards):
-    split = experiment.protocols[wildcards.protocol].train_split
-    return f"{ROOT}/features/{wildcards.run}/{DATASET}-{split}.safetensors"
+def features_of(split):
+    """Input function: the features of an evaluation's train or test split."""
+    return lambda w: (
+        f"{ROOT}/features/{w.run}/{DATASET}-{getattr(settings_of(w), split)}.safetensors"
+    )
 
 
-def test_features(wildcards):
-    split = experiment.protocols[wildcards.protocol].test_split
-    return f"{ROOT}/features/{wildcards.run}/{DATASET}-{split}.safetensors"
+def shards_of(split):
+    """Input function: the shard index of an evaluation's train or test split."""
+    return lambda w: shard_index(DATASET, getattr(settings_of(w), split))
 
 
 def run_records():

@@ -1,7 +1,3 @@
-# Evaluations that need only stored features, cheap enough for a CPU partition.
-ON_FEATURES = ["knn", "low_shot", "clustering"]
-
-
 rule features:
     input:
         encoder=f"{RUN}/encoder.safetensors",
@@ -31,29 +27,30 @@ rule features:
 
 rule evaluate:
     input:
-        train=train_features,
-        test=test_features,
+        train=features_of("train_split"),
+        test=features_of("test_split"),
     output:
-        f"{EVALUATION}/{{protocol}}.json",
+        f"{EVALUATION}/{{evaluation}}.json",
     log:
-        f"{LOGS}/{{run}}/{{protocol}}.log",
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
     benchmark:
-        f"{BENCHMARKS}/{{run}}/{{protocol}}.tsv"
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
     wildcard_constraints:
-        protocol=one_of(ON_FEATURES),
+        evaluation=one_of(evaluations_with("knn", "low_shot", "clustering")),
     localrule: True
     conda:
         ENVIRONMENT
     resources:
         **CLUSTER,
     params:
+        protocol=protocol_of,
         run=lambda w: f"{ROOT}/runs/{w.run}",
-        settings=lambda w: protocol_arguments(w.protocol),
+        settings=protocol_arguments,
     message:
-        "Evaluating {wildcards.run}: {wildcards.protocol}"
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
     shell:
         on_devices(
-            "maect evaluate {wildcards.protocol} {params.run:q} --out {output}"
+            "maect evaluate {params.protocol} {params.run:q} --out {output}"
             " --train-features {input.train} --test-features {input.test}"
             " {params.settings:q}"
         )
@@ -62,28 +59,26 @@ rule evaluate:
 rule linear_probe:
     input:
         encoder=f"{RUN}/encoder.safetensors",
-        train=lambda w: shard_index(
-            DATASET, experiment.protocols["linear_probe"].train_split
-        ),
-        test=lambda w: shard_index(
-            DATASET, experiment.protocols["linear_probe"].test_split
-        ),
+        train=shards_of("train_split"),
+        test=shards_of("test_split"),
     output:
-        f"{EVALUATION}/linear_probe.json",
+        f"{EVALUATION}/{{evaluation}}.json",
     log:
-        f"{LOGS}/{{run}}/linear_probe.log",
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
     benchmark:
-        f"{BENCHMARKS}/{{run}}/linear_probe.tsv"
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+    wildcard_constraints:
+        evaluation=one_of(evaluations_with("linear_probe")),
     localrule: True
     conda:
         ENVIRONMENT
     resources:
         **CLUSTER,
     params:
-        settings=protocol_arguments("linear_probe"),
+        settings=protocol_arguments,
         resize=resize_of(DATASET),
     message:
-        "Evaluating {wildcards.run}: linear probe"
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
     shell:
         on_devices(
             "maect evaluate linear_probe $(dirname {input.encoder}) --out {output}"
@@ -94,14 +89,16 @@ rule linear_probe:
 
 rule umap:
     input:
-        test=f"{ROOT}/features/{{run}}/{DATASET}-{test_split('umap')}.safetensors",
+        test=features_of("test_split"),
     output:
-        json=f"{EVALUATION}/umap.json",
-        points=f"{EVALUATION}/umap.safetensors",
+        json=f"{EVALUATION}/{{evaluation}}.json",
+        points=f"{EVALUATION}/{{evaluation}}.safetensors",
     log:
-        f"{LOGS}/{{run}}/umap.log",
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
     benchmark:
-        f"{BENCHMARKS}/{{run}}/umap.tsv"
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+    wildcard_constraints:
+        evaluation=one_of(evaluations_with("umap")),
     localrule: True
     conda:
         ENVIRONMENT
@@ -109,9 +106,9 @@ rule umap:
         **CLUSTER,
     params:
         run=lambda w: f"{ROOT}/runs/{w.run}",
-        settings=protocol_arguments("umap"),
+        settings=protocol_arguments,
     message:
-        "Evaluating {wildcards.run}: UMAP"
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
     shell:
         on_devices(
             "maect evaluate umap {params.run:q} --out {output.json}"
