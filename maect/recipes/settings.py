@@ -54,6 +54,11 @@ class Encoder(Settings):
         return self
 
 
+def visible_patches(patches: int, mask_ratio: float) -> int:
+    """Patches left after masking, rounded down as in MAE."""
+    return int(patches * (1 - mask_ratio))
+
+
 class View(Settings):
     """How one view of an image is made: probabilities of each random change.
 

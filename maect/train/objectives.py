@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from maect.models.decoder import Decoder, reconstruction_loss
 from maect.models.encoder import VisionEncoder, pool
 from maect.models.head import NNCLRHead
+from maect.recipes.settings import visible_patches
 
 
 @dataclass
@@ -47,11 +48,6 @@ class Objective(nn.Module):
     def visible(self, patches: int) -> int:
         """How many patches the encoder sees."""
         return visible_patches(patches, self.mask_ratio)
-
-
-def visible_patches(patches: int, mask_ratio: float) -> int:
-    """Patches left after masking, rounded down as in MAE."""
-    return int(patches * (1 - mask_ratio))
 
 
 def flat(x: Tensor) -> Tensor:

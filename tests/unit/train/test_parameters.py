@@ -8,10 +8,10 @@ import torch
 
 from maect.models.encoder import seeded
 from maect.recipes import Encoder, load_encoder, load_recipe
+from maect.recipes.settings import visible_patches
 from maect.train.draws import lookup_dice, patch_order
 from maect.train.ema import start_ema, update_ema
 from maect.train.engine import Fragment
-from maect.train.objectives import visible_patches
 from maect.train.parameters import (
     layer_scale,
     parameter_groups,

@@ -1,0 +1,84 @@
+"""Floating-point operations of a training step, counted from its settings; no torch needed.
+
+Model operations: what the method itself computes, a multiplication and an addition being two.
+Recomputing activations is not counted, nor is what is linear in the tokens (norms, softmax,
+optimizer). The backward pass of a product costs one more product for each factor that needs a
+gradient.
+"""
+
+from maect.recipes.settings import Contrastive, Encoder, Pretrain, Stage, Tune, visible_patches
+
+# Dense bfloat16 rates of one device in FLOP/s (NVIDIA's data sheets), by words of the name that
+# the driver gives; of several that fit, the first.
+PEAKS = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "GH200": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A40": 149.7e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+}
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a whole device by its driver's name, or None if unknown."""
+    words = f" {device.replace('-', ' ')} "  # as words: an RTX A4000 is no A40
+    if " MIG " in words:
+        return None
+    return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
+
+
+def flops_per_image(stage: Stage, encoder: Encoder) -> float:
+    """Operations of one training step, forward and backward over all views, per image."""
+    patches = encoder.patches
+    visible = visible_patches(patches, stage.mask_ratio)
+    pixels = 3 * encoder.patch_size**2
+    head = getattr(stage, "head", None)
+    embed = 2 * patches * pixels * encoder.width
+    blocks = encoder.depth * block_flops(1 + visible, encoder.width)
+    if isinstance(stage, Pretrain):
+        # The pixels need no gradient: one product in the backward pass, not two.
+        view = 2 * embed + 3 * (blocks + decoder_flops(encoder, visible))
+    elif isinstance(stage, Tune):
+        trained = 1 - stage.frozen_blocks / encoder.depth
+        view = (1 if stage.frozen_blocks else 2) * embed + (1 + 2 * trained) * blocks
+    else:
+        view = embed + blocks
+    if head is not None:
+        reached = isinstance(stage, Tune) or getattr(stage, "contrastive", "") == "combined"
+        view += head_flops(head, encoder.width, stage.batch_size, reached)
+    return stage.views * view
+
+
+def block_flops(tokens: int, width: int) -> float:
+    """Forward operations of a transformer block: four projections, MLP of 4 x width, attention."""
+    return 24 * tokens * width**2 + 4 * tokens**2 * width
+
+
+def decoder_flops(encoder: Encoder, visible: int) -> float:
+    """Forward operations of MAE's decoder for one view."""
+    tokens, width = 1 + encoder.patches, encoder.decoder_width
+    embed = 2 * (1 + visible) * encoder.width * width
+    pixels = 2 * tokens * width * 3 * encoder.patch_size**2
+    return embed + encoder.decoder_depth * block_flops(tokens, width) + pixels
+
+
+def head_flops(head: Contrastive, width: int, batch_size: int, encoder_learns: bool) -> float:
+    """Forward and backward operations of the NNCLR head for one view."""
+    first = 2 * width * head.projector_hidden
+    rest = 2 * head.projector_hidden * (head.projector_hidden + head.embedding)
+    predictor = 4 * head.embedding * head.predictor_hidden
+    total = (3 if encoder_learns else 2) * first + 3 * (rest + predictor)
+    if head.projector_ema:
+        total += first + rest
+    if head.lookup != "none":
+        total += 2 * head.embedding * head.queue_size
+    return total + 2 * (2 * head.embedding * batch_size)  # neighbours get no gradient

@@ -1,0 +1,68 @@
+"""The operations that are counted on paper are those that PyTorch carries out."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from maect.models.encoder import build_encoder
+from maect.models.weights import save_encoder
+from maect.recipes import Encoder, load_encoder, load_recipe
+from maect.recipes.flops import flops_per_image, peak_flops
+from maect.train.objectives import Views
+from maect.train.stages import build_objective
+
+# Odd sizes, so that no two terms are equal by chance.
+SHAPE = Encoder(
+    image_size=20, patch_size=4, width=24, depth=5, heads=2, decoder_width=16, decoder_depth=3,
+    decoder_heads=2, mae_pooling="cls", ct_pooling="mean",
+)  # fmt: skip
+HEAD = {
+    "queue_size": 32, "projector_hidden": 20, "predictor_hidden": 36, "embedding": 12,
+    "temperature": 0.2, "topk": 3, "projector_ema": 0.9, "head_lr": 1e-4,
+    "head_weight_decay": 0.0,
+}  # fmt: skip
+CASES = {
+    "mae": ("mae", {}),
+    "one view": ("mae", {"views": 1, "mask_ratio": 0.5}),
+    "combined": ("mae", {"contrastive": "combined", "head": HEAD}),
+    "detached": ("mae", {"contrastive": "detached", "head": HEAD}),
+    "head": ("head_min", {"head": HEAD | {"projector_ema": 0.0}}),
+    "tune": ("ct_min", {"frozen_blocks": 2, "head": HEAD}),
+    "all blocks": ("ct_min", {"frozen_blocks": 0, "head": HEAD}),
+    "masked": ("ct_min", {"frozen_blocks": 3, "mask_ratio": 0.75, "head": HEAD}),
+    "no lookup": ("ct_min", {"frozen_blocks": 2, "head": HEAD | {"lookup": "none"}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_counted_by_torch(case, tmp_path):
+    name, changes = CASES[case]
+    stage = load_recipe(name, "base", {"batch_size": 4, "precision": "fp32"} | changes)
+    source = None
+    if name != "mae":
+        weights = build_encoder(SHAPE).state_dict()
+        save_encoder(tmp_path / "encoder.safetensors", weights, SHAPE, "cls")
+        source = tmp_path
+    objective = build_objective(stage, SHAPE, 0, source)
+    b, views = stage.batch_size, stage.views
+    order = torch.rand(views, b, SHAPE.patches).argsort(2) if stage.mask_ratio else None
+    ids, dice = torch.arange(b), torch.zeros(views, b, dtype=torch.int64)
+    # The plain kernel: the fused ones compute the scores again in the backward pass.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        objective(Views(torch.randn(views, b, 3, 20, 20), order, ids, ids, dice))[0].backward()
+    assert counter.get_total_flops() == b * flops_per_image(stage, SHAPE)
+
+
+def test_vit_large():
+    # The figure that is usually quoted: 61.6 G multiply-adds for an image of 197 tokens.
+    stage = load_recipe("ct_min", "large", {"frozen_blocks": 0})
+    assert flops_per_image(stage, load_encoder("large")) == pytest.approx(6 * 2 * 61.6e9, rel=0.01)
+
+
+def test_devices_by_name():
+    assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
+    assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA GH200 480GB") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    for unknown in ("NVIDIA RTX A4000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""):
+        assert peak_flops(unknown) is None
