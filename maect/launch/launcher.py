@@ -226,7 +226,8 @@ class _Launch:
                 f"the last one {how}). Rank {failure.rank} said:\n{failure.text}\n"
                 f"The whole log: {failure.log}"
             )
-        self.line.say(f"job {job.id} {how}, at step {step}; submitting it again")
+        why = f" ({failure.message.splitlines()[0]})" if failure.message else ""
+        self.line.say(f"job {job.id} {how}{why}, at step {step}; submitting it again")
         return fruitless
 
     def close(self, job: Job, ending: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from maect.files import read_json, write_json
 from maect.launch import rendezvous
@@ -35,6 +35,7 @@ class Context:
         master_addr, master_port: where rank 0 listens; also in the environment.
         cpus: CPUs of this rank.
         attempt: how often SLURM has restarted the job under the same id.
+        record: what this rank's file says about it.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Context:
     name: str
     attempt: int = 0
     reasons: set[str] = field(default_factory=set)
+    record: dict[str, Any] = field(default_factory=dict)
     _pending: dict[str, Any] | None = None
     _reported: float = float("-inf")
     _first: tuple[int, float] | None = None
@@ -84,6 +86,12 @@ class Context:
         temporary.write_text(json.dumps(self._pending), encoding="utf-8")
         temporary.replace(self.folder / "progress.json")
         self._pending, self._reported = None, time.monotonic()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this rank at once with an error, from beside a main thread that is stuck."""
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _note(self.folder / "jobs" / self.name, self.record, error)
+        os._exit(1)
 
     def saved_step(self) -> int:
         """The step of the last report on disk, or 0."""
@@ -124,6 +132,7 @@ def run(request: dict[str, Any]) -> None:
     context = None
     try:
         context = _join(place, request, jobs, reasons)
+        context.record = record
         before = context.saved_step()
         verdict = _call(request, context)
         if context.rank == 0:
@@ -133,15 +142,7 @@ def run(request: dict[str, Any]) -> None:
     except BaseException as error:
         if context is not None:
             context.flush()
-        names = {cls.__name__ for cls in type(error).__mro__}
-        record |= {
-            "end": "error",
-            "kind": "UserError" if "UserError" in names else type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-            "time": time.time(),
-        }
-        write_json(file, record)
+        _note(jobs, record, error)
         # Destroying a broken process group may hang, and with it the partners for ever.
         faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
         raise
@@ -153,6 +154,19 @@ def run(request: dict[str, Any]) -> None:
         fruitful = context.saved_step() > before
         if fruitful and "terminate" not in reasons:
             requeue(place.job_id)
+
+
+def _note(jobs: Path, record: dict[str, Any], error: BaseException) -> None:
+    """Write into the rank's file what it failed of."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    record |= {
+        "end": "error",
+        "kind": "UserError" if "UserError" in names else type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "time": time.time(),
+    }
+    write_json(jobs / f"rank-{record['rank']}.json", record)
 
 
 def _join(place: Any, request: dict[str, Any], jobs: Path, reasons: set[str]) -> Context:

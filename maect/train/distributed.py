@@ -12,7 +12,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=10)
+# The last resort: before it, the watchdog ends a stalled step and says which rank is missing.
+TIMEOUT = timedelta(minutes=30)
 
 
 class Context(Protocol):
@@ -29,6 +30,9 @@ class Context(Protocol):
     def report(self, progress: dict[str, Any]) -> None:
         """Show how far the run is."""
 
+    def fail(self, error: BaseException) -> None:
+        """End this rank at once with an error, from beside a main thread that is stuck."""
+
 
 def start(context: Context) -> torch.device:
     """Join the process group; MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE are in the environment.
@@ -39,6 +43,7 @@ def start(context: Context) -> torch.device:
     if torch.cuda.is_available():
         device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32, in the patch embedding too
     else:
         device = torch.device("cpu")
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported

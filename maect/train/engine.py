@@ -96,12 +96,15 @@ class Engine:
         Call it after every backward pass; only the last one of an accumulation updates.
 
         Returns:
-            Norm of the global gradient, and whether this was an update.
+            Norm of the global gradient, and whether this was an update. With a norm that is no
+            finite number nothing is updated (ZeRO 1 to 3 see to that themselves).
         """
         update = self._engine.is_gradient_accumulation_boundary()
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * rate
         norm = self._plain_norm() if update and not self.stage.zero_stage else None
+        if norm is not None and not norm.isfinite():
+            return float(norm), True
         self._engine.step()
         if norm is None and update:
             norm = self._engine.get_global_grad_norm()

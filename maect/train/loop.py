@@ -24,6 +24,8 @@ from maect.train.objectives import Views
 from maect.train.parameters import schedule, warmup_steps
 from maect.train.stages import saved_buffers
 from maect.train.state import Saver, snapshot
+from maect.train.usage import usage
+from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
 
 GUARD_INTERVAL = 10
 """Steps between two looks at the embedding's spread."""
@@ -52,6 +54,7 @@ class Loop:
     metrics: Metrics | None
     save_seconds: float
     record: dict[str, Any]
+    watchdog: Watchdog
 
     def run(self, batches: Iterator[Batch]) -> bool:
         """Train until the last step, or until a rank was told to stop.
@@ -63,21 +66,29 @@ class Loop:
             UserError: the loss is no longer a finite number.
         """
         self._views = self.stage.view_settings()
-        self._saved_at, self._began = time.monotonic(), time.monotonic()
+        self._saved_at = self._began = self._stepped_at = self._logged_at = time.monotonic()
+        self._logged = self.step
         self._spent = self.metrics.device_seconds if self.metrics else 0.0
+        head = getattr(self.engine.module, "head", None)
+        self._changing = [] if head is None else list(head.buffers())
+        self._before = [buffer.clone() for buffer in self._changing]
+        self.watchdog.at(READING, self.step + 1)
         for batch in batches:
+            self.watchdog.at(COMPUTING, self.step + 1)
             go_on, save_now = self._update(batch)
             if save_now and self.step < self.steps and go_on:
                 self.save()
             if not go_on:
                 break
+            self.watchdog.at(READING, self.step + 1)
         self.save(wait=True)
         return self.step >= self.steps
 
     def _update(self, batch: Batch) -> tuple[bool, bool]:
         """One step; returns whether to go on, and whether a state is due."""
-        start = time.monotonic()
         parts: dict[str, Tensor] = {}
+        for before, buffer in zip(self._before, self._changing, strict=True):
+            before.copy_(buffer)
         losses = torch.zeros((), dtype=torch.float64, device=self.device)
         pieces = self.stage.accumulation
         for number in range(pieces):
@@ -88,12 +99,13 @@ class Loop:
                 parts[name] = parts.get(name, 0) + value / pieces
             if number < pieces - 1:
                 self.engine.step(0.0)
-        due = self.context.rank == 0 and start - self._saved_at > self.save_seconds
+        due = self.context.rank == 0 and time.monotonic() - self._saved_at > self.save_seconds
         flags = [self.context.stop_requested(), due, self.saver.error is not None]
         total = summed([losses, *parts.values(), *map(float, flags)], self.device)
         values = [value / self.context.world_size for value in total[: 1 + len(parts)]]
         if not math.isfinite(values[0]):
             self._not_finite("loss", values[0])
+        self.watchdog.at(UPDATING, self.step + 1)
         rate = schedule(self.step, self.steps, warmup_steps(self.stage, self.steps))
         norm, _ = self.engine.step(rate)
         if not math.isfinite(norm):
@@ -103,7 +115,7 @@ class Loop:
         named = dict(zip(["loss", *parts], values, strict=True))
         if self.step % GUARD_INTERVAL == 0:
             named |= self._check_spread()
-        self._log(named, norm, time.monotonic() - start)
+        self._log(named, norm)
         stop, save, failed = (value > 0 for value in total[1 + len(parts) :])
         if failed:
             self.saver.error = None
@@ -138,9 +150,12 @@ class Loop:
         if isinstance(self.stage, Tune):
             update_ema(self.engine.fragments, self.stage.encoder_ema)
 
-    def _log(self, values: dict[str, float], norm: float, seconds: float) -> None:
-        done = self.step * self.stage.batch_size
-        speed = self.stage.batch_size / max(seconds, 1e-9)
+    def _log(self, values: dict[str, float], norm: float) -> None:
+        now, size = time.monotonic(), self.stage.batch_size
+        done = self.step * size
+        # From step to step: a loader that is too slow shows.
+        speed = size / max(now - self._stepped_at, 1e-9)
+        self._stepped_at = now
         self.context.report(
             {
                 "epoch": min(done // self.samples + 1, self.stage.epochs),
@@ -156,7 +171,10 @@ class Loop:
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.samples, "lr": high, "lr_lowest": low, "grad_norm": norm}
-        timing = {"images_per_second": speed, "device_seconds": self.device_seconds()}
+        mean_speed = (self.step - self._logged) * size / max(now - self._logged_at, 1e-9)
+        self._logged, self._logged_at = self.step, now
+        timing = {"images_per_second": mean_speed, "device_seconds": self.device_seconds()}
+        timing |= usage(self.stage, self.encoder, mean_speed, self.context.world_size, self.device)
         self.metrics.log(self.step, values | more, timing)
 
     def device_seconds(self) -> float:
@@ -170,6 +188,7 @@ class Loop:
         Raises:
             UserError: it was to be waited for, and failed.
         """
+        self.watchdog.at(SAVING, self.step + 1)
         if self.metrics is not None:
             self.metrics.sync()
         buffers = saved_buffers(self.engine.module) if self.context.rank == 0 else {}
@@ -196,7 +215,9 @@ class Loop:
         return spread
 
     def _not_finite(self, what: str, value: float) -> None:
-        """Stop before the weights are spoilt."""
+        """Stop before the weights are spoilt; the forward pass has already changed the queue."""
+        for before, buffer in zip(self._before, self._changing, strict=True):
+            buffer.copy_(before)
         self.save(wait=True)
         raise UserError(
             f"{what} {value} in step {self.step + 1}: the state before it is saved; "

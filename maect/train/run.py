@@ -22,6 +22,7 @@ from maect.train.parameters import parameter_groups, total_steps
 from maect.train.record import claim, fingerprint, is_finished, origin
 from maect.train.stages import build_objective, export, restore_module
 from maect.train.state import Saver, StateReader, damage, read_record, remove_incomplete, saved
+from maect.train.watchdog import Watchdog
 
 STAGES: dict[str, type[Stage]] = {"pretrain": Pretrain, "head": Head, "tune": Tune}
 Verdict = Literal["done", "requeue", "stopped"]
@@ -97,9 +98,10 @@ def train(
 
     metrics = Metrics(folder, step) if context.rank == 0 else None
     saver = Saver(folder, context.rank, context.world_size)
+    watchdog = Watchdog(folder, context)
     loop = Loop(
         context, engine, recipe, shape, seed, device, step, steps, index.n, saver, metrics,
-        60 * save_every_minutes, {"fingerprint": identity},
+        60 * save_every_minutes, {"fingerprint": identity}, watchdog,
     )  # fmt: skip
     try:
         if step < steps:
@@ -118,6 +120,7 @@ def train(
             if not loop.run(islice(batches, steps - step)):
                 return "requeue"
     finally:
+        watchdog.close()
         saver.wait()
         if metrics is not None:
             metrics.close()

@@ -29,6 +29,8 @@ class Place:
     kill_at: int | None = None
     cpus: int = 1
     step: int = 0
+    freeze_at: int | None = None
+    results: object = None
 
     def stop_requested(self):
         return self.stop_at is not None and self.step + 1 >= self.stop_at
@@ -37,6 +39,12 @@ class Place:
         self.step = progress["step"]
         if self.kill_at is not None and self.step >= self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.freeze_at is not None and self.rank == 1 and self.step >= self.freeze_at:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def fail(self, error):
+        self.results.put((self.rank, f"{type(error).__name__}: {error}"))
+        os._exit(1)
 
 
 def _rank(rank, world_size, port, jobs, results, options):
@@ -52,6 +60,9 @@ def _rank(rank, world_size, port, jobs, results, options):
     if limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if "stall_seconds" in options:
+        os.environ["MAECT_STALL_SECONDS"] = str(options.pop("stall_seconds"))
+    options["results"] = results
     from maect.train.run import train
 
     try:

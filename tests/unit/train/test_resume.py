@@ -1,14 +1,18 @@
 """A run that is stopped, killed or damaged ends with the bits of one that was not."""
 
 import json
-import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import losses, metrics
+import torch
+from conftest import ENCODER, losses, metrics
 from ranks import Ranks, run
+from safetensors.torch import load_file
+
+from maect.recipes import Pretrain
+from maect.train.stages import build_objective
 
 ALWAYS = {"save_every_minutes": 0.0}
 
@@ -183,10 +187,38 @@ def test_refusals(job, tmp_path):
     assert "has width 16, this run has 32" in run(1, wider, log=log)
 
 
-def test_not_a_number_stops_the_run_with_a_saved_state(job, tmp_path):
+def saved_tensors(folder, step):
+    files = sorted(Path(folder).glob(f"state/step-{step:09d}/*.safetensors"))
+    return [load_file(file) for file in files]
+
+
+def test_not_a_number_stops_the_run_and_spoils_no_state(job, tmp_path, start):
     log = tmp_path / "log"
-    spoilt = job("spoilt", "mae", base_lr=1e30)
+    wild = {"base_lr": 1e30, "head": {"head_lr": 1e30}}
+    spoilt, sound = (job(name, "ct_min", "head", **wild) for name in ("spoilt", "sound"))
     message = run(2, spoilt, log=log)
     assert "UserError" in message and "in step 2" in message
     assert steps_saved(spoilt["folder"]) == [1]
-    shutil.rmtree(spoilt["folder"])
+    assert run(2, sound, log=log, stop_at=1) == ["requeue"]
+    # Not even the queue and the statistics, which the forward pass of step 2 changed.
+    for ours, theirs in zip(*(saved_tensors(j["folder"], 1) for j in (spoilt, sound)), strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_infinite_gradient_is_not_stepped_with(job, tmp_path, zero):
+    # 1e37 times the loss is still a float32; the norm of its gradient is not.
+    steep = {"contrastive": "combined", "contrastive_weight": 1e37, "head": {}, "zero_stage": zero}
+    value = job("steep", "mae", **steep)
+    message = run(2, value, log=tmp_path / "log")
+    assert "gradient norm" in message and "in step 1" in message
+    stage, shape = (Pretrain.model_validate(value["settings"]), ENCODER)
+    initial = build_objective(stage, shape, value["seed"], None).state_dict()
+    for tensors in saved_tensors(value["folder"], 0):
+        for key, found in tensors.items():
+            kind, offset, name = key.split("|")
+            if kind == "param":
+                begin = int(offset)
+                expected = initial[name].flatten()[begin : begin + found.numel()]
+                assert torch.equal(found, expected), name

@@ -1,0 +1,144 @@
+"""Ends a step that does not end, and names the rank that the others wait for.
+
+A collective waits for its last rank without saying which one that is. Therefore every rank notes
+where it is, and a thread of it writes that down now and then with a number that shows it is alive.
+A rank that has waited for too long looks at what the others wrote.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from maect.train.distributed import Context
+
+LIMIT = 300.0  # seconds in one place
+LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
+STEPS = 5  # and so many times the longest step so far, where steps take minutes
+READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
+ORDER = (READING, COMPUTING, UPDATING)
+SAVING, EVALUATING = "saving the state before", "evaluating before"
+"""A rank may be in one of these two for as long as it lives."""
+
+
+class StalledError(RuntimeError):
+    """A rank is missing; another attempt from the last state may succeed."""
+
+
+class Watchdog:
+    """Watches the steps of this rank; `at` notes each place that it comes to.
+
+    The first step, with its compilation and set-up, may take as long as it likes: there only a rank
+    that gives no sign of life is missed. A process that was itself suspended counts anew.
+    """
+
+    def __init__(self, folder: Path, context: Context) -> None:
+        self.context, self.folder = context, folder / "heartbeats"
+        self.limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT))
+        self._tick = min(30.0, self.limit / 10)
+        self._place = (0, READING, time.monotonic())
+        self._resumed = float("-inf")
+        self._began: float | None = None
+        self._longest: float | None = None
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._number = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="maect-watchdog")
+        if context.world_size > 1:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write()
+            self._thread.start()
+
+    def at(self, place: str, step: int) -> None:
+        """Note where this rank is now; `step` counts from 1. Cheap."""
+        now = time.monotonic()
+        if place == READING:
+            if self._began is not None:
+                self._longest = max(self._longest or 0.0, now - self._began)
+            self._began = now
+        self._place = (step, place, now)
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            self._file(self.context.rank).unlink(missing_ok=True)
+            with suppress(OSError):
+                self.folder.rmdir()  # by the last one to leave
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._closed.wait(self._tick):
+            now = time.monotonic()
+            if now - last > 3 * self._tick + 1:  # suspended, and perhaps the others with us
+                self._resumed = now
+            last = now
+            self._write()
+            fault = self._fault()
+            if fault:
+                faulthandler.dump_traceback()
+                self.context.fail(StalledError(fault))
+
+    def _write(self) -> None:
+        """Tell the others; without fsync, since it is only ever a hint."""
+        self._number += 1
+        step, place, since = self._place
+        value = {
+            "number": self._number, "step": step, "place": place,
+            "seconds": time.monotonic() - max(since, self._resumed),
+            "who": f"rank {self.context.rank} ({socket.gethostname()}, process {os.getpid()})",
+        }  # fmt: skip
+        file = self._file(self.context.rank)
+        with suppress(OSError):  # a full disk must not end the training
+            file.with_suffix(".tmp").write_text(json.dumps(value), encoding="utf-8")
+            file.with_suffix(".tmp").replace(file)
+
+    def _fault(self) -> str | None:
+        """Whom this rank has waited for in vain, if it has."""
+        now, (step, place, since) = time.monotonic(), self._place
+        waited = now - max(since, self._resumed)
+        limit = max(self.limit, STEPS * (self._longest or 0.0))
+        if waited < limit / 2 or place not in ORDER:
+            self._seen.clear()
+            return None
+        others = self._others(now)
+        if waited < limit:
+            return None
+        waits = f"this rank waits for it, {place} step {step}"
+        for rank, value in others.items():
+            silent = now - self._seen[rank][1]
+            if silent >= limit / 2:
+                who = value.get("who", f"rank {rank}")
+                return f"{who} has given no sign of life for {silent:.0f} s; {waits}"
+        if self._longest is None or any(v.get("place") not in ORDER for v in others.values()):
+            return None
+        for value in others.values():
+            behind = (value["step"], ORDER.index(value["place"])) < (step, ORDER.index(place))
+            if behind and value["seconds"] >= limit / 2:
+                where = f"{value['place']} step {value['step']} for {value['seconds']:.0f} s"
+                return f"{value['who']} has been {where}; {waits}"
+        if waited < 2 * limit:
+            return None
+        return f"all ranks have been {place} step {step} for {waited:.0f} s: a device may hang"
+
+    def _others(self, now: float) -> dict[int, dict[str, Any]]:
+        """What the other ranks wrote last; `_seen` has when each number was new to us."""
+        found = {}
+        for rank in set(range(self.context.world_size)) - {self.context.rank}:
+            try:
+                value = json.loads(self._file(rank).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                value = {"number": 0}
+            if rank not in self._seen or self._seen[rank][0] != value["number"]:
+                self._seen[rank] = (value["number"], now)
+            found[rank] = value
+        return found
+
+    def _file(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank:04d}.json"

@@ -1,0 +1,81 @@
+"""A rank that is missing from a collective is named, and nobody who is only slow."""
+
+from pathlib import Path
+
+import pytest
+from ranks import run
+from test_resume import identical
+
+from maect.train.watchdog import (
+    COMPUTING,
+    EVALUATING,
+    READING,
+    SAVING,
+    UPDATING,
+    StalledError,
+    Watchdog,
+)
+
+
+def test_a_frozen_rank_is_named_and_the_run_goes_on_from_its_state(job, tmp_path):
+    log = tmp_path / "log"
+    whole, stalled = job("whole", "mae"), job("stalled", "mae") | {"save_every_minutes": 0.0}
+    assert run(2, whole, log=log) == ["done"]
+    said = run(2, stalled, log=log, freeze_at=4, stall_seconds=4)
+    assert said.startswith("StalledError: rank 1 (")
+    assert "no sign of life" in said and "waits for it" in said and "step 5" in said
+    assert "most recent call first" in log.read_text()  # where this rank stood
+    assert run(2, stalled, log=log) == ["done"]
+    identical(whole["folder"], stalled["folder"])
+    assert not (Path(stalled["folder"]) / "heartbeats").exists()
+
+
+class Rank:
+    """A context whose `fail` only notes what it is told."""
+
+    def __init__(self, rank):
+        self.rank, self.world_size, self.said = rank, 2, []
+
+    def fail(self, error):
+        assert isinstance(error, StalledError)
+        self.said.append(str(error))
+
+
+@pytest.fixture
+def pair(tmp_path, monkeypatch):
+    """Two ranks that have done one step, and what each of them says within a while."""
+    monkeypatch.setenv("MAECT_STALL_SECONDS", "1")
+    ranks = [Rank(0), Rank(1)]
+    dogs = [Watchdog(tmp_path, rank) for rank in ranks]
+
+    def said(first, second, seconds=1.5, first_step=False):
+        for dog, place in zip(dogs, (first, second), strict=True):
+            for step in () if first_step else (1, 2):
+                dog.at(READING, step)
+            dog.at(place, 2)
+        dogs[0]._closed.wait(seconds)
+        return [rank.said for rank in ranks]
+
+    yield said
+    for dog in dogs:
+        dog.close()
+
+
+def test_the_rank_that_is_behind_is_named(pair):
+    first, second = pair(COMPUTING, READING)
+    assert first[0].startswith("rank 1 (") and "has been reading the batch of step 2" in first[0]
+    assert not second
+
+
+@pytest.mark.parametrize("other", [SAVING, EVALUATING])
+def test_a_long_save_or_evaluation_is_no_stall(pair, other):
+    assert pair(UPDATING, other) == [[], []]
+
+
+def test_the_first_step_may_take_long(pair):
+    assert pair(COMPUTING, READING, first_step=True) == [[], []]
+
+
+def test_nobody_is_accused_when_all_are_in_the_same_place(pair):
+    first, second = pair(COMPUTING, COMPUTING, seconds=2.8)
+    assert all("all ranks have been computing step 2" in words[0] for words in (first, second))
