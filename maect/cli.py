@@ -142,6 +142,8 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("out", type=Path, nargs="+")
         sub.add_argument("--evaluations", type=Path, required=True)
         sub.add_argument("--row", action="append", default=[], metavar="ARCH:METHOD:RUN[,RUN]")
+        if name == "figure":
+            sub.add_argument("--classes", type=Path, help="index.json that names the classes")
 
     claims = command("claims", commands.claims, "Hold the paper's statements against the tables.")
     claims.add_argument("out", type=Path, nargs="+", help="claims.csv, claims.html")

@@ -270,13 +270,15 @@ def table(options: argparse.Namespace) -> None:
 def figure(options: argparse.Namespace) -> None:
     """`maect figure`: PDF and PNG."""
     from maect.report import figures
+    from maect.report.class_names import class_titles
     from maect.report.tables import Row
 
     out = {path.suffix: path for path in options.out}
     if set(out) != {".pdf", ".png"}:
         raise UserError(f"figure {options.name}: is drawn to one .pdf and one .png")
     rows = [Row.parse(text) for text in options.row]
-    figures.draw(options.name, rows, options.evaluations, out[".pdf"], out[".png"])
+    names = class_titles(read_json(options.classes)["class_names"]) if options.classes else None
+    figures.draw(options.name, rows, options.evaluations, out[".pdf"], out[".png"], names)
 
 
 def claims(options: argparse.Namespace) -> None:

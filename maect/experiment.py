@@ -5,11 +5,10 @@ gives a run for every combination. The `from` links are the edges of the pipelin
 """
 
 import difflib
-import fnmatch
 import itertools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -29,6 +28,7 @@ from maect.experiment_file import (
     flatten,
     yaml_scalar,
 )
+from maect.experiment_rows import CHANGES, REPLACED, Line, check_names, lines, matching, restricted
 from maect.recipes import (
     Encoder,
     Protocol,
@@ -94,21 +94,22 @@ class Experiment:
         new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
         self.evaluation_names = tuple(dict.fromkeys([*evaluation_names(), *new]))
         self._check_names("protocols", spec.protocols, self.evaluation_names)
-        self._check_names("tables", spec.tables, TABLES)
-        self._check_names("figures", spec.figures, FIGURES)
         self.evaluations = tuple(dict.fromkeys(self._evaluations()))
         for evaluated, name in self.evaluations:
             self._check_evaluation(evaluated, name)
+        self._check_names("tables", spec.tables, TABLES)
+        self._check_names("figures", spec.figures, FIGURES)
+        self._rows = {
+            name: lines(f"{file}: {kind}: {name}", rows, self.runs, self.evaluated)
+            for kind in ("tables", "figures")
+            for name, rows in getattr(spec, kind).items()
+        }
 
     def _error(self, message: str) -> UserError:
         return UserError(f"{self.file}: {message}")
 
     def _check_names(self, what: str, names: Any, known: Any) -> None:
-        for name in names:
-            if name not in known:
-                near = difflib.get_close_matches(name, list(known), n=1)
-                cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise self._error(f"{what}: unknown {name!r}; {cure}")
+        check_names(f"{self.file}: {what}", names, known)
 
     def _expand(self) -> dict[str, Run]:
         runs: dict[str, Run] = {}
@@ -223,11 +224,10 @@ class Experiment:
         self._check_names(f"protocols: {name}: splits", wanted, splits)
 
     def _evaluations(self) -> Iterator[tuple[str, str]]:
-        names = {run.name: re.sub(r"-s\d+$", "", run.name) for run in self.runs.values()}
         for entry in self.spec.evaluate:
             self._check_names("evaluate: protocols", entry.protocols, self.evaluation_names)
             for pattern in entry.runs:
-                found = [n for n, base in names.items() if fnmatch.fnmatchcase(base, pattern)]
+                found = matching(pattern, self.runs)
                 if not found:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
                 yield from itertools.product(found, entry.protocols)
@@ -258,13 +258,19 @@ class Experiment:
             return self.root / "images" / dataset / split
         return Path(os.path.expandvars(images)).expanduser()
 
-    def rows(self) -> list[tuple[str, str, list[str]]]:
-        """Lines of a table: architecture, method and the runs (seeds) behind it."""
-        lines: dict[tuple[str, str], list[str]] = {}
-        for name in self.evaluated:
-            run = self.runs[name]
-            lines.setdefault((run.size, run.method), []).append(name)
-        return [(size, method, names) for (size, method), names in lines.items()]
+    def rows(self, name: str) -> list[Line]:
+        """Lines of a table or figure."""
+        return self._rows[name]
+
+    def behind(self, runs: Iterable[str]) -> list[str]:
+        """The runs and all that they start from, sorted."""
+        found: set[str] = set()
+        for run in runs:
+            name: str | None = run
+            while name is not None and name not in found:
+                found.add(name)
+                name = self.runs[name].source
+        return sorted(found)
 
     def missing_images(self) -> list[str]:
         """What a real run would not find: one sentence a split, empty if all is there."""
@@ -279,12 +285,12 @@ class Experiment:
         ]
 
 
-def load(name_or_path: str, seeds: int | None = None) -> Experiment:
+def load(name_or_path: str, **changes: Any) -> Experiment:
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
 
     Args:
         name_or_path: which.
-        seeds: train every run so often, in place of what the file says.
+        changes: what differs from the file, as `--config` gives it (`docs/experiments.md`).
 
     Raises:
         UserError: one message that names the file, the place and the cure.
@@ -303,10 +309,10 @@ def load(name_or_path: str, seeds: int | None = None) -> Experiment:
         raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: an experiment is a mapping of keys to values")
-    if seeds is not None:
-        values["seeds"] = seeds
+    check_names("--config", changes, CHANGES)
+    values |= {key: changes[key] for key in REPLACED if key in changes}
     try:
         spec = ExperimentSpec.model_validate(values)
     except ValidationError as error:
         raise one_line(error, str(path)) from None
-    return Experiment(path.stem, spec, path)
+    return Experiment(path.stem, restricted(spec, changes), path)

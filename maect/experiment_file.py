@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from maect.errors import UserError
 from maect.recipes import Settings
@@ -84,6 +84,10 @@ class Evaluations(Settings):
     protocols: list[str]
 
 
+# The lines of a table or figure: runs by name or pattern; METHOD: RUN gives the line another name.
+Rows = list[str | dict[str, str]]
+
+
 class ExperimentSpec(Settings):
     """The file as written."""
 
@@ -95,8 +99,18 @@ class ExperimentSpec(Settings):
     runs: dict[str, RunSpec]
     evaluate: list[Evaluations] = Field(default_factory=list)
     protocols: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    tables: list[str] = Field(default_factory=list)
-    figures: list[str] = Field(default_factory=list)
+    tables: dict[str, Rows] = Field(default_factory=dict)
+    figures: dict[str, Rows] = Field(default_factory=dict)
+
+    @field_validator("tables", "figures", mode="before")
+    @classmethod
+    def _rows(cls, value: Any) -> Any:
+        """A list of names, or a name without rows, means every evaluated run."""
+        if isinstance(value, list):
+            value = dict.fromkeys(value)
+        if isinstance(value, dict):
+            return {name: ["*"] if rows is None else rows for name, rows in value.items()}
+        return value
 
 
 def fill_values(value: Any, fill: Callable[[str], str]) -> str:

@@ -52,6 +52,10 @@ class Layout:
         """Every protocol the table reads, without repetition."""
         return tuple(dict.fromkeys([m.protocol for m in self.metrics] + [*self.protocols.values()]))
 
+    def needs_of(self, method: str) -> tuple[str, ...]:
+        """Every protocol that a row reads, without repetition."""
+        return tuple(dict.fromkeys(self.protocol(metric, method) for metric in self.metrics))
+
 
 LOW_SHOT = "low-shot evaluations"
 FEATURES = "feature evaluations"
@@ -278,7 +282,7 @@ def architecture_title(architecture: str) -> str:
     return ARCHITECTURES.get(architecture, architecture)
 
 
-# The evaluations a figure reads; beside them, some read the completion records of the runs.
+# The evaluations a figure reads.
 FIGURE_NEEDS: dict[str, tuple[str, ...]] = {
     "gpu_hours": ("linear_probe",),
     "label_efficiency": ("low_shot", "fine_tune_1pct", "fine_tune_10pct", "fine_tune"),
@@ -291,3 +295,12 @@ FIGURE_NEEDS: dict[str, tuple[str, ...]] = {
     "training_curves": (),
     "pipeline": (),
 }
+# Beside them, these read the records of all runs behind their rows; those, the names of classes.
+FIGURE_RECORDS = ("gpu_hours", "training_curves", "pipeline")
+FIGURE_CLASSES = (
+    "umap",
+    "cluster_formation",
+    "confusion",
+    "cluster_retrieval",
+    "neighbor_retrieval",
+)

@@ -1,5 +1,6 @@
 """The experiment file: expansion, links, and one clear message for each mistake."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,12 +42,13 @@ def write(folder: Path, **changes: Any) -> str:
 
 
 def test_expansion_and_links(tmp_path: Path) -> None:
-    experiment = load(write(tmp_path, seeds=2))
+    experiment = load(write(tmp_path, seeds=2, tables=["low_shot"]))
     assert len(experiment.runs) == 10
     assert experiment.runs["ct_aug_tiny-s1"].source == "head_aug_tiny-s1"
     assert experiment.runs["head_min_tiny"].source == "mae_tiny"
     assert experiment.runs["ct_min_tiny"].method == "ct_min"
-    assert experiment.rows()[1] == ("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"])
+    assert experiment.rows("low_shot")[1] == ("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"])
+    assert experiment.behind(["ct_min_tiny"]) == ["ct_min_tiny", "head_min_tiny", "mae_tiny"]
     assert ("mae_tiny-s1", "knn") in experiment.evaluations
     assert not experiment.runs["mae_tiny"].leaves_head
 
@@ -200,3 +202,54 @@ def test_a_wrong_variant_is_named(tmp_path: Path, protocols: dict, words: str) -
     asked = [{"runs": ["mae_tiny"], "protocols": list(protocols)}]
     with pytest.raises(UserError, match=words):
         load(write(tmp_path, protocols=protocols, evaluate=asked))
+
+
+def test_rows_in_their_order_and_under_other_names(tmp_path: Path) -> None:
+    rows = ["ct_*", {"trainable_3": "ct_min_tiny", "start": "mae_*"}]
+    shown = load(write(tmp_path, seeds=2, tables={"sensitivity": rows, "low_shot": None}))
+    assert shown.rows("sensitivity") == [
+        ("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"]),
+        ("tiny", "ct_aug", ["ct_aug_tiny", "ct_aug_tiny-s1"]),
+        ("tiny", "trainable_3", ["ct_min_tiny", "ct_min_tiny-s1"]),
+        ("tiny", "start", ["mae_tiny", "mae_tiny-s1"]),
+    ]
+    assert [method for _, method, _ in shown.rows("low_shot")] == ["mae", "ct_min", "ct_aug"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (["ct_mni_*"], "tables: low_shot: no evaluated run is named 'ct_mni_*'"),
+        (["head_*"], "no evaluated run is named 'head_*'"),
+        ([{"ct": "ct_*"}], "ct_min_tiny and ct_aug_tiny are both tiny ct; give one another name"),
+    ],
+)
+def test_wrong_rows_are_named(tmp_path: Path, rows: list, words: str) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        load(write(tmp_path, tables={"low_shot": rows}))
+
+
+def test_config_asks_for_less(tmp_path: Path) -> None:
+    file = write(tmp_path, tables=["low_shot", "extended"], figures=["umap", "pipeline"])
+    less = load(file, tables="extended", figures=["pipeline"], protocols="knn", seeds=3)
+    assert list(less.spec.tables) == ["extended"] and list(less.spec.figures) == ["pipeline"]
+    assert set(less.evaluations) == {
+        (f"{run}{seed}", "knn")
+        for run in ("mae_tiny", "ct_min_tiny", "ct_aug_tiny")
+        for seed in ("", "-s1", "-s2")
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"table": "low_shot"}, "--config: unknown 'table'; did you mean 'tables'?"),
+        ({"tables": "lowshot"}, "--config tables: unknown 'lowshot'; did you mean 'low_shot'?"),
+        ({"protocols": "umap"}, "--config protocols: unknown 'umap'; known: knn, linear_probe"),
+        ({"seeds": 0}, "seeds"),
+    ],
+)
+def test_a_wrong_config_is_named(tmp_path: Path, change: dict, words: str) -> None:
+    file = write(tmp_path, tables=["low_shot", "extended"])
+    with pytest.raises(UserError, match=re.escape(words)):
+        load(file, **change)

@@ -1,3 +1,4 @@
+import itertools
 import re
 import sys
 from contextlib import ExitStack
@@ -6,7 +7,13 @@ from pathlib import Path
 from maect import experiment as experiments
 from maect.errors import UserError
 from maect.launch.owner import own
-from maect.report.layouts import FIGURE_NEEDS, LAYOUTS
+from maect.report.layouts import (
+    FIGURE_CLASSES,
+    FIGURE_NEEDS,
+    FIGURE_RECORDS,
+    UNPRINTED,
+    layout,
+)
 
 # Held while this Snakemake runs: a second one on the same results folder is refused.
 ownership = ExitStack()
@@ -25,9 +32,8 @@ def stop(message):
 
 
 try:
-    experiment = experiments.load(
-        config.get("experiment", "paper"), config.get("seeds")
-    )
+    changes = {key: value for key, value in config.items() if key != "experiment"}
+    experiment = experiments.load(config.get("experiment", "paper"), **changes)
 except UserError as error:
     stop(error)
 
@@ -37,6 +43,7 @@ EVALUATION = f"{ROOT}/evaluations/{{run}}"
 LOGS = f"{ROOT}/logs"
 BENCHMARKS = f"{ROOT}/benchmarks"
 DATASET = experiment.default_dataset
+ASKED = set(experiment.evaluations)
 
 # Where and how a command runs: defaults for one machine, set by the profile with `set-resources`.
 # Read in the shell command, not in `params`, so that changing them re-runs nothing.
@@ -160,22 +167,51 @@ def shards_of(split):
     return lambda w: shard_index(DATASET, getattr(settings_of(w), split))
 
 
-def run_records():
-    """Completion records of the evaluated runs and of all that they start from."""
-    names = set()
-    for name in experiment.evaluated:
-        while name is not None and name not in names:
-            names.add(name)
-            name = experiment.runs[name].source
-    return [f"{ROOT}/runs/{name}/run.json" for name in sorted(names)]
+def run_records(names):
+    """Completion records of runs and of all that they start from."""
+    return [f"{ROOT}/runs/{name}/run.json" for name in experiment.behind(names)]
 
 
-def table_rows():
-    """The lines of a table as arguments: ARCHITECTURE:METHOD:RUN[,RUN]."""
-    rows = [
-        f"{size}:{method}:{','.join(runs)}" for size, method, runs in experiment.rows()
+def runs_in(*shown):
+    """The runs in the lines of tables and figures."""
+    return [
+        run for name in shown for _, _, runs in experiment.rows(name) for run in runs
     ]
+
+
+def results_in(shown, needs):
+    """Result files that a table or figure shows, of those that the experiment asks for.
+
+    `needs` gives the evaluations of a line by its method.
+    """
+    return [
+        f"{ROOT}/evaluations/{run}/{name}.json"
+        for _, method, runs in experiment.rows(shown)
+        for run in runs
+        for name in needs(method)
+        if (run, name) in ASKED
+    ]
+
+
+def rows_of(*shown):
+    """The lines of tables and figures as arguments: ARCHITECTURE:METHOD:RUN[,RUN]."""
+    rows = dict.fromkeys(
+        f"{size}:{method}:{','.join(runs)}"
+        for name in shown
+        for size, method, runs in experiment.rows(name)
+    )
     return [part for row in rows for part in ("--row", row)]
+
+
+def classes_of(figure):
+    """Where the names of the classes stand that a figure shows, as an argument's input."""
+    for _, _, runs in experiment.rows(figure):
+        for run, name in itertools.product(runs, FIGURE_NEEDS[figure]):
+            if figure in FIGURE_CLASSES and (run, name) in ASKED:
+                return shard_index(
+                    DATASET, experiment.evaluation(run, name)[1].test_split
+                )
+    return []
 
 
 wildcard_constraints:

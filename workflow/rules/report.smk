@@ -1,6 +1,13 @@
+# Claims also read, as tables, what the paper shows as figures only.
+TABLES = [
+    *experiment.spec.tables,
+    *(n for n in UNPRINTED if n in experiment.spec.figures),
+]
+
+
 rule table:
     input:
-        lambda w: results_of(experiment.runs, LAYOUTS[w.table].needs),
+        lambda w: results_in(w.table, layout(w.table).needs_of),
     output:
         f"{ROOT}/tables/{{table}}.csv",
         f"{ROOT}/tables/{{table}}.md",
@@ -16,12 +23,12 @@ rule table:
     benchmark:
         f"{BENCHMARKS}/tables/{{table}}.tsv"
     wildcard_constraints:
-        table=one_of(LAYOUTS),
+        table=one_of(TABLES),
     localrule: True
     conda:
         ENVIRONMENT
     params:
-        rows=table_rows(),
+        rows=lambda w: rows_of(w.table),
         evaluations=f"{ROOT}/evaluations",
     message:
         "Table {wildcards.table}"
@@ -32,8 +39,9 @@ rule table:
 
 rule figure:
     input:
-        lambda w: results_of(experiment.runs, FIGURE_NEEDS[w.figure]),
-        lambda w: run_records(),
+        lambda w: results_in(w.figure, lambda method: FIGURE_NEEDS[w.figure]),
+        lambda w: run_records(runs_in(w.figure) if w.figure in FIGURE_RECORDS else []),
+        classes=lambda w: classes_of(w.figure),
     output:
         f"{ROOT}/figures/{{figure}}.pdf",
         report(
@@ -47,24 +55,27 @@ rule figure:
     benchmark:
         f"{BENCHMARKS}/figures/{{figure}}.tsv"
     wildcard_constraints:
-        figure=one_of(FIGURE_NEEDS),
+        figure=one_of(experiment.spec.figures),
     localrule: True
     conda:
         ENVIRONMENT
     params:
-        rows=table_rows(),
+        rows=lambda w: rows_of(w.figure),
         evaluations=f"{ROOT}/evaluations",
+        classes=lambda w, input: [
+            f"--classes={path}" for path in [input.classes] if path
+        ],
     message:
         "Figure {wildcards.figure}"
     shell:
         "maect figure {wildcards.figure} {output} --evaluations {params.evaluations}"
-        " {params.rows:q} 2> {log}"
+        " {params.classes:q} {params.rows:q} 2> {log}"
 
 
 rule claims:
     input:
-        records=run_records(),
-        tables=expand(f"{ROOT}/tables/{{table}}.csv", table=experiment.spec.tables),
+        records=run_records(runs_in(*TABLES)),
+        tables=expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
     output:
         f"{ROOT}/claims.csv",
         report(
@@ -81,8 +92,8 @@ rule claims:
     conda:
         ENVIRONMENT
     params:
-        rows=table_rows(),
-        runs=lambda w, input: Path(input.records[0]).parents[1],
+        rows=rows_of(*TABLES),
+        runs=f"{ROOT}/runs",
     message:
         "Claims"
     shell:

@@ -7,6 +7,7 @@ import pytest
 from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
+from maect.report.class_names import class_titles
 from maect.report.layouts import LAYOUTS
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
@@ -33,3 +34,8 @@ def test_figures_claims_and_the_workflow_have_one():
         assert "<p>" in rendered("figure.rst", figure=figure)
     assert "Contrastive Tuning" in rendered("workflow.rst")
     assert "not measured" in rendered("claims.rst")
+
+
+def test_classes_are_printed_as_a_reader_knows_them():
+    assert class_titles(["n02085936", "n02110958"]) == ["Maltese dog", "pug"]
+    assert class_titles(["0", "fire_truck"]) == ["0", "fire truck"]
