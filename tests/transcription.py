@@ -1,4 +1,4 @@
-"""Checks `maect/report/paper/*.csv` cell by cell against the tables in the paper's LaTeX source.
+"""Checks `maect/{report,recipes}/paper/*.csv` cell by cell against the paper's LaTeX tables.
 
     python tests/transcription.py mae_ct.tex
 
@@ -7,12 +7,14 @@ compared and exits with status 1 if any cell is different, missing or in excess.
 """
 
 import csv
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PAPER = Path(__file__).parents[1] / "maect" / "report" / "paper"
+SETTINGS = Path(__file__).parents[1] / "maect" / "recipes" / "paper"
 Cells = dict[tuple[str, str, str], str]
 Grid = list[list[str]]
 
@@ -266,10 +268,32 @@ READERS: dict[str, tuple[str, Callable[[Grid], Cells]]] = {
     "clustering_metrics_dogs_best": ("dogs15_best", clusters),
     "clustering_metrics_dogs_average": ("dogs15_mean", clusters),
 }
-HYPER_PARAMETERS = {
-    "hyperparams_tuning", "hyperparams_aug_tuning", "linear_probing_hyperparameters",
-    "lowshot_finetuning_hyperparameters",
-}  # fmt: skip
+HYPER_PARAMETERS = {"linear_probing_hyperparameters", "lowshot_finetuning_hyperparameters"}
+RECIPES = {"hyperparams_tuning": "ct_min", "hyperparams_aug_tuning": "ct_aug"}
+SYMBOLS = {r"\beta_": "β", r"\rightarrow": "→", r"\tau": "τ"}
+
+
+def settings(grid: Grid) -> Grid:
+    """A table of hyper-parameters: indented lines with the line that they belong to."""
+    rows, part = [["setting", *(cell.lower() for cell in grid[0][1:])]], ""
+    for name, *values in grid[1:]:
+        indented = name.startswith(r"\quad")
+        name = name.removeprefix(r"\quad").strip()
+        part = part if indented else name
+        if any(values):
+            wide = [value or values[0] for value in values]
+            rows.append([f"{part}: {name}" if indented else name, *wide])
+    for symbol, text in SYMBOLS.items():
+        rows = [[cell.replace(symbol, text) for cell in row] for row in rows]
+    return rows
+
+
+def compare_settings(name: str, printed: Grid) -> list[str]:
+    """Differences between a printed table of hyper-parameters and our transcription."""
+    with open(SETTINGS / f"{name}.csv", encoding="utf-8", newline="") as file:
+        ours = list(csv.reader(file))
+    pairs = itertools.zip_longest(printed, ours, fillvalue=[])
+    return [f"{name}: paper {theirs}, csv {row}" for theirs, row in pairs if theirs != row]
 
 
 def transcribed(name: str) -> Cells:
@@ -300,6 +324,14 @@ def main(path: str) -> int:
     print("| table | cells | differences |\n| --- | ---: | ---: |")
     for number, (label, grid) in enumerate(grids(Path(path).read_text(encoding="utf-8")), start=1):
         seen.add(label)
+        if label in RECIPES:
+            name, table = RECIPES[label], settings(grid)
+            found = compare_settings(name, table)
+            differences += found
+            cells = sum(len(row) - 1 for row in table[1:])
+            total += cells
+            print(f"| recipe {name} (table {number}) | {cells} | {len(found)} |")
+            continue
         if label in HYPER_PARAMETERS:
             continue
         name, read = READERS[label]
@@ -307,7 +339,7 @@ def main(path: str) -> int:
         differences += found
         total += len(transcribed(name))
         print(f"| {name} (table {number}) | {len(transcribed(name))} | {len(found)} |")
-    differences += [f"no table {label}" for label in (READERS.keys() | HYPER_PARAMETERS) - seen]
+    differences += [f"no table {label}" for label in {*READERS, *RECIPES, *HYPER_PARAMETERS} - seen]
     differences += [
         f"{file.name}: not a table of the paper"
         for file in PAPER.glob("*.csv")
