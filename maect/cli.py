@@ -116,6 +116,10 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--convert-world-size", action="store_true", help="resume on another number of ranks"
         )
+        sub.add_argument(
+            "--stage-to", metavar="DIR", help="copy the shards to this folder of each node first; "
+            "or the name of the node's environment variable that holds it (TMPDIR)",
+        )  # fmt: skip
         add_settings(sub)
 
     features = command("features", commands.features, "Extract an encoder's features.", launching)

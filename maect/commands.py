@@ -164,6 +164,7 @@ def train(options: argparse.Namespace) -> None:
         source=str(options.source.absolute()) if options.source else None,
         save_every_minutes=options.save_every_minutes,
         convert_world_size=options.convert_world_size,
+        stage_to=options.stage_to or None,
     )
 
 

@@ -4,61 +4,81 @@ import fcntl
 import hashlib
 import os
 import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from maect.data.index import open_index
+from maect.data.index import Index, open_index
 from maect.errors import UserError
-from maect.files import atomic_write
+from maect.files import atomic_write, write_json
+
+_COPIES_AT_ONCE = 4  # one stream alone does not fill a parallel file system
 
 
-def stage(directory: Path, storage: Path | None = None) -> Path:
+def stage(directory: Path, storage: str) -> Path:
     """A folder on node-local storage with the same split; every process of a node may call it.
 
     The first caller copies, the others wait; what is already there is not copied again.
 
     Args:
         directory: folder of a split's shards.
-        storage: node-local folder, `$TMPDIR` by default.
+        storage: node-local folder, or the name of this node's environment variable that holds it,
+            such as TMPDIR; variables and `~` in a folder are filled in here, on the node.
 
     Returns:
         The folder to open instead.
 
     Raises:
-        UserError: no storage, too little room, or a copy failed.
+        UserError: no such storage, too little room, or a copy failed.
     """
+    place = _folder(storage)
     index = open_index(directory)
-    if storage is None:
-        if "TMPDIR" not in os.environ:
-            raise UserError("staging: TMPDIR is not set; name the node's storage or do not stage")
-        storage = Path(os.environ["TMPDIR"])
-    name = hashlib.sha256(str(directory.resolve()).encode() + index.digest.encode()).hexdigest()
-    out = storage / f"maect-{name[:16]}" / "split"
-    out.mkdir(parents=True, exist_ok=True)
-    files = [directory / name for name in ("index.npy", "keys.txt")] + list(index.shards)
-    with open(out.parent / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [path for path in files if not _copied(path, out / path.name)]
-        needed = sum(path.stat().st_size for path in missing)
-        free = shutil.disk_usage(out).free
-        if needed > free:
-            raise UserError(f"{storage}: {needed >> 20} MiB to stage, {free >> 20} MiB free")
-        for path in missing:
-            with atomic_write(out / path.name) as temporary:
-                shutil.copyfile(path, temporary)
-        if not (out / "index.json").exists():
-            with atomic_write(out / "index.json") as temporary:
-                record = (directory / "index.json").read_text(encoding="utf-8")
-                temporary.write_text(_flat(record, index.record["shards"]), encoding="utf-8")
-    open_index(out)
+    identity = f"{directory.resolve()} {index.digest} {index.record['index_sha256']}"
+    out = place / f"maect-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    try:
+        out.mkdir(exist_ok=True)
+        with open(out / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _copy(index, out)
+    except OSError as error:
+        fault = f"{socket.gethostname()}: cannot stage {directory} to {out}: {error.strerror}"
+        raise UserError(f"{fault}; choose another --stage-to, or none") from None
     return out
 
 
-def _copied(source: Path, copy: Path) -> bool:
+def _folder(storage: str) -> Path:
+    """Where to, on this node."""
+    text = f"${storage}" if "/" not in storage and "$" not in storage else storage
+    filled = os.path.expanduser(os.path.expandvars(text))
+    if "$" in filled or not filled:
+        raise UserError(f"staging to {storage}: not set on {socket.gethostname()}")
+    if not os.path.isabs(filled) or not os.path.isdir(filled):
+        raise UserError(f"staging to {filled}: no such folder on {socket.gethostname()}")
+    return Path(filled)
+
+
+def _copy(index: Index, out: Path) -> None:
+    files = [index.directory / name for name in ("index.npy", "keys.txt")] + list(index.shards)
+    missing = [path for path in files if not _is_copied(path, out / path.name)]
+    needed = sum(path.stat().st_size for path in missing)
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise UserError(
+            f"{socket.gethostname()}: {index.directory} needs {needed >> 20} MiB more in {out}, "
+            f"where {free >> 20} MiB are free; choose another --stage-to, or none"
+        )
+
+    def copy(path: Path) -> None:
+        with atomic_write(out / path.name) as temporary:
+            shutil.copyfile(path, temporary)
+
+    with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
+        list(pool.map(copy, missing))
+    if missing or not (out / "index.json").exists():
+        # A view names shards in other folders; the copies lie side by side.
+        shards = [{**s, "file": Path(s["file"]).name} for s in index.record["shards"]]
+        write_json(out / "index.json", index.record | {"shards": shards})
+
+
+def _is_copied(source: Path, copy: Path) -> bool:
     return copy.exists() and copy.stat().st_size == source.stat().st_size
-
-
-def _flat(record: str, shards: list[dict[str, str]]) -> str:
-    """A view names shards in other folders; the copies lie side by side."""
-    for shard in shards:
-        record = record.replace(f'"{shard["file"]}"', f'"{Path(shard["file"]).name}"')
-    return record

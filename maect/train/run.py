@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from maect.data.index import open_index
 from maect.data.loader import train_batches
+from maect.data.staging import stage as stage_shards
 from maect.errors import UserError
 from maect.files import write_json
 from maect.recipes import Encoder, Head, Pretrain, Stage, Tune
@@ -40,6 +41,7 @@ def train(
     source: str | Path | None = None,
     save_every_minutes: float = 15.0,
     convert_world_size: bool = False,
+    stage_to: str | None = None,
 ) -> Verdict:
     """Run a stage, or go on with it; called on every rank.
 
@@ -54,6 +56,7 @@ def train(
         source: run folder to start from.
         save_every_minutes: how much work a kill may cost.
         convert_world_size: go on with a state that another number of ranks saved.
+        stage_to: node-local folder to read the shards from, copied there first.
 
     Returns:
         "done" once `run.json` is written; "requeue" if told to stop, with the state saved.
@@ -105,6 +108,8 @@ def train(
     )  # fmt: skip
     try:
         if step < steps:
+            if stage_to:
+                index = open_index(stage_shards(Path(shards), stage_to))
             batches = train_batches(
                 index,
                 global_batch=recipe.batch_size,

@@ -59,6 +59,7 @@ CLUSTER = dict(
     slurm_extra="",
     setup="",
     save_every_minutes=10,
+    stage_to="",
 )
 
 

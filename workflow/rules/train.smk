@@ -25,6 +25,7 @@ rule pretrain:
         on_devices(
             "maect pretrain $(dirname {output.record}) --shards {params.shards:q}"
             " {params.recipe:q} --save-every-minutes {resources.save_every_minutes}"
+            " --stage-to={resources.stage_to:q}"
         )
 
 
@@ -58,6 +59,7 @@ rule init_head:
         on_devices(
             "maect init-head $(dirname {output.record}) --shards {params.shards:q} --from {params.source:q}"
             " {params.recipe:q} --save-every-minutes {resources.save_every_minutes}"
+            " --stage-to={resources.stage_to:q}"
         )
 
 
@@ -91,6 +93,7 @@ rule tune:
         on_devices(
             "maect tune $(dirname {output.record}) --shards {params.shards:q} --from {params.source:q}"
             " {params.recipe:q} --save-every-minutes {resources.save_every_minutes}"
+            " --stage-to={resources.stage_to:q}"
         )
 
 

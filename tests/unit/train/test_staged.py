@@ -1,0 +1,41 @@
+"""A run that reads its images from node-local copies is the same run."""
+
+import json
+import shutil
+from pathlib import Path
+
+from conftest import metrics
+from ranks import run
+
+
+def test_staged_run_is_bit_identical(job, tmp_path, shards):
+    log = tmp_path / "log"
+    (tmp_path / "node").mkdir()
+    plain = job("plain", "mae")
+    moved = Path(shutil.copytree(shards, tmp_path / "shared" / "train"))
+    staged = job("staged", "mae") | {"shards": str(moved), "stage_to": str(tmp_path / "node")}
+    assert run(2, plain, log=log) == ["done"]
+    assert run(2, staged, log=log, stop_at=4) == ["requeue"]
+    (copy,) = (tmp_path / "node").iterdir()
+    # With its source's tars emptied, what goes on can only read the copies.
+    sizes = {tar: tar.stat().st_size for tar in moved.glob("*.tar")}
+    for tar, size in sizes.items():
+        tar.write_bytes(bytes(size))
+    assert run(2, staged, log=log) == ["done"]
+    assert list((tmp_path / "node").iterdir()) == [copy]
+    assert metrics(plain["folder"]) == metrics(staged["folder"])
+    folders = [Path(j["folder"]) for j in (plain, staged)]
+    weights, records = zip(
+        *(((f / "encoder.safetensors").read_bytes(), json.loads((f / "run.json").read_text()))
+          for f in folders), strict=True,
+    )  # fmt: skip
+    assert weights[0] == weights[1]
+    assert records[0]["fingerprint"] == records[1]["fingerprint"]
+    # Staged or not, a finished run is finished.
+    assert run(2, staged | {"stage_to": None}, log=log) == ["done"]
+
+
+def test_no_room_on_the_node_is_one_message(job, tmp_path):
+    staged = job("staged", "mae") | {"stage_to": "MAECT_NO_SUCH_VARIABLE"}
+    message = run(2, staged, log=tmp_path / "log")
+    assert message.startswith("UserError: staging to MAECT_NO_SUCH_VARIABLE: not set on ")
