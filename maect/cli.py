@@ -155,6 +155,9 @@ def build_parser() -> argparse.ArgumentParser:
     claims.add_argument("--runs", type=Path, required=True, help="folder of the runs, for the cost")
     claims.add_argument("--row", action="append", default=[], metavar="ARCH:METHOD:RUN[,RUN]")
 
+    status = command("status", commands.status, "Print what every run of an experiment is doing.")
+    status.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
+
     show = command("show", commands.show, "Print the tables of a results folder.")
     show.add_argument("root", type=Path, help="such as results/digits")
     return parser

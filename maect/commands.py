@@ -299,6 +299,17 @@ def claims(options: argparse.Namespace) -> None:
             raise UserError(f"{out}: claims are .csv or .html")
 
 
+def status(options: argparse.Namespace) -> None:
+    """`maect status`: every run, evaluation and cluster job of a results folder."""
+    from maect.status import status as lines_about
+
+    roots = options.root or sorted({path.parent for path in Path("results").glob("*/runs")})
+    if not roots:
+        raise UserError("results: no experiment has begun here; name its results folder")
+    for root in roots:
+        print(*lines_about(root), sep="\n")
+
+
 def show(options: argparse.Namespace) -> None:
     """`maect show`: the tables of a results folder, and where everything is."""
     from maect.report import render, tables

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "launch": EVERYONE,
     "train": EVERYONE | {"data", "models"},
     "evaluate": EVERYONE | {"train", "data", "models"},
+    "status": EVERYONE | {"experiment", "launch"},
     "report": EVERYONE | {"experiment", "experiment_file"},
 }
 

@@ -1,0 +1,18 @@
+"""`maect status` of a job that waits in SLURM's queue."""
+
+import pytest
+from launching import wait_for
+
+from maect.status import columns, look
+
+pytestmark = pytest.mark.cluster
+
+
+def test_waiting_with_slurms_reason(run):
+    run.resources["sbatch"] = ["begin=now+1hour"]
+    run.start()
+    wait_for(lambda: list(run.jobs().values()) == ["PENDING"])
+    wait_for(lambda: run.read("job.json").get("id"))
+    wait_for(lambda: look(run.folder, "count", False).state == "waiting")
+    table = "\n".join(columns([look(run.folder, "count", False)]))
+    assert f"slurm {run.read('job.json')['id']}" in table and "PENDING (BeginTime)" in table

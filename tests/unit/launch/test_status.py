@@ -1,0 +1,82 @@
+"""`maect status` on the folders of real jobs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from launching import ROOT, Run, finish, wait_for
+
+from maect.errors import UserError
+from maect.status import WIDTH, status
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "experiment" / "runs" / f"count{os.getpid()}-{time.monotonic_ns()}")
+    yield run
+    run.end()
+
+
+def line_of(run) -> str:
+    """The run's line and its note."""
+    lines = status(run.folder.parents[1])
+    assert all(len(line) <= WIDTH for line in lines)
+    place = next(i for i, line in enumerate(lines) if line.startswith("count"))
+    return "\n".join(lines[place:])
+
+
+def test_running_interrupted_failed_stopped(run):
+    launcher = run.start(steps=2000)
+    run.reaches(20)
+    words = line_of(run).split()
+    job = run.read("job.json")["id"]
+    assert words[2] == "running" and words[-2:] == ["local", job] and "0.5000" in words
+    assert any(word.count(":") == 2 for word in words), "no time left"
+    os.kill(launcher.pid, signal.SIGKILL)
+    launcher.wait()
+    left = run.processes()
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=5)
+    assert "interrupted" in line_of(run) and "died" in line_of(run)
+    finish(run.start(complain="the images are gone"))
+    assert "failed" in line_of(run) and "the images are gone" in line_of(run)
+    before = run.step()
+    launcher = run.start(steps=2000)
+    wait_for(lambda: run.step() > before)
+    launcher.send_signal(signal.SIGINT)
+    finish(launcher)
+    assert "stopped" in line_of(run)
+    (run.folder / "run.json").write_text(json.dumps({"stage": "tune", "images_per_second": 123.4}))
+    done = line_of(run)
+    assert "tune" in done and "done" in done and "##########" in done and " 123 " in done
+
+
+def test_runs_that_have_not_begun_and_evaluations(tmp_path):
+    root = tmp_path / "digits"  # the bundled experiment of this name
+    with pytest.raises(UserError, match="no runs there"):
+        status(tmp_path / "nothing")
+    (root / "evaluations" / "mae_tiny").mkdir(parents=True)
+    (root / "evaluations" / "mae_tiny" / "knn.json").write_text("{}")
+    lines = status(root)
+    assert "5 runs: 5 not started; 1 evaluations done" in lines[0]
+    assert any(line.split()[:3] == ["ct_min_tiny", "tune", "not"] for line in lines)
+
+
+def test_the_command_is_quick_and_needs_no_torch(run):
+    finish(run.start())
+    code = (
+        "import sys; from maect.cli import main; "
+        "status = main(['status', *sys.argv[1:]]); "
+        "sys.exit(status or 'torch' in sys.modules)"
+    )
+    root = str(run.folder.parents[1])
+    words = [sys.executable, "-c", code, root]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert run.folder.name[:12] in result.stdout
