@@ -9,6 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from maect.errors import UserError
 from maect.models.attention import use_attention
 from maect.models.positions import sincos_2d, with_cls
 from maect.recipes import Encoder
@@ -22,7 +23,7 @@ class VisionEncoder(VisionTransformer):
         checkpointing: recompute the trainable blocks in the backward pass instead of storing them.
     """
 
-    cls_token: nn.Parameter
+    cls_token: nn.Parameter | None
     pos_embed: Tensor  # type: ignore[assignment]
 
     def __init__(self, settings: Encoder) -> None:
@@ -33,18 +34,24 @@ class VisionEncoder(VisionTransformer):
             depth=settings.depth,
             num_heads=settings.heads,
             num_classes=0,
+            class_token=settings.class_token,
+            global_pool="token" if settings.class_token else "avg",
+            fc_norm=False,
         )
         self.settings = settings
         self.frozen_blocks = 0
         self.checkpointing = False
         del self.pos_embed  # learnt in timm, fixed here: a buffer is neither trained nor sharded
         grid = settings.image_size // settings.patch_size
-        self.register_buffer("pos_embed", with_cls(sincos_2d(settings.width, grid)))
+        positions = sincos_2d(settings.width, grid)
+        positions = with_cls(positions) if settings.class_token else positions[None]
+        self.register_buffer("pos_embed", positions)
         use_attention(self, "sdpa")
         initialize(self)
         patch = self.patch_embed.proj.weight
         nn.init.xavier_uniform_(patch.data.view(patch.shape[0], -1))
-        nn.init.normal_(self.cls_token, std=0.02)
+        if self.cls_token is not None:
+            nn.init.normal_(self.cls_token, std=0.02)
 
     def forward(  # type: ignore[override]
         self, images: Tensor, kept: Tensor | None = None
@@ -56,14 +63,16 @@ class VisionEncoder(VisionTransformer):
             kept: patches to encode, int64 [b, K]; all L of them if None.
 
         Returns:
-            The [CLS] token and the patch tokens after the final norm, [b, 1 + K, D].
+            The [CLS] token and the patch tokens after the final norm, [b, 1 + K, D]; [b, K, D]
+            of an encoder without a [CLS] token.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_blocks):
-            x = self.patch_embed(images) + self.pos_embed[:, 1:]
+            x = self.patch_embed(images) + self.pos_embed[:, self.num_prefix_tokens :]
             if kept is not None:
                 x = x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
-            cls = self.cls_token + self.pos_embed[:, :1]
-            x = torch.cat([cls.expand(len(x), -1, -1), x], dim=1)
+            if self.cls_token is not None:
+                cls = self.cls_token + self.pos_embed[:, :1]
+                x = torch.cat([cls.expand(len(x), -1, -1), x], dim=1)
             for block in self.blocks[: self.frozen_blocks]:
                 x = block(x)
         for block in self.blocks[self.frozen_blocks :]:
@@ -78,7 +87,8 @@ class VisionEncoder(VisionTransformer):
         self.frozen_blocks = blocks
         for part in [self.patch_embed, *self.blocks[:blocks]] if blocks else []:
             part.requires_grad_(False).eval()
-        self.cls_token.requires_grad_(not blocks)
+        if self.cls_token is not None:
+            self.cls_token.requires_grad_(not blocks)
 
 
 def build_encoder(settings: Encoder) -> VisionEncoder:
@@ -86,17 +96,25 @@ def build_encoder(settings: Encoder) -> VisionEncoder:
     return VisionEncoder(settings)
 
 
-def pool(tokens: Tensor, how: Literal["cls", "mean"]) -> Tensor:
+def pool(tokens: Tensor, how: Literal["cls", "mean"], class_token: bool = True) -> Tensor:
     """One vector per image: the [CLS] token, or the mean of the patch tokens.
 
     Args:
-        tokens: [b, 1 + L, D], after the final norm.
+        tokens: [b, 1 + L, D], after the final norm; [b, L, D] without a [CLS] token.
         how: "cls" or "mean".
+        class_token: whether there is a [CLS] token (`Encoder.class_token`).
 
     Returns:
         [b, D].
+
+    Raises:
+        UserError: "cls" is asked for and there is none.
     """
-    return tokens[:, 0] if how == "cls" else tokens[:, 1:].mean(dim=1)
+    if how == "mean":
+        return tokens[:, int(class_token) :].mean(dim=1)
+    if not class_token:
+        raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
+    return tokens[:, 0]
 
 
 def initialize(module: nn.Module) -> None:

@@ -31,6 +31,8 @@ class Encoder(Settings):
     """How evaluations pool an encoder that was only pre-trained."""
     ct_pooling: Literal["cls", "mean"]
     """What the NNCLR head reads, and how evaluations pool a tuned encoder."""
+    class_token: bool = True
+    """Only some imported encoders (I-JEPA) have none; no stage trains them."""
 
     @property
     def patches(self) -> int:

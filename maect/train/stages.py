@@ -77,7 +77,7 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
         UserError: it has another shape.
     """
     module, settings, _ = load_encoder_weights(source / "encoder.safetensors")
-    for key in ("image_size", "patch_size", "width", "depth", "heads"):
+    for key in ("image_size", "patch_size", "width", "depth", "heads", "class_token"):
         here, there = getattr(encoder, key), getattr(settings, key)
         if here != there:
             raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
