@@ -6,7 +6,6 @@ gives a run for every combination. The `from` links are the edges of the pipelin
 
 import difflib
 import itertools
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from maect.experiment_file import (
     ExperimentSpec,
     RunSpec,
     expand_path,
+    fill_path,
     fill_values,
     flatten,
     yaml_scalar,
@@ -252,11 +252,13 @@ class Experiment:
         return self.root / "shards" / dataset / split
 
     def images(self, dataset: str, split: str) -> Path:
-        """Folder of a split's images."""
-        images = self.datasets[dataset].splits[split].images
-        if images is None:
+        """Folder of a split's images; of a view, that of the shards that it shows a part of."""
+        given = self.datasets[dataset].splits[split]
+        if given.of is not None:
+            return self.shards(dataset, given.of)
+        if given.images is None:
             return self.root / "images" / dataset / split
-        return Path(os.path.expandvars(images)).expanduser()
+        return Path(fill_path(given.images))
 
     def rows(self, name: str) -> list[Line]:
         """Lines of a table or figure."""
@@ -274,15 +276,20 @@ class Experiment:
 
     def missing_images(self) -> list[str]:
         """What a real run would not find: one sentence a split, empty if all is there."""
-        return [
-            f"{self.file}: datasets: {name}: no images at {self.images(name, split)} "
-            f"(split {split}); correct `images` there or put the images in place"
-            for name, dataset in self.datasets.items()
-            for split in dataset.splits
-            if dataset.kind != "digits"
-            and not (self.shards(name, split) / "index.json").exists()
-            and not self.images(name, split).exists()
-        ]
+        faults = []
+        for name, dataset in self.datasets.items():
+            for split, given in dataset.splits.items():
+                if (self.shards(name, split) / "index.json").exists():
+                    continue
+                place = f"{self.file}: datasets: {name}"
+                if given.images is not None and not self.images(name, split).exists():
+                    faults.append(
+                        f"{place}: no images at {self.images(name, split)} (split {split}); "
+                        "correct `images` there or put the images in place"
+                    )
+                lost = [file for file in given.files() if not Path(file).exists()]
+                faults += [f"{place}: no file {file} (split {split})" for file in lost]
+        return faults
 
 
 def load(name_or_path: str, **changes: Any) -> Experiment:

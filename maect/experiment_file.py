@@ -16,6 +16,7 @@ TABLES = (
     *("sensitivity", "concat_probe", "fine_tune", "huge14", "effective_invariance", "oracle"),
     *("extended", "clustering_best", "clustering_mean", "dogs15_best", "dogs15_mean"),
 )
+CLASS_LISTS = ("dogs15",)
 FIGURES = (
     *("gpu_hours", "label_efficiency", "color_histogram", "umap", "cluster_formation"),
     *("confusion", "cluster_retrieval", "neighbor_retrieval", "training_curves", "pipeline"),
@@ -28,9 +29,14 @@ class Split(Settings):
     images: str | None = None
     """The source; `~` and environment variables are filled in where they are set."""
     kind: Literal[
-        "folder", "unlabelled", "imagenet", "imagenet_train_tar", "imagenet_val", "imagenet_v2"
-    ] = "folder"
+        "folder", "unlabelled", "imagenet", "imagenet_train_tar", "imagenet_val", "imagenet_v2",
+        "view",
+    ] = "folder"  # fmt: skip
     """How the source is laid out (`docs/data.md`)."""
+    of: str | None = None
+    """For a view: the split of this dataset whose shards it shows a part of."""
+    classes: str | None = None
+    """For a view: `dogs15`, or a file of class names, one a line."""
     labels: str | None = None
     """Labels of the source, for the kinds that need them."""
     exclude: str | None = None
@@ -40,10 +46,27 @@ class Split(Settings):
     def arguments(self) -> list[str]:
         """How the command line says the same, without the place of the images."""
         words = ["--kind", self.kind, "--shards", str(self.shards)]
-        for name in ("labels", "exclude"):
+        for name in ("labels", "exclude", "classes"):
             value = getattr(self, name)
-            words += [f"--{name}", os.path.expandvars(value)] if value else []
+            words += [f"--{name}", fill_path(value)] if value else []
         return words
+
+    def files(self) -> list[str]:
+        """Files that say something about the images."""
+        lists = None if self.classes in CLASS_LISTS else self.classes
+        return [fill_path(name) for name in (self.labels, self.exclude, lists) if name]
+
+    @model_validator(mode="after")
+    def _kind(self) -> "Split":
+        made = {"images", "labels", "exclude", "shards"}
+        foreign = made if self.kind == "view" else {"of", "classes"}
+        needed = {"view": ("of", "classes"), "imagenet_val": ("labels",)}.get(self.kind, ())
+        for name in sorted(foreign & self.model_fields_set):
+            raise ValueError(f"kind {self.kind} takes no `{name}`")
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"kind {self.kind} needs `{name}`")
+        return self
 
 
 class Dataset(Settings):
@@ -57,6 +80,11 @@ class Dataset(Settings):
     @model_validator(mode="after")
     def _images(self) -> "Dataset":
         for name, split in self.splits.items():
+            if split.kind == "view":
+                whole = self.splits.get(str(split.of))
+                if whole is None or whole.kind == "view":
+                    raise ValueError(f"{name}: `of`: {split.of!r} is no split with shards")
+                continue
             given = split.images is not None
             if given == (self.kind == "digits"):
                 wants = "brings its own images" if given else "needs its source as `images`"
@@ -113,6 +141,11 @@ class ExperimentSpec(Settings):
         return value
 
 
+def fill_path(text: str) -> str:
+    """`~` and the environment variables that are set, filled in."""
+    return os.path.expanduser(os.path.expandvars(text))
+
+
 def fill_values(value: Any, fill: Callable[[str], str]) -> str:
     """The YAML text of nested values with `{key}` filled in their strings."""
 
@@ -146,7 +179,7 @@ def expand_path(text: str, where: str) -> str:
     Raises:
         UserError: a variable that is not set, named.
     """
-    filled = os.path.expanduser(os.path.expandvars(text))
+    filled = fill_path(text)
     unset = re.search(r"\$\{?(\w+)", filled)
     if unset:
         raise UserError(f"{where}: environment variable {unset[1]} in {text!r} is not set")

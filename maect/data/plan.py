@@ -123,6 +123,11 @@ def listing_path(out: Path, number: int) -> Path:
     return out / "parts" / f"{number:06d}.jsonl"
 
 
+def shard_name(split: str, number: int) -> str:
+    """File name of a shard."""
+    return f"{split}-{number:06d}.tar"
+
+
 def record_path(out: Path, number: int) -> Path:
     """The record that a shard is finished."""
     return out / "parts" / f"{number:06d}.json"

@@ -19,7 +19,7 @@ from PIL import Image
 
 from maect.data.images import UnreadableError, open_rgb
 from maect.data.index import COLUMNS, FORMAT, open_index
-from maect.data.plan import plan_shards, read_listing, read_plan, record_path
+from maect.data.plan import plan_shards, read_listing, read_plan, record_path, shard_name
 from maect.data.sources import UNLABELLED, Entry, read_entry
 from maect.errors import UserError
 from maect.files import atomic_write, read_json, sha256_file, write_json, write_text
@@ -79,11 +79,6 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
     except _FaultyError as error:
         raise _refusal(out, error.faults) from None
     return out / shard_name(read_plan(out)["split"], number)
-
-
-def shard_name(split: str, number: int) -> str:
-    """File name of a shard."""
-    return f"{split}-{number:06d}.tar"
 
 
 def is_finished(out: Path, number: int) -> bool:

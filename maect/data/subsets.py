@@ -9,9 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.data import random
+from maect.data.imagenet import imagenet_classes
 from maect.data.index import LABEL, Index, open_index
+from maect.data.sources import class_folders
 from maect.errors import UserError
-from maect.files import atomic_write, sha256_file, write_json, write_text
+from maect.files import atomic_write, read_json, sha256_file, write_json, write_text
 
 # ImageNet-Dogs-15 as the deep clustering literature uses it (Chang et al. 2017).
 DOGS15 = (
@@ -79,6 +81,33 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
 def read_classes(text: str) -> tuple[str, ...]:
     """Class names: `dogs15`, or those of a text file, one a line."""
     return DOGS15 if text == "dogs15" else tuple(read_list(Path(text)))
+
+
+def check_classes(classes: str, shards: Path, kind: str, source: Path) -> None:
+    """Look for a view's classes in its whole, as far as that is known before it is sharded.
+
+    Args:
+        classes: as for `read_classes`.
+        shards: where the whole's shards are, or will be.
+        kind, source: what they are made of.
+
+    Raises:
+        UserError: a class that the whole does not have.
+    """
+    if classes != "dogs15" and not Path(classes).exists():
+        return
+    known: Sequence[str]
+    if (shards / "index.json").exists():
+        known = read_json(shards / "index.json")["class_names"]
+    elif kind.startswith("imagenet"):
+        known = imagenet_classes()
+    elif kind == "folder" and source.is_dir():
+        known = class_folders(source)
+    else:
+        return
+    for name in read_classes(classes):
+        if name not in known:
+            raise UserError(f"classes {classes}: {name!r} is no class of {source}")
 
 
 def read_list(path: Path) -> list[str]:

@@ -5,6 +5,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from maect import experiment as experiments
+from maect.data.plan import shard_name
+from maect.data.subsets import check_classes
 from maect.errors import UserError
 from maect.launch.owner import own
 from maect.report.layouts import (
@@ -36,6 +38,25 @@ try:
     experiment = experiments.load(config.get("experiment", "paper"), **changes)
 except UserError as error:
     stop(error)
+
+
+def check_views():
+    """Look for the classes of views before anything is sharded."""
+    for name, dataset in experiment.datasets.items():
+        for view in dataset.splits.values():
+            if view.kind == "view":
+                check_classes(
+                    experiments.fill_path(view.classes),
+                    experiment.shards(name, view.of),
+                    dataset.splits[view.of].kind,
+                    experiment.images(name, view.of),
+                )
+
+
+try:
+    check_views()
+except UserError as error:
+    stop(f"{experiment.file}: {error}")
 
 ROOT = str(experiment.root)
 RUN = f"{ROOT}/runs/{{run}}"
@@ -143,8 +164,14 @@ def split_of(wildcards):
     return experiment.datasets[wildcards.dataset].splits[wildcards.split]
 
 
-def shard_numbers(wildcards):
-    return [f"{number:06d}" for number in range(split_of(wildcards).shards)]
+def parts_of(wildcards):
+    """What an index is made of: plan and tars; for a view the whole's index, and its classes."""
+    split = split_of(wildcards)
+    if split.kind == "view":
+        return [shard_index(wildcards.dataset, split.of), *split.files()]
+    folder = experiment.shards(wildcards.dataset, wildcards.split)
+    tars = [shard_name(wildcards.split, number) for number in range(split.shards)]
+    return [f"{folder}/{name}" for name in ("plan.json", *tars)]
 
 
 def source_files(wildcards):

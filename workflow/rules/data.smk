@@ -64,10 +64,7 @@ rule write_shard:
 
 rule index_shards:
     input:
-        rules.plan_shards.output,
-        lambda w: expand(
-            rules.write_shard.output, number=shard_numbers(w), allow_missing=True
-        ),
+        parts_of,
     output:
         index=f"{ROOT}/shards/{{dataset}}/{{split}}/index.json",
         rows=f"{ROOT}/shards/{{dataset}}/{{split}}/index.npy",

@@ -1,0 +1,185 @@
+"""Every kind of source, sharded as an experiment file says and the workflow's rules do it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from sample_images import image_folder
+from test_imagenet import PLACES, WNIDS, devkit, picture, train_tar, val_images, val_labels
+
+from maect.cli import main
+from maect.data.index import open_index
+from maect.data.subsets import DOGS15, check_classes, read_classes
+from maect.errors import UserError
+from maect.experiment import Experiment, load
+from maect.experiment_file import CLASS_LISTS
+
+ROOT = Path(__file__).parents[3]
+
+
+def experiment(folder: Path, splits: dict[str, Any], **changes: Any) -> Path:
+    file = folder / "mine.yaml"
+    values = {"storage": str(folder / "results"), "datasets": {"mine": {"splits": splits}}}
+    file.write_text(yaml.safe_dump(values | {"runs": {}} | changes, sort_keys=False))
+    return file
+
+
+def shard_as_the_rules_do(wanted: Experiment, split: str) -> Path:
+    out, given = wanted.shards("mine", split), wanted.datasets["mine"].splits[split]
+    arguments = [str(wanted.images("mine", split)), str(out), *given.arguments()]
+    steps = ["plan", *map(str, range(given.shards))] if given.kind != "view" else []
+    for step in [*steps, "index"]:
+        assert main(["shard", *arguments, "--only", step]) == 0, step
+    return out
+
+
+def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", str(tmp_path / "images"))
+    images = tmp_path / "images"
+    images.mkdir()
+    train_tar(images / "ILSVRC2012_img_train.tar", (*WNIDS, DOGS15[0]))
+    devkit(images)
+    (images / "val").mkdir()
+    for name, data in val_images().items():
+        (images / "val" / name).write_bytes(data)
+    for number in (0, 10, 999):
+        (images / f"v2/{number}").mkdir(parents=True)
+        (images / f"v2/{number}/a.jpeg").write_bytes(picture(number))
+    image_folder(images / "folders")
+    for wnid in WNIDS:
+        (images / "sketch" / wnid).mkdir(parents=True)
+        (images / "sketch" / wnid / "sketch_0.JPEG").write_bytes(picture(1))
+    (images / "bad.txt").write_text("c0/000.jpg\n")
+    (images / "two.txt").write_text("n15075141\nn01440764\n")
+    file = experiment(tmp_path, {
+        "train": {
+            "images": "$MINE/ILSVRC2012_img_train.tar", "kind": "imagenet_train_tar", "shards": 2,
+        },
+        "val": {
+            "images": "$MINE/val", "kind": "imagenet_val",
+            "labels": "$MINE/ILSVRC2012_devkit_t12.tar.gz",
+        },
+        "v2": {"images": "$MINE/v2", "kind": "imagenet_v2"},
+        "sketch": {"images": "$MINE/sketch", "kind": "imagenet"},
+        "folder": {"images": "$MINE/folders", "exclude": "$MINE/bad.txt", "shards": 2},
+        "unlabelled": {"images": "$MINE/folders", "kind": "unlabelled"},
+        "view": {"kind": "view", "of": "train", "classes": "$MINE/two.txt"},
+    })  # fmt: skip
+    wanted = load(str(file))
+    assert wanted.missing_images() == []
+    found = {name: open_index(shard_as_the_rules_do(wanted, name)) for name in
+             wanted.datasets["mine"].splits}  # fmt: skip
+    assert {name: index.n for name, index in found.items()} == {
+        "train": 12, "val": 5, "v2": 3, "sketch": 3, "folder": 23, "unlabelled": 24, "view": 6,
+    }  # fmt: skip
+    assert set(found["train"].labels) == {*PLACES.values(), read_place(DOGS15[0])}
+    truth = {name.removesuffix(".JPEG"): label for name, label in val_labels().items()}
+    assert dict(zip(found["val"].keys(), found["val"].labels, strict=True)) == truth
+    assert sorted(found["v2"].labels) == [0, 10, 999]
+    view = found["view"]
+    assert view.class_names == ("n15075141", "n01440764")
+    assert {view.key(i).split("/")[0]: int(view.labels[i]) for i in range(6)} == {
+        "n15075141": 0, "n01440764": 1,
+    }  # fmt: skip
+    assert not list(wanted.shards("mine", "view").glob("*.tar"))
+
+
+def read_place(wnid: str) -> int:
+    from maect.data.imagenet import imagenet_classes
+
+    return imagenet_classes().index(wnid)
+
+
+IMAGES = {"train": {"images": "/i/train"}, "val": {"images": "/i/val", "kind": "imagenet"}}
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"kind": "view", "of": "vall", "classes": "dogs15"}, "`of`: 'vall' is no split"),
+        ({"kind": "view", "of": "dogs", "classes": "dogs15"}, "`of`: 'dogs' is no split"),
+        ({"kind": "view", "of": "val"}, "kind view needs `classes`"),
+        ({"kind": "view", "classes": "dogs15"}, "kind view needs `of`"),
+        (
+            {"kind": "view", "of": "val", "classes": "dogs15", "images": "/i"},
+            "kind view takes no `images`",
+        ),
+        (
+            {"kind": "view", "of": "val", "classes": "dogs15", "shards": 2},
+            "kind view takes no `shards`",
+        ),
+        ({"images": "/i", "classes": "dogs15"}, "kind folder takes no `classes`"),
+        ({"images": "/i", "kind": "imagenet_val"}, "kind imagenet_val needs `labels`"),
+        ({"kind": "imagenet"}, "needs its source as `images`"),
+    ],
+)
+def test_mistakes_are_named_on_reading(split: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as fault:
+        load(str(experiment(tmp_path, IMAGES | {"dogs": split})))
+    assert message in str(fault.value) and "mine.yaml" in str(fault.value)
+    assert "\n" not in str(fault.value)
+
+
+def test_lost_lists_are_named_before_anything_runs(tmp_path: Path) -> None:
+    splits = {
+        "val": {"images": str(tmp_path), "kind": "imagenet_val", "labels": "/no/devkit.tar.gz"},
+        "some": {"kind": "view", "of": "val", "classes": "/no/classes.txt"},
+    }
+    lost = load(str(experiment(tmp_path, splits))).missing_images()
+    assert [fault.split(": ")[-1] for fault in lost] == [
+        "no file /no/devkit.tar.gz (split val)",
+        "no file /no/classes.txt (split some)",
+    ]
+
+
+def test_classes_are_checked_as_early_as_they_are_known(shards: Path, tmp_path: Path) -> None:
+    classes = tmp_path / "classes.txt"
+    classes.write_text("c1\nn02085936\n")
+    for whole, kind, known in (
+        (shards, "folder", "c1"),
+        (tmp_path / "later", "imagenet", "n02085936"),
+        (tmp_path / "later", "imagenet_train_tar", "n02085936"),
+    ):
+        wrong = "n02085936" if known == "c1" else "c1"
+        with pytest.raises(UserError, match=f"'{wrong}' is no class of"):
+            check_classes(str(classes), whole, kind, tmp_path)
+    check_classes(str(classes), tmp_path / "later", "folder", tmp_path / "later")  # not known yet
+    image_folder(tmp_path / "images", classes=1)
+    with pytest.raises(UserError, match="'c1' is no class of"):
+        check_classes(str(classes), tmp_path / "later", "folder", tmp_path / "images")
+    check_classes("dogs15", tmp_path / "later", "imagenet_val", tmp_path)
+    assert all(read_classes(name) for name in CLASS_LISTS)
+
+
+def snakemake(file: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [str(Path(sys.executable).parent / "snakemake"), "--snakefile", ROOT / "Snakefile"]
+    command += ["--directory", file.parent, "--config", f"experiment={file}", "--cores", "2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*command, "--nolock", "--quiet", "--", *arguments],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_view_in_the_workflow(tmp_path: Path) -> None:
+    image_folder(tmp_path / "images", per_class=4)
+    (tmp_path / "classes.txt").write_text("c2\nc0\n")
+    splits = {
+        "val": {"images": str(tmp_path / "images")},
+        "some": {"kind": "view", "of": "val", "classes": str(tmp_path / "classes.txt")},
+    }
+    file = experiment(tmp_path, splits)
+    done = snakemake(file, "shards")
+    assert done.returncode == 0, done.stderr
+    root = tmp_path / "results/shards/mine"
+    assert np.bincount(open_index(root / "some").labels).tolist() == [4, 4]
+    assert {p.name for p in (root / "some").iterdir()} == {"index.json", "index.npy", "keys.txt"}
+    (tmp_path / "classes.txt").write_text("c2\ncat\n")
+    wrong = snakemake(file, "-n", "shards")
+    assert wrong.returncode != 0
+    assert "mine.yaml: classes" in wrong.stderr and "'cat' is no class of" in wrong.stderr
