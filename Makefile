@@ -34,10 +34,11 @@ demo: install
 
 # Three workers on two cores: many tests wait for processes, time limits or SLURM.
 test: install check
-	$(BIN)/pytest tests -n 3 --dist loadfile -m "not slow"
+	tests/cluster/install.sh
+	$(BIN)/pytest tests -n 3 --dist loadgroup --no-loadscope-reorder -m "not slow"
 
 test-slow: install
-	$(BIN)/pytest tests -m slow
+	$(BIN)/pytest tests -m slow --session-timeout 36000
 
 check: install
 	$(BIN)/ruff check .

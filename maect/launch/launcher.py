@@ -102,10 +102,7 @@ class _Launch:
             self.folder, self.resources.cluster, self.resources.ranks, previous=previous
         )
         record.write_job(self.folder, job)
-        process = submit.start(self.folder, job, self.task, self.resources)
-        while process.poll() is None:
-            time.sleep(0.02)
-        answer = submit.answer(self.folder, job)
+        answer = submit.submit(self.folder, job, self.task, self.resources)
         if "id" in answer:
             job.state, job.id, job.created = "submitted", answer["id"], answer.get("created")
             job.submitted = time.time()

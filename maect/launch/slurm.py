@@ -7,6 +7,7 @@ from maect.launch import record, squeue
 from maect.launch.local import marked
 from maect.launch.record import Job
 from maect.launch.state import State
+from maect.launch.submit import NO_ANSWER
 
 RUNNING = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT"}
 RUNNING |= {"SIGNALING", "RESIZING"}
@@ -22,6 +23,7 @@ SUBMISSION_FAILURES_THAT_PASS = (
     "Transport endpoint is not connected",
     "temporarily unable to accept job",
     "Resource temporarily unavailable",
+    NO_ANSWER,
 )
 
 _quiet_since: dict[str, float] = {}

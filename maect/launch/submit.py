@@ -2,8 +2,10 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ from maect.launch import record
 from maect.launch.record import Job
 from maect.launch.resources import Resources, Task
 
+PATIENCE = 300.0  # seconds for sbatch, which itself gives up on a controller after about 100
+NO_ANSWER = "the submission did not end within"
 MARK = "MAECT_JOB"  # in the environment of every process of a job: the job's unique name
 FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "MAECT_JOB")
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def start(folder: Path, job: Job, task: Task, resources: Resources) -> subprocess.Popen[bytes]:
-    """Begin to submit a job, in a process of its own (`__main__.py`); see `answer`.
+def submit(folder: Path, job: Job, task: Task, resources: Resources) -> dict[str, Any]:
+    """Submit a job, in a process of its own (`__main__.py`): {"id": ...} or {"error": ...}.
 
     That process has its own session (a Ctrl-C in the terminal does not reach the ranks) and goes
     through with the submission even if the launcher is killed meanwhile.
@@ -37,7 +41,7 @@ def start(folder: Path, job: Job, task: Task, resources: Resources) -> subproces
     value = {"cluster": resources.cluster, "parameters": parameters, "request": request}
     write_json(jobs / "request.json", value)
     with (jobs / "submission.log").open("ab") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "maect.launch", str(jobs)],
             env=environment(job.name, resources.cpus),
             stdin=subprocess.DEVNULL,
@@ -45,16 +49,18 @@ def start(folder: Path, job: Job, task: Task, resources: Resources) -> subproces
             stderr=log,
             start_new_session=True,
         )
-
-
-def answer(folder: Path, job: Job) -> dict[str, Any]:
-    """{"id": ...} or {"error": ...} of a submission that has ended."""
+    deadline = time.monotonic() + PATIENCE
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return {"error": f"{NO_ANSWER} {PATIENCE:.0f} s"}
+        time.sleep(0.02)
     try:
-        found: dict[str, Any] = read_json(record.place(folder, job) / "submitted.json")
+        found: dict[str, Any] = read_json(jobs / "submitted.json")
         return found
     except Exception:
-        log = record.place(folder, job) / "submission.log"
-        return {"error": f"the submission broke off:\n{record.tail(log)}"}
+        return {"error": f"the submission broke off:\n{record.tail(jobs / 'submission.log')}"}
 
 
 def environment(name: str, cpus: int) -> dict[str, str]:

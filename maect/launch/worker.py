@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from maect.files import read_json, write_json
 from maect.launch import rendezvous
 from maect.launch.record import is_asked_to_stop
+from maect.launch.squeue import command
 
 REPORT_SECONDS = 0.5
 TEARDOWN_SECONDS = 60  # a rank that hangs after its function has returned is ended by force
@@ -241,15 +242,11 @@ def requeue(job_id: str, tries: int = 5) -> None:
 
     A job that is being cancelled is left alone: a requeue would bring it back to life.
     """
-    import subprocess
-
     for _ in range(tries):
-        ask = ["squeue", "-h", "-j", job_id, "-o", "%T"]
-        state = subprocess.run(ask, capture_output=True, text=True).stdout.strip()
+        _, state, _ = command("squeue", "-h", "-j", job_id, "-o", "%T")
         if state and state != "RUNNING":
             return
-        command = ["scontrol", "requeue", job_id]
-        if state and subprocess.run(command).returncode == 0:
+        if state and command("scontrol", "requeue", job_id)[0] == 0:
             print(f"job {job_id}: saved and put back into the queue", file=sys.stderr)
             return
         time.sleep(5)  # the controller is away; without it the launcher submits anew

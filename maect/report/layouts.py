@@ -3,6 +3,7 @@
 A column's value is `metrics[key]` of `evaluations/RUN/PROTOCOL.json`, in the paper's units.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -42,6 +43,19 @@ class Layout:
     metrics: tuple[Metric, ...]
     protocols: Mapping[str, str] = field(default_factory=dict)
     """Rows (by method) that are evaluated with another protocol than their column's."""
+    others: str = ""
+    """Pattern of metrics that are columns as well: of sets that stand in for the paper's."""
+    other_title: str = ""
+    """Title where only such columns are shown."""
+
+    def other(self, name: str) -> Metric | None:
+        """The column of a metric that stands in for the paper's, titled by its set."""
+        found = re.fullmatch(self.others, name) if self.others else None
+        if found is None or name in {metric.name for metric in self.metrics}:
+            return None
+        parts = {"what": "", **found.groupdict()}
+        title = ", ".join(filter(None, (_SCORES.get(parts["what"], ""), parts["set"])))
+        return Metric(name, title.replace("_", " "), self.metrics[0].protocol)
 
     def protocol(self, metric: Metric, method: str) -> str:
         """The protocol that gives a cell, i.e. the name of its JSON file."""
@@ -57,6 +71,8 @@ class Layout:
         return tuple(dict.fromkeys(self.protocol(metric, method) for metric in self.metrics))
 
 
+_SCORES = {"accuracy": "ACC", "nmi": "NMI", "ami": "AMI", "ari": "ARI"}
+_SUBSET = rf"(?P<set>(?!dogs15_)\w+)_(?P<what>{'|'.join(_SCORES)})"
 LOW_SHOT = "low-shot evaluations"
 FEATURES = "feature evaluations"
 PROBE = Metric("linear_probe", "Linear probing", "linear_probe", group=FEATURES)
@@ -75,12 +91,7 @@ SHOTS = (
 
 
 def _cluster(prefix: str = "", suffix: str = "") -> tuple[Metric, ...]:
-    names = ("accuracy", "nmi", "ami", "ari")
-    titles = ("ACC", "NMI", "AMI", "ARI")
-    return tuple(
-        Metric(n, t, "clustering", key=prefix + n + suffix)
-        for n, t in zip(names, titles, strict=True)
-    )
+    return tuple(Metric(n, t, "clustering", key=prefix + n + suffix) for n, t in _SCORES.items())
 
 
 _ALL = (
@@ -109,6 +120,7 @@ _ALL = (
             Metric("imagenet_v2_matched", "V2, matched frequency", "robustness"),
             Metric("imagenet_v2_top", "V2, top images", "robustness"),
         ),
+        others=r"(?P<set>(?!imagenet_)\w+)",
     ),
     Layout("reimplementation", "Public MAE and our own", "Table 6", (PROBE, *KNN)),
     Layout(
@@ -163,6 +175,7 @@ _ALL = (
             "mixup": "fine_tune_mixup",
             "cutmix": "fine_tune_cutmix",
             "random_erasing": "fine_tune_random_erasing",
+            "randaugment": "fine_tune",
         },
     ),
     Layout("extended", "Extended comparison", "Table 17", (PROBE, *KNN)),
@@ -178,12 +191,16 @@ _ALL = (
         "Clustering of Dogs15, the run with the lowest inertia",
         "Table 20",
         _cluster("dogs15_"),
+        others=_SUBSET,
+        other_title="Clustering of some of the classes, the run with the lowest inertia",
     ),
     Layout(
         "dogs15_mean",
         "Clustering of Dogs15, mean of runs",
         "Table 21",
         _cluster("dogs15_", "_mean"),
+        others=f"{_SUBSET}_mean",
+        other_title="Clustering of some of the classes, mean of runs",
     ),
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _ALL}
@@ -280,27 +297,3 @@ def method_title(method: str) -> str:
 def architecture_title(architecture: str) -> str:
     """How an architecture is printed."""
     return ARCHITECTURES.get(architecture, architecture)
-
-
-# The evaluations a figure reads.
-FIGURE_NEEDS: dict[str, tuple[str, ...]] = {
-    "gpu_hours": ("linear_probe",),
-    "label_efficiency": ("low_shot", "fine_tune_1pct", "fine_tune_10pct", "fine_tune"),
-    "color_histogram": ("color_histogram",),
-    "umap": ("umap", "clustering"),
-    "cluster_formation": ("umap", "clustering"),
-    "confusion": ("clustering",),
-    "cluster_retrieval": ("retrieval",),
-    "neighbor_retrieval": ("retrieval",),
-    "training_curves": (),
-    "pipeline": (),
-}
-# Beside them, these read the records of all runs behind their rows; those, the names of classes.
-FIGURE_RECORDS = ("gpu_hours", "training_curves", "pipeline")
-FIGURE_CLASSES = (
-    "umap",
-    "cluster_formation",
-    "confusion",
-    "cluster_retrieval",
-    "neighbor_retrieval",
-)

@@ -10,7 +10,7 @@ import pandas as pd
 
 from maect.files import read_json
 from maect.report.layouts import architecture_title, layout, method_title
-from maect.report.render import MISSING, cell, legend, shown
+from maect.report.render import MISSING, cell, legend, shown, table_title
 from maect.report.tables import Row
 
 STYLE = """
@@ -28,6 +28,8 @@ td.name.first{position:sticky;left:0;background:var(--page)}
 small{color:var(--soft);display:block}
 td.wide{white-space:normal;min-width:12rem}td{vertical-align:top}code{overflow-wrap:anywhere}
 b.holds::before{content:"✓ "}b.fails::before{content:"✗ "}b.not{font-weight:400;color:var(--soft)}
+td a{color:inherit;text-decoration:underline dotted 1px;text-underline-offset:.2em}
+pre:target{outline:2px solid #0072b2;padding:.3rem}
 h2{font-size:1rem;margin:1.2rem 0 .3rem}pre{font-size:.8em;overflow-x:auto}
 summary{cursor:pointer;color:var(--soft);font-size:.85em}
 """
@@ -42,26 +44,40 @@ def html_page(title: str, body: str) -> str:
     )
 
 
+def _folded(anchor: str, title: str, value: object) -> str:
+    """JSON that a link to its anchor unfolds."""
+    text = html.escape(json.dumps(value, indent=1))
+    return (
+        f"<details><summary>{html.escape(title)}</summary><pre id={anchor}>{text}</pre></details>"
+    )
+
+
 def sources(name: str, rows: Sequence[Row], evaluations: Path) -> str:
-    """A list of the files behind a table: each result with its settings and what it came from.
+    """The files behind a table: each result with its settings and provenance, and each run.
 
     Raises:
-        UserError: a result that cannot be read.
+        UserError: a result or a completion record that cannot be read.
     """
     table = layout(name)
-    lines = []
+    results: dict[str, str] = {}
+    runs: dict[str, str] = {}
     for row in rows:
-        wanted = dict.fromkeys(table.protocol(metric, row.method) for metric in table.metrics)
-        for run, protocol in itertools.product(row.runs, wanted):
+        for run, protocol in itertools.product(row.runs, table.needs_of(row.method)):
             path = evaluations / run / f"{protocol}.json"
             if not path.exists():
                 continue
             result = read_json(path)
-            shown = {key: result.get(key) for key in ("metrics", "settings", "provenance")}
-            text = html.escape(json.dumps(shown, indent=1))
-            where = html.escape(f"{path.parent.parent.name}/{run}/{path.name}")
-            lines.append(f"<details><summary>{where}</summary><pre>{text}</pre></details>")
-    return f"<h2>Where the numbers come from</h2>{''.join(lines)}" if lines else ""
+            kept = {key: result.get(key) for key in ("metrics", "settings", "provenance")}
+            anchor = f"{run}-{protocol}"
+            results[anchor] = _folded(anchor, f"evaluations/{run}/{path.name}", kept)
+            record = evaluations.parent / "runs" / run / "run.json"
+            if run not in runs and record.exists():
+                runs[run] = _folded(f"run-{run}", f"runs/{run}/run.json", read_json(record))
+    parts = (
+        ("Where the numbers come from", results),
+        ("The runs behind them: recipe, seed, versions, cost", runs),
+    )
+    return "".join(f"<h2>{title}</h2>{''.join(of.values())}" for title, of in parts if of)
 
 
 def to_html(
@@ -69,12 +85,14 @@ def to_html(
 ) -> str:
     """A table as a page that reads on a phone, in print and in the dark.
 
-    With the rows it was built from, the page also shows every result behind it.
+    With the rows it was built from, the page also shows every result behind it, and each number
+    leads to its own.
     """
     table = layout(name)
     metrics = shown(frame, table)
     lines = []
     before = None
+    runs = {(row.architecture, row.method): row.runs for row in rows}
     for _, line in frame.iterrows():
         if line["architecture"] != before:
             before = line["architecture"]
@@ -84,6 +102,10 @@ def to_html(
         for metric in metrics:
             parts = cell(line, metric)
             measured = parts.value + (f" ± {parts.deviation}" if parts.deviation else "")
+            protocol = table.protocol(metric, line["method"])
+            behind = runs.get((line["architecture"], line["method"]), [])
+            for run in behind[:1] if measured else []:
+                measured = f'<a href="#{run}-{protocol}">{measured}</a>'
             printed = f"paper {parts.paper}" if parts.paper else ""
             printed += f" ({parts.difference})" if parts.paper and parts.difference else ""
             small = f"<small>{printed}</small>" if printed else ""
@@ -91,14 +113,15 @@ def to_html(
         method = html.escape(method_title(line["method"]))
         lines.append(f'<tr><td class="name first">{method}</td>{"".join(cells)}</tr>')
     header = "".join(f"<th>{html.escape(m.title)}</th>" for m in metrics)
+    title = table_title(table, metrics)
     body = (
-        f"<h1>{html.escape(table.title)}</h1>"
+        f"<h1>{html.escape(title)}</h1>"
         f"<p>Paper: {html.escape(table.paper)}. {html.escape(legend(metrics, frame))}</p>"
         '<div class="scroll"><table><thead><tr><th class="name">Method</th>'
         f"{header}</tr></thead>"
         f"<tbody>{''.join(lines)}</tbody></table></div>{sources(name, rows, evaluations)}"
     )
-    return html_page(table.title, body)
+    return html_page(title, body)
 
 
 def claims_page(frame: pd.DataFrame) -> str:
@@ -116,7 +139,7 @@ def claims_page(frame: pd.DataFrame) -> str:
             notes.append(f"{line['paper_verdict']} by the paper's own numbers")
         note = f"<small>{html.escape('; '.join(notes))}</small>" if notes else ""
         rows.append(
-            f'<tr><td class="name"><b class="{text["verdict"].split()[0]}">{text["verdict"]}</b>'
+            f'\n<tr><td class="name"><b class="{text["verdict"].split()[0]}">{text["verdict"]}</b>'
             f'{note}</td><td class="name wide">{text["statement"]}<small>{text["paper"]}</small>'
             f"<details><summary>numbers</summary><small>{text['numbers']}</small>"
             f"<small><code>{text['expression']}</code></small></details></td></tr>"

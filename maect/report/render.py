@@ -43,11 +43,18 @@ def cell(line: "pd.Series", metric: Metric) -> Cell:
 
 def shown(frame: pd.DataFrame, table: Layout) -> list[Metric]:
     """The columns in which anything was measured or printed; the others would only take room."""
+    others = [table.other(name) for name in frame.columns if f"{name}_std" in frame.columns]
     return [
         metric
-        for metric in table.metrics
+        for metric in [*table.metrics, *filter(None, others)]
         if frame[[metric.name, f"{metric.name}_paper"]].notna().any(axis=None)
     ]
+
+
+def table_title(table: Layout, metrics: list[Metric]) -> str:
+    """The table's title; another one if nothing of the paper's sets is shown."""
+    stand_ins = metrics and not any(metric in table.metrics for metric in metrics)
+    return table.other_title if stand_ins and table.other_title else table.title
 
 
 def _titles(line: "pd.Series") -> tuple[str, str]:
@@ -66,7 +73,7 @@ def to_markdown(frame: pd.DataFrame, name: str) -> str:
     table = layout(name)
     metrics = shown(frame, table)
     lines = [
-        f"**{table.title}** (paper: {table.paper}). {legend(metrics, frame)}",
+        f"**{table_title(table, metrics)}** (paper: {table.paper}). {legend(metrics, frame)}",
         "",
         f"| Architecture | Method | {' | '.join(m.title for m in metrics)} |",
         f"| --- | --- |{' ---: |' * len(metrics)}",
@@ -146,5 +153,5 @@ def to_text(frame: pd.DataFrame, name: str) -> str:
         for line in grid
     ]
     lines.insert(1, "-" * max(map(len, lines)))
-    title = f"{table.title} (paper: {table.paper})"
+    title = f"{table_title(table, metrics)} (paper: {table.paper})"
     return "\n".join([title, legend(metrics, frame), "", *lines, ""])

@@ -1,6 +1,7 @@
 """Builds the paper's tables from evaluation results, with the paper's numbers beside them."""
 
 import io
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ import pandas as pd
 
 from maect.errors import UserError
 from maect.files import read_json, write_text
-from maect.report.layouts import LAYOUTS, layout
+from maect.report.layouts import LAYOUTS, Layout, Metric, layout
 
 KEYS = ["architecture", "method"]
 DECIMALS = 4  # far below any deviation over seeds, and the same text on every platform
@@ -103,6 +104,20 @@ def paper_value(name: str, architecture: str, method: str, column: str) -> float
     return None if math.isnan(value) else value
 
 
+def _others(table: Layout, rows: Iterable[Row], evaluations: Path) -> list[Metric]:
+    """Columns for what was evaluated beside the paper's sets, where the table takes such."""
+    found: dict[str, Metric] = {}
+    for row in rows if table.others else ():
+        for run, protocol in itertools.product(row.runs, table.needs_of(row.method)):
+            path = evaluations / run / f"{protocol}.json"
+            for name, value in read_metrics(path).items() if path.exists() else ():
+                known = {metric.source for metric in table.metrics}
+                metric = table.other(name) if isinstance(value, float) else None
+                if metric is not None and name not in known:
+                    found.setdefault(name, metric)
+    return list(found.values())
+
+
 def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFrame:
     """One of the paper's tables (`layouts.LAYOUTS`).
 
@@ -113,7 +128,8 @@ def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFra
     Raises:
         UserError: unknown table, a model twice, or a result that cannot be read.
     """
-    table = layout(name)
+    table, rows = layout(name), list(rows)
+    metrics = [*table.metrics, *_others(table, rows, evaluations)]
     lines: list[dict[str, Any]] = []
     seen = set()
     for row in rows:
@@ -121,7 +137,7 @@ def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFra
             raise UserError(f"table {name}: {row.architecture} {row.method} is there twice")
         seen.add((row.architecture, row.method))
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
-        for metric in table.metrics:
+        for metric in metrics:
             protocol = table.protocol(metric, row.method)
             mean, deviation = measured(evaluations, row.runs, protocol, metric.source)
             line[metric.name], line[f"{metric.name}_std"] = mean, deviation
@@ -129,7 +145,7 @@ def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFra
                 name, row.architecture, row.method, metric.paper or metric.name
             )
         lines.append(line)
-    numbers = [f"{m.name}{part}" for m in table.metrics for part in ("", "_std", "_paper")]
+    numbers = [f"{m.name}{part}" for m in metrics for part in ("", "_std", "_paper")]
     frame = pd.DataFrame(lines, columns=KEYS + numbers)
     return frame.astype(dict.fromkeys(numbers, float))
 

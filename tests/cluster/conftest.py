@@ -1,13 +1,14 @@
 """The test cluster, started once for all tests that need it."""
 
+import getpass
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 HERE = Path(__file__).parent
@@ -46,22 +47,23 @@ class SlurmRun(Run):
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if (reason := missing()) and os.environ.get("CI") == "true" and os.geteuid() == 0:
-        subprocess.run([HERE / "install.sh"], check=True)
-        reason = missing()
-    if reason and os.environ.get("CI") == "true":
-        pytest.fail(f"SLURM test cluster: {reason}")
-    if reason:
-        pytest.skip(f"SLURM test cluster: {reason}")
+    if reason := missing():
+        give_up = pytest.fail if os.environ.get("CI") and os.geteuid() == 0 else pytest.skip
+        give_up(f"SLURM test cluster: {reason}")
     # Unix socket paths are short: pytest's own folders are too deep.
-    root = Path(os.environ.get("TMPDIR", "/tmp")) / f"maect-test-cluster-{os.getpid()}"
+    place = Path(os.environ.get("TMPDIR", "/tmp"))
+    for left in place.glob("maect-test-cluster-*"):
+        if not psutil.pid_exists(int(left.name.rsplit("-", 1)[1])):
+            Cluster(left).stop()  # its session was killed
+            shutil.rmtree(left, ignore_errors=True)
+    root = place / f"maect-test-cluster-{os.getpid()}"
     cluster = Cluster(root)
     try:
         cluster.start()
         yield cluster
     finally:
         cluster.stop()
-        shutil.rmtree(root)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def run(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     for process in run.launchers:
         if process.poll() is None:
             run.kill(process)
-    cluster.run("scancel", "-u", "root")
+    cluster.run("scancel", "-u", getpass.getuser())
     run.end()
     for node, state in cluster.node_states().items():
         if state.startswith("down"):
@@ -82,4 +84,4 @@ def run(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     deadline = time.monotonic() + 40
     while set(cluster.node_states().values()) != {"idle"}:
         assert time.monotonic() < deadline, cluster.node_states()
-        time.sleep(0.1)
+        time.sleep(0.2)

@@ -1,6 +1,23 @@
 #!/bin/sh
-# Debian packages of the SLURM test cluster. Needs root.
-set -eu
-apt-get update
-DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-    slurm-wlm munge slurmdbd mariadb-server
+# Debian packages of the SLURM test cluster, where they may be installed; bounded in time.
+set -u
+absent=
+for program in munged mariadbd slurmdbd slurmctld slurmd sbatch; do
+    command -v "$program" > /dev/null || absent="$absent $program"
+done
+[ -z "$absent" ] && exit 0
+if [ "$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then
+    echo "SLURM test cluster: no$absent, and no root or apt-get to install them: its tests are skipped" >&2
+    exit 0
+fi
+export DEBIAN_FRONTEND=noninteractive
+options="-o Acquire::Retries=3 -o Acquire::http::Timeout=30 -o DPkg::Lock::Timeout=200"
+for attempt in 1 2 3; do
+    # Stale lists name packages that the mirror has replaced: fetch them again each time.
+    timeout 300 apt-get $options update
+    timeout 600 apt-get $options install -y --no-install-recommends \
+        slurm-wlm munge slurmdbd mariadb-server < /dev/null && exit 0
+    echo "SLURM test cluster: attempt $attempt to install its packages failed" >&2
+    sleep 10
+done
+exit 1

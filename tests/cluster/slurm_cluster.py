@@ -9,6 +9,7 @@ whole nodes of 48 cores and 4 GPUs (fake devices), an account that must be given
 by pid.
 """
 
+import contextlib
 import getpass
 import os
 import shutil
@@ -25,6 +26,7 @@ import psutil
 ACCOUNT = "maect"
 GPUS, CPUS, MEMORY_MB = 4, 48, 480_000
 MARK = "# slurm test cluster"
+COMMAND_SECONDS = 60.0  # for any command of the cluster's
 PROGRAMS = ("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd", "sbatch")
 
 
@@ -82,15 +84,14 @@ class Cluster:
         self._wait(lambda: self.node_states() == dict.fromkeys(self.nodes, "idle"), 60)
 
     def stop(self) -> None:
-        """Cancel all jobs and end exactly what `start` launched."""
+        """Cancel all jobs and end exactly what `start` launched; bounded, whatever hangs."""
         if "slurmctld" in self._pids():
             self._works("scancel", "--full", "-u", getpass.getuser())
-            self._wait(lambda: not self.run("squeue", "-h"), 10, fail=False)
+            self._wait(lambda: self._answer("squeue", "-h") in ("", None), 10, fail=False)
         order = [f"slurmd.{node}" for node in self.nodes]
         for name in [*order, "slurmctld", "slurmdbd", "mariadbd", "munged"]:
             self.stop_daemon(name)
-        for process in self._ours():
-            process.kill()
+        _kill(self._ours())
         self._hosts([])
 
     # Faults
@@ -99,9 +100,7 @@ class Cluster:
         """Power loss: slurmd, its step daemons and every process of its jobs."""
         lost = self._ours(node)
         self.stop_daemon(f"slurmd.{node}", signal.SIGKILL)
-        for process in lost:
-            process.kill()
-        psutil.wait_procs(lost, timeout=5)
+        _kill(lost)
         for socket_file in (self.root / "spool" / node).glob(f"{node}_*"):
             socket_file.unlink()
 
@@ -136,20 +135,21 @@ class Cluster:
 
     def stop_daemon(self, name: str, number: int = signal.SIGTERM) -> None:
         """End one daemon (slurmd.NODE, slurmctld, slurmdbd, mariadbd, munged)."""
-        pid = self._pids().get(name)
-        if pid is not None:
-            process = psutil.Process(pid)
+        with contextlib.suppress(KeyError, psutil.NoSuchProcess):
+            process = psutil.Process(self._pids()[name])
             process.send_signal(number)
             _, alive = psutil.wait_procs([process], timeout=15)
-            for left in alive:
-                left.kill()
+            _kill(alive)
         (self.root / "run" / f"{name}.pid").unlink(missing_ok=True)
 
     # Questions
 
     def run(self, *words: str) -> str:
         """Output of a command that must succeed."""
-        result = subprocess.run(words, env=self.env, capture_output=True, text=True)
+        result = subprocess.run(
+            words, env=self.env, capture_output=True, text=True, timeout=COMMAND_SECONDS,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
         if result.returncode:
             raise RuntimeError(f"{words}: {result.stdout}{result.stderr}")
         return result.stdout.strip()
@@ -232,7 +232,7 @@ class Cluster:
                         found.append(process)
                 elif "SLURMD_NODENAME" in env and node in (None, env["SLURMD_NODENAME"]):
                     found.append(process)
-            except psutil.Error:
+            except (psutil.Error, OSError):
                 continue
         return found
 
@@ -243,11 +243,13 @@ class Cluster:
         file.write_text("\n".join([*kept, *(f"{line} {MARK}" for line in lines)]) + "\n")
 
     def _works(self, *words: str) -> bool:
-        try:
-            result = subprocess.run(words, env=self.env, capture_output=True, timeout=20)
-        except subprocess.TimeoutExpired:
-            return False
-        return result.returncode == 0
+        return self._answer(*words) is not None
+
+    def _answer(self, *words: str) -> str | None:
+        """Output of a command, or None if it failed or hangs."""
+        with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
+            return self.run(*words)
+        return None
 
     def _listens(self, port: int) -> bool:
         with socket.socket() as probe:
@@ -265,6 +267,13 @@ class Cluster:
                 ]
                 raise RuntimeError("the test cluster does not start\n" + "\n".join(tails))
             time.sleep(0.05)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=5)
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ import time
 
 import pytest
 from counting import expected
-from launching import finish, wait_for
+from launching import finish, kill, wait_for
 from slurm_cluster import ACCOUNT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster")]  # there is one cluster
+pytestmark = pytest.mark.cluster
 
 
 def assert_undisturbed(run, steps: int) -> None:
@@ -73,8 +73,7 @@ def test_launcher_and_submission_killed_before_the_submission(run):
     launcher = run.start(steps=50)
     wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
     run.kill(launcher)
-    for process in run.processes():
-        process.kill()
+    kill(run.processes())
     assert run.jobs() == {}
     finish(run.start(steps=50))
     assert_undisturbed(run, 50)

@@ -66,14 +66,14 @@ def test_killed_and_started_again(
         assert first.poll() is None, (pipeline.folder / "snakemake.log").read_text()[-3000:]
         return progress.exists() and json.loads(progress.read_text()).get("step", 0) >= 8
 
-    wait_for(training, 200, f"{stage} to train")
+    wait_for(training, 400, f"{stage} to train")
     if kill == "everything":
         pipeline.kill_everything()
     elif kill == "snakemake":
         first.kill()
     else:
         os.killpg(first.pid, signal.SIGINT)
-    first.wait(timeout=120)
+    first.wait(timeout=180)
     pipeline.complete("evaluations")
     assert bits(pipeline) == bits(undisturbed)
     for run in ENCODERS:

@@ -175,10 +175,11 @@ def test_bundled_experiments_are_valid(name: str) -> None:
 
 def test_tables_have_layouts() -> None:
     from maect.experiment_file import FIGURES, TABLES
-    from maect.report.layouts import FIGURE_NEEDS, LAYOUTS
+    from maect.report.figure_layouts import FIGURE_LAYOUTS
+    from maect.report.layouts import LAYOUTS
 
     assert set(TABLES) == set(LAYOUTS)
-    assert set(FIGURES) == set(FIGURE_NEEDS)
+    assert set(FIGURES) == set(FIGURE_LAYOUTS)
 
 
 def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:

@@ -9,13 +9,8 @@ from maect.data.plan import shard_name
 from maect.data.subsets import check_classes
 from maect.errors import UserError
 from maect.launch.owner import own
-from maect.report.layouts import (
-    FIGURE_CLASSES,
-    FIGURE_NEEDS,
-    FIGURE_RECORDS,
-    UNPRINTED,
-    layout,
-)
+from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
+from maect.report.layouts import UNPRINTED, layout
 
 # Held while this Snakemake runs: a second one on the same results folder is refused.
 ownership = ExitStack()
@@ -232,13 +227,13 @@ def rows_of(*shown):
 
 
 def classes_of(figure):
-    """Where the names of the classes stand that a figure shows, as an argument's input."""
-    for _, _, runs in experiment.rows(figure):
-        for run, name in itertools.product(runs, FIGURE_NEEDS[figure]):
-            if figure in FIGURE_CLASSES and (run, name) in ASKED:
-                return shard_index(
-                    DATASET, experiment.evaluation(run, name)[1].test_split
-                )
+    """The index that names the classes a figure shows, if it shows any."""
+    table = FIGURE_LAYOUTS[figure]
+    for _, _, runs in experiment.rows(figure) if table.names_classes else ():
+        for run, name in itertools.product(runs, table.needs):
+            if (run, name) in ASKED:
+                split = experiment.evaluation(run, name)[1].test_split
+                return shard_index(DATASET, split)
     return []
 
 

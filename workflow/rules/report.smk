@@ -15,8 +15,8 @@ rule table:
         report(
             f"{ROOT}/tables/{{table}}.html",
             caption="../report/table.rst",
-            category="Tables",
-            labels={"table": "{table}"},
+            category="2 Tables",
+            labels=lambda w: report_labels(w.table, figure=False),
         ),
     log:
         f"{LOGS}/tables/{{table}}.log",
@@ -39,16 +39,18 @@ rule table:
 
 rule figure:
     input:
-        lambda w: results_in(w.figure, lambda method: FIGURE_NEEDS[w.figure]),
-        lambda w: run_records(runs_in(w.figure) if w.figure in FIGURE_RECORDS else []),
+        lambda w: results_in(w.figure, lambda method: FIGURE_LAYOUTS[w.figure].needs),
+        lambda w: run_records(
+            runs_in(w.figure) if FIGURE_LAYOUTS[w.figure].reads_runs else []
+        ),
         classes=lambda w: classes_of(w.figure),
     output:
         f"{ROOT}/figures/{{figure}}.pdf",
         report(
             f"{ROOT}/figures/{{figure}}.png",
             caption="../report/figure.rst",
-            category="Figures",
-            labels={"figure": "{figure}"},
+            category="3 Figures",
+            labels=lambda w: report_labels(w.figure, figure=True),
         ),
     log:
         f"{LOGS}/figures/{{figure}}.log",
@@ -81,8 +83,8 @@ rule claims:
         report(
             f"{ROOT}/claims.html",
             caption="../report/claims.rst",
-            category="Claims",
-            labels={"claims": "all"},
+            category="1 Verdict",
+            labels={"verdict": "Claims"},
         ),
     log:
         f"{LOGS}/claims.log",
@@ -103,7 +105,7 @@ rule claims:
 
 rule tables:
     input:
-        expand(f"{ROOT}/tables/{{table}}.csv", table=experiment.spec.tables),
+        expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
     localrule: True
 
 
@@ -115,9 +117,9 @@ rule figures:
 
 rule report_html:
     input:
-        rules.tables.input,
+        expand(f"{ROOT}/tables/{{table}}.html", table=TABLES),
         rules.figures.input,
-        claims=rules.claims.output,
+        rules.claims.output if TABLES else [],
     output:
         f"{ROOT}/report.html",
     log:
@@ -130,8 +132,10 @@ rule report_html:
     params:
         config=[f"{key}={value}" for key, value in config.items()],
         snakefile=workflow.main_snakefile,
+        style=Path(workflow.main_snakefile).parent / "workflow/report/style.css",
     message:
         "Report {output}"
     shell:
         "snakemake --snakefile {params.snakefile:q} --config {params.config:q}"
-        " --nolock --report {output} --cores 1 tables figures {input.claims} 2> {log}"
+        " --nolock --report {output} --report-stylesheet {params.style:q}"
+        " --cores 1 {input} 2> {log}"

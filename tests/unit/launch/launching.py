@@ -1,8 +1,8 @@
 """A run folder with its launchers, for tests that kill them."""
 
+import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,11 +15,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 90.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 90.0, what: str = "") -> None:
     """Poll until the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain {what}"
         time.sleep(0.02)
 
 
@@ -61,7 +61,7 @@ class Run:
         return self.read("progress.json").get("step", 0)
 
     def reaches(self, step: int) -> None:
-        wait_for(lambda: self.step() >= step)
+        wait_for(lambda: self.step() >= step, what=f"for step {step} of {self.folder}")
 
     def starts(self, rank: int = 0) -> list[dict]:
         """What each start of the function on one rank saw."""
@@ -86,17 +86,29 @@ class Run:
             if process.poll() is None:
                 self.kill(process)
             process.stderr.close()
-        left = self.processes()
-        for process in left:
-            process.kill()
-        psutil.wait_procs(left, timeout=5)
+        kill(self.processes())
 
     def kill(self, process: subprocess.Popen[str]) -> None:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.kill()
+        process.wait(30)
 
 
-def finish(process: subprocess.Popen[str], seconds: float = 60) -> str:
+def kill(processes: list[psutil.Process]) -> None:
+    """SIGKILL, and wait until they are gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, left = psutil.wait_procs(processes, timeout=10)
+    assert not left, f"not to be killed: {left}"
+
+
+def finish(process: subprocess.Popen[str], seconds: float = 120) -> str:
     """Wait for a launcher and return its words."""
-    _, words = process.communicate(timeout=seconds)
-    return words
+    try:
+        return process.communicate(timeout=seconds)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        words = process.communicate(timeout=30)[1]
+        raise AssertionError(
+            f"the launcher did not end in {seconds} s; it said:\n{words}"
+        ) from None

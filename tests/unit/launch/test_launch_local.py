@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from counting import expected
-from launching import finish, wait_for
+from launching import finish, kill, wait_for
 
 from maect.launch.owner import own
 from maect.launch.resources import LaunchError
@@ -79,8 +79,7 @@ def test_launcher_and_submission_killed_together(run):
     launcher = run.start()
     wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
     run.kill(launcher)
-    for process in run.processes():
-        process.kill()
+    kill(run.processes())
     finish(run.start())
     assert_undisturbed(run)
     assert len(run.starts()) == 1 and run.read("job.json")["attempt"] == 2
@@ -112,8 +111,7 @@ def test_everything_killed_at_once(run):
     launcher = run.start()
     run.reaches(20)
     run.kill(launcher)
-    for process in run.processes():
-        process.kill()
+    kill(run.processes())
     finish(run.start())
     assert_undisturbed(run)
     assert [start["step"] for start in run.starts()] != [0, 0]
@@ -165,7 +163,7 @@ def test_second_interrupt_cancels_at_once(run):
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.6)
     launcher.send_signal(signal.SIGTERM)
-    words = finish(launcher, 5)
+    words = finish(launcher, 40)
     assert launcher.returncode == 130 and "cancelled at step 0" in words
     assert run.processes() == []
 
@@ -235,8 +233,8 @@ def test_snakemake_killed(run, tmp_path):
     run.reaches(5)
     owner = psutil.Process(run.read("owner.lock")["pid"])
     process.kill()
-    process.wait()
-    gone, _ = psutil.wait_procs([owner], timeout=5)
+    process.wait(30)
+    gone, _ = psutil.wait_procs([owner], timeout=30)
     assert gone
     status = tmp_path / "status"  # the shell creates it before it writes
     wait_for(lambda: status.exists() and status.read_text())

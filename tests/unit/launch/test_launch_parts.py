@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from launching import HERE, wait_for
+from launching import HERE, finish, wait_for
 
 from maect.errors import UserError
 from maect.launch import LaunchError, Resources, Task, launch, progress, squeue, submit
@@ -62,7 +62,7 @@ def test_progress_on_a_terminal_is_one_line(run):
             text += chunk
     except OSError:
         pass  # Linux's way to say that the other side has closed
-    assert process.wait() == 0
+    assert process.wait(30) == 0
     os.close(ours)
     shown = [part for part in text.decode().split("\r\x1b[K") if "step" in part]
     assert len(shown) >= 2 and "loss 0.5000" in shown[-1] and " left" in text.decode()
@@ -75,7 +75,7 @@ def test_parallel_jobs_get_different_ports():
     holders = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
     ports = [port for holder in holders for port in holder.stdout.readline().split()]
     for holder in holders:
-        holder.communicate("\n")
+        holder.communicate("\n", timeout=30)
     assert len(set(ports)) == 8 and all(20000 <= int(port) < 30000 for port in ports)
 
 
@@ -160,12 +160,14 @@ def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch):
 
 def test_import_is_light():
     code = "import sys, maect.launch; print({'torch', 'numpy', 'submitit'} & set(sys.modules))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE, timeout=60
+    )
     assert out.stdout.strip() == "set()"
 
 
 def test_launcher_reports_to_a_log(run):
     launcher = run.start(steps=20)
-    _, words = launcher.communicate(timeout=30)
+    words = finish(launcher)
     assert "submitted local job" in words and "\r" not in words
     wait_for(lambda: not run.processes())

@@ -7,13 +7,15 @@ import pytest
 from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
+from maect.report.claims import STATEMENTS, claims_table
 from maect.report.class_names import class_titles
 from maect.report.layouts import LAYOUTS
+from maect.report.page import claims_page
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
 
 
-def rendered(name: str, **wildcards: str) -> str:
+def rendered(name: str, **wildcards: object) -> str:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     snakemake = SimpleNamespace(wildcards=SimpleNamespace(**wildcards))
     text = (CAPTIONS / name).read_text(encoding="utf-8")
@@ -32,8 +34,17 @@ def test_every_table_has_a_caption(table):
 def test_figures_claims_and_the_workflow_have_one():
     for figure in ("umap", "training_curves"):
         assert "<p>" in rendered("figure.rst", figure=figure)
-    assert "Contrastive Tuning" in rendered("workflow.rst")
+    assert "Contrastive Tuning" in rendered("workflow.rst", files=[])
     assert "not measured" in rendered("claims.rst")
+
+
+def test_the_report_opens_on_the_verdict(tmp_path):
+    claims = tmp_path / "claims.html"
+    claims.write_text(claims_page(claims_table({})))
+    text = rendered("workflow.rst", files=[SimpleNamespace(path=claims)])
+    assert text.index("Claims") < text.index("About this report")
+    assert text.count("<details>") == len(STATEMENTS)
+    assert "<style>" not in text and "system-message" not in text
 
 
 def test_classes_are_printed_as_a_reader_knows_them():

@@ -13,9 +13,10 @@ from sklearn.datasets import load_digits
 
 from maect.errors import UserError
 from maect.report.cost import cost_table
+from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
 from maect.report.figures import FIGURES, draw
 from maect.report.grids import WRONG
-from maect.report.layouts import FIGURE_NEEDS, LAYOUTS
+from maect.report.layouts import LAYOUTS
 from maect.report.schematic import Node, columns_of, rows_of
 from maect.report.series import points_of
 from maect.report.tables import Row, build_table
@@ -107,12 +108,21 @@ def test_nothing_to_draw_is_said(name, evaluations, tmp_path):
 
 
 def test_names_are_known():
-    assert FIGURES.keys() == FIGURE_NEEDS.keys()
+    assert FIGURES.keys() == FIGURE_LAYOUTS.keys()
     known = {protocol for layout in LAYOUTS.values() for protocol in layout.needs}
-    extra = {"umap", "retrieval", "color_histogram"}
-    assert {protocol for needs in FIGURE_NEEDS.values() for protocol in needs} <= known | extra
+    extra = {"umap", "umap_all", "retrieval", "color_histogram"}
+    assert {name for one in FIGURE_LAYOUTS.values() for name in one.needs} <= known | extra
     with pytest.raises(UserError, match="unknown figure 'umpa'; known: gpu_hours"):
         draw("umpa", [], Path(), Path(), Path())
+
+
+def test_the_report_lists_in_the_papers_order():
+    """Sorted as text, which is how Snakemake's report does it."""
+    tables = [report_labels(name, figure=False)["paper"] for name in LAYOUTS]
+    assert tables == sorted(tables) and len(set(tables)) == len(tables)
+    figures = [report_labels(name, figure=True)["paper"] for name in FIGURE_LAYOUTS]
+    assert figures == sorted(figures)
+    assert [text.split()[-1] for text in figures[:3]] == ["1", "2", "3"]
 
 
 def test_wrong_retrievals_are_framed(results, tmp_path):

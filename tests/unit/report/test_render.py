@@ -54,6 +54,20 @@ def test_html_is_whole_and_stands_alone(frame):
     assert width == [3] * 4  # header, architecture, two models
 
 
+def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
+    result("ct-s0", "clustering", accuracy=50.0, silhouette=1.0)
+    run = evaluations.parent / "runs" / "ct-s0" / "run.json"
+    run.parent.mkdir(parents=True)
+    run.write_text('{"recipe": "<ct_min>"}')
+    rows = [Row("large", "ct_min", ["ct-s0"]), Row("large", "mae", ["not_run"])]
+    page = to_html(build_table("clustering", rows, evaluations), "clustering", rows, evaluations)
+    links = re.findall(r'href="#([^"]+)"', page)
+    assert links == ["ct-s0-clustering"] * 2
+    ids = re.findall(r"<pre id=([^>]+)>", page)
+    assert ids == ["ct-s0-clustering", "run-ct-s0"]
+    assert "&lt;ct_min&gt;" in page
+
+
 def test_no_minus_zero_and_no_rounding_surprise(result, evaluations):
     result("r", "clustering", accuracy=54.94, silhouette=10.96)
     frame = build_table("clustering", [Row("large", "ct_min", ["r"])], evaluations)

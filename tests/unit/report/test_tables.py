@@ -8,6 +8,7 @@ import pytest
 
 from maect.errors import UserError
 from maect.report.layouts import LAYOUTS, METHODS
+from maect.report.render import to_markdown
 from maect.report.tables import Row, build_table, paper_table, read_table, write_table
 
 ROOT = Path(__file__).parents[3]
@@ -128,3 +129,21 @@ def test_no_torch_and_no_window_system():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_stand_ins_are_columns_under_their_own_names(result, evaluations, tmp_path):
+    result("a", "robustness", inverted=40.0, imagenet_r=30.0, samples=500)
+    result("a", "clustering", accuracy=9.0, curved_accuracy=50.0, curved_nmi=60.0,
+           curved_accuracy_mean=45.0, curved_silhouette=1.0)  # fmt: skip
+    rows = [Row("tiny", "mae", ["a"]), Row("tiny", "ct_min", ["not_run"])]
+    shifted = build_table("robustness", rows, evaluations)
+    assert shifted.loc[0, ["imagenet_r", "inverted"]].tolist() == [30.0, 40.0]
+    assert "samples" not in shifted  # a count, not an accuracy
+    assert "| ViT-Tiny/4 | MAE | 30.0 | 40.0 |" in to_markdown(shifted, "robustness")
+    best = build_table("dogs15_best", rows, evaluations)
+    write_table(best, tmp_path / "best.csv")
+    text = to_markdown(read_table(tmp_path / "best.csv"), "dogs15_best")
+    assert "Clustering of some of the classes, the run with the lowest inertia" in text
+    assert "| Architecture | Method | ACC, curved | NMI, curved |" in text
+    mean = build_table("dogs15_mean", rows, evaluations)
+    assert mean.loc[0, "curved_accuracy_mean"] == 45.0 and "curved_nmi_mean" not in mean

@@ -1,0 +1,56 @@
+"""What each figure reads and how the report lists it; `layouts.py` is the same for the tables."""
+
+from dataclasses import dataclass
+
+from maect.report.layouts import layout
+
+
+@dataclass(frozen=True)
+class FigureLayout:
+    """One figure."""
+
+    title: str
+    paper: str
+    """Where it is in the paper; empty: nowhere."""
+    needs: tuple[str, ...] = ()
+    """The evaluations that it reads."""
+    reads_runs: bool = False
+    """Whether it also reads the records of all runs behind its rows."""
+    names_classes: bool = False
+
+
+_CLUSTERS = ("umap", "clustering")
+_LABELS = ("low_shot", "fine_tune_1pct", "fine_tune_10pct", "fine_tune")
+FIGURE_LAYOUTS = {
+    "cluster_formation": FigureLayout(
+        "Formation of clusters", "Figure 1", ("umap_all", *_CLUSTERS), names_classes=True
+    ),
+    "gpu_hours": FigureLayout(
+        "Probing accuracy against GPU hours", "Figure 2", ("linear_probe",), reads_runs=True
+    ),
+    "label_efficiency": FigureLayout("Accuracy against labels", "Figure 3", _LABELS),
+    "pipeline": FigureLayout("Runs and what starts from what", "Figure 4", reads_runs=True),
+    "color_histogram": FigureLayout(
+        "Colour histogram error by block", "Figure 5", ("color_histogram",)
+    ),
+    "umap": FigureLayout("UMAP embeddings", "Figure 6", _CLUSTERS, names_classes=True),
+    "confusion": FigureLayout(
+        "Clusters against classes", "Figure 9", ("clustering",), names_classes=True
+    ),
+    "cluster_retrieval": FigureLayout(
+        "Images nearest to cluster centres", "Figure 10", ("retrieval",), names_classes=True
+    ),
+    "neighbor_retrieval": FigureLayout(
+        "Nearest neighbours", "Figure 11", ("retrieval",), names_classes=True
+    ),
+    "training_curves": FigureLayout("Training curves", "", reads_runs=True),
+}
+
+
+def report_labels(name: str, figure: bool) -> dict[str, str]:
+    """How the report lists a table or a figure: sorted by text, this is the paper's order."""
+    one = FIGURE_LAYOUTS[name] if figure else layout(name)
+    kind, _, number = one.paper.partition(" ")
+    # A space sorts before a digit.
+    paper = f"{kind} {number:>2}" if number else "not in the paper"
+    return {"paper": paper, "figure" if figure else "table": one.title}
