@@ -122,6 +122,17 @@ def build_parser() -> argparse.ArgumentParser:
         )  # fmt: skip
         add_settings(sub)
 
+    imported = command("import", commands.import_weights, "Turn public weights into a run.")
+    imported.add_argument("weights", type=Path, help="a checkpoint, as published")
+    imported.add_argument("run", type=Path, help="the run's folder")
+    imported.add_argument("--layout", help="one of docs/weights.md; found if not given")
+    imported.add_argument("--size", help="encoder size; found if not given")
+    imported.add_argument("--image-size", type=int, help="to use it at; its own if not given")
+
+    export = command("export", commands.export, "Write an encoder for timm and the hub.")
+    export.add_argument("run", type=Path, help="folder of the run")
+    export.add_argument("out", type=Path, help="folder to write to")
+
     features = command("features", commands.features, "Extract an encoder's features.", launching)
     features.add_argument("run", type=Path, help="folder of the run")
     features.add_argument("--shards", type=Path, required=True)
@@ -134,6 +145,11 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--out", type=Path, required=True, help="JSON file of the result")
     for name in ("train-features", "test-features", "train-shards", "test-shards"):
         evaluate.add_argument(f"--{name}", type=Path)
+    evaluate.add_argument("--probe", type=Path, help="classifier that linear_probe left")
+    evaluate.add_argument("--clusters", type=Path, help="clusters that clustering left")
+    evaluate.add_argument(
+        "--split", action="append", default=[], metavar="NAME=SHARDS", help="a further split"
+    )
     evaluate.add_argument("--resize", type=int, help="shorter side before the centre crop")
     add_settings(evaluate)
 
@@ -176,7 +192,9 @@ def launch_options() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
     group = parent.add_argument_group("where to run")
     group.add_argument("--cluster", choices=["local", "slurm"], default="local")
-    group.add_argument("--nodes", type=int, default=1)
+    group.add_argument(
+        "--nodes", default="1", help="1..16 lets a training take as many as its batch is worth"
+    )
     group.add_argument(
         "--devices", default="1", help="ranks a node; auto or gpus: its GPUs; on a CPU 2 or 1"
     )

@@ -28,6 +28,14 @@ def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def parse_splits(pairs: Sequence[str]) -> dict[str, Path]:
+    """`["rotated=shards/rotated"]` as `{"rotated": Path("shards/rotated")}`."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise UserError(f"--split {pair}: write NAME=SHARDS")
+    return {pair.partition("=")[0]: Path(pair.partition("=")[2]) for pair in pairs}
+
+
 def count_devices(devices: str) -> int:
     """`auto`: the GPUs of this machine, or two processes where there is none; `gpus`: or one."""
     if devices not in ("auto", "gpus"):
@@ -55,14 +63,17 @@ def launch(
     """Run a function on every rank, as the options say, until what it was asked for is there."""
     from maect.launch import Resources, Task
     from maect.launch import launch as launch_task
+    from maect.plan.nodes import fixed_nodes
 
+    if options.account.startswith("$"):
+        raise UserError(f"--account {options.account}: this variable is not set; export it")
     devices = count_devices(options.devices)
     if options.cluster == "slurm" and options.cpus == "auto":
         raise UserError("--cpus auto is for this machine; say how many CPUs a rank has there")
     cores = len(os.sched_getaffinity(0))
     resources = Resources(
         cluster=options.cluster,
-        nodes=options.nodes,
+        nodes=fixed_nodes(options.nodes),
         devices=devices,
         cpus=max(1, cores // devices) if options.cpus == "auto" else int(options.cpus),
         memory_gb=-(-options.memory_mb // 1024) or None,
@@ -135,6 +146,7 @@ def retrieve(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """`maect pretrain`, `init-head` and `tune`: check everything, then run on the devices."""
+    from maect.plan.nodes import training_nodes
     from maect.recipes import load_encoder, load_recipe
     from maect.train.record import fingerprint, is_finished
 
@@ -143,9 +155,8 @@ def train(options: argparse.Namespace) -> None:
     need(options.shards / "index.json", "index of shards (make it with maect shard)")
     if options.source is not None:
         need(options.source / "run.json", "finished run")
-    ranks = options.nodes * count_devices(options.devices)
-    if settings.batch_size % ranks:
-        raise UserError(f"batch_size {settings.batch_size} is not a multiple of {ranks} ranks")
+    nodes = training_nodes(options.nodes, count_devices(options.devices), settings, encoder)
+    options.nodes = str(nodes)
     identity = fingerprint(
         options.stage, settings, encoder, options.seed,
         read_json(options.shards / "index.json")["digest"], options.source,
@@ -166,6 +177,27 @@ def train(options: argparse.Namespace) -> None:
         convert_world_size=options.convert_world_size,
         stage_to=options.stage_to or None,
     )
+
+
+def import_weights(options: argparse.Namespace) -> None:
+    """`maect import`."""
+    from maect.train.imported import import_weights
+
+    layout, found = import_weights(
+        options.weights, options.run, options.layout, options.size, options.image_size
+    )
+    print(
+        f"{options.run}: layout {layout}, size {found.size}, {found.encoder.image_size} pixels, "
+        f"pooling {found.pooling}; {len(found.left_out)} tensors left out"
+    )
+
+
+def export(options: argparse.Namespace) -> None:
+    """`maect export`."""
+    from maect.models.export import export_run
+
+    need(options.run / "run.json", "finished run")
+    print(export_run(options.run, options.out))
 
 
 def features(options: argparse.Namespace) -> None:
@@ -216,11 +248,16 @@ def evaluate(options: argparse.Namespace) -> None:
     settings = values.model_dump(mode="json")
     encoder = sha256_file(need(options.run / "encoder.safetensors", "encoder"))
 
+    splits = parse_splits(options.split)
+    files = {"probe": options.probe, "clusters": options.clusters}
+    files = {name: need(path, name) for name, path in files.items() if path is not None}
+    sums = {name: sha256_file(path) for name, path in files.items()}
+    shards = {name: path for name, path in inputs.items() if name.endswith("_shards")} | splits
     wanted = {
         name.removesuffix("_shards"): read_json(need(path, "folder") / "index.json")["digest"]
-        if name.endswith("_shards")
+        if name in shards
         else open_record(need(path, "features"))["index_digest"]
-        for name, path in inputs.items()
+        for name, path in {**inputs, **splits}.items()
         if path is not None
     }
 
@@ -233,6 +270,7 @@ def evaluate(options: argparse.Namespace) -> None:
         # A protocol names the splits that it used, which may be fewer than it was given.
         data = {split: about["splits"][split]["index_digest"] for split in about["splits"]}
         same = result["settings"] == settings | {"resize": options.resize}
+        same = same and about.get("inputs", {}).items() <= sums.items()
         return same and about["encoder_sha256"] == encoder and data.items() <= wanted.items()
 
     launch(
@@ -245,7 +283,8 @@ def evaluate(options: argparse.Namespace) -> None:
         out=str(options.out.absolute()),
         resize=options.resize,
         settings=settings,
-        **{name: str(need(p, "file").absolute()) if p else None for name, p in inputs.items()},
+        splits={name: str(path.absolute()) for name, path in splits.items()},
+        **{name: str(p.absolute()) if p else None for name, p in {**inputs, **files}.items()},
     )
 
 

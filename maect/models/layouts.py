@@ -1,0 +1,262 @@
+"""Layouts of public weights: where in a checkpoint the encoder is, and what to make of it."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from maect.errors import UserError
+from maect.models.encoder import build_encoder
+from maect.models.positions import sincos_2d
+from maect.recipes import Encoder, load_encoder, sizes
+
+_DECODER = ("decoder_*", "mask_token")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way in which weights are published.
+
+    Attributes:
+        entries: entries of the checkpoint that may hold the state dict; "": it is one itself.
+        prefix: of the encoder's names in it.
+        dropped: patterns of full names that are not the encoder's; any other name is an error.
+        pooling: how its evaluations pool: one for all sizes, or what the size says about MAE or
+            about contrastive tuning.
+        class_token: whether it has a [CLS] token.
+        mae_positions: whether its position embedding is MAE's sine-cosine table: what tells apart
+            layouts with the same names. None: not looked at.
+    """
+
+    entries: tuple[str, ...]
+    prefix: str = ""
+    dropped: tuple[str, ...] = ()
+    pooling: Literal["cls", "mean", "mae_pooling", "ct_pooling"] = "cls"
+    class_token: bool = True
+    mae_positions: bool | None = None
+
+
+# Tried from top to bottom. docs/weights.md has their sources.
+LAYOUTS: dict[str, Layout] = {
+    "mae": Layout(
+        ("model", "state_dict", ""), dropped=_DECODER, pooling="mae_pooling", mae_positions=True
+    ),
+    "mae_ct": Layout(("state_dict", ""), pooling="ct_pooling", mae_positions=True),
+    "layer_grafting": Layout(
+        ("state_dict",),
+        "module.momentum_encoder.",
+        ("module.momentum_encoder.head.*", "module.base_encoder.*", "module.predictor.*"),
+        mae_positions=True,
+    ),
+    "moco_v3": Layout(
+        ("state_dict",),
+        "module.base_encoder.",
+        ("module.base_encoder.head.*", "module.momentum_encoder.*", "module.predictor.*"),
+    ),
+    "moco_v3_linear": Layout(("state_dict",), "module.", ("module.head.*",)),
+    "msn": Layout(("target_encoder",), "module.", ("module.fc.*",)),
+    "ijepa": Layout(("target_encoder",), "module.", pooling="mean", class_token=False),
+    "ibot": Layout(("state_dict",), dropped=("head.*", "masked_embed"), mae_positions=False),
+    "ibot_full": Layout(("teacher",), "backbone.", ("head.*", "backbone.masked_embed")),
+    "dino": Layout(("",), mae_positions=False),
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """An encoder out of a checkpoint: tensors under our names in float32, and what they are."""
+
+    tensors: dict[str, Tensor]
+    size: str
+    encoder: Encoder
+    pooling: Literal["cls", "mean"]
+    left_out: tuple[str, ...]
+    """Names in the checkpoint's state dict that are not the encoder's."""
+
+
+def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
+    """Name of the layout of a checkpoint, from its names and its position embedding.
+
+    MAE encoders and the authors' MAE-CT releases may hold the same names. If that leaves open
+    how they are pooled, the name of the file decides (`maect...` or `mae_...`, as published).
+
+    Args:
+        checkpoint: what the file holds.
+        file: the file's name.
+
+    Raises:
+        UserError: none fits, or two do and the file's name does not say which.
+    """
+    found = [name for name in LAYOUTS if _fits(checkpoint, LAYOUTS[name])]
+    if not found:
+        entries = ", ".join(list(checkpoint)[:5])
+        raise UserError(
+            f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; its first entries: {entries}"
+        )
+    if "mae_ct" in found:
+        if file.startswith("maect"):
+            return "mae_ct"
+        tensors, _ = _select(checkpoint, LAYOUTS["mae_ct"], file)
+        shape = load_encoder(find_size(tensors, file))
+        if shape.mae_pooling != shape.ct_pooling and not file.startswith("mae_"):
+            raise UserError(
+                f"{file}: fits mae (pooling: {shape.mae_pooling}) and mae_ct (pooling: "
+                f"{shape.ct_pooling}); say which with --layout"
+            )
+    return found[0]
+
+
+def _state_dict(checkpoint: Mapping[str, Any], layout: Layout) -> Mapping[str, Tensor] | None:
+    """The entry that holds an encoder's tensors, if there is one."""
+    for entry in layout.entries:
+        values = checkpoint.get(entry) if entry else checkpoint
+        if isinstance(values, Mapping) and f"{layout.prefix}patch_embed.proj.weight" in values:
+            return values
+    return None
+
+
+def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
+    values = _state_dict(checkpoint, layout)
+    if values is None or (f"{layout.prefix}cls_token" in values) != layout.class_token:
+        return False
+    positions = values.get(f"{layout.prefix}pos_embed")
+    return layout.mae_positions is None or _is_maes(positions) == layout.mae_positions
+
+
+def _is_maes(positions: Any) -> bool:
+    """Whether a position embedding [1, L or 1 + L, D] is MAE's sine-cosine table."""
+    if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[2] % 4:
+        return False
+    table = sincos_2d(positions.shape[2], math.isqrt(positions.shape[1]))
+    rows = positions[0, positions.shape[1] - len(table) :].float()
+    return torch.allclose(rows, table, atol=2e-3)  # also of tables that were stored in float16
+
+
+def _select(
+    checkpoint: Mapping[str, Any], layout: Layout, where: str
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The encoder's tensors under their own names, and the names that are left out."""
+    values = _state_dict(checkpoint, layout)
+    if values is None:
+        places = " or ".join(f"in {entry!r}" if entry else "at its top" for entry in layout.entries)
+        raise UserError(f"{where}: no {layout.prefix}patch_embed.proj.weight {places}")
+    out = [n for n in values if any(fnmatchcase(n, pattern) for pattern in layout.dropped)]
+    return {
+        name.removeprefix(layout.prefix): value
+        for name, value in values.items()
+        if name not in set(out)
+    }, tuple(out)
+
+
+def find_size(tensors: Mapping[str, Tensor], where: str) -> str:
+    """The encoder size with the patch size, width and depth of these tensors.
+
+    The number of heads cannot be seen in them: it is that of the size.
+
+    Raises:
+        UserError: there is no such size, or more than one.
+    """
+    patches = tensors["patch_embed.proj.weight"]
+    if patches.ndim != 4:
+        raise UserError(
+            f"{where}: patch_embed.proj.weight is {list(patches.shape)}, no convolution"
+        )
+    depth = len({m[1] for m in (re.match(r"blocks\.(\d+)\.", name) for name in tensors) if m})
+    seen = (patches.shape[3], patches.shape[0], depth)
+    shapes = {name: load_encoder(name) for name in sizes()}
+    fitting = [n for n, s in shapes.items() if (s.patch_size, s.width, s.depth) == seen]
+    if len(fitting) != 1:
+        raise UserError(
+            f"{where}: patch size {seen[0]}, width {seen[1]} and {depth} blocks are those of "
+            f"{' and '.join(fitting) or 'none of the sizes ' + ', '.join(shapes)}"
+        )
+    return fitting[0]
+
+
+def convert(
+    checkpoint: Mapping[str, Any],
+    name: str,
+    file: str,
+    size: str | None = None,
+    image_size: int | None = None,
+) -> Converted:
+    """Take the encoder out of a checkpoint.
+
+    The [CLS] token's position, where there is one, is added to the token, as in the authors'
+    `vit_mae.load_state_dict`. Positions are kept as stored; for another image size they are
+    interpolated bicubically.
+
+    Args:
+        checkpoint: what the file holds.
+        name: of its layout.
+        file: to name in messages.
+        size: of the encoder; none: from the tensors' shapes.
+        image_size: to use the encoder at; none: its own.
+
+    Raises:
+        UserError: the checkpoint is not of this layout: a name that is missing, one too many, or
+            a wrong shape.
+    """
+    layout, where = LAYOUTS[name], f"{file}: layout {name}"
+    tensors, left_out = _select(checkpoint, layout, where)
+    size = size or find_size(tensors, where)
+    shape = load_encoder(size)
+    positions = tensors.get("pos_embed")
+    if not isinstance(positions, Tensor) or positions.ndim != 3:
+        raise UserError(f"{where}: no pos_embed of three dimensions")
+    grid = math.isqrt(positions.shape[1])
+    if layout.class_token and positions.shape[1] == grid**2:  # without a row for [CLS]
+        tensors["pos_embed"] = F.pad(positions, (0, 0, 1, 0))
+    change = {"class_token": layout.class_token}
+    stored = load_encoder(size, grid * shape.patch_size).model_copy(update=change)
+    _check_names(tensors, stored, f"{where}, size {size}", layout.prefix)
+    encoder = load_encoder(size, image_size or stored.image_size).model_copy(update=change)
+    own = {key: value.float() for key, value in tensors.items()}
+    _place(own, grid, encoder)
+    pooling = layout.pooling
+    if pooling == "mae_pooling" or pooling == "ct_pooling":
+        pooling = shape.mae_pooling if pooling == "mae_pooling" else shape.ct_pooling
+    return Converted(own, size, encoder, pooling, left_out)
+
+
+def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefix: str) -> None:
+    """Every name of the encoder, no other, each of its shape.
+
+    Raises:
+        UserError: naming the first that is not so.
+    """
+    with torch.device("meta"):
+        expected = {k: list(v.shape) for k, v in build_encoder(encoder).state_dict().items()}
+    for name, value in tensors.items():
+        if name not in expected:
+            raise UserError(f"{where}: unexpected {name}")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise UserError(f"{where}: {prefix}{name} is no tensor of real numbers")
+        if list(value.shape) != expected[name]:
+            raise UserError(
+                f"{where}: {prefix}{name} is {list(value.shape)} and should be {expected[name]}"
+            )
+    missing = next((name for name in expected if name not in tensors), None)
+    if missing is not None:
+        raise UserError(f"{where}: {prefix}{missing} is missing")
+
+
+def _place(tensors: dict[str, Tensor], grid: int, encoder: Encoder) -> None:
+    """Give [CLS] its position for good, and fit the patches' positions to the image size."""
+    positions = tensors["pos_embed"]
+    patches = positions[:, -(grid**2) :]
+    wanted = encoder.image_size // encoder.patch_size
+    if wanted != grid:
+        cells = patches.unflatten(1, (grid, grid)).permute(0, 3, 1, 2)
+        cells = F.interpolate(cells, (wanted, wanted), mode="bicubic", align_corners=False)
+        patches = cells.flatten(2).transpose(1, 2)
+    if encoder.class_token:
+        tensors["cls_token"] = tensors["cls_token"] + positions[:, :1]
+        patches = F.pad(patches, (0, 0, 1, 0))
+    tensors["pos_embed"] = patches

@@ -1,0 +1,247 @@
+"""A vision transformer written plainly over a dict of weights, and weights as others publish them.
+
+Nothing here uses the code under test.
+"""
+
+import argparse
+import math
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+# The encoder size `tiny`.
+PATCH, WIDTH, DEPTH, HEADS, GRID = 4, 96, 6, 3, 4
+
+
+def plain_tokens(weights, images, heads=HEADS):
+    """All tokens after the final norm, in float64. `weights` are under timm's names."""
+    w = {name: value.double() for name, value in weights.items()}
+    kernel = w["patch_embed.proj.weight"]
+    patch = kernel.shape[-1]
+    pieces = F.unfold(images.double(), patch, stride=patch).transpose(1, 2)
+    x = pieces @ kernel.flatten(1).T + w["patch_embed.proj.bias"]
+    if "cls_token" in w:
+        x = torch.cat([w["cls_token"].repeat(len(x), 1, 1), x], dim=1)
+    positions = w["pos_embed"]
+    if positions.shape[1] == x.shape[1]:
+        x = x + positions
+    else:
+        x = torch.cat([x[:, :1], x[:, 1:] + positions], dim=1)
+    for number in range(len([name for name in w if name.endswith("attn.qkv.weight")])):
+        p = f"blocks.{number}."
+        y = plain_norm(x, w[p + "norm1.weight"], w[p + "norm1.bias"])
+        y = y @ w[p + "attn.qkv.weight"].T + w[p + "attn.qkv.bias"]
+        width = x.shape[2]
+        mixed = []
+        for head in range(heads):
+            d = width // heads
+            q, k, v = (y[..., i * width + head * d : i * width + (head + 1) * d] for i in range(3))
+            mixed.append(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(d), dim=-1) @ v)
+        y = torch.cat(mixed, dim=-1)
+        x = x + y @ w[p + "attn.proj.weight"].T + w[p + "attn.proj.bias"]
+        y = plain_norm(x, w[p + "norm2.weight"], w[p + "norm2.bias"])
+        y = y @ w[p + "mlp.fc1.weight"].T + w[p + "mlp.fc1.bias"]
+        y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+        x = x + y @ w[p + "mlp.fc2.weight"].T + w[p + "mlp.fc2.bias"]
+    return plain_norm(x, w["norm.weight"], w["norm.bias"])
+
+
+def plain_norm(x, weight, bias):
+    centred = x - x.mean(dim=-1, keepdim=True)
+    return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight + bias
+
+
+def mae_table(width, grid, cls):
+    """MAE's position embedding by loops: first half of the channels the column, then the row."""
+    rows = []
+    for row in range(grid):
+        for column in range(grid):
+            line = []
+            for position in (column, row):
+                angles = [position / 10000 ** (i / (width // 4)) for i in range(width // 4)]
+                line += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+            rows.append(line)
+    return torch.tensor([[0.0] * width] * cls + rows)[None]
+
+
+def moco_table(width, grid):
+    """MoCo v3's: the same numbers with row and column exchanged, and a zero row for [CLS]."""
+    table = mae_table(width, grid, False)[0].reshape(grid, grid, width).transpose(0, 1)
+    return torch.cat([torch.zeros(1, width), table.reshape(grid * grid, width)])[None]
+
+
+def encoder_weights(seed, positions, cls=True, width=WIDTH, depth=DEPTH, patch=PATCH):
+    """Random weights under timm's names."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape, mean=0.0, std=0.2):
+        return mean + std * torch.randn(*shape, generator=generator)
+
+    weights = {"cls_token": normal(1, 1, width)} if cls else {}
+    weights |= {
+        "pos_embed": positions,
+        "patch_embed.proj.weight": normal(width, 3, patch, patch),
+        "patch_embed.proj.bias": normal(width),
+    }
+    for block in range(depth):
+        p = f"blocks.{block}."
+        for norm in ("norm1", "norm2"):
+            weights[p + norm + ".weight"] = normal(width, mean=1)
+            weights[p + norm + ".bias"] = normal(width)
+        for name, out, into in (
+            ("attn.qkv", 3 * width, width),
+            ("attn.proj", width, width),
+            ("mlp.fc1", 4 * width, width),
+            ("mlp.fc2", width, 4 * width),
+        ):
+            weights[p + name + ".weight"] = normal(out, into, std=0.1)
+            weights[p + name + ".bias"] = normal(out)
+    weights |= {"norm.weight": normal(width, mean=1), "norm.bias": normal(width)}
+    return weights
+
+
+def prefixed(prefix, weights):
+    return {prefix + name: value for name, value in weights.items()}
+
+
+def fixed(seed=0, cls_row=True):
+    return encoder_weights(seed, mae_table(WIDTH, GRID, cls_row))
+
+
+def learned(seed=0):
+    positions = torch.randn(1, 1 + GRID**2, WIDTH, generator=torch.Generator().manual_seed(99))
+    return encoder_weights(seed, positions)
+
+
+def mlp(prefix, *names):
+    return {prefix + name: torch.ones(3, 3) for name in names}
+
+
+def training_state(**more):
+    """What training checkpoints hold beside the weights, with numpy's scalars and options."""
+    options = argparse.Namespace(lr=1e-3, seed=np.int64(3), epochs=[1, 2], name="x")
+    optimizer = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 1e-4}]}
+    return {"optimizer": optimizer, "epoch": 7, "args": options} | more
+
+
+def mae():
+    """mae_pretrain_vit_*.pth"""
+    weights = fixed()
+    return {"model": dict(weights)}, weights
+
+
+def mae_full():
+    """mae_pretrain_vit_*_full.pth, and a training checkpoint of that code."""
+    weights = fixed()
+    decoder = {
+        "mask_token": torch.ones(1, 1, 8),
+        "decoder_pos_embed": torch.ones(1, 17, 8),
+        "decoder_embed.weight": torch.ones(8, WIDTH),
+        "decoder_blocks.0.attn.qkv.weight": torch.ones(24, 8),
+        "decoder_norm.weight": torch.ones(8),
+        "decoder_pred.bias": torch.ones(48),
+    }
+    return {"model": weights | decoder, "scaler": {}} | training_state(), weights
+
+
+def mae_reimpl():
+    """mae_reimpl_*.th: the state dict in an entry, positions without a row for [CLS]."""
+    weights = fixed(cls_row=False)
+    return {"state_dict": dict(weights)}, weights
+
+
+def mae_ct():
+    """maect_*.th: likewise."""
+    return mae_reimpl()
+
+
+def mae_ct_legacy():
+    """maectaug_*.th in the older form: the state dict itself, 1 + L positions."""
+    weights = fixed()
+    return dict(weights), weights
+
+
+def moco(base, momentum):
+    projector = ("head.0.weight", "head.1.running_mean", "head.6.weight", "head.7.running_var")
+    return {
+        "epoch": 300,
+        "arch": "vit_base",
+        "state_dict": prefixed("module.base_encoder.", base)
+        | mlp("module.base_encoder.", *projector)
+        | prefixed("module.momentum_encoder.", momentum)
+        | mlp("module.momentum_encoder.", *projector)
+        | mlp("module.predictor.", "0.weight", "1.bias", "3.weight"),
+        "optimizer": {"state": {}, "param_groups": []},
+        "scaler": {"scale": 65536.0},
+    }
+
+
+def moco_v3():
+    """vit-b-300ep.pth.tar"""
+    table = moco_table(WIDTH, GRID)
+    base, momentum = encoder_weights(1, table), encoder_weights(2, table)
+    return moco(base, momentum), base
+
+
+def moco_v3_linear():
+    """linear-vit-b-300ep.pth.tar"""
+    weights = encoder_weights(1, moco_table(WIDTH, GRID))
+    state = prefixed("module.", weights) | mlp("module.head.", "weight", "bias")
+    more = {"best_acc1": torch.tensor(76.7), "optimizer": {}}
+    return {"epoch": 90, "arch": "vit_base", "state_dict": state} | more, weights
+
+
+def layer_grafting():
+    """checkpoint_final.pth.tar: MoCo v3's names, MAE's positions."""
+    base, momentum = fixed(1), fixed(2)
+    return moco(base, momentum), momentum
+
+
+def msn():
+    """vitb16_600ep.pth.tar"""
+    weights = learned()
+    head = mlp("module.fc.", "fc1.weight", "bn1.running_mean", "fc3.bias")
+    state = prefixed("module.", weights) | head
+    return {"target_encoder": state, "prototypes": torch.ones(5, 5)}, weights
+
+
+def ibot():
+    """checkpoint_teacher.pth"""
+    weights = learned()
+    more = {"masked_embed": torch.ones(1, WIDTH)} | mlp("head.", "mlp.0.weight", "last_layer.bias")
+    return {"state_dict": weights | more}, weights
+
+
+def ibot_full():
+    """checkpoint.pth"""
+    teacher, student = learned(3), learned(4)
+    head = mlp("head.", "mlp.0.weight", "last_layer.weight_v", "last_layer2.weight_g")
+    student = prefixed("module.backbone.", student | {"masked_embed": torch.ones(1, WIDTH)})
+    state = {"student": student, "teacher": prefixed("backbone.", teacher) | head}
+    more = training_state(ibot_loss={"center": torch.ones(1, 8)}, fp16_scaler={"scale": 2.0})
+    return state | more, teacher
+
+
+def dino():
+    """dino_vitbase16_pretrain.pth"""
+    weights = learned()
+    return dict(weights), weights
+
+
+def ijepa():
+    """IN1K-vit.h.14-300e.pth.tar"""
+    target = encoder_weights(5, mae_table(WIDTH, GRID, False), cls=False)
+    context = encoder_weights(6, mae_table(WIDTH, GRID, False), cls=False)
+    return {
+        "encoder": prefixed("module.", context),
+        "predictor": mlp("module.", "predictor_embed.weight", "mask_token"),
+        "target_encoder": prefixed("module.", target),
+        "opt": {"state": {}, "param_groups": [{"lr": np.float64(1e-3)}]},
+        "scaler": {"scale": 1.0},
+        "epoch": 300,
+        "loss": 0.2,
+        "batch_size": 128,
+        "world_size": 16,
+        "lr": 1e-3,
+    }, target

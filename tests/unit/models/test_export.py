@@ -1,0 +1,105 @@
+"""What `maect export` writes, loaded by timm itself without a network."""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+
+from maect.cli import main
+from maect.models.encoder import build_encoder, pool, seeded
+from maect.models.weights import save_encoder
+from maect.recipes import Encoder, load_encoder
+
+RECORD = {
+    "stage": "tune", "source": "head_min", "seed": 3, "source_revision": "abc",
+    "finished": "2026-01-01T00:00:00Z", "recipe": {"epochs": 7}, "versions": {"torch": "2"},
+}  # fmt: skip
+
+
+def finished_run(folder, encoder, pooling, **record):
+    with seeded(1):
+        module = build_encoder(encoder).eval()
+    with torch.no_grad():  # norms and biases that are not ones and zeros
+        for parameter in module.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+    save_encoder(folder / "encoder.safetensors", module.state_dict(), encoder, pooling)
+    (folder / "run.json").write_text(json.dumps(RECORD | {"run": folder.name} | record))
+    images = torch.rand(2, 3, encoder.image_size, encoder.image_size)
+    with torch.no_grad():
+        return images, pool(module(images), pooling, encoder.class_token)
+
+
+def same(model, images, features):
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(images), features, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("pooling", "cls"), [("cls", True), ("mean", True), ("mean", False)])
+def test_timm_loads_the_folder(pooling, cls, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    encoder = load_encoder("tiny").model_copy(update={"class_token": cls})
+    images, features = finished_run(tmp_path / "ct", encoder, pooling)
+    assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
+    same(model, images, features)
+    assert model.pretrained_cfg["input_size"] == (3, 16, 16)
+    transform = timm.data.resolve_model_data_config(model)
+    assert transform["crop_pct"] == 0.875 and transform["interpolation"] == "bicubic"
+    assert tuple(transform["mean"]) == (0.485, 0.456, 0.406)
+
+
+def test_timm_loads_the_file_alone(tmp_path, capsys):
+    """A shape that timm has by name needs no more than the name."""
+    shape = {"image_size": 224, "patch_size": 16, "width": 192, "depth": 12, "heads": 3}
+    encoder = Encoder.model_validate(load_encoder("small").model_dump() | shape)
+    images, features = finished_run(tmp_path / "ct", encoder, "cls")
+    assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
+    file = str(tmp_path / "out/model.safetensors")
+    same(
+        timm.create_model("vit_tiny_patch16_224", checkpoint_path=file, num_classes=0),
+        images, features,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="Missing key"):  # loading is strict
+        timm.create_model("vit_tiny_patch16_224", checkpoint_path=file, num_classes=10)
+    # The call that is printed and that the model card gives.
+    call = capsys.readouterr().out.strip().replace("out/model", f"{tmp_path}/out/model")
+    same(eval(call, {"timm": timm}), images, features)
+    assert call.replace(f"{tmp_path}/", "") in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        ("base", "vit_base_patch16_224"),
+        ("large", "vit_large_patch16_224"),
+        ("huge14", "vit_huge_patch14_224"),
+    ],
+)
+def test_the_papers_sizes_are_timms(size, name):
+    from maect.models.export import architecture_of
+
+    encoder = load_encoder(size)
+    assert architecture_of(encoder) == name
+    with torch.device("meta"):
+        theirs = timm.create_model(name, num_classes=0).state_dict()
+        ours = build_encoder(encoder).state_dict()
+    assert {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in ours.items()}
+
+
+def test_the_model_card_says_where_it_comes_from(tmp_path):
+    weights = {"file": "checkpoint.pth", "sha256": "f" * 64, "layout": "ibot"}
+    finished_run(tmp_path / "ibot", load_encoder("tiny"), "cls", stage="import", weights=weights)
+    assert main(["export", str(tmp_path / "ibot"), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: timm\n")
+    for fact in ("| imported layout | ibot |", "f" * 64, "head_min", '"epochs": 7', "checkpoint"):
+        assert fact in card
+    with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_an_unfinished_run_is_refused(tmp_path, capsys):
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert "run.json: no such finished run" in capsys.readouterr().err

@@ -1,0 +1,287 @@
+"""Public weights, each in its published layout, against a forward pass written a second time."""
+
+import json
+import math
+import os
+import pickle
+import subprocess
+
+import numpy as np
+import plain_vit
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from maect.cli import main
+from maect.errors import UserError
+from maect.models.checkpoints import read_checkpoint
+from maect.models.encoder import pool
+from maect.models.layouts import LAYOUTS, convert, find_layout
+from maect.models.weights import load_encoder_weights
+from maect.train.imported import import_weights
+
+PUBLISHED = [
+    ("mae", "mae_pretrain_vit_base.pth", "mae", "mean"),
+    ("mae_full", "mae_pretrain_vit_base_full.pth", "mae", "mean"),
+    ("mae_reimpl", "mae_reimpl_base16.th", "mae", "mean"),
+    ("mae_ct", "maect_base16.th", "mae_ct", "mean"),
+    ("mae_ct_legacy", "maectaug_base16.th", "mae_ct", "mean"),
+    ("moco_v3", "vit-b-300ep.pth.tar", "moco_v3", "cls"),
+    ("moco_v3_linear", "linear-vit-b-300ep.pth.tar", "moco_v3_linear", "cls"),
+    ("layer_grafting", "checkpoint_final.pth.tar", "layer_grafting", "cls"),
+    ("msn", "vitb16_600ep.pth.tar", "msn", "cls"),
+    ("ibot", "checkpoint_teacher.pth", "ibot", "cls"),
+    ("ibot_full", "checkpoint.pth", "ibot_full", "cls"),
+    ("dino", "dino_vitbase16_pretrain.pth", "dino", "cls"),
+    ("ijepa", "IN1K-vit.h.14-300e.pth.tar", "ijepa", "mean"),
+]
+
+
+@pytest.mark.parametrize(("published", "file", "layout", "pooling"), PUBLISHED)
+def test_features_are_those_of_a_plain_forward_pass(published, file, layout, pooling, tmp_path):
+    checkpoint, weights = getattr(plain_vit, published)()
+    torch.save(checkpoint, tmp_path / file)
+    assert import_weights(tmp_path / file, tmp_path / "run")[0] == layout
+    module, settings, found = load_encoder_weights(tmp_path / "run" / "encoder.safetensors")
+    assert found == pooling
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    with torch.no_grad():
+        features = pool(module.double()(images), found, settings.class_token)
+    tokens = plain_vit.plain_tokens(weights, images)
+    patches = tokens[:, 1:] if "cls_token" in weights else tokens
+    expected = tokens[:, 0] if pooling == "cls" else patches.mean(dim=1)
+    torch.testing.assert_close(features, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_every_layout_is_tested():
+    assert {layout for _, _, layout, _ in PUBLISHED} == set(LAYOUTS)
+
+
+def test_the_record_of_an_import(tmp_path, capsys):
+    torch.save(plain_vit.ibot()[0], tmp_path / "checkpoint_teacher.pth")
+    words = ["import", str(tmp_path / "checkpoint_teacher.pth"), str(tmp_path / "runs/ibot")]
+    assert main(words) == 0
+    assert "layout ibot, size tiny, 16 pixels, pooling cls; 3 tensors left out" in (
+        capsys.readouterr().out
+    )
+    record = json.loads((tmp_path / "runs/ibot/run.json").read_text())
+    sum_ = subprocess.run(["sha256sum", words[1]], capture_output=True, text=True, check=True)
+    assert record["weights"] == {
+        "file": "checkpoint_teacher.pth",
+        "sha256": sum_.stdout.split()[0],
+        "layout": "ibot",
+        "left_out": ["head.last_layer.bias", "head.mlp.0.weight", "masked_embed"],
+    }
+    assert (record["stage"], record["run"], record["source"]) == ("import", "ibot", None)
+    before = (tmp_path / "runs/ibot/encoder.safetensors").read_bytes()
+    assert main([*words, "--layout", "ibot", "--size", "tiny"]) == 0
+    assert (tmp_path / "runs/ibot/encoder.safetensors").read_bytes() == before
+
+
+def thin(width, depth, patch, rows, cls=True):
+    """An encoder's names and shapes at full size, in no memory but that of its positions."""
+    zero = torch.zeros(1)
+    small = plain_vit.encoder_weights(0, torch.zeros(1, 1, 4), cls, 4, depth, 1)
+    weights = {}
+    for name, value in small.items():
+        shape = [4 * width if s == 16 else 3 * width if s == 12 else width if s == 4 else s
+                 for s in value.shape]  # fmt: skip
+        weights[name] = zero.expand(shape)
+    weights["patch_embed.proj.weight"] = zero.expand(width, 3, patch, patch)
+    positions = plain_vit.mae_table(width, math.isqrt(rows), rows != math.isqrt(rows) ** 2)
+    return weights | {"pos_embed": positions}
+
+
+@pytest.mark.parametrize(
+    ("size", "image_size", "arguments"),
+    [
+        ("base", 224, (768, 12, 16, 197)),
+        ("large", 224, (1024, 24, 16, 196)),
+        ("huge14", 224, (1280, 32, 14, 257)),
+        ("small", 32, (192, 12, 4, 65)),
+    ],
+)
+def test_sizes_are_found_from_the_shapes(size, image_size, arguments):
+    found = convert({"model": thin(*arguments)}, "mae", "x")
+    assert (found.size, found.encoder.image_size) == (size, image_size)
+    assert found.pooling == ("mean" if size == "small" else "cls")
+
+
+def test_ijepa_at_448_pixels():
+    state = plain_vit.prefixed("module.", thin(1280, 32, 16, 784, cls=False))
+    found = convert({"target_encoder": state}, "ijepa", "x")
+    assert (found.size, found.encoder.image_size, found.pooling) == ("huge", 448, "mean")
+
+
+def test_maect_and_mae_base_are_told_apart_by_the_files_name():
+    checkpoint = {"state_dict": thin(768, 12, 16, 196)}
+    assert find_layout(checkpoint, "maectaug_base16.th") == "mae_ct"
+    assert find_layout(checkpoint, "mae_reimpl_base16.th") == "mae"
+    with pytest.raises(UserError, match=r"x\.th: fits mae .*cls.* and mae_ct .*mean.*--layout"):
+        find_layout(checkpoint, "x.th")
+    assert convert(checkpoint, "mae_ct", "x").pooling == "mean"
+    assert convert(checkpoint, "mae", "x").pooling == "cls"
+
+
+def lost(weights):
+    del weights["blocks.3.norm1.weight"]
+
+
+def extra(weights):
+    weights["blocks.3.ls1.gamma"] = torch.ones(96)
+
+
+def reshaped(weights):
+    weights["blocks.5.mlp.fc1.weight"] = torch.ones(96, 96)
+
+
+def no_tensor(weights):
+    weights["norm.bias"] = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lost, "layout mae, size tiny: blocks.3.norm1.weight is missing"),
+        (extra, "layout mae, size tiny: unexpected blocks.3.ls1.gamma"),
+        (reshaped, r"blocks.5.mlp.fc1.weight is \[96, 96\] and should be \[384, 96\]"),
+        (no_tensor, "norm.bias is no tensor of real numbers"),
+    ],
+)
+def test_names_and_shapes_are_matched_strictly(change, message, tmp_path, capsys):
+    checkpoint = plain_vit.mae()[0]
+    change(checkpoint["model"])
+    torch.save(checkpoint, tmp_path / "mae.pth")
+    assert main(["import", str(tmp_path / "mae.pth"), str(tmp_path / "run")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    with pytest.raises(UserError, match=message):
+        raise UserError(errors[0])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layout", "msn"], "layout msn: no module.patch_embed.proj.weight in 'target_encoder'"),
+        (["--layout", "mea"], "unknown layout 'mea'; known: mae, mae_ct"),
+        (["--size", "small"], r"size small: cls_token is \[1, 1, 96\] and should be \[1, 1, 192\]"),
+        (["--image-size", "18"], "image_size 18 is not a multiple of patch_size 4"),
+    ],
+)
+def test_wrong_options_are_one_line(options, message, tmp_path, capsys):
+    torch.save(plain_vit.mae()[0], tmp_path / "mae.pth")
+    assert main(["import", str(tmp_path / "mae.pth"), str(tmp_path / "run"), *options]) == 2
+    with pytest.raises(UserError, match=message):
+        raise UserError(capsys.readouterr().err)
+
+
+def test_an_encoder_of_no_known_size():
+    checkpoint = {"model": thin(384, 12, 16, 197)}
+    with pytest.raises(UserError, match="patch size 16, width 384 and 12 blocks are those of none"):
+        convert(checkpoint, "mae", "x")
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, function, *arguments):
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("function", [os.system, subprocess.check_call, eval, pickle.loads])
+@pytest.mark.parametrize("container", ["zip", "legacy", "bare pickle"])
+def test_a_malicious_pickle_is_refused(function, container, tmp_path, capsys):
+    trace = tmp_path / "trace"
+    argument = {
+        os.system: f"touch {trace}",
+        subprocess.check_call: ["touch", str(trace)],
+        eval: f"open({str(trace)!r}, 'w').close()",
+        pickle.loads: pickle.dumps(Evil(os.system, f"touch {trace}")),
+    }[function]
+    checkpoint = {**plain_vit.mae()[0], "args": Evil(function, argument)}
+    file = tmp_path / "mae.pth"
+    if container == "bare pickle":
+        file.write_bytes(pickle.dumps(checkpoint["args"], protocol=2))
+    else:
+        torch.save(checkpoint, file, _use_new_zipfile_serialization=container == "zip")
+    assert main(["import", str(file), str(tmp_path / "run")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert "mae.pth: refused, since reading it would run" in errors[0]
+    assert function.__name__ in errors[0]
+    assert not trace.exists() and not (tmp_path / "run").exists()
+    pickle.loads(pickle.dumps(Evil(function, argument)))  # and it does run where it is unpickled
+    assert trace.exists()
+
+
+def test_options_of_a_training_are_left_out_not_built(tmp_path):
+    torch.save(plain_vit.training_state(), tmp_path / "x.pth")
+    found = read_checkpoint(tmp_path / "x.pth")
+    assert found["epoch"] == 7
+    assert not hasattr(found["args"], "lr")
+
+
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 broken"])
+def test_damaged_files_are_one_line(content, tmp_path):
+    for name in ("x.pth", "x.safetensors"):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name) as error:
+            read_checkpoint(tmp_path / name)
+        assert "\n" not in str(error.value)
+    torch.save(plain_vit.mae()[0], tmp_path / "cut.pth")
+    (tmp_path / "cut.pth").write_bytes((tmp_path / "cut.pth").read_bytes()[:100_000])
+    with pytest.raises(UserError, match="damaged or no checkpoint"):
+        read_checkpoint(tmp_path / "cut.pth")
+
+
+def test_safetensors_are_read_too(tmp_path):
+    weights = plain_vit.learned()
+    save_file(weights, tmp_path / "dino.safetensors")
+    layout, found = import_weights(tmp_path / "dino.safetensors", tmp_path / "run")
+    assert layout == "dino"
+    assert torch.equal(found.tensors["norm.bias"], weights["norm.bias"])
+
+
+def cubic(x):
+    x, a = abs(x), -0.75
+    if x < 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+def bicubic(table, size):
+    """[g, g, d] to [size, size, d]: centres of pixels on each other, the border repeated."""
+    old = len(table)
+    new = np.zeros((size, size, table.shape[2]))
+    for i in range(size):
+        for j in range(size):
+            y, x = (i + 0.5) * old / size - 0.5, (j + 0.5) * old / size - 0.5
+            for k in range(math.floor(y) - 1, math.floor(y) + 3):
+                for m in range(math.floor(x) - 1, math.floor(x) + 3):
+                    cell = table[min(max(k, 0), old - 1), min(max(m, 0), old - 1)]
+                    new[i, j] += cubic(y - k) * cubic(x - m) * cell
+    return new
+
+
+@pytest.mark.parametrize("published", ["dino", "ijepa"])
+def test_positions_for_another_image_size_are_interpolated(published):
+    checkpoint, weights = getattr(plain_vit, published)()
+    found = convert(checkpoint, published, "x", image_size=24)
+    assert found.encoder.image_size == 24
+    positions = weights["pos_embed"][0, -16:].reshape(4, 4, -1).double().numpy()
+    expected = bicubic(positions, 6).reshape(36, -1)
+    np.testing.assert_allclose(found.tensors["pos_embed"][0, -36:], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sign", ["run.json", "metrics.jsonl"])
+def test_a_trained_run_is_not_replaced(sign, tmp_path):
+    torch.save(plain_vit.mae()[0], tmp_path / "mae.pth")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / sign).write_text('{"stage": "tune"}')
+    with pytest.raises(UserError, match="holds a run that was trained here"):
+        import_weights(tmp_path / "mae.pth", tmp_path / "run")
+    assert not (tmp_path / "run/encoder.safetensors").exists()
