@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from maect import __version__, commands
 from maect.errors import UserError
+from maect.report import commands as reports
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -154,8 +155,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_settings(evaluate)
 
     for name, call, help in (
-        ("table", commands.table, "Build one of the paper's tables."),
-        ("figure", commands.figure, "Draw one of the paper's figures."),
+        ("table", reports.table, "Build one of the paper's tables."),
+        ("figure", reports.figure, "Draw one of the paper's figures."),
     ):
         sub = command(name, call, help)
         sub.add_argument("name")
@@ -165,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "figure":
             sub.add_argument("--classes", type=Path, help="index.json that names the classes")
 
-    claims = command("claims", commands.claims, "Hold the paper's statements against the tables.")
+    claims = command("claims", reports.claims, "Hold the paper's statements against the tables.")
     claims.add_argument("out", type=Path, nargs="+", help="claims.csv, claims.html")
     claims.add_argument("--tables", type=Path, nargs="+", required=True, help="CSV files")
     claims.add_argument("--runs", type=Path, required=True, help="folder of the runs, for the cost")
@@ -174,7 +175,7 @@ def build_parser() -> argparse.ArgumentParser:
     status = command("status", commands.status, "Print what every run of an experiment is doing.")
     status.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
 
-    show = command("show", commands.show, "Print the tables of a results folder.")
+    show = command("show", reports.show, "Print the tables of a results folder.")
     show.add_argument("root", type=Path, help="such as results/digits")
     return parser
 
