@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "train": EVERYONE | {"data", "models"},
     "evaluate": EVERYONE | {"train", "data", "models"},
     "status": EVERYONE | {"experiment", "launch"},
+    "plan": EVERYONE | {"experiment", "launch"},
     "report": EVERYONE | {"experiment", "experiment_file"},
 }
 

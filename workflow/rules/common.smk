@@ -1,4 +1,5 @@
 import itertools
+import os
 import re
 import sys
 from contextlib import ExitStack
@@ -253,3 +254,7 @@ onstart:
         ownership.enter_context(own(Path(ROOT)))
     except UserError as error:
         stop(error)
+    for asked in workflow.resource_settings.overwrite_resources.values():
+        account = str(asked.get("slurm_account").raw)
+        if account.startswith("$") and os.path.expandvars(account) == account:
+            stop(f"the profile's account is {account}, which is not set: export it")

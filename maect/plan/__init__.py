@@ -1,0 +1,1 @@
+"""What an experiment will cost on a site, before it is run."""

@@ -1,0 +1,47 @@
+"""How many nodes a training takes of those that a profile allows."""
+
+import re
+
+from maect.errors import UserError
+from maect.recipes import Encoder, Stage
+from maect.recipes.flops import flops_per_image
+
+# Operations that a step must leave to each rank: about 8 ms of an A100 at 40 % of its peak. With
+# less, the step's fixed costs (launches, all-reduces, the loader) rule: docs/scaling.md.
+WORTH_A_RANK = 1e12
+
+
+def node_range(nodes: str) -> tuple[int, int]:
+    """`4` as (4, 4), `1..16` as (1, 16)."""
+    found = re.fullmatch(r"([1-9][0-9]*)(?:\.\.([1-9][0-9]*))?", nodes)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if least > most:
+        raise UserError(f"--nodes {nodes}: a number of nodes, or LEAST..MOST such as 1..16")
+    return least, most
+
+
+def fixed_nodes(nodes: str) -> int:
+    """The nodes of a job whose size does not depend on a recipe."""
+    least, most = node_range(nodes)
+    if least != most:
+        raise UserError(f"--nodes {nodes}: a range is for trainings; give one number here")
+    return least
+
+
+def training_nodes(nodes: str, devices: int, settings: Stage, encoder: Encoder) -> int:
+    """Nodes for a training: as many of the range as its batch is worth.
+
+    That is the largest number with which the ranks divide the batch evenly and each has
+    `WORTH_A_RANK` operations a step; else the smallest that divides the batch.
+
+    Raises:
+        UserError: no number of the range divides the batch.
+    """
+    least, most = node_range(nodes)
+    fitting = [n for n in range(least, most + 1) if settings.batch_size % (n * devices) == 0]
+    if not fitting:
+        many = f"{least * devices} ranks" if least == most else f"ranks on {nodes} nodes"
+        raise UserError(f"batch_size {settings.batch_size} is not a multiple of {many}")
+    step = flops_per_image(settings, encoder) * settings.batch_size
+    worth = [n for n in fitting if step / (n * devices) >= WORTH_A_RANK]
+    return max(worth, default=min(fitting))
