@@ -56,6 +56,10 @@ def launch(
         line = progress.Line(describe)
         try:
             _Launch(task, folder, resources, is_done, line, interruption).run()
+        except OSError as error:  # a full disk, a file system that is away
+            raise LaunchError(
+                f"{describe}: {error}; a job that runs goes on, start again to re-attach"
+            ) from error
         finally:
             line.close()
 

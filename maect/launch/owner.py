@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -34,9 +34,10 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
                 )
             time.sleep(0.2)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
+        about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
         file.truncate(0)
-        json.dump({"host": socket.gethostname(), "pid": os.getpid(), "since": since}, file)
-        file.flush()
+        with suppress(OSError):  # the lock counts; on a full disk its owner has no name
+            os.write(file.fileno(), json.dumps(about).encode())
         try:
             yield
         finally:

@@ -26,7 +26,7 @@ SUBMISSION_FAILURES_THAT_PASS = (
     NO_ANSWER,
 )
 
-_quiet_since: dict[str, float] = {}
+_first_look: dict[str, float] = {}
 _missing_since: dict[str, float] = {}
 _sacct: dict[str, tuple[float, State]] = {}
 
@@ -36,9 +36,10 @@ def state(folder: Path, job: Job) -> State:
     # The submission may still be under way although the launcher that began it was killed.
     if job.id is None and marked(job.name):
         return State("unknown", "being submitted")
-    newer_than = job.submitted
-    if job.id is None:
-        newer_than = _quiet_since.setdefault(job.name, time.time())
+    # Whoever knows a job's id looks after its submission, whatever the submitter's clock said.
+    newer_than = _first_look.setdefault(job.name, time.time())
+    if job.id is not None:
+        newer_than = min(newer_than, job.submitted)
     answer = squeue.ask(newer_than)
     if answer is None:
         return State("unknown", "no answer from SLURM")

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -80,18 +81,20 @@ class Context:
             self.flush()
 
     def flush(self) -> None:
-        """Write the last report; without fsync, since it is only ever a hint."""
+        """Write the last report; neither durable nor sure, since it is only ever a hint."""
         if self._pending is None:
             return
-        temporary = self.folder / f".progress.{self.name}.tmp"
-        temporary.write_text(json.dumps(self._pending), encoding="utf-8")
-        temporary.replace(self.folder / "progress.json")
+        with suppress(OSError):
+            temporary = self.folder / f".progress.{self.name}.tmp"
+            temporary.write_text(json.dumps(self._pending), encoding="utf-8")
+            temporary.replace(self.folder / "progress.json")
         self._pending, self._reported = None, time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank at once with an error, from beside a main thread that is stuck."""
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        _note(self.folder / "jobs" / self.name, self.record, error)
+        with suppress(OSError):
+            _note(self.folder / "jobs" / self.name, self.record, error)
         os._exit(1)
 
     def saved_step(self) -> int:
@@ -143,9 +146,10 @@ def run(request: dict[str, Any]) -> None:
     except BaseException as error:
         if context is not None:
             context.flush()
-        _note(jobs, record, error)
         # Destroying a broken process group may hang, and with it the partners for ever.
         faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
+        with suppress(OSError):  # a full disk: the log has it too
+            _note(jobs, record, error)
         raise
     write_json(file, record | {"end": verdict, "time": time.time()})
     faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)

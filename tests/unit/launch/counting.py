@@ -60,7 +60,7 @@ def count(
 def _any(meeting: Path, context, step: int, flag: bool) -> bool:
     """All-reduce (or) at a step: it hangs for ever when a rank is missing, as the real one does."""
     with (meeting / str(context.rank)).open("a") as file:
-        file.write(f"{step} {int(flag)}\n")
+        file.write(f"{step} {int(flag)} {time.time()}\n")
     flags = []
     for rank in range(context.world_size):
         while True:

@@ -15,12 +15,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 90.0, what: str = "") -> None:
+def wait_for(
+    condition: Callable[[], object], seconds: float = 90.0, what: str = "", pause: float = 0.02
+) -> None:
     """Poll until the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain {what}"
-        time.sleep(0.02)
+        time.sleep(pause)
 
 
 class Run:
@@ -46,6 +48,22 @@ class Run:
         )
         self.launchers.append(process)
         return process
+
+    def pipeline(self, place: Path, **arguments: object) -> "subprocess.Popen[bytes]":
+        """Start Snakemake with one rule that starts a launcher: its words go to `place`/log."""
+        words = self.command({"steps": 40, **arguments}, self.resources)
+        command = " ".join(f"'{word}'" for word in words).replace("{", "{{").replace("}", "}}")
+        command += (
+            f' 2>> "{place}/log" && touch out || {{{{ echo $? > "{place}/status"; exit 1; }}}}'
+        )
+        rule = f'rule count:\n    output: "out"\n    shell: """{command}"""\n'
+        (place / "Snakefile").write_text(rule)
+        options = ["--cores", "1", "--quiet", "all", "--nolock", "--rerun-incomplete"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "snakemake", *options, "--directory", str(place)],
+            cwd=place,
+            env=self.environment(),
+        )
 
     def environment(self) -> dict[str, str]:
         paths = os.pathsep.join([str(HERE), str(ROOT)])

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
@@ -213,23 +211,7 @@ def test_folder_has_one_owner(run):
 
 def test_snakemake_killed(run, tmp_path):
     """The launcher of a killed Snakemake lets go; the next Snakemake's waits for that."""
-    command = " ".join(f"'{word}'" for word in run.command({"steps": 200}, {"devices": 2}))
-    command = command.replace("{", "{{").replace("}", "}}")
-    command += f' 2> "{tmp_path}/log" || echo $? > "{tmp_path}/status"'
-    rule = f'rule count:\n    output: "out"\n    shell: """{command}; touch out"""\n'
-    (tmp_path / "Snakefile").write_text(rule)
-    snakemake = [
-        sys.executable,
-        "-m",
-        "snakemake",
-        "--cores",
-        "1",
-        "--quiet",
-        "all",
-        "--directory",
-        str(tmp_path),
-    ]
-    process = subprocess.Popen(snakemake, cwd=tmp_path, env=run.environment())
+    process = run.pipeline(tmp_path, steps=300)
     run.reaches(5)
     owner = psutil.Process(run.read("owner.lock")["pid"])
     process.kill()
@@ -240,9 +222,9 @@ def test_snakemake_killed(run, tmp_path):
     wait_for(lambda: status.exists() and status.read_text())
     assert status.read_text() == "130\n"
     assert "Snakemake is gone" in (tmp_path / "log").read_text()
-    assert run.processes() and run.step() < 200
-    finish(run.start(steps=200))
-    assert_undisturbed(run, 200)
+    assert run.processes() and run.step() < 300
+    finish(run.start(steps=300))
+    assert_undisturbed(run, 300)
     assert len(run.starts()) == 1
 
 

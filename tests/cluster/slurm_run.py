@@ -1,0 +1,117 @@
+"""A run folder on the test cluster, what must hold at its end, and a line of the fault table."""
+
+import itertools
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+from counting import expected
+from launching import Run, finish, wait_for
+from slurm_cluster import ACCOUNT, Cluster
+
+HEAD = """# Faults: seen
+
+`pytest tests/cluster -m "slow or not slow" --fault-table docs/results/faults.md` wrote this table.
+It runs a real SLURM (`tests/cluster`: munge, MariaDB, slurmdbd, slurmctld, three nodes of 48 cores
+and 4 devices that look like JUWELS Booster) on one machine. Each line is a test, and each ended
+with the result of a run that was never disturbed, bit by bit; every job id that SLURM knew was one
+that `job.json` accounts for, no job had run twice, and no process was left. Most lines are a
+function that counts in lockstep on 2 nodes x 2 ranks, saves every 5 steps (or only when told to)
+and is resumed as a training is; "real training" is `maect pretrain` on the digits (DeepSpeed,
+ZeRO-1, 2 nodes x 1 rank, a state every 3 s), compared with two undisturbed ranks in encoder and
+log. "Jobs" counts submissions: a job that SLURM queues again keeps its id.
+"""
+LIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
+
+
+@dataclass
+class Table:
+    """What was seen of each fault, for `--fault-table`."""
+
+    rows: list[str] = field(default_factory=list)
+
+    def note(self, fault: str, seen: str, jobs: int, repeated: float) -> None:
+        self.rows.append(f"| {fault} | {seen} | {jobs} | {repeated:.1f} |")
+
+    def write(self, file: Path) -> None:
+        lines = [
+            "| fault | what was seen | jobs | work repeated, s |",
+            "| --- | --- | ---: | ---: |",
+        ]
+        file.write_text("\n".join([HEAD, *lines, *self.rows]) + "\n")
+
+
+class SlurmRun(Run):
+    """A run folder whose jobs go to the test cluster."""
+
+    def __init__(self, folder: Path, cluster: Cluster, table: Table, **resources: object) -> None:
+        usual = {"cluster": "slurm", "nodes": 2, "devices": 2, "minutes": 30}
+        super().__init__(
+            folder, **{**usual, "partition": "booster", "account": ACCOUNT, **resources}
+        )
+        self.slurm, self.table = cluster, table
+
+    def beside(self, name: str, **resources: object) -> "SlurmRun":
+        """Another run in the same place."""
+        folder = self.folder.with_name(f"{self.folder.name}-{name}")
+        return SlurmRun(folder, self.slurm, self.table, **resources)
+
+    def jobs(self) -> dict[str, str]:
+        """Id and state of every job that SLURM has ever had under this run's name."""
+        out = self.slurm.run("squeue", "-h", "-t", "all", "-o", "%i %T %j")
+        rows = (line.split() for line in out.splitlines())
+        return {row[0]: row[1] for row in rows if row[2].startswith(f"maect-{self.folder.name}-")}
+
+    def live(self) -> list[str]:
+        """Jobs that are not over."""
+        return [key for key, state in self.jobs().items() if state in LIVE]
+
+    def release(self) -> None:
+        """Spare the jobs that SLURM has put back into the queue their two minutes of waiting."""
+        for job, state in self.jobs().items():
+            if state == "PENDING":
+                self.slurm.release(job)
+
+    def wait(self, launcher: "subprocess.Popen[str]", seconds: float = 200) -> str:
+        """The words of a launcher whose jobs SLURM puts back into the queue meanwhile."""
+
+        def is_over() -> bool:
+            self.release()
+            return launcher.poll() is not None
+
+        wait_for(is_over, seconds, what="for the launcher", pause=1.0)
+        return finish(launcher)
+
+    def noted(self) -> set[str]:
+        """Job ids that `job.json` accounts for."""
+        job = self.read("job.json")
+        return {str(entry["id"]) for entry in [*job["earlier"], job] if entry["id"]}
+
+    def repeated(self) -> float:
+        """Seconds that rank 0 spent on steps which an earlier attempt had done."""
+        seen, again, seconds = 0, 0, [0.0]
+        for start in self.starts():
+            file = self.folder / "meetings" / f"{start['name']}-{start['attempt']}" / "0"
+            rows = [row.split() for row in file.read_text().splitlines()]
+            again += sum(int(row[0]) <= seen for row in rows)
+            seconds += [float(b[2]) - float(a[2]) for a, b in itertools.pairwise(rows)]
+            seen = max([seen, *(int(row[0]) for row in rows)])
+        return again * mean(seconds)
+
+    def undisturbed(self, steps: int, fault: str = "", seen: str = "") -> None:
+        """The result of a run that was never disturbed; each job accounted for, nothing left."""
+        assert self.read("done.json") == expected(steps)
+        self.settled()
+        starts = [(start["name"], start["attempt"]) for start in self.starts()]
+        assert len(set(starts)) == len(starts), "a job ran twice"
+        if fault:
+            self.table.note(fault, seen, len(self.jobs()), self.repeated())
+
+    def settled(self) -> None:
+        """Nothing is left behind, and each job is accounted for."""
+        wait_for(lambda: not self.live() and not self.processes(), what="for all to be gone")
+        assert self.noted() == set(self.jobs()), "a job that job.json does not know"
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"SLURM_CONF": str(self.slurm.conf)}

@@ -1,0 +1,182 @@
+"""What is concluded from what squeue and sacct say, or do not: scripts answer in their place."""
+
+import time
+from pathlib import Path
+
+import pytest
+from launching import finish, wait_for
+
+from maect.launch import record, slurm
+from maect.launch.record import Job
+
+SCRIPT = """#!/bin/sh
+echo "$0 $*" >> {folder}/asked
+[ -e {folder}/{name}.fails ] && {{ cat {folder}/{name}.fails >&2; exit 1; }}
+cat {folder}/{name}.says 2> /dev/null
+exit 0
+"""
+
+
+class Commands:
+    """Stand-ins for SLURM's commands that say what a file holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("squeue", "sacct", "scancel", "sbatch", "srun"):
+            self.install(name)
+        self.says("sacct", "")
+
+    def install(self, name: str) -> None:
+        script = self.folder / name
+        script.write_text(SCRIPT.format(folder=self.folder, name=name))
+        script.chmod(0o755)
+
+    def says(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.new").write_text(text)
+        (self.folder / f"{name}.new").replace(self.folder / f"{name}.says")
+
+    def fails(self, name: str, error: str) -> None:
+        (self.folder / f"{name}.fails").write_text(error)
+
+    def asked(self, name: str) -> list[str]:
+        file = self.folder / "asked"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in lines if line.split()[0].endswith(f"/{name}")]
+
+
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    commands = Commands(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
+    for memory in (slurm._first_look, slurm._missing_since, slurm._sacct):
+        memory.clear()
+    return commands
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job("slurm", "maect-a-1", ranks=1, step=0, state="submitted", id="7", submitted=0.0)
+
+
+@pytest.mark.parametrize(
+    "word, phase, grace, final",
+    [
+        ("RUNNING", "running", 0, False),
+        ("COMPLETING", "running", 0, False),
+        ("PENDING", "pending", 0, False),
+        ("REQUEUED", "pending", 0, False),
+        # SLURM puts these back under the same id: two more answers have to say so.
+        ("NODE_FAIL", "ended", 2, False),
+        ("PREEMPTED", "ended", 2, False),
+        ("FAILED", "ended", 1, False),
+        ("TIMEOUT", "ended", 1, False),
+        ("OUT_OF_MEMORY", "ended", 1, False),
+        ("CANCELLED", "ended", 1, True),
+    ],
+)
+def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
+    commands.says("squeue", f"7|{word}|None|maect-a-1\n")
+    state = slurm.state(tmp_path, job)
+    assert (state.phase, state.grace, state.final) == (phase, grace, final)
+    assert not commands.asked("sacct")
+
+
+@pytest.mark.parametrize(
+    "says, phase, final",
+    [
+        ("COMPLETED\n", "ended", False),
+        ("NODE_FAIL\n", "ended", False),
+        ("CANCELLED by 0\n", "ended", True),
+        # It lags behind: squeue has forgotten the job, so this is no verdict.
+        ("RUNNING\n", "unknown", False),
+        # Just submitted, or never: an end that has to last.
+        ("", "ended", False),
+    ],
+)
+def test_words_of_sacct(tmp_path, commands, job, says, phase, final):
+    commands.says("squeue", "")
+    commands.says("sacct", says)
+    state = slurm.state(tmp_path, job)
+    assert (state.phase, state.final) == (phase, final)
+    assert says or state.grace == 1
+    slurm.state(tmp_path, job)
+    assert len(commands.asked("sacct")) == 1, "asked again within the interval"
+
+
+@pytest.mark.parametrize(
+    "error, phase",
+    [
+        ("sacct: error: Connection refused", "unknown"),
+        ("sacct: error: slurm_persist_conn_open: Something happened", "unknown"),
+        ("Slurm accounting storage is disabled", "ended"),
+    ],
+)
+def test_sacct_that_fails(tmp_path, commands, job, error, phase):
+    commands.says("squeue", "")
+    commands.fails("sacct", error)
+    assert slurm.state(tmp_path, job).phase == phase
+
+
+def test_no_sacct_on_this_cluster(tmp_path, commands, job, monkeypatch):
+    commands.says("squeue", "")
+    (commands.folder / "sacct").unlink()
+    monkeypatch.setenv("PATH", str(commands.folder))
+    (commands.folder / "squeue").write_text("#!/bin/sh\n")
+    state = slurm.state(tmp_path, job)
+    assert (state.phase, state.grace) == ("ended", 1)
+
+
+def test_squeue_that_fails_is_no_verdict_whatever_sacct_says(tmp_path, commands, job):
+    commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
+    commands.says("sacct", "FAILED\n")
+    assert slurm.state(tmp_path, job).phase == "unknown"
+    assert not commands.asked("sacct")
+
+
+def test_submitter_whose_clock_was_ahead_is_answered(tmp_path, commands, job):
+    job.submitted = time.time() + 3600
+    commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
+    slurm.state(tmp_path, job)
+    time.sleep(1.1)
+    assert slurm.state(tmp_path, job).phase == "running"
+
+
+def take_over(run) -> None:
+    """A launcher was killed after it had submitted job 7."""
+    run.folder.mkdir()
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    name = f"maect-{run.folder.name}-1"
+    record.write_job(run.folder, Job("slurm", name, 1, 0, state="submitted", id="7", submitted=0.0))
+
+
+@pytest.mark.parametrize("word", ["NODE_FAIL", "PREEMPTED"])
+def test_job_that_slurm_puts_back_is_waited_for(run, commands, word):
+    take_over(run)
+    row = f"7|{{}}|None|{run.read('job.json')['name']}\n"
+    commands.says("squeue", row.format(word))
+    launcher = run.start()
+    wait_for(lambda: commands.asked("squeue"))
+    commands.says("squeue", row.format("PENDING"))
+    count = len(commands.asked("squeue"))
+    wait_for(lambda: len(commands.asked("squeue")) > count + 2)
+    commands.says("squeue", row.format("RUNNING"))
+    verdict = {"name": run.read("job.json")["name"], "verdict": "done"}
+    (run.folder / "verdict.json").write_text(str(verdict).replace("'", '"'))
+    (run.folder / "done.json").write_text("{}")
+    words = finish(launcher)
+    assert launcher.returncode == 0, words
+    assert not commands.asked("sbatch") and not commands.asked("scancel")
+
+
+def test_lost_job_that_does_not_come_back_is_submitted_again(run, commands):
+    take_over(run)
+    commands.says("squeue", f"7|NODE_FAIL|None|{run.read('job.json')['name']}\n")
+    commands.fails("sbatch", "sbatch: error: no more of this")
+    launcher = run.start()
+    words = finish(launcher)
+    assert launcher.returncode == 2 and "no more of this" in words
+    assert len(commands.asked("sbatch")) == 1
+    assert run.read("job.json")["earlier"][0]["ending"] == "NODE_FAIL"
