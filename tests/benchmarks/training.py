@@ -1,0 +1,308 @@
+"""Speed and memory of training against a plain PyTorch loop, as ratios within one run.
+
+    python tests/benchmarks/training.py [overhead] [frozen] [head] [--size small] [--batch 32] ...
+
+overhead: the engine's step and that of a loop written by hand around the same model, in turn.
+frozen: peak memory of tuning with the lower half frozen, and with nothing frozen.
+head: what head initialisation and tuning keep for their backward passes.
+On a GPU if there is one (`--device cpu`: not even then); see also training_speed.py.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from timm.layers import Attention
+
+from maect.data.loader import Batch
+from maect.models.encoder import build_encoder, seeded
+from maect.models.weights import save_encoder
+from maect.recipes import Encoder, Stage, Tune, load_encoder, load_recipe
+from maect.recipes.flops import flops_per_image
+from maect.train.distributed import start
+from maect.train.ema import start_ema
+from maect.train.engine import Engine
+from maect.train.loop import Loop
+from maect.train.metrics import Metrics
+from maect.train.objectives import Views
+from maect.train.parameters import parameter_groups
+from maect.train.stages import build_objective
+from maect.train.state import Saver
+from maect.train.watchdog import Watchdog
+
+WARM_UP = 3  # steps that are not counted: compilation, first allocations
+
+
+class Alone:
+    """The context of a job of one rank that nobody watches."""
+
+    rank = local_rank = 0
+    world_size = 1
+    cpus = len(os.sched_getaffinity(0))
+
+    def stop_requested(self) -> bool:
+        return False
+
+    def report(self, progress: dict[str, Any]) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+def join(device: str) -> torch.device:
+    """A process group of one, on the CPU if that is asked for."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    return start(Alone())
+
+
+def settings(recipe: str, size: str, batch: int, **changes: Any) -> Stage:
+    """A recipe with another batch size."""
+    return load_recipe(recipe, size, changes).model_copy(update={"batch_size": batch})
+
+
+def random_batch(shape: Encoder, size: int, device: torch.device) -> Batch:
+    pixels = torch.randint(0, 256, (2, size, 3, shape.image_size, shape.image_size))
+    ids = np.arange(size, dtype=np.int64)
+    return Batch(0, ids, ids * 0, ids % 10, pixels.to(torch.uint8).to(device))
+
+
+def source_run(folder: Path, shape: Encoder) -> Path:
+    """What head initialisation and tuning start from."""
+    with seeded(0):
+        save_encoder(
+            folder / "encoder.safetensors", build_encoder(shape).state_dict(), shape, "cls"
+        )
+    return folder
+
+
+def engine_steps(
+    stage: Stage, shape: Encoder, device: torch.device, steps: int, between: Callable[[], None]
+) -> list[float]:
+    """Seconds of each step of the engine, as `maect` runs it; `between` is called before each."""
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = None if not needs_source(stage) else source_run(folder, shape)
+        objective = build_objective(stage, shape, 0, source).to(device)
+        engine = Engine(objective, stage, parameter_groups(objective, stage), device)
+        if isinstance(stage, Tune):
+            start_ema(engine.fragments)
+        batch, metrics = random_batch(shape, stage.batch_size, device), Metrics(folder, 0)
+
+        def batches() -> Iterator[Batch]:
+            for _ in range(steps):
+                between()
+                began = clock(device)
+                yield batch
+                seconds.append(clock(device) - began)
+
+        Loop(
+            Alone(), engine, stage, shape, 0, device, 0, steps, 10**6, Saver(folder, 0, 1), metrics,
+            1e9, {}, Watchdog(folder, Alone()),
+        ).run(batches())  # fmt: skip
+        metrics.close()
+    return seconds
+
+
+def needs_source(stage: Stage) -> bool:
+    return not hasattr(stage, "normalize_pixels")
+
+
+def clock(device: torch.device) -> float:
+    """Seconds: of the clock on a GPU, of the processor otherwise, which other jobs disturb less."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+class PlainLoop:
+    """A training loop as one writes it by hand: torch's autocast, AdamW and an average.
+
+    With `explicit` it is that of facebookresearch/mae: attention as two products and a softmax,
+    and an optimizer that is not fused.
+    """
+
+    def __init__(
+        self, stage: Stage, shape: Encoder, device: torch.device, explicit: bool = False
+    ) -> None:
+        self.stage, self.shape, self.device = stage, shape, device
+        with tempfile.TemporaryDirectory() as name:
+            source = source_run(Path(name), shape) if needs_source(stage) else None
+            self.objective = build_objective(stage, shape, 0, source).to(device)
+        for module in self.objective.modules() if explicit else ():
+            if isinstance(module, Attention):
+                module.__class__, module.fused_attn = Attention, False
+        groups = [{**group, "lr": 1e-4} for group in parameter_groups(self.objective, stage)]
+        fused = device.type == "cuda" and not explicit
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=fused)
+        named = self.objective.encoder.named_parameters()
+        self.masters = [p for _, p in named if p.requires_grad]
+        self.averages = [p.detach().clone() for p in self.masters]
+        self.pixels = random_batch(shape, stage.batch_size, device).images
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        began = clock(self.device)
+        b, patches = self.stage.batch_size, self.shape.patches
+        images = (self.pixels.float() / 255 - 0.45) / 0.22
+        order = torch.rand(2, b, patches, device=self.device).argsort(2)
+        ids = torch.arange(b, device=self.device)
+        head = getattr(self.stage, "head", None)
+        dice = torch.randint(head.topk, (2, b), device=self.device) if head else None
+        loss, _ = self.objective(
+            Views(images, order if self.stage.mask_ratio else None, ids, ids, dice)
+        )
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        if isinstance(self.stage, Tune):
+            with torch.no_grad():
+                self.objective.head.update_ema()
+                torch._foreach_lerp_(self.averages, self.masters, 1 - self.stage.encoder_ema)
+        loss.item()
+        self.seconds.append(clock(self.device) - began)
+
+
+def overhead(options: argparse.Namespace, device: torch.device) -> None:
+    """Median over pairs of neighbouring steps of engine : plain, for each stage."""
+    shape = load_encoder(options.size)
+    for recipe in ("mae", "head_min", "ct_min"):
+        stage = settings(recipe, options.size, options.batch, precision=options.precision)
+        plain = PlainLoop(stage, shape, device)
+        ours = engine_steps(stage, shape, device, options.steps + WARM_UP, plain.step)
+        pairs = list(zip(ours, plain.seconds, strict=True))[WARM_UP:]
+        ratios = sorted(a / b for a, b in pairs)
+        low, middle, high = (ratios[int(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
+        step = statistics.median(b for _, b in pairs)
+        print(
+            f"{recipe:<9} plain step {1000 * step:8.1f} ms, engine : plain {middle:.3f} "
+            f"(quartiles {low:.3f} to {high:.3f}, {len(ratios)} pairs)",
+            flush=True,
+        )
+
+
+def in_own_process(
+    options: argparse.Namespace, size: str, recipe: str, explicit: bool = False, **changes: Any
+) -> dict[str, float]:
+    """`measure` in a fresh process, for its peak memory; {} if that was not enough."""
+    changes = {"precision": options.precision, **changes}
+    value = {"recipe": recipe, "size": size, "explicit": explicit, "changes": changes}
+    value |= {"batch": options.batch, "steps": options.steps, "device": options.device}
+    words = [sys.executable, str(Path(__file__).with_name("training.py"))]
+    result = subprocess.run(
+        [*words, "--measure", json.dumps(value)], capture_output=True, text=True
+    )
+    if result.returncode and "OutOfMemoryError" in result.stderr:
+        return {}
+    if result.returncode:
+        sys.exit(result.stderr)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure(value: dict[str, Any]) -> None:
+    """Print speed, operations a second and peak memory of one variant as JSON."""
+    device, shape = join(value["device"]), load_encoder(value["size"])
+    stage = settings(value["recipe"], value["size"], value["batch"], **value["changes"])
+    before, steps = peak_memory(device), value["steps"] + WARM_UP
+    if value["explicit"]:
+        plain = PlainLoop(stage, shape, device, explicit=True)
+        for _ in range(steps):
+            plain.step()
+        seconds = plain.seconds
+    else:
+        seconds = engine_steps(stage, shape, device, steps, lambda: None)
+    speed = stage.batch_size / statistics.median(seconds[WARM_UP:])
+    found = {
+        "images_per_second": speed,
+        "flops": flops_per_image(stage, shape) * speed,
+        "gib": (peak_memory(device) - before) / 2**30,
+    }
+    print(json.dumps(found))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes in use so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.split("VmHWM:")[1].split()[0])
+
+
+def frozen(options: argparse.Namespace, device: torch.device) -> None:
+    """Peak memory of tuning with half of the blocks frozen and with none."""
+    shape, peaks = load_encoder(options.size), {}
+    half = shape.depth // 2
+    for blocks in (half, 0):
+        peaks[blocks] = in_own_process(options, options.size, "ct_min", frozen_blocks=blocks)["gib"]
+        print(f"{blocks:2d} frozen blocks: peak {peaks[blocks]:.3f} GiB", flush=True)
+    vit = build_encoder(shape)
+    vit.freeze(half)
+    count = sum(p.numel() for p in vit.parameters() if not p.requires_grad)
+    less = (peaks[0] - peaks[half]) * 2**30 / count
+    print(f"{count / 1e6:.1f} M frozen parameters, {less:.1f} bytes less for each: of master,")
+    print("gradient, average and moments (20 bytes) none is stored, and no activations are")
+
+
+def head(options: argparse.Namespace, device: torch.device) -> None:
+    """Bytes that autograd keeps between forward and backward pass, per image."""
+    shape = load_encoder(options.size)
+    for recipe in ("head_min", "ct_min"):
+        stage = settings(recipe, options.size, options.batch, precision=options.precision)
+        loop, kept = PlainLoop(stage, shape, device), {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        weights = {p.untyped_storage().data_ptr() for p in loop.objective.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loop.step()
+        total = sum(size for place, size in kept.items() if place not in weights)
+        print(f"{recipe:<9} keeps {total / stage.batch_size / 2**20:8.2f} MiB an image", flush=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What both benchmarks are told."""
+    found = argparse.ArgumentParser()
+    found.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    found.add_argument("--batch", type=int, default=32, help="images; twice as many views")
+    found.add_argument("--steps", type=int, default=20)
+    found.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
+    return found
+
+
+def main() -> None:
+    parts = {"overhead": overhead, "frozen": frozen, "head": head}
+    arguments = parser()
+    arguments.add_argument("parts", nargs="*", help=", ".join(parts))
+    arguments.add_argument("--size", default="small", help="column of the recipes")
+    arguments.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.measure:
+        return measure(options.measure)
+    device = join(options.device)
+    for name in options.parts or parts:
+        parts[name](options, device)
+
+
+if __name__ == "__main__":
+    main()
