@@ -175,6 +175,18 @@ def build_parser() -> argparse.ArgumentParser:
     status = command("status", commands.status, "Print what every run of an experiment is doing.")
     status.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
 
+    new = command(
+        "new-experiment", commands.new_experiment, "Write an experiment for your own images."
+    )
+    new.add_argument(
+        "--images", type=Path, required=True,
+        help="CLASS/IMAGE, or images without classes; either of it also below train/ and val/",
+    )  # fmt: skip
+    new.add_argument("--out", type=Path, required=True, help="the experiment to write, .yaml")
+    new.add_argument(
+        "--from-public", help="start from public weights: mae_base, mae_large or mae_huge14"
+    )
+
     show = command("show", reports.show, "Print the tables of a results folder.")
     show.add_argument("root", type=Path, help="such as results/digits")
     return parser

@@ -297,3 +297,11 @@ def status(options: argparse.Namespace) -> None:
         raise UserError("results: no experiment has begun here; name its results folder")
     for root in roots:
         print(*lines_about(root), sep="\n")
+
+
+def new_experiment(options: argparse.Namespace) -> None:
+    """`maect new-experiment`: prints what it wrote, with the reasons, and how to go on."""
+    from maect.new_experiment import new_experiment as write
+
+    print(write(options.images, options.out, options.from_public))
+    print(f"Next: snakemake --profile cluster_profiles/local -n --config experiment={options.out}")

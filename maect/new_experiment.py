@@ -1,0 +1,296 @@
+"""Writes an experiment file for one's own images, with what was chosen and why as comments."""
+
+import hashlib
+import json
+import math
+import statistics
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from maect.data.catalogue import CATALOGUE
+from maect.data.sources import UNLABELLED, Entry, list_source, walk_images
+from maect.errors import UserError
+from maect.experiment import load
+from maect.files import write_text
+from maect.recipes import load_encoder, load_recipe
+
+PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
+VAL_FOLDERS = ("val", "valid", "validation", "test")
+LOOKED_AT = 200
+GRAY = 8  # levels that the channels of a grey JPEG may differ by
+FEWEST, FEWEST_VAL = 200, 20
+HELD_OUT = 10  # one image in so many
+SHARD_BYTES = 300_000_000
+SEEN = 20_000_000  # images that pre-training shows, all epochs together
+ENOUGH = 500_000  # images from which on the paper's own lengths are kept
+
+
+@dataclass(frozen=True)
+class Images:
+    """One split's images, and what some of them look like."""
+
+    folder: Path
+    kind: str
+    entries: list[Entry]
+    side: int
+    """Median of the shorter sides, in pixels."""
+    colored: bool
+    bytes_each: float
+
+    @property
+    def classes(self) -> Counter[int]:
+        """Number of images of each class; empty without labels."""
+        return Counter(entry.label for entry in self.entries if entry.label != UNLABELLED)
+
+
+def look_at(folder: Path, fewest: int = FEWEST) -> Images:
+    """List a folder's images (`CLASS/IMAGE`, or without classes) and open some of them.
+
+    Raises:
+        UserError: no images, too few, or a file that cannot be read.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    top = {name.partition("/")[0] for name, is_image in walk_images(folder) if is_image}
+    classes = [name for name in top if (folder / name).is_dir()]
+    kind = "folder" if len(classes) > 1 and len(classes) == len(top) else "unlabelled"
+    entries = list_source(folder, kind).entries
+    if len(entries) < fewest:
+        raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
+    sides, colors, sizes = [], [], []
+    for entry in entries[:: math.ceil(len(entries) / LOOKED_AT)]:
+        path = folder / entry.path
+        try:
+            with Image.open(path) as image:
+                sides.append(min(image.size))
+                small = np.asarray(image.convert("RGB").resize((8, 8)), np.int16)
+                colors.append(int(np.ptp(small, axis=2).max()) > GRAY)
+        except (OSError, UnidentifiedImageError):
+            raise UserError(f"{path}: not an image that can be read; repair or remove it") from None
+        sizes.append(path.stat().st_size)
+    side = int(statistics.median(sides))
+    return Images(folder, kind, entries, side, any(colors), statistics.fmean(sizes))
+
+
+def held_out(images: Images) -> set[str]:
+    """Names of about one image in `HELD_OUT` of every class, chosen by a hash of the name."""
+    chosen: set[str] = set()
+    for label in {entry.label for entry in images.entries}:
+        names = [entry.name for entry in images.entries if entry.label == label]
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        chosen.update(names[: max(len(names) // HELD_OUT, int(len(names) > 1))])
+    return chosen
+
+
+def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
+    """Size of the encoder, of its input in pixels, and why."""
+    if public is not None:
+        size = PUBLIC[public]
+        return size, load_encoder(size).image_size, f"the shape of the public weights {public}"
+    seen = f"the images' shorter side is {images.side} pixels (median)"
+    if images.side < 24:
+        return "tiny", 16, f"{seen}: patches of 4, 0.7 million parameters"
+    if images.side < 80:
+        pixels = min(64, images.side // 4 * 4)
+        return "small", pixels, f"{seen}: patches of 4, 5 million parameters"
+    size = "large" if len(images.entries) >= ENOUGH else "base"
+    pixels = min(224, images.side // 16 * 16)
+    which = (
+        f"ViT-{size[0].upper()}, as for {'more' if size == 'large' else 'fewer'} than {ENOUGH:,}"
+    )
+    return size, pixels, f"{seen}: patches of 16; {which} images"
+
+
+def power_of_two(number: float) -> int:
+    """The largest power of two up to a number of at least 1."""
+    return 1 << (int(number).bit_length() - 1)
+
+
+def lengths(size: str, n: int) -> dict[str, int]:
+    """Epochs of the stages: with few images more of them, so that there are enough steps."""
+    stages = {"mae": "mae", "head": "head_min", "ct": "ct_min"}
+    own = {stage: load_recipe(recipe, size).epochs for stage, recipe in stages.items()}
+    if n >= ENOUGH:
+        return own
+    seen = {"mae": (SEEN, 400, 1600), "head": (SEEN / 20, 20, 100), "ct": (SEEN / 10, 40, 200)}
+    return {
+        stage: round(min(most, max(least, many / n))) for stage, (many, least, most) in seen.items()
+    }
+
+
+def flow(value: Any) -> str:
+    """A value as YAML on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    plain = isinstance(value, str) and value.replace("_", "a").isalnum()
+    return str(value) if plain or not isinstance(value, str) else json.dumps(value)
+
+
+def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) -> list[str]:
+    """The lines of `runs`."""
+    recipe = load_recipe("ct_min", size)
+    head = recipe.head  # type: ignore[attr-defined]
+    epochs = lengths(size, n)
+    queue = min(head.queue_size, power_of_two(n))
+    batch = min(recipe.batch_size, max(1, queue // 4))
+    topk = min(head.topk, max(1, queue // 50))
+    at: dict[str, Any] = {"size": size} | (
+        {} if pixels == load_encoder(size).image_size else {"image_size": pixels}
+    )
+    mae = f"mae_{size}"
+    if public:
+        weights = f"$WEIGHTS/{CATALOGUE[public][0].name}"
+        lines = [
+            f"  # Public weights: maect retrieve {public} $WEIGHTS",
+            f"  {mae}: {flow({'weights': weights, 'layout': 'mae'} | at)}",
+        ]
+    else:
+        few = (
+            "the paper's"
+            if n >= ENOUGH
+            else f"shows about {epochs['mae'] * n / 1e6:.0f} million images"
+        )
+        batch_mae = min(load_recipe("mae", size).batch_size, power_of_two(n / 4))
+        changed = {"epochs": epochs["mae"], "batch_size": batch_mae}
+        lines = [
+            f"  # {epochs['mae']} epochs: {few}. Where left and right mean something (letters,",
+            "  # digits), add `flip: 0.0` here and below.",
+            f"  {mae}: {flow({'recipe': 'mae'} | at | {'set': changed})}",
+        ]
+    shared = {"batch_size": batch, "head": {"queue_size": queue}}
+    tune = {"batch_size": batch, "head": {"queue_size": queue, "topk": topk}}
+    each = {"aug": ["min", "aug"] if images.colored else ["min"]}
+    lines += [
+        f"  # A queue of {queue} fits into {n:,} images and holds {queue // batch} batches.",
+        *([] if images.colored else ["  # Only minimal augmentation: the images have no colours."]),
+    ]
+    for name, recipe_name, source, settings, stage in (
+        (f"head_{{aug}}_{size}", "head_{aug}", mae, shared, "head"),
+        (f"ct_{{aug}}_{size}", "ct_{aug}", f"head_{{aug}}_{size}", tune, "ct"),
+    ):
+        values: dict[str, Any] = {"recipe": recipe_name} | at | {"from": source}
+        values |= {"set": {"epochs": epochs[stage]} | settings, "each": each}
+        lines.append(f"  {name}: {flow(values)}")
+    return lines
+
+
+def split_lines(images: Images, val: Images | None, out: Path, chosen: set[str]) -> list[str]:
+    """The lines of `splits`; writes the lists of held-out images where no `val` is given."""
+
+    def split(of: Images, n: int, exclude: Path | None) -> str:
+        shards = max(math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1)
+        values = {"images": str(of.folder), "kind": of.kind, "shards": shards}
+        return flow(values | ({"exclude": str(exclude)} if exclude else {}))
+
+    if val is not None:
+        return [
+            f"      train: {split(images, len(images.entries), None)}",
+            f"      val: {split(val, len(val.entries), None)}",
+        ]
+    names = [entry.name for entry in images.entries]
+    lists = {part: out.resolve().with_suffix(f".{part}.txt") for part in ("train", "val")}
+    parts = {"val": sorted(chosen), "train": [name for name in names if name not in chosen]}
+    for part, path in lists.items():
+        write_text(path, "".join(f"{name}\n" for name in parts[part]))
+    return [
+        f"      # One image in {HELD_OUT} of every class is held out: lists beside this file.",
+        f"      train: {split(images, len(parts['train']), lists['val'])}",
+        f"      val: {split(images, len(parts['val']), lists['train'])}",
+    ]
+
+
+def evaluated(images: Images, n: int, val: int) -> tuple[list[str], list[str]]:
+    """Evaluations that these images allow, and what is left out and why."""
+    classes = images.classes
+    if not classes:
+        return ["umap"], ["Without labels there is no accuracy to measure"]
+    left_out = []
+    protocols = ["knn", "linear_probe"]
+    if min(classes.values()) * (1 - 1 / HELD_OUT) >= 5:
+        protocols.append("low_shot")
+    else:
+        left_out.append("No low_shot: it needs 5 images of every class to train on")
+    protocols += ["clustering"] if val > len(classes) else []
+    return [*protocols, "umap"], left_out
+
+
+def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
+    """Write an experiment for the images in a folder.
+
+    Args:
+        folder: `CLASS/IMAGE` or images without classes; either also in `train` and `val` below it.
+        out: the file to write. Without a `val`, lists of held-out images are written beside it.
+        public: public weights to start from (`PUBLIC`); none: from scratch.
+
+    Returns:
+        The file's text.
+
+    Raises:
+        UserError: images that cannot be used, unknown weights, or a file that exists.
+    """
+    if out.suffix != ".yaml" or out.exists():
+        raise UserError(
+            f"{out}: {'exists already' if out.exists() else 'give it the ending .yaml'}"
+        )
+    if public is not None and public not in PUBLIC:
+        raise UserError(f"--from-public {public}: known are {', '.join(PUBLIC)}")
+    folder = folder.resolve()
+    given = [folder / name for name in VAL_FOLDERS if (folder / name).is_dir()]
+    apart = bool(given) and (folder / "train").is_dir()
+    images = look_at(folder / "train" if apart else folder)
+    val = look_at(given[0], FEWEST_VAL) if apart else None
+    chosen = set() if val else held_out(images)
+    n = len(images.entries) - len(chosen)
+    size, pixels, why = encoder_for(images, public)
+    protocols, left_out = evaluated(images, n, len(val.entries if val else chosen))
+    about = [
+        "images to train on",
+        f"in {len(images.classes)} classes" if images.classes else "without labels",
+    ]
+    probe = min(1024, power_of_two(n / 4))
+    near = images.side < pixels * 256 / 224
+    shown = ["low_shot"] if images.classes else []
+    shown += ["clustering"] if "clustering" in protocols else []
+    drawn = ["umap", *(["confusion"] if "clustering" in protocols else [])]
+    name = "".join(c if c.isalnum() else "_" for c in folder.name) or "images"
+    text = "\n".join(
+        [
+            "# Written by `maect new-experiment`; change what you know better.",
+            f"# {n:,} {' '.join(about)}.",
+            f"# Encoder {size}, {pixels} x {pixels} pixels: {why}.",
+            f"description: MAE and contrastive tuning on {name}",
+            "datasets:",
+            f"  {name}:",
+            *(
+                [f"    resize: {pixels} # images are hardly larger: nothing to crop away"]
+                if near
+                else []
+            ),
+            "    splits:",
+            *split_lines(images, val, out, chosen),
+            "runs:",
+            *runs_of(images, size, pixels, n, public),
+            "evaluate:",
+            *(f"  # {reason}." for reason in left_out),
+            f'  - runs: [mae_{size}, "ct_*"]',
+            f"    protocols: {flow(protocols)}",
+            *(
+                ["protocols:", f"  linear_probe: {{batch_size: {probe}}}"]
+                if probe < 1024 and images.classes
+                else []
+            ),
+            f"tables: {flow(shown)}",
+            f"figures: {flow([*drawn, 'training_curves', 'pipeline'])}",
+            "",
+        ]
+    )
+    write_text(out, text)
+    load(str(out))
+    return text

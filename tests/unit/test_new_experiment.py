@@ -1,0 +1,146 @@
+"""An experiment for one's own images, from CIFAR-10 and from the bundled digits."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from maect.errors import UserError
+from maect.experiment import load
+from maect.new_experiment import new_experiment
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from maect.data.digits import write_digits
+
+    folder = tmp_path_factory.mktemp("own") / "my digits"
+    write_digits(folder)
+    return folder
+
+
+def test_folders_of_classes_with_a_split(digits, tmp_path):
+    text = new_experiment(digits, tmp_path / "mine.yaml")
+    experiment = load(str(tmp_path / "mine.yaml"))
+    mae = experiment.runs["mae_tiny"]
+    assert (mae.settings.epochs, mae.encoder.image_size) == (1600, 16)
+    ct = experiment.runs["ct_min_tiny"].settings
+    assert (ct.batch_size, ct.head.queue_size, ct.head.topk) == (256, 1024, 20)
+    assert "ct_aug_tiny" not in experiment.runs and "the images have no colours" in text
+    assert "1,297 images to train on in 10 classes" in text and "resize: 16" in text
+    assert {name for _, name in experiment.evaluations} >= {"knn", "low_shot", "clustering"}
+    assert not experiment.missing_images()
+
+
+def test_a_part_is_held_out_of_every_class(digits, tmp_path):
+    new_experiment(digits / "train", tmp_path / "mine.yaml")
+    lists = {part: (tmp_path / f"mine.{part}.txt").read_text().split() for part in ("train", "val")}
+    assert len(lists["train"]) + len(lists["val"]) == 1297
+    assert not set(lists["train"]) & set(lists["val"])
+    for label in range(10):
+        held = [name for name in lists["val"] if name.startswith(f"{label}/")]
+        assert len(held) in (12, 13)
+    splits = load(str(tmp_path / "mine.yaml")).datasets["train"].splits
+    assert splits["train"].exclude == str(tmp_path / "mine.val.txt")
+    assert splits["val"].exclude == str(tmp_path / "mine.train.txt")
+
+
+def test_without_labels(digits, tmp_path):
+    folder = tmp_path / "flat"
+    folder.mkdir()
+    for path in sorted((digits / "train").rglob("*.png"))[:400]:
+        (folder / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
+    text = new_experiment(folder, tmp_path / "mine.yaml")
+    experiment = load(str(tmp_path / "mine.yaml"))
+    assert {name for _, name in experiment.evaluations} == {"umap"}
+    assert "kind: unlabelled" in text and "Without labels there is no accuracy" in text
+
+
+def test_large_images_get_a_large_encoder(tmp_path):
+    for number in range(220):
+        path = tmp_path / f"photos/{number % 2}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (640, 200), (number, 0, 0)).save(path)
+    new_experiment(tmp_path / "photos", tmp_path / "mine.yaml")
+    encoder = load(str(tmp_path / "mine.yaml")).runs["mae_base"].encoder
+    assert (encoder.image_size, encoder.patch_size) == (192, 16)
+
+
+def test_mistakes_are_named(digits, tmp_path):
+    out = tmp_path / "mine.yaml"
+    with pytest.raises(UserError, match="no such folder"):
+        new_experiment(tmp_path / "none", out)
+    with pytest.raises(UserError, match=r"ending \.yaml"):
+        new_experiment(digits, tmp_path / "mine.txt")
+    with pytest.raises(UserError, match="--from-public mea: known are mae_base"):
+        new_experiment(digits, out, "mea")
+    (tmp_path / "few/a").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "few/a/1.png")
+    with pytest.raises(UserError, match="1 images; at least 200 are needed"):
+        new_experiment(tmp_path / "few", out)
+    assert not out.exists()
+    out.write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        new_experiment(digits, out)
+
+
+@pytest.fixture(scope="module")
+def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 300 images of two classes of CIFAR-10."""
+    archive = Path(os.environ.get("MAECT_TEST_DATA", "/nonexistent")) / "cifar10.tar.xz"
+    if not archive.exists():
+        pytest.skip("CIFAR-10; set MAECT_TEST_DATA to the folder that has cifar10.tar.xz")
+    folder = tmp_path_factory.mktemp("cifar10")
+    counts: Counter[str] = Counter()
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            label, name = Path(member.name).parts[-2:] if member.isfile() else ("", "")
+            if not label or counts[label] == 300:
+                continue
+            (folder / label).mkdir(exist_ok=True)
+            data = tar.extractfile(member)
+            assert data is not None
+            (folder / label / name).write_bytes(data.read())
+            counts[label] += 1
+            if list(counts.values()) == [300, 300]:
+                break
+    return folder
+
+
+def test_the_walk_through_on_cifar10(cifar10, tmp_path):
+    """What docs/experiments.md tells, up to the shards: `maect new-experiment`, -n, `shards`."""
+    out = tmp_path / "mine.yaml"
+    words = ["-m", "maect", "new-experiment", "--images", str(cifar10), "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert "540 images to train on in 2 classes" in done.stdout
+    pipeline = [
+        *(sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")),
+        *("--directory", str(tmp_path), "--cores", "2"),
+    ]
+    plan = subprocess.run(
+        [*pipeline, "-n", "--config", f"experiment={out}"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert "Contrastive tuning of ct_aug_small" in plan.stdout + plan.stderr
+    subprocess.run(
+        [*pipeline, "shards", "--config", f"experiment={out}"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    )  # fmt: skip
+    shards = tmp_path / f"results/mine/shards/{cifar10.name}"
+    counts = {s: json.loads((shards / s / "index.json").read_text())["n"] for s in ("train", "val")}
+    assert counts == {"train": 540, "val": 60}
+    with tarfile.open(next((shards / "val").glob("*.tar"))) as tar:
+        first = next(member for member in tar if member.name.endswith(".jpg"))
+        with Image.open(io.BytesIO(tar.extractfile(first).read())) as image:  # type: ignore[union-attr]
+            assert image.size == (32, 32)
