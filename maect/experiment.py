@@ -29,8 +29,10 @@ from maect.experiment_file import (
     yaml_scalar,
 )
 from maect.experiment_rows import CHANGES, REPLACED, Line, check_names, lines, matching, restricted
+from maect.experiment_weights import missing_weights, shared_by_seeds
 from maect.recipes import (
     Encoder,
+    Import,
     Protocol,
     Stage,
     Tune,
@@ -38,14 +40,20 @@ from maect.recipes import (
     evaluation_names,
     load_encoder,
     load_evaluation,
+    load_import,
     load_recipe,
     one_line,
 )
 
 EXPERIMENTS = Path("workflow/experiments")
-STAGE_NAMES = {"Pretrain": "pretrain", "Head": "head", "Tune": "tune"}
+STAGE_NAMES = {"Pretrain": "pretrain", "Head": "head", "Tune": "tune", "Import": "import"}
 # What may start from what; the value None means "from nothing".
-SOURCES = {"pretrain": (None,), "head": ("pretrain", "tune"), "tune": ("head", "pretrain")}
+SOURCES = {
+    "pretrain": (None,),
+    "import": (None,),
+    "head": ("pretrain", "import", "tune"),
+    "tune": ("head", "pretrain", "import"),
+}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -55,21 +63,23 @@ class Run:
 
     name: str
     stage: str
-    recipe: str
+    recipe: str | None
     size: str
     method: str
-    settings: Stage
+    settings: Stage | Import
     encoder: Encoder
     dataset: str
     seed: int
     source: str | None
     arguments: tuple[str, ...] = field(repr=False)
     """How the command line says the same: recipe, size and overrides."""
+    weights: Path | None = None
+    """The checkpoint that is imported, if any; its place is no part of the run's identity."""
 
     @property
     def leaves_head(self) -> bool:
         """Whether `head.safetensors` is among what this run leaves."""
-        return self.stage != "pretrain" or getattr(self.settings, "head", None) is not None
+        return getattr(self.settings, "head", None) is not None
 
     @property
     def digest(self) -> str:
@@ -116,12 +126,12 @@ class Experiment:
         for template, spec in self.spec.runs.items():
             for values in itertools.product(*spec.each.values()):
                 chosen = dict(zip(spec.each, map(str, values), strict=True))
-                for seed in range(self.spec.seeds):
+                for seed in range(self.spec.seeds if spec.weights is None else 1):
                     run = self._run(template, spec, chosen, seed)
                     if run.name in runs:
                         raise self._error(f"runs: {run.name} is defined twice")
                     runs[run.name] = run
-        return runs
+        return shared_by_seeds(runs)
 
     def _run(self, template: str, spec: RunSpec, chosen: dict[str, str], seed: int) -> Run:
         def fill(text: str) -> str:
@@ -130,14 +140,21 @@ class Experiment:
             except (KeyError, ValueError, IndexError) as error:
                 raise self._error(f"runs: {template}: {text!r}: {error} is not in `each`") from None
 
-        base, size, recipe = fill(template), fill(spec.size), fill(spec.recipe)
+        base, size, recipe = fill(template), fill(spec.size), fill(spec.recipe or "")
+        layout = fill(spec.layout) if spec.layout else None
         if not NAME.fullmatch(base):
             raise self._error(f"runs: {base!r} is not a name (letters, digits, _ and -)")
         suffix = f"-s{seed}" if seed else ""
         overrides = yaml.safe_load(fill_values(spec.overrides, fill))
+        settings: Stage | Import
         try:
-            settings = load_recipe(recipe, size, overrides)
-            encoder = load_encoder(size, spec.image_size)
+            if recipe:
+                settings = load_recipe(recipe, size, overrides)
+                encoder = load_encoder(size, spec.image_size)
+                arguments = ["--recipe", recipe, "--size", size, "--seed", str(seed)]
+            else:
+                settings, encoder = load_import(layout, size, spec.image_size)
+                arguments = ["--size", size, *(["--layout", layout] if layout else [])]
         except UserError as error:
             raise self._error(f"runs: {base}: {error}") from None
         if isinstance(settings, Tune) and settings.frozen_blocks >= encoder.depth:
@@ -145,7 +162,6 @@ class Experiment:
                 f"runs: {base}: frozen_blocks {settings.frozen_blocks} leaves none of the "
                 f"{encoder.depth} blocks to tune"
             )
-        arguments = ["--recipe", recipe, "--size", size, "--seed", str(seed)]
         if spec.image_size is not None:
             arguments += ["--image-size", str(spec.image_size)]
         for key, value in flatten(overrides):
@@ -153,7 +169,7 @@ class Experiment:
         return Run(
             name=base + suffix,
             stage=STAGE_NAMES[type(settings).__name__],
-            recipe=recipe,
+            recipe=recipe or None,
             size=size,
             method=fill(spec.method) if spec.method else re.sub(rf"_{size}(?=_|$)", "", base),
             settings=settings,
@@ -162,6 +178,7 @@ class Experiment:
             seed=seed,
             source=fill(spec.source) + suffix if spec.source else None,
             arguments=tuple(arguments),
+            weights=Path(fill_path(fill(spec.weights))) if spec.weights else None,
         )
 
     def _check_source(self, run: Run) -> None:
@@ -293,6 +310,10 @@ class Experiment:
 
 
 def load(name_or_path: str, **changes: Any) -> Experiment:
+    def missing_weights(self) -> list[str]:
+        """Likewise, one sentence a file of weights that is to be imported."""
+        return [f"{self.file}: {fault}" for fault in missing_weights(self.runs, self.root)]
+
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
 
     Args:

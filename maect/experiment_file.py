@@ -95,7 +95,11 @@ class Dataset(Settings):
 class RunSpec(Settings):
     """One line of `runs`, before expansion."""
 
-    recipe: str
+    recipe: str | None = None
+    weights: str | None = None
+    """Instead of a recipe: a public checkpoint to import, its place written as that of images."""
+    layout: str | None = None
+    """Of `weights` (`docs/weights.md`); none: found from their content."""
     size: str
     dataset: str | None = None
     source: str | None = Field(default=None, alias="from")
@@ -103,6 +107,18 @@ class RunSpec(Settings):
     method: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
     each: dict[str, list[str | int | float]] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _origin(self) -> "RunSpec":
+        if (self.recipe is None) == (self.weights is None):
+            raise ValueError("needs `recipe`, to train by, or `weights`, to import: one of them")
+        given = self.model_fields_set
+        foreign = {"layout"} if self.weights is None else {"dataset", "source", "overrides"}
+        for name in sorted(foreign & given):
+            key = type(self).model_fields[name].alias or name
+            what = "a recipe" if self.weights is None else "weights to import"
+            raise ValueError(f"a run of {what} takes no `{key}`")
+        return self
 
 
 class Evaluations(Settings):

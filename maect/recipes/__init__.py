@@ -9,6 +9,7 @@ from maect.recipes.settings import (
     AUGMENTATIONS,
     Encoder,
     Head,
+    Import,
     Pretrain,
     Settings,
     Stage,
@@ -17,13 +18,14 @@ from maect.recipes.settings import (
     digest,
     one_line,
 )
-from maect.recipes.tables import load_encoder, load_recipe, recipe_names, sizes
+from maect.recipes.tables import load_encoder, load_import, load_recipe, recipe_names, sizes
 
 __all__ = [
     "AUGMENTATIONS",
     "PROTOCOLS",
     "Encoder",
     "Head",
+    "Import",
     "Pretrain",
     "Protocol",
     "Settings",
@@ -34,6 +36,7 @@ __all__ = [
     "evaluation_names",
     "load_encoder",
     "load_evaluation",
+    "load_import",
     "load_recipe",
     "one_line",
     "recipe_names",

@@ -191,6 +191,19 @@ class Tune(Stage):
         return self
 
 
+class Import(Settings):
+    """Instead of training: an encoder that others have trained (`docs/weights.md`)."""
+
+    layout: (
+        Literal[
+            "mae", "mae_ct", "layer_grafting", "moco_v3", "moco_v3_linear", "msn", "ijepa", "ibot",
+            "ibot_full", "dino",
+        ]
+        | None
+    ) = None  # fmt: skip
+    """How the checkpoint is laid out; none: found from its content."""
+
+
 def _check_contrastive(stage: Stage, head: Contrastive) -> None:
     if stage.views != 2:
         raise ValueError("the contrastive loss needs views: 2")

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from maect.errors import UserError
-from maect.recipes.settings import Encoder, Head, Pretrain, Stage, Tune, one_line
+from maect.recipes.settings import Encoder, Head, Import, Pretrain, Stage, Tune, one_line
 
 STAGES: dict[str, type[Stage]] = {"pretrain": Pretrain, "head": Head, "tune": Tune}
 
@@ -96,3 +96,19 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
         return STAGES[table["stage"]].model_validate(values)
     except ValidationError as error:
         raise one_line(error, where) from None
+
+
+def load_import(
+    layout: str | None, size: str, image_size: int | None = None
+) -> tuple[Import, Encoder]:
+    """An import in place of a recipe, and the encoder that it gives.
+
+    Raises:
+        UserError: unknown layout or size.
+    """
+    try:
+        settings = Import.model_validate({"layout": layout})
+    except ValidationError as error:
+        raise one_line(error, "weights") from None
+    change = {"class_token": settings.layout != "ijepa"}
+    return settings, load_encoder(size, image_size).model_copy(update=change)

@@ -247,7 +247,7 @@ wildcard_constraints:
 
 onstart:
     # Here and not on reading, since a dry run may look at anything.
-    missing = experiment.missing_images()
+    missing = experiment.missing_images() + experiment.missing_weights()
     if missing:
         stop(missing[0])
     try:

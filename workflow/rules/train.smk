@@ -29,6 +29,31 @@ rule pretrain:
         )
 
 
+rule import_weights:
+    output:
+        encoder=f"{RUN}/encoder.safetensors",
+        record=f"{RUN}/run.json",
+    log:
+        f"{LOGS}/{{run}}/import.log",
+    benchmark:
+        f"{BENCHMARKS}/{{run}}/import.tsv"
+    wildcard_constraints:
+        run=one_of(experiment.runs_of("import")),
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        weights=lambda w: str(run_of(w).weights),
+    params:
+        arguments=lambda w: run_of(w).arguments,
+        digest=lambda w: run_of(w).digest,
+    message:
+        "Importing {wildcards.run} from {resources.weights}"
+    shell:
+        "maect import {resources.weights:q} $(dirname {output.record}) {params.arguments:q}"
+        " 2> {log}"
+
+
 rule init_head:
     input:
         lambda w: shard_index(run_of(w).dataset, "train"),

@@ -1,0 +1,37 @@
+"""Runs of an experiment that import public weights instead of training."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maect.experiment_rows import seedless
+
+if TYPE_CHECKING:
+    from maect.experiment import Run
+
+
+def shared_by_seeds(runs: Mapping[str, "Run"]) -> dict[str, "Run"]:
+    """Imported weights have no seed: runs of every seed start from the same ones."""
+    return {
+        name: replace(run, source=seedless(run.source))
+        if run.source and run.source not in runs and _is_import(runs.get(seedless(run.source)))
+        else run
+        for name, run in runs.items()
+    }
+
+
+def _is_import(run: "Run | None") -> bool:
+    return run is not None and run.weights is not None
+
+
+def missing_weights(runs: Mapping[str, "Run"], root: Path) -> list[str]:
+    """What a real run would not find: a sentence for each file of weights not imported yet."""
+    return [
+        f"runs: {name}: no weights at {run.weights}; correct `weights` there or fetch them "
+        "(maect retrieve, docs/weights.md)"
+        for name, run in runs.items()
+        if run.weights is not None
+        and not (root / "runs" / name / "run.json").exists()
+        and not run.weights.is_file()
+    ]

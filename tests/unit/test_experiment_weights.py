@@ -1,0 +1,118 @@
+"""Runs with `weights:`: public weights in an experiment."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from maect.errors import UserError
+from maect.experiment import Experiment, load
+from maect.recipes import Import
+
+RUNS: dict[str, Any] = {
+    "mae_large_public": {"weights": "$PUBLIC/mae_{x}.pth", "size": "large", "each": {"x": ["l"]}},
+    "head_min_large": {"recipe": "head_min", "size": "large", "from": "mae_large_public"},
+    "ct_min_large": {"recipe": "ct_min", "size": "large", "from": "head_min_large"},
+    "ijepa_huge448": {
+        "weights": "~/ijepa.tar", "size": "huge", "image_size": 448, "layout": "ijepa",
+        "method": "ijepa",
+    },
+}  # fmt: skip
+
+
+def experiment(folder: Path, runs: dict[str, Any] = RUNS, **more: Any) -> Experiment:
+    splits = {split: {"images": str(folder)} for split in ("train", "val")}
+    values = {"datasets": {"mine": {"splits": splits}}, "runs": runs, "storage": str(folder)}
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(values | more, sort_keys=False))
+    return load(str(file))
+
+
+def test_an_import_is_a_run_to_start_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PUBLIC", "/public")
+    found = experiment(tmp_path, evaluate=[{"runs": ["*"], "protocols": ["knn"]}])
+    public, ijepa = found.runs["mae_large_public"], found.runs["ijepa_huge448"]
+    assert (public.stage, public.method, public.leaves_head) == ("import", "mae_public", False)
+    assert public.weights == Path("/public/mae_l.pth")
+    assert public.arguments == ("--size", "large")
+    assert ijepa.arguments == ("--size", "huge", "--layout", "ijepa", "--image-size", "448")
+    assert (ijepa.encoder.image_size, ijepa.encoder.class_token) == (448, False)
+    assert ijepa.weights == Path.home() / "ijepa.tar"
+    assert found.runs["ct_min_large"].leaves_head
+    assert found.runs_of("import") == ["mae_large_public", "ijepa_huge448"]
+    assert ("ijepa_huge448", "knn") in found.evaluations
+
+
+def test_weights_have_no_seeds(tmp_path: Path) -> None:
+    runs = experiment(tmp_path, seeds=3).runs
+    assert len(runs) == 2 + 3 + 3
+    assert runs["head_min_large-s2"].source == "mae_large_public"
+    assert runs["ct_min_large-s2"].source == "head_min_large-s2"
+
+
+def test_where_the_weights_are_is_no_part_of_the_identity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def digests(**changes: Any) -> list[str]:
+        public = RUNS["mae_large_public"] | changes
+        return [
+            r.digest
+            for r in experiment(tmp_path, RUNS | {"mae_large_public": public}).runs.values()
+        ]
+
+    before = digests()
+    monkeypatch.setenv("PUBLIC", "/elsewhere")
+    assert digests() == before
+    assert digests(layout="mae")[0] != before[0]
+    assert digests(layout="mae")[1:] == before[1:]
+
+
+def test_missing_weights_are_named_until_they_are_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PUBLIC", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = experiment(tmp_path)
+    faults = found.missing_weights()
+    assert len(faults) == 2
+    assert f"mine.yaml: runs: mae_large_public: no weights at {tmp_path}/mae_l.pth" in faults[0]
+    (tmp_path / "mae_l.pth").touch()
+    (tmp_path / "runs/ijepa_huge448").mkdir(parents=True)
+    (tmp_path / "runs/ijepa_huge448/run.json").touch()
+    assert found.missing_weights() == []
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ({"size": "base"}, "x: needs `recipe`, to train by, or `weights`, to import"),
+        ({"size": "base", "recipe": "mae", "weights": "w"}, "needs `recipe`.* one of them"),
+        ({"size": "base", "recipe": "mae", "layout": "mae"}, "a recipe takes no `layout`"),
+        ({"size": "base", "weights": "w", "from": "y"}, "weights to import takes no `from`"),
+        ({"size": "base", "weights": "w", "set": {"epochs": 1}}, "import takes no `set`"),
+        ({"size": "base", "weights": "w", "dataset": "mine"}, "import takes no `dataset`"),
+        ({"size": "base", "weights": "w", "layout": "moco"}, "x: weights: layout: .*'moco_v3'"),
+        ({"size": "bass", "weights": "w"}, "x: unknown encoder size 'bass'"),
+    ],
+)
+def test_mistakes_are_one_line(run: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        experiment(tmp_path, {"x": run})
+    assert "\n" not in str(error.value)
+
+
+def test_no_stage_starts_from_an_encoder_without_cls(tmp_path: Path) -> None:
+    runs = {
+        "ijepa": {"weights": "w", "size": "tiny", "layout": "ijepa"},
+        "head": {"recipe": "head_min", "size": "tiny", "from": "ijepa"},
+    }
+    with pytest.raises(UserError, match="head: its encoder differs from that of ijepa"):
+        experiment(tmp_path, runs)
+
+
+def test_the_layouts_are_those_that_can_be_read() -> None:
+    from maect.models.layouts import LAYOUTS
+
+    names = get_args(get_args(Import.model_fields["layout"].annotation)[0])
+    assert set(names) == set(LAYOUTS)
