@@ -1,0 +1,7 @@
+# MeluXina, which has modules on compute nodes only: `salloc` one (partition cpu, qos dev) and
+# `source envs/meluxina.sh` there before `make install`; every job sources it on its nodes.
+# Not checked on site: `module av Python` lists what there is.
+if command -v module > /dev/null; then
+    module load Python # .venv is made with this Python: name its version once it works
+fi
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -1,0 +1,121 @@
+"""The cluster profiles: complete, readable, and as the Snakefile needs them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from maect.errors import UserError
+from maect.plan.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
+from maect.recipes import load_encoder, load_recipe
+from maect.recipes.flops import flops_per_image
+
+ROOT = Path(__file__).parents[2]
+PROFILES = sorted(path.parent.name for path in (ROOT / "cluster_profiles").glob("*/config.yaml"))
+SITES = [name for name in PROFILES if name != "local"]
+TRAININGS = {"pretrain", "init_head", "tune"}
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "cluster_profiles" / name / "config.yaml").read_text())
+
+
+def rules_on_devices() -> set[str]:
+    """Rules whose command runs where the profile says."""
+    texts = [file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk")]
+    blocks = [block for text in texts for block in re.split(r"(?m)^rule ", text)[1:]]
+    return {block.split(":")[0] for block in blocks if "on_devices(" in block}
+
+
+def cluster_settings() -> set[str]:
+    """Names that `workflow/rules/common.smk` gives a default."""
+    text = (ROOT / "workflow/rules/common.smk").read_text()
+    block = re.search(r"(?ms)^CLUSTER = dict\(\n(.*?)^\)", text)
+    assert block is not None
+    return set(re.findall(r"(?m)^    (\w+)=", block[1]))
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_a_site_names_every_rule_that_computes(name: str) -> None:
+    asked = read(name)["set-resources"]
+    assert set(asked) >= rules_on_devices()
+    for rule, values in asked.items():
+        assert values.keys() <= cluster_settings(), rule
+        least, most = node_range(str(values["nodes"]))
+        assert least == most or rule in TRAININGS, f"{rule}: only trainings have a range of nodes"
+        assert values["cluster"] == "slurm" and values["slurm_account"] == "$MAECT_ACCOUNT"
+        assert 0 < values["runtime"] <= 1440 and values["devices"] > 0
+        assert (ROOT / values["setup"]).exists()
+        for argument in filter(None, values.get("slurm_extra", "").split(",")):
+            assert re.fullmatch(r"[a-z-]+=[a-z0-9:_-]+", argument), argument
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_a_kill_costs_no_more_than_its_work(name: str) -> None:
+    profile = read(name)
+    assert profile["rerun-incomplete"] and profile["nolock"]
+    assert "code" not in profile["rerun-triggers"]
+
+
+@pytest.mark.parametrize("modules", [False, True], ids=["no modules", "modules"])
+@pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "envs").glob("*.sh")))
+def test_setup_scripts_end_well(script: str, modules: bool) -> None:
+    """Also where a module is missing: a job ends if its script does."""
+    begin = "module() { return 1; }; " if modules else ""
+    done = subprocess.run(
+        ["bash", "-uc", f"{begin}source envs/{script} && env"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "HF_HUB_OFFLINE=1" in done.stdout
+
+
+def test_an_account_that_is_not_set_stops_before_anything_runs(tmp_path: Path) -> None:
+    """One line, no traceback."""
+    profile = ROOT / "cluster_profiles/juwels"
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"),
+         "--profile", str(profile), "--config", "experiment=digits"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={key: value for key, value in os.environ.items() if key != "MAECT_ACCOUNT"},
+    )  # fmt: skip
+    assert done.returncode
+    assert done.stderr.splitlines()[-1] == (
+        "maect: the profile's account is $MAECT_ACCOUNT, which is not set: export it"
+    )
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
+    digits, large = load_recipe("mae", "tiny", {}), load_recipe("mae", "large", {})
+    shapes = load_encoder("tiny", None), load_encoder("large", None)
+    assert training_nodes("1..16", 4, digits, shapes[0]) == 1
+    assert training_nodes("1..16", 4, large, shapes[1]) == 16
+    # 1024 images on 12 nodes of 4: 8 is the largest number that divides them.
+    assert training_nodes("1..12", 4, large, shapes[1]) == 8
+    many = training_nodes("1..1024", 4, large, shapes[1])
+    step = flops_per_image(large, shapes[1]) * large.batch_size
+    assert step / (4 * many) >= WORTH_A_RANK > step / (4 * 2 * many)
+    # One number is what a person wants, whatever it is worth.
+    assert training_nodes("8", 4, digits, shapes[0]) == 8
+    with pytest.raises(UserError, match="batch_size 256 is not a multiple of 12 ranks"):
+        training_nodes("3", 4, digits, shapes[0])
+    with pytest.raises(UserError, match=r"batch_size 256 is not a multiple of ranks on 5\.\.7"):
+        training_nodes("5..7", 4, digits, shapes[0])
+
+
+@pytest.mark.parametrize("nodes", ["0", "4..2", "auto", "1..", "-1", "1-4"])
+def test_nodes_that_are_none(nodes: str) -> None:
+    with pytest.raises(UserError, match=f"--nodes {nodes}: a number of nodes, or LEAST..MOST"):
+        node_range(nodes)
+
+
+def test_an_evaluation_has_no_range_of_nodes() -> None:
+    assert fixed_nodes("2") == 2
+    with pytest.raises(UserError, match="a range is for trainings"):
+        fixed_nodes("1..2")
