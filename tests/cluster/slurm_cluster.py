@@ -293,14 +293,15 @@ def main() -> None:
     """The command line."""
     root = Path(os.environ.get("TEST_CLUSTER", "/tmp/maect-test-cluster"))
     nodes = int(sys.argv[2]) if len(sys.argv) > 2 else 3
-    cluster = Cluster(root, nodes)
+    port = 27800  # beside those of the tests
+    cluster = Cluster(root, nodes, port)
     if sys.argv[1:2] == ["start"]:
         if reason := missing():
             sys.exit(reason)
         cluster.start()
         print(f"export SLURM_CONF={cluster.conf}")
     elif sys.argv[1:2] == ["stop"]:
-        Cluster(root, len(list((root / "spool").iterdir()))).stop()
+        Cluster(root, len(list((root / "spool").iterdir())), port).stop()
     else:
         sys.exit(__doc__)
 
