@@ -6,7 +6,15 @@ optimizer). The backward pass of a product costs one more product for each facto
 gradient.
 """
 
-from maect.recipes.settings import Contrastive, Encoder, Pretrain, Stage, Tune, visible_patches
+from maect.recipes.settings import (
+    Contrastive,
+    Encoder,
+    Head,
+    Pretrain,
+    Stage,
+    Tune,
+    visible_patches,
+)
 
 # Dense bfloat16 rates of one device in FLOP/s (NVIDIA's data sheets), by words of the name that
 # the driver gives; of several that fit, the first.
@@ -39,19 +47,17 @@ def peak_flops(device: str) -> float | None:
 def flops_per_image(stage: Stage, encoder: Encoder) -> float:
     """Operations of one training step, forward and backward over all views, per image."""
     patches = encoder.patches
-    visible = visible_patches(patches, stage.mask_ratio)
+    tokens = int(encoder.class_token) + visible_patches(patches, stage.mask_ratio)
     pixels = 3 * encoder.patch_size**2
     head = getattr(stage, "head", None)
     embed = 2 * patches * pixels * encoder.width
-    blocks = encoder.depth * block_flops(1 + visible, encoder.width)
+    blocks = encoder.depth * block_flops(tokens, encoder.width)
+    frozen = encoder.depth if isinstance(stage, Head) else getattr(stage, "frozen_blocks", 0)
+    trained = 1 - frozen / encoder.depth
+    # The pixels need no gradient: one product in the backward pass, not two.
+    view = (1 if frozen else 2) * embed + (1 + 2 * trained) * blocks
     if isinstance(stage, Pretrain):
-        # The pixels need no gradient: one product in the backward pass, not two.
-        view = 2 * embed + 3 * (blocks + decoder_flops(encoder, visible))
-    elif isinstance(stage, Tune):
-        trained = 1 - stage.frozen_blocks / encoder.depth
-        view = (1 if stage.frozen_blocks else 2) * embed + (1 + 2 * trained) * blocks
-    else:
-        view = embed + blocks
+        view += 3 * decoder_flops(encoder, tokens)
     if head is not None:
         reached = isinstance(stage, Tune) or getattr(stage, "contrastive", "") == "combined"
         view += head_flops(head, encoder.width, stage.batch_size, reached)
@@ -64,9 +70,9 @@ def block_flops(tokens: int, width: int) -> float:
 
 
 def decoder_flops(encoder: Encoder, visible: int) -> float:
-    """Forward operations of MAE's decoder for one view."""
+    """Forward operations of MAE's decoder for one view, given so many tokens."""
     tokens, width = 1 + encoder.patches, encoder.decoder_width
-    embed = 2 * (1 + visible) * encoder.width * width
+    embed = 2 * visible * encoder.width * width
     pixels = 2 * tokens * width * 3 * encoder.patch_size**2
     return embed + encoder.decoder_depth * block_flops(tokens, width) + pixels
 
