@@ -237,8 +237,10 @@ class Experiment:
     def _check_evaluation(self, run: str, name: str) -> None:
         splits = self.datasets[self.default_dataset].splits
         _, settings = self.evaluation(run, name)
-        wanted = (settings.train_split, settings.test_split)
-        self._check_names(f"protocols: {name}: splits", wanted, splits)
+        self._check_names(f"protocols: {name}: splits", settings.split_names, splits)
+        for needed in settings.needs:
+            if (run, needed) not in self.evaluations:
+                raise self._error(f"evaluate: {name} of {run} reads what {needed} leaves; add it")
 
     def _evaluations(self) -> Iterator[tuple[str, str]]:
         for entry in self.spec.evaluate:
@@ -308,12 +310,12 @@ class Experiment:
                 faults += [f"{place}: no file {file} (split {split})" for file in lost]
         return faults
 
-
-def load(name_or_path: str, **changes: Any) -> Experiment:
     def missing_weights(self) -> list[str]:
         """Likewise, one sentence a file of weights that is to be imported."""
         return [f"{self.file}: {fault}" for fault in missing_weights(self.runs, self.root)]
 
+
+def load(name_or_path: str, **changes: Any) -> Experiment:
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
 
     Args:

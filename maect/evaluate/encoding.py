@@ -20,6 +20,7 @@ class Encoding:
     Attributes:
         settings: the encoder's shape.
         pooling: what its file says: "cls" or "mean" (of the patch tokens, after the final norm).
+        blocks: whose features are given: the last so many, earliest first.
         width: features per image.
     """
 
@@ -30,7 +31,8 @@ class Encoding:
         precision: Precision = "fp32",
         *,
         blocks: int = 1,
-        cls_and_mean: bool = False,
+        pooling: Literal["cls", "mean"] | None = None,
+        other_pooling: bool = False,
     ) -> None:
         """Load an encoder.
 
@@ -38,29 +40,39 @@ class Encoding:
             path: `encoder.safetensors`.
             device: where to run it.
             precision: bf16 runs under autocast; the features are float32 in any case.
-            blocks: concatenate what the last so many blocks give (paper, appendix on
-                representations for linear probing): the raw output of the earlier ones, the
-                final norm's output for the last.
-            cls_and_mean: concatenate [CLS] and mean, instead of one of them.
+            blocks: concatenate what the last so many blocks give, or all if there are fewer: the
+                raw output of the earlier ones, the final norm's output for the last.
+            pooling: instead of the one that its file says.
+            other_pooling: append the last block's other pooling (of an encoder with [CLS] token).
 
         Raises:
-            UserError: no such encoder, or more blocks than it has.
+            UserError: no such encoder, or no [CLS] token to pool.
         """
         if not path.exists():
             raise UserError(f"{path}: no such encoder; train or import the run first")
-        self.encoder, self.settings, self.pooling = load_encoder_weights(path)
-        if not 1 <= blocks <= self.settings.depth:
-            raise UserError(f"{path}: {blocks} blocks asked for, it has {self.settings.depth}")
+        self.encoder, self.settings, own = load_encoder_weights(path)
+        self.pooling = pooling or own
+        if self.pooling == "cls" and not self.settings.class_token:
+            raise UserError(f"{path}: has no [CLS] token, which this evaluation reads")
         self.encoder.to(device).requires_grad_(False).eval()
-        self.device, self.precision, self.cls_and_mean = device, precision, cls_and_mean
-        self.width = self.settings.width * blocks * (2 if cls_and_mean else 1)
-        self._earlier: list[Tensor] = []
+        self.device, self.precision = device, precision
         depth = self.settings.depth
-        for block in list(self.encoder.blocks)[depth - blocks : depth - 1]:
+        self.blocks = min(blocks, depth)
+        self.other: Literal["cls", "mean"] | None = None
+        if other_pooling and self.settings.class_token:
+            self.other = "mean" if self.pooling == "cls" else "cls"
+        self.width = self.settings.width * (self.blocks + (self.other is not None))
+        self._earlier: list[Tensor] = []
+        for block in list(self.encoder.blocks)[depth - self.blocks : depth - 1]:
             block.register_forward_hook(self._keep)
 
     def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        self._earlier.append(output)
+        # Pooled at once: the tokens of all blocks of a batch would fill the memory.
+        self._earlier.append(self._pool(output))
+
+    def _pool(self, tokens: Tensor) -> Tensor:
+        tokens = tokens if self.pooling == "cls" else tokens.float()  # a mean in full precision
+        return pool(tokens, self.pooling, self.settings.class_token).float()
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
@@ -78,12 +90,20 @@ class Encoding:
         self._earlier.clear()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             last = self.encoder(images)
-        parts = []
-        for tokens in [*self._earlier, last]:
-            tokens = tokens.float()
-            if self.cls_and_mean:
-                parts += [pool(tokens, "cls"), pool(tokens, "mean")]
-            else:
-                parts.append(pool(tokens, self.pooling))
+        parts = [*self._earlier, self._pool(last)]
+        if self.other is not None:
+            parts.append(pool(last.float(), self.other))
         self._earlier.clear()
         return torch.cat(parts, dim=1)
+
+
+def finite(features: Tensor, run: Path) -> None:
+    """Refuse a broken encoder.
+
+    Raises:
+        UserError: a feature that is not finite.
+    """
+    if not torch.isfinite(features).all():
+        raise UserError(
+            f"{run}: the features are not finite; the encoder diverged or its weights are damaged"
+        )

@@ -33,10 +33,11 @@ class Heads:
     Attributes:
         weight: [R·C, D], bias: [R·C]; weight_momentum, bias_momentum alike.
         mean, var: running statistics of the features, [D].
+        rows: which rows of all ranks' `total` these are.
     """
 
-    BY_RATE = ("weight", "bias", "weight_momentum", "bias_momentum")
-    SHARED = ("mean", "var")
+    SPLIT: tuple[str, ...] = ("weight", "bias", "weight_momentum", "bias_momentum")
+    SHARED: tuple[str, ...] = ("mean", "var")
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class Heads:
         self.bias_momentum = torch.zeros_like(self.bias)
         self.mean = torch.zeros(width, device=device)
         self.var = torch.ones(width, device=device)
+        first, last, _ = mine.indices(len(rates))
+        self.rows, self.total = slice(first * classes, last * classes), len(rates) * classes
         self.rates = torch.tensor(rates[mine], device=device).repeat_interleave(classes)
 
     @torch.no_grad()

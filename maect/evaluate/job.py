@@ -1,7 +1,9 @@
 """What every protocol is given: where its inputs are and where it may leave files."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from typing import Protocol as Interface
 
 from maect.errors import UserError
@@ -37,6 +39,9 @@ class Job:
         out: the JSON that will be written; other files go beside it under its stem.
         train, test: features files.
         train_shards, test_shards: folders of shards.
+        splits: folders of shards of further splits, by name.
+        probe: classifier of a linear probe, `linear_probe.safetensors`.
+        clusters: `clustering.safetensors`.
         resize: shorter side before the centre crop of test images; none: 256/224 of their size.
     """
 
@@ -46,7 +51,12 @@ class Job:
     test: Path | None = None
     train_shards: Path | None = None
     test_shards: Path | None = None
+    splits: Mapping[str, Path] = field(default_factory=dict)
+    probe: Path | None = None
+    clusters: Path | None = None
     resize: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What a protocol adds to the provenance."""
 
     @property
     def state(self) -> Path:
@@ -61,7 +71,7 @@ class Job:
         """
         value: Path | None = getattr(self, name)
         if value is None:
-            option = name.replace("_", "-") + ("" if name.endswith("shards") else "-features")
+            option = name.replace("_", "-") + ("-features" if name in ("train", "test") else "")
             raise UserError(f"{self.out.stem}: needs --{option}")
         return value
 

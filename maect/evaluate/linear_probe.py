@@ -1,32 +1,25 @@
 """Linear probing: a sweep over learning rates on frozen features (paper, B and table 9).
 
-The encoder runs once per image; all heads are trained on what it gives. Every rank encodes its
-share of the batch, the features are exchanged, and each rank trains some of the heads, so that
-the gradients need no exchange and the world size does not change them.
+Heads of all rates, and of all representations, are trained on one pass of the encoder.
 """
 
 import json
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from maect.data.augment import augment
 from maect.data.index import Index, open_index
-from maect.data.loader import train_batches
-from maect.errors import UserError
+from maect.data.loader import Batch
 from maect.evaluate import ranks
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.encoding import Encoding, finite
 from maect.evaluate.features import BATCH, batches
-from maect.evaluate.heads import Heads, learning_rate
-from maect.evaluate.job import Context, Interrupted, Job
-from maect.files import atomic_write, sha256_file
-from maect.recipes import View, digest
+from maect.evaluate.heads import Heads
+from maect.evaluate.job import Context, Job
+from maect.evaluate.probing import Probing, check
+from maect.files import sha256_file
+from maect.models.weights import save_tensors
+from maect.recipes import digest
 from maect.recipes.protocols import LinearProbe
 
 INPUTS = ("train_shards", "test_shards")
@@ -35,51 +28,58 @@ TEST_DATA = (
     "linear_probe is the best learning rate and epoch on the test split, as the authors' logger "
     "chooses; linear_probe_last takes the last epoch and the best learning rate on the test split"
 )
-STATE = "heads.safetensors"
+BLOCKS = (1, 2, 4, 6)
+PLAIN = "linear_probe"
 
 
 def evaluate(context: Context, job: Job, settings: LinearProbe) -> dict[str, Any]:
     """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
 
-    Called on every rank. Beside the JSON, `linear_probe.safetensors` keeps the classifier behind
-    `linear_probe`: `weight` [C, D] and `bias` [C] for features minus `mean` over the square root
-    of `var` + 1e-5. Saves its state after every epoch; a restart goes on from there with
-    the same bits.
+    With `settings.concat` instead `concat_l` for the last l blocks and `concat_cls_mean`, each
+    with the same details under its name; what the encoder has not is left out.
+
+    Called on every rank. Beside the JSON, a safetensors file of the same name keeps the classifier
+    behind each best accuracy: `weight` [C, D] and `bias` [C] for features minus `mean` over the
+    square root of `var` + 1e-5 (with concatenations each as `concat_l.weight` and so on).
 
     Raises:
-        Interrupted: told to stop; the state is saved.
+        Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
         UserError: unlabelled images, classes that differ between the splits, or a batch that is
             larger than all epochs together or no multiple of the ranks.
     """
     train = open_index(job.need("train_shards"))
     test = open_index(job.need("test_shards"))
-    _check(train, test, settings)
+    check(train, test)
     path = job.run / "encoder.safetensors"
     encoding = Encoding(
         path,
         ranks.device_of(context),
         settings.precision,
-        blocks=settings.blocks,
-        cls_and_mean=settings.cls_and_mean,
+        blocks=max(BLOCKS) if settings.concat else 1,
+        other_pooling=settings.concat,
     )
-    identity = digest(settings, sha256_file(path), train.digest, test.digest, str(job.resize))
+    sha256 = sha256_file(path)
+    identity = digest(settings, sha256, train.digest, test.digest, str(job.resize))
     with ranks.process_group(context):
-        return _Probe(context, job, settings, train, test, encoding, identity).run()
+        probe = _Probe(context, job, settings, train, encoding, identity)
+        metrics = probe.run(*_test_features(context, job, test, encoding))
+        if context.rank == 0:
+            texts = {"class_names": json.dumps(train.class_names), "encoder_sha256": sha256}
+            save_tensors(job.out.with_suffix(".safetensors"), probe.training.kept, texts)
+    return metrics
 
 
-def _check(train: Index, test: Index, settings: LinearProbe) -> None:
-    for index in (train, test):
-        if index.labels.min(initial=0) < 0:
-            raise UserError(f"{index.directory}: the probe needs labels; some images have none")
-    if train.class_names != test.class_names:
-        raise UserError(f"{train.directory} and {test.directory}: their classes differ")
-    if len(train.class_names) < 2:
-        raise UserError(f"{train.directory}: the probe needs at least two classes")
-    if settings.epochs * train.n < settings.batch_size:
-        raise UserError(
-            f"{train.directory}: {settings.epochs} epochs of {train.n} images are less than one "
-            f"batch of {settings.batch_size}; lower batch_size"
-        )
+def representations(encoding: Encoding) -> dict[str, slice]:
+    """Which features each probe reads, by the name of its metric."""
+    width, blocks = encoding.settings.width, encoding.blocks
+    columns = {
+        f"concat_{count}": slice((blocks - count) * width, blocks * width)
+        for count in BLOCKS
+        if count <= blocks
+    }
+    if encoding.other is not None:
+        columns["concat_cls_mean"] = slice((blocks - 1) * width, (blocks + 1) * width)
+    return columns
 
 
 class _Probe:
@@ -91,199 +91,95 @@ class _Probe:
         job: Job,
         settings: LinearProbe,
         train: Index,
-        test: Index,
         encoding: Encoding,
         identity: str,
     ) -> None:
-        self.context, self.job, self.settings = context, job, settings
-        self.train, self.test, self.encoding, self.identity = train, test, encoding, identity
-        per_epoch = train.n / settings.batch_size
-        self.steps = int(settings.epochs * per_epoch)
-        self.warmup = settings.warmup_epochs * per_epoch
-        # Batches run on over the end of an epoch; an epoch ends with the update that completes it.
-        self.ends = [int((epoch + 1) * per_epoch) for epoch in range(settings.epochs)]
-        self.rates = list(settings.learning_rates)
-        rank, size = context.rank, context.world_size
-        bounds = [len(self.rates) * i // size for i in range(size + 1)]
-        self.mine = slice(bounds[rank], bounds[rank + 1])
-        self.heads = self._new_heads(self.mine)
-        self.step = 0
-        self.history: list[list[float]] = []
-        """Accuracy of each rate after each epoch."""
-        self.best: dict[str, Tensor] = {}
-        """The classifier of the highest accuracy so far: weight, bias, mean and var."""
-
-    def _new_heads(self, mine: slice) -> Heads:
-        return Heads(
-            self.encoding.width,
-            len(self.train.class_names),
-            [rate * self.settings.batch_size / 256 for rate in self.rates],
-            self.settings.momentum,
-            self.settings.seed,
-            self.encoding.device,
-            mine,
-        )
-
-    def run(self) -> dict[str, Any]:
-        self._load()
-        features, labels = self._test_features()
-        view = View(crop_scale=self.settings.crop_scale, flip=self.settings.flip)
-        seed, size = self.settings.seed, self.settings.batch_size
-        started, first = time.monotonic(), self.step
-        self._finish_epochs(features, labels)
-        loader = train_batches(
-            self.train,
-            global_batch=size,
-            rank=self.context.rank,
-            world_size=self.context.world_size,
-            seed=seed,
-            views=[view],
-            image_size=self.encoding.settings.image_size,
-            start_step=self.step,
-            steps=self.steps - self.step,
-            threads=self.context.cpus,
-        )
-        for batch in loader:
-            images = batch.images[0].to(self.encoding.device, non_blocking=True)
-            x = self.encoding(augment(images, view, 0, seed, batch.epochs, batch.ids))
-            targets, stop = self._exchange(torch.from_numpy(batch.labels))
-            x = ranks.gather_rows(self.context, x)
-            factor = learning_rate(self.step, self.steps, self.warmup)
-            loss = self.heads.step(x, targets.to(x.device), factor)
-            self.step += 1
-            self._finish_epochs(features, labels)
-            if self.step % 10 == 0 or self.step == self.steps:
-                speed = (self.step - first) * size / (time.monotonic() - started)
-                self.context.report(
-                    {
-                        "epoch": self.step * size // self.train.n,
-                        "epochs": self.settings.epochs,
-                        "step": self.step,
-                        "steps": self.steps,
-                        "loss": float(loss.min()) if len(loss) else None,
-                        "images_per_second": speed,
-                    }
-                )
-            if stop and self.step < self.steps:
-                self._save()
-                raise Interrupted
-        return self._metrics()
-
-    def _exchange(self, labels: Tensor) -> tuple[Tensor, bool]:
-        """Labels of the global batch, and whether any rank was told to stop."""
-        stop = torch.tensor([int(self.context.stop_requested())])
-        rows = torch.cat([labels, stop])[None]
-        rows = ranks.gather_rows(self.context, rows)
-        return rows[:, :-1].flatten(), bool(rows[:, -1].any())
-
-    def _test_features(self) -> tuple[Tensor, Tensor]:
-        """Features of the test split on every rank, [n, D], and its labels."""
-        n, size = self.test.n, self.context.world_size
-        share = -(-n // (size * BATCH)) * BATCH  # whole batches: the same ones on any world size
-        rows = range(min(n, share * self.context.rank), min(n, share * (self.context.rank + 1)))
-        out = torch.zeros(share, self.encoding.width, device=self.encoding.device)
-        for place, part in batches(
-            self.test, self.encoding, self.job.resize, rows, self.context.cpus
-        ):
-            out[place : place + len(part)] = part
-        features = ranks.gather_rows(self.context, out)[:n]
-        if not torch.isfinite(features).all():
-            raise UserError(
-                f"{self.job.run}: the features are not finite; the encoder diverged or its "
-                "weights are damaged"
+        self.context, self.rates = context, list(settings.learning_rates)
+        self.columns = representations(encoding) if settings.concat else {PLAIN: slice(None)}
+        bounds = [len(self.rates) * i // context.world_size for i in range(context.world_size + 1)]
+        self.mine = slice(bounds[context.rank], bounds[context.rank + 1])
+        self.classes = len(train.class_names)
+        peaks = [rate * settings.batch_size / 256 for rate in self.rates]
+        self.heads = {
+            name: Heads(
+                len(range(*columns.indices(encoding.width))),
+                self.classes,
+                peaks,
+                settings.momentum,
+                settings.seed,
+                encoding.device,
+                self.mine,
             )
-        return features, torch.tensor(self.test.labels, device=features.device)
+            for name, columns in self.columns.items()
+        }
+        self.training = Probing(context, job, settings, train, encoding, self.heads, identity)
 
-    def _finish_epochs(self, features: Tensor, labels: Tensor) -> None:
-        """Evaluate and save after an epoch's last update."""
-        while len(self.history) < self.settings.epochs and (
-            self.ends[len(self.history)] <= self.step
-        ):
-            hits = torch.zeros(len(self.rates), dtype=torch.int64)
-            for start in range(0, len(labels), BATCH):
-                part = slice(start, start + BATCH)
-                right = self.heads.predict(features[part]) == labels[part, None]
-                hits[self.mine] += right.sum(dim=0).cpu()
-            ranks.sum_ranks(self.context, hits)
-            self.history.append([100 * count / len(labels) for count in hits.tolist()])
-            self._save()
+    def run(self, features: Tensor, labels: Tensor) -> dict[str, Any]:
+        """Train to the end, evaluating after every epoch; metrics."""
+        history: dict[str, list[list[float]]] = self.training.record
+        for _ in self.training.epochs(_labels, self._update):
+            for name in self.heads:
+                accuracies = self._accuracies(name, features, labels)
+                before = max((max(epoch) for epoch in history.get(name, [])), default=-1.0)
+                history.setdefault(name, []).append(accuracies)
+                if max(accuracies) > before:
+                    self._keep(name, accuracies.index(max(accuracies)))
+        return {k: v for name in self.heads for k, v in self._metrics(name, history[name]).items()}
 
-    def _collect(self, mine: Tensor) -> Tensor:
-        """The rows of all ranks' heads, which differ in number."""
-        classes = self.heads.classes
-        out = mine.new_zeros(len(self.rates) * classes, *mine.shape[1:])
-        out[self.mine.start * classes : self.mine.stop * classes] = mine
-        return ranks.sum_ranks(self.context, out)
+    def _update(self, features: Tensor, labels: Tensor, factor: float) -> Tensor:
+        losses = [
+            heads.step(features[:, self.columns[name]], labels, factor)
+            for name, heads in self.heads.items()
+        ]
+        return torch.cat(losses)
 
-    def _save(self) -> None:
-        """All heads in one file: a restart may have another number of ranks."""
-        tensors = {name: self._collect(getattr(self.heads, name)) for name in Heads.BY_RATE}
-        tensors |= {name: getattr(self.heads, name) for name in Heads.SHARED}
-        if self.context.rank:
-            return
-        tops = [max(accuracies) for accuracies in self.history]
-        at_end = self.history and self.ends[len(self.history) - 1] == self.step
-        if at_end and tops[-1] > max(tops[:-1], default=-1.0):
-            first = self.history[-1].index(tops[-1]) * self.heads.classes
-            rows = slice(first, first + self.heads.classes)
-            self.best = {
-                "weight": tensors["weight"][rows].clone(),
-                "bias": tensors["bias"][rows].clone(),
-                "mean": tensors["mean"].clone(),
-                "var": tensors["var"].clone(),
-            }
-        tensors |= {f"best_{name}": value for name, value in self.best.items()}
-        record = {"identity": self.identity, "step": self.step, "history": self.history}
-        with atomic_write(self.job.state / STATE) as temporary:
-            plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
-            save_file(plain, temporary, {"record": json.dumps(record)})
+    def _accuracies(self, name: str, features: Tensor, labels: Tensor) -> list[float]:
+        """In percent, of each rate."""
+        hits = torch.zeros(len(self.rates), dtype=torch.int64)
+        for start in range(0, len(labels), BATCH):
+            part = slice(start, start + BATCH)
+            predicted = self.heads[name].predict(features[part, self.columns[name]])
+            hits[self.mine] += (predicted == labels[part, None]).sum(dim=0).cpu()
+        ranks.sum_ranks(self.context, hits)
+        return [100 * count / len(labels) for count in hits.tolist()]
 
-    def _load(self) -> None:
-        """Go on from a saved state, if there is one of this very probe."""
-        file = self.job.state / STATE
-        record = ranks.from_first(self.context, _record(file))
-        if record is None:
-            return
-        if record["identity"] != self.identity:
-            if self.context.rank == 0:
-                print(f"{file}: of another encoder or other settings; anew", file=sys.stderr)
-            return
-        tensors = load_file(file)
-        classes = self.heads.classes
-        for name in Heads.BY_RATE:
-            mine = slice(self.mine.start * classes, self.mine.stop * classes)
-            getattr(self.heads, name).copy_(tensors[name][mine])
-        for name in Heads.SHARED:
-            getattr(self.heads, name).copy_(tensors[name])
-        best = {name for name in tensors if name.startswith("best_")}
-        self.best = {name.removeprefix("best_"): tensors[name] for name in best}
-        self.step, self.history = record["step"], record["history"]
+    def _keep(self, name: str, rate: int) -> None:
+        rows = slice(rate * self.classes, (rate + 1) * self.classes)
+        best = {key: self.training.full(name, key, rows) for key in ("weight", "bias")}
+        best |= {key: getattr(self.heads[name], key) for key in Heads.SHARED}
+        prefix = "" if name == PLAIN else f"{name}."
+        self.training.kept |= {prefix + key: value.clone() for key, value in best.items()}
 
-    def _metrics(self) -> dict[str, Any]:
-        if self.context.rank == 0:
-            with atomic_write(self.job.out.with_suffix(".safetensors")) as temporary:
-                save_file({name: value.cpu() for name, value in self.best.items()}, temporary)
-        best = max(max(accuracies) for accuracies in self.history)
-        epoch = next(i for i, accuracies in enumerate(self.history) if best in accuracies)
-        last = self.history[-1]
+    def _metrics(self, name: str, history: list[list[float]]) -> dict[str, Any]:
+        best = max(max(accuracies) for accuracies in history)
+        epoch = next(i for i, accuracies in enumerate(history) if best in accuracies)
+        last = history[-1]
+        by_rate = {str(rate): value for rate, value in zip(self.rates, last, strict=True)}
+        prefix = "" if name == PLAIN else f"{name}_"
         return {
-            "linear_probe": best,
-            "linear_probe_last": max(last),
-            "best_epoch": epoch + 1,
-            "best_rate": self.rates[self.history[epoch].index(best)],
-            "best_rate_last": self.rates[last.index(max(last))],
-            "last_by_rate": {
-                str(rate): value for rate, value in zip(self.rates, last, strict=True)
-            },
-            "best_by_epoch": [max(accuracies) for accuracies in self.history],
+            name: best,
+            f"{name}_last": max(last),
+            f"{prefix}best_epoch": epoch + 1,
+            f"{prefix}best_rate": self.rates[history[epoch].index(best)],
+            f"{prefix}best_rate_last": self.rates[last.index(max(last))],
+            f"{prefix}last_by_rate": by_rate,
+            f"{prefix}best_by_epoch": [max(accuracies) for accuracies in history],
         }
 
 
-def _record(file: Path) -> dict[str, Any] | None:
-    """What a state file says about itself; None if there is none, or it is damaged."""
-    try:
-        with safe_open(file, framework="pt") as handle:
-            record: dict[str, Any] = json.loads(handle.metadata()["record"])
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        return None
-    return record
+def _labels(batch: Batch, images: Tensor) -> Tensor:
+    return torch.from_numpy(batch.labels)
+
+
+def _test_features(
+    context: Context, job: Job, test: Index, encoding: Encoding
+) -> tuple[Tensor, Tensor]:
+    """Features of the test split on every rank, [n, D], and its labels."""
+    rows = ranks.share_of(context, test.n, BATCH)
+    largest = -(-test.n // (context.world_size * BATCH)) * BATCH
+    out = torch.zeros(largest, encoding.width, device=encoding.device)
+    for place, part in batches(test, encoding, job.resize, rows, context.cpus):
+        out[place : place + len(part)] = part
+    features = ranks.gather_rows(context, out)[: test.n]
+    finite(features, job.run)
+    return features, torch.tensor(test.labels, device=features.device)

@@ -42,6 +42,12 @@ def process_group(context: Context) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def share_of(context: Context, n: int, batch: int) -> range:
+    """This rank's rows of n: whole batches, so that every world size has the same ones."""
+    share = -(-n // (context.world_size * batch)) * batch
+    return range(min(n, share * context.rank), min(n, share * (context.rank + 1)))
+
+
 def barrier(context: Context) -> None:
     """Wait for all ranks."""
     any_rank(context, False)

@@ -30,6 +30,9 @@ def run_protocol(
     test: str | Path | None = None,
     train_shards: str | Path | None = None,
     test_shards: str | Path | None = None,
+    splits: dict[str, str] | None = None,
+    probe: str | Path | None = None,
+    clusters: str | Path | None = None,
     resize: int | None = None,
     settings: dict[str, Any] | None = None,
 ) -> str:
@@ -42,6 +45,8 @@ def run_protocol(
         out: the JSON to write.
         train, test: features files, for protocols on stored features.
         train_shards, test_shards: folders of shards, for protocols that run the encoder.
+        splits: folders of shards of further splits, by name.
+        probe, clusters: what a linear probe and a clustering of the same encoder left.
         resize: shorter side before the centre crop of evaluation images.
         settings: what differs from the protocol's defaults.
 
@@ -58,10 +63,17 @@ def run_protocol(
     except ValidationError as error:
         raise one_line(error, protocol) from None
     module = importlib.import_module(f"maect.evaluate.{protocol}")
-    paths = {"train": train, "test": test, "train_shards": train_shards, "test_shards": test_shards}
+    paths = {
+        **{"train": train, "test": test, "train_shards": train_shards, "test_shards": test_shards},
+        **{"probe": probe, "clusters": clusters},
+    }
     # What a protocol does not read is no part of its provenance.
-    given = {name: Path(paths[name] or "") for name in module.INPUTS if paths[name] is not None}
-    job = Job(run=Path(run), out=Path(out), resize=resize, **given)
+    given: dict[str, Any] = {
+        n: Path(path) for n, path in paths.items() if n in module.INPUTS and path is not None
+    }
+    more = {name: Path(path) for name, path in (splits or {}).items()}
+    more = more if "splits" in module.INPUTS else {}
+    job = Job(run=Path(run), out=Path(out), resize=resize, splits=more, **given)
     # Protocols on stored features use the cores of rank 0's node, through threads.
     if context.rank and not getattr(module, "ON_EVERY_RANK", False):
         return "done"
@@ -74,7 +86,8 @@ def run_protocol(
             "metrics": metrics,
             "settings": values.model_dump(mode="json") | {"resize": resize},
             "provenance": provenance(job, protocol, context.world_size)
-            | {"test_data": getattr(module, "TEST_DATA", None)},
+            | {"test_data": getattr(module, "TEST_DATA", None)}
+            | job.notes,
         }
         write_json(out, result)
         shutil.rmtree(job.state, ignore_errors=True)
@@ -92,6 +105,7 @@ def provenance(job: Job, protocol: str, world_size: int) -> dict[str, Any]:
         "run": job.run.name,
         "encoder_sha256": None,
         "splits": {},
+        "inputs": {},
         "world_size": world_size,
         "versions": {"maect": __version__, "python": platform.python_version()},
     }
@@ -107,9 +121,13 @@ def provenance(job: Job, protocol: str, world_size: int) -> dict[str, Any]:
         record["encoder_sha256"] = made["encoder_sha256"]
         keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device")
         record["splits"][name] = {key: made[key] for key in keep if key in made}
-    for name, path in (("train", job.train_shards), ("test", job.test_shards)):
+    shards = {"train": job.train_shards, "test": job.test_shards, **job.splits}
+    for name, path in shards.items():
         if path is not None:
-            record["splits"][name] = {"index_digest": open_index(path).digest}
+            record["splits"].setdefault(name, {})["index_digest"] = open_index(path).digest
+    for name, path in (("probe", job.probe), ("clusters", job.clusters)):
+        if path is not None:
+            record["inputs"][name] = sha256_file(path)
     for package in PACKAGES:
         try:
             record["versions"][package] = version(package)

@@ -191,6 +191,12 @@ def shards_of(split):
     return lambda w: shard_index(DATASET, getattr(settings_of(w), split))
 
 
+def left_by(wildcards, setting):
+    """What the evaluation that a setting names left beside its JSON."""
+    name = getattr(settings_of(wildcards), setting)
+    return f"{ROOT}/evaluations/{wildcards.run}/{name}.safetensors"
+
+
 def run_records(names):
     """Completion records of runs and of all that they start from."""
     return [f"{ROOT}/runs/{name}/run.json" for name in experiment.behind(names)]
@@ -250,11 +256,11 @@ onstart:
     missing = experiment.missing_images() + experiment.missing_weights()
     if missing:
         stop(missing[0])
-    try:
-        ownership.enter_context(own(Path(ROOT)))
-    except UserError as error:
-        stop(error)
     for asked in workflow.resource_settings.overwrite_resources.values():
         account = str(asked.get("slurm_account").raw)
         if account.startswith("$") and os.path.expandvars(account) == account:
             stop(f"the profile's account is {account}, which is not set: export it")
+    try:
+        ownership.enter_context(own(Path(ROOT)))
+    except UserError as error:
+        stop(error)

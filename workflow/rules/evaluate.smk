@@ -36,7 +36,7 @@ rule evaluate:
     benchmark:
         f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
     wildcard_constraints:
-        evaluation=one_of(evaluations_with("knn", "low_shot", "clustering")),
+        evaluation=one_of(evaluations_with("knn", "low_shot")),
     localrule: True
     conda:
         ENVIRONMENT
@@ -62,13 +62,143 @@ rule linear_probe:
         train=shards_of("train_split"),
         test=shards_of("test_split"),
     output:
+        json=f"{EVALUATION}/{{evaluation}}.json",
+        heads=f"{EVALUATION}/{{evaluation}}.safetensors",
+    log:
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
+    benchmark:
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+    wildcard_constraints:
+        evaluation=one_of(evaluations_with("linear_probe", "color_histogram")),
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        **CLUSTER,
+    params:
+        protocol=protocol_of,
+        settings=protocol_arguments,
+        resize=resize_of(DATASET),
+    message:
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
+    shell:
+        on_devices(
+            "maect evaluate {params.protocol} $(dirname {input.encoder}) --out {output.json}"
+            " --train-shards $(dirname {input.train}) --test-shards $(dirname {input.test})"
+            " {params.resize} {params.settings:q}"
+        )
+
+
+rule clustering:
+    input:
+        test=features_of("test_split"),
+    output:
+        json=f"{EVALUATION}/{{evaluation}}.json",
+        clusters=f"{EVALUATION}/{{evaluation}}.safetensors",
+    log:
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
+    benchmark:
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+    wildcard_constraints:
+        evaluation=one_of(evaluations_with("clustering")),
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        **CLUSTER,
+    params:
+        run=lambda w: f"{ROOT}/runs/{w.run}",
+        settings=protocol_arguments,
+    message:
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
+    shell:
+        on_devices(
+            "maect evaluate clustering {params.run:q} --out {output.json}"
+            " --test-features {input.test} {params.settings:q}"
+        )
+
+
+rule retrieval:
+    input:
+        test=features_of("test_split"),
+        shards=shards_of("test_split"),
+        clusters=lambda w: left_by(w, "clustering"),
+    output:
+        json=f"{EVALUATION}/{{evaluation}}.json",
+        images=f"{EVALUATION}/{{evaluation}}.safetensors",
+    log:
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
+    benchmark:
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+    wildcard_constraints:
+        evaluation=one_of(evaluations_with("retrieval")),
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        **CLUSTER,
+    params:
+        run=lambda w: f"{ROOT}/runs/{w.run}",
+        settings=protocol_arguments,
+    message:
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
+    shell:
+        on_devices(
+            "maect evaluate retrieval {params.run:q} --out {output.json}"
+            " --test-features {input.test} --test-shards $(dirname {input.shards})"
+            " --clusters {input.clusters} {params.settings:q}"
+        )
+
+
+rule robustness:
+    input:
+        encoder=f"{RUN}/encoder.safetensors",
+        probe=lambda w: left_by(w, "probe"),
+        shards=lambda w: [shard_index(DATASET, s) for s in settings_of(w).splits],
+    output:
         f"{EVALUATION}/{{evaluation}}.json",
     log:
         f"{LOGS}/{{run}}/{{evaluation}}.log",
     benchmark:
         f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
     wildcard_constraints:
-        evaluation=one_of(evaluations_with("linear_probe")),
+        evaluation=one_of(evaluations_with("robustness")),
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        **CLUSTER,
+    params:
+        splits=lambda w: [
+            part
+            for split in settings_of(w).splits
+            for part in ("--split", f"{split}={experiment.shards(DATASET, split)}")
+        ],
+        settings=protocol_arguments,
+        resize=resize_of(DATASET),
+    message:
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
+    shell:
+        on_devices(
+            "maect evaluate robustness $(dirname {input.encoder}) --out {output}"
+            " --probe {input.probe} {params.splits:q} {params.resize}"
+            " {params.settings:q}"
+        )
+
+
+rule effective_invariance:
+    input:
+        encoder=f"{RUN}/encoder.safetensors",
+        probe=lambda w: left_by(w, "probe"),
+        shards=shards_of("test_split"),
+    output:
+        f"{EVALUATION}/{{evaluation}}.json",
+    log:
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
+    benchmark:
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+    wildcard_constraints:
+        evaluation=one_of(evaluations_with("effective_invariance")),
     localrule: True
     conda:
         ENVIRONMENT
@@ -81,9 +211,36 @@ rule linear_probe:
         "Evaluating {wildcards.run}: {wildcards.evaluation}"
     shell:
         on_devices(
-            "maect evaluate linear_probe $(dirname {input.encoder}) --out {output}"
-            " --train-shards $(dirname {input.train}) --test-shards $(dirname {input.test})"
+            "maect evaluate effective_invariance $(dirname {input.encoder}) --out {output}"
+            " --probe {input.probe} --test-shards $(dirname {input.shards})"
             " {params.resize} {params.settings:q}"
+        )
+
+
+rule throughput:
+    input:
+        encoder=f"{RUN}/encoder.safetensors",
+    output:
+        f"{EVALUATION}/{{evaluation}}.json",
+    log:
+        f"{LOGS}/{{run}}/{{evaluation}}.log",
+    benchmark:
+        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+    wildcard_constraints:
+        evaluation=one_of(evaluations_with("throughput")),
+    localrule: True
+    conda:
+        ENVIRONMENT
+    resources:
+        **CLUSTER,
+    params:
+        settings=protocol_arguments,
+    message:
+        "Evaluating {wildcards.run}: {wildcards.evaluation}"
+    shell:
+        on_devices(
+            "maect evaluate throughput $(dirname {input.encoder}) --out {output}"
+            " {params.settings:q}"
         )
 
 

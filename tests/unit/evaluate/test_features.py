@@ -108,11 +108,12 @@ def test_representations(images: Path) -> None:
         expected = torch.cat([o[:, 1:].mean(1) for o in outputs[-blocks:]], 1)
         torch.testing.assert_close(encoding(x), expected)
         assert encoding.width == expected.shape[1] == 16 * blocks
-    both = Encoding(path, cpu, cls_and_mean=True)
-    expected = torch.cat([outputs[-1][:, 0], outputs[-1][:, 1:].mean(1)], 1)
+    both = Encoding(path, cpu, other_pooling=True)
+    expected = torch.cat([outputs[-1][:, 1:].mean(1), outputs[-1][:, 0]], 1)
     torch.testing.assert_close(both(x), expected)
-    with pytest.raises(UserError, match="4 blocks asked for, it has 3"):
-        Encoding(path, cpu, blocks=4)
+    every = Encoding(path, cpu, blocks=100, pooling="cls")
+    assert every.blocks == 3 and every.width == 48
+    torch.testing.assert_close(every(x), torch.cat([o[:, 0] for o in outputs], 1))
 
 
 def test_bf16_is_close_to_float32(images: Path) -> None:

@@ -10,7 +10,7 @@ from maect.data.augment import augment
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.errors import UserError
-from maect.evaluate import linear_probe
+from maect.evaluate import linear_probe, probing
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import Heads, learning_rate
 from maect.evaluate.job import Interrupted, Job
@@ -101,7 +101,7 @@ def test_a_restart_ends_with_the_same_numbers(
     kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     first, second = (
-        tmp_path / f".{name}.state" / linear_probe.STATE for name in ("whole", "linear_probe")
+        tmp_path / f".{name}.state" / probing.STATE for name in ("whole", "linear_probe")
     )
     assert first.read_bytes() == second.read_bytes()
     steps = [report["step"] for report in again.reports]
@@ -138,7 +138,7 @@ def test_another_probes_state_is_not_taken(images: Path, tmp_path: Path, rank: R
     fresh = linear_probe.evaluate(rank, job_of(images, tmp_path / "whole.json"), other)
     assert linear_probe.evaluate(rank, job, other) == fresh
     # A damaged state is as good as none.
-    (job.state / linear_probe.STATE).write_bytes(b"half")
+    (job.state / probing.STATE).write_bytes(b"half")
     assert linear_probe.evaluate(rank, job, other) == fresh
 
 
@@ -171,3 +171,55 @@ def test_wrong_input(images: Path, tmp_path: Path, rank: Rank) -> None:
         linear_probe.evaluate(rank, job, huge)
     with pytest.raises(UserError, match="needs --train-shards"):
         linear_probe.evaluate(rank, Job(job.run, job.out), SETTINGS)
+
+
+def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, rank: Rank) -> None:
+    """Each as if it were trained alone: the same features, the same initial weights."""
+    together = SETTINGS.model_copy(update={"concat": True})
+    job = job_of(images, tmp_path / "linear_probe_concat.json")
+    metrics = linear_probe.evaluate(rank, job, together)
+    # Three blocks: no concatenation of 4 or 6.
+    named = {"concat_1", "concat_2", "concat_cls_mean"}
+    assert named == {name for name in metrics if "last" not in name and "best" not in name}
+    assert len(metrics["concat_2_last_by_rate"]) == 3
+    plain = linear_probe.evaluate(rank, job_of(images, tmp_path / "plain.json"), SETTINGS)
+    for mine, alone in (("", ""), ("_last", "_last")):
+        assert metrics[f"concat_1{mine}"] == plain[f"linear_probe{alone}"]
+    assert metrics["concat_1_best_by_epoch"] == plain["best_by_epoch"]
+    # Two blocks, written with modules: BatchNorm, Linear and SGD of one rate.
+    train, test = open_index(job.train_shards), open_index(job.test_shards)
+    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"), blocks=2)
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(32, 10)
+    weight = torch.empty(3, 320)
+    torch.nn.init.trunc_normal_(weight, std=0.01, generator=torch.Generator().manual_seed(0))
+    linear.weight.data = weight[0].view(10, 32)
+    torch.nn.init.zeros_(linear.bias)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(32, affine=False), linear)
+    optimizer = torch.optim.SGD(linear.parameters(), 1.0, 0.9)
+    view = View(crop_scale=(0.6, 1.0), flip=0.0)
+    loader = train_batches(
+        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
+        start_step=0, steps=18, threads=1,
+    )  # fmt: skip
+    for batch in loader:
+        x = encoding(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids)).clone()
+        optimizer.param_groups[0]["lr"] = learning_rate(batch.step, 18, 150 / 32)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), torch.from_numpy(batch.labels)).backward()
+        optimizer.step()
+    (x_test, _, _) = next(
+        evaluation_batches(
+            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
+        )
+    )
+    predicted = model.eval()(encoding(x_test)).argmax(1).numpy()
+    accuracy = 100 * float(np.mean(predicted == test.labels))
+    assert metrics["concat_2_last_by_rate"]["8.0"] == pytest.approx(accuracy, abs=1e-6)
+    # Killed in between: the same bits.
+    again = job_of(images, tmp_path / "again.json")
+    with pytest.raises(Interrupted):
+        linear_probe.evaluate(Rank(patience=7), again, together)
+    assert linear_probe.evaluate(rank, again, together) == metrics
+    files = [tmp_path / f"{name}.safetensors" for name in ("linear_probe_concat", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()

@@ -1,0 +1,81 @@
+"""Effective invariance of the linear probe to rotations and colour changes (paper, table 15).
+
+Deng et al. 2022: 0 where the prediction of the changed image differs, otherwise a geometric mean
+of both probabilities. The authors' code takes the root of the sum of products over all classes,
+the paper's text that of the predicted class.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maect.data import random
+from maect.data.augment import jitter, normalize
+from maect.data.index import open_index
+from maect.evaluate import ranks
+from maect.evaluate.classifier import Classifier
+from maect.evaluate.job import Context, Job
+from maect.recipes.protocols import EffectiveInvariance
+
+INPUTS = ("test_shards", "probe")
+ON_EVERY_RANK = True
+TEST_DATA = "the probe's epoch and learning rate were chosen on the test split"
+CHANGES = ("rotation", "color")
+
+
+def evaluate(context: Context, job: Job, settings: EffectiveInvariance) -> dict[str, Any]:
+    """Means over the test images and changes, 0 to 1.
+
+    `ei_rotation` and `ei_color` by the authors' code; `ei_rotation_paper`, `ei_color_paper` by
+    the paper's formula; `agreement_…` the share of predictions that stay, in percent.
+
+    Raises:
+        UserError: a probe that does not fit the encoder or the images.
+    """
+    index = open_index(job.need("test_shards"))
+    classifier = Classifier(job, ranks.device_of(context), settings.precision)
+    classifier.check(index)
+    # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.
+    sums = torch.zeros(2, 4, dtype=torch.float64)
+    with ranks.process_group(context):
+        for images, _, ids in classifier.shares(context, job, index):
+            plain = classifier(images)
+            for change, changed in _changed(images, ids, settings):
+                values = invariance(plain, classifier(changed))
+                sums[CHANGES.index(change), :3] += torch.stack(values).double().sum(dim=1).cpu()
+                sums[CHANGES.index(change), 3] += len(images)
+        ranks.sum_ranks(context, sums)
+    metrics = {}
+    for change, (code, paper, agreement, images) in zip(CHANGES, sums.tolist(), strict=True):
+        metrics[f"ei_{change}"] = code / images
+        metrics[f"ei_{change}_paper"] = paper / images
+        metrics[f"agreement_{change}"] = 100 * agreement / images
+    return metrics
+
+
+def invariance(plain: Tensor, changed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Effective invariance of each sample, from logits [b, C] before and after a change.
+
+    Returns:
+        By the authors' code, by the paper's text, and whether the predictions agree; float [b].
+    """
+    p, q = plain.softmax(dim=1), changed.softmax(dim=1)
+    (top_p, class_p), (top_q, class_q) = p.max(dim=1), q.max(dim=1)
+    agree = (class_p == class_q).to(p.dtype)
+    return (p * q).sum(dim=1).sqrt() * agree, (top_p * top_q).sqrt() * agree, agree
+
+
+def _changed(
+    images: Tensor, ids: NDArray[np.int64], settings: EffectiveInvariance
+) -> Iterator[tuple[str, Tensor]]:
+    for quarter in (1, 2, 3):
+        yield "rotation", images.rot90(quarter, (2, 3))
+    everyone = np.ones(len(ids), bool)
+    for draw in range(settings.draws):
+        u = random.uniform(settings.seed, draw, ids, 0, random.COLOR, 8)
+        colored = jitter(images.float() / 255, everyone, u[:, :4], u[:, 4:])
+        yield "color", normalize(colored)

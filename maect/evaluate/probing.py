@@ -1,0 +1,232 @@
+"""Training of small heads on a frozen encoder's features: batches, exchange, exact resume.
+
+The encoder runs once per image. Every rank encodes its share of the batch, the features are
+exchanged, and each rank trains some of the heads, so that the gradients need no exchange and the
+world size does not change them. State is saved after every epoch and when the job is told to stop.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from typing import Protocol as Interface
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from maect.data.augment import augment
+from maect.data.index import Index
+from maect.data.loader import Batch, train_batches
+from maect.errors import UserError
+from maect.evaluate import ranks
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.heads import learning_rate
+from maect.evaluate.job import Context, Interrupted, Job
+from maect.files import atomic_write
+from maect.recipes import View
+
+STATE = "heads.safetensors"
+
+
+class Group(Interface):
+    """Heads that are trained together, this rank's part of them."""
+
+    SPLIT: tuple[str, ...]
+    """Tensors whose rows are spread over the ranks."""
+    SHARED: tuple[str, ...]
+    """Tensors that every rank has."""
+    rows: slice
+    total: int
+    """This rank's rows, of so many."""
+
+
+class Schedule(Interface):
+    """What the settings of a trained protocol have in common."""
+
+    epochs: int
+    batch_size: int
+    warmup_epochs: float
+    crop_scale: tuple[float, float]
+    flip: float
+    seed: int
+
+
+class Probing:
+    """One rank's part of training heads on what the encoder gives.
+
+    Attributes:
+        step: updates so far.
+        record: JSON of the protocol's own, saved with the heads.
+        kept: tensors of the protocol's own, likewise.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        job: Job,
+        settings: Schedule,
+        train: Index,
+        encoding: Encoding,
+        groups: Mapping[str, Group],
+        identity: str,
+    ) -> None:
+        """Go on from a saved state, if there is one of this very training.
+
+        Raises:
+            UserError: all epochs together are less than a batch.
+        """
+        self.context, self.settings, self.train = context, settings, train
+        self.encoding, self.groups, self.identity = encoding, groups, identity
+        self.file = job.state / STATE
+        if settings.epochs * train.n < settings.batch_size:
+            raise UserError(
+                f"{train.directory}: {settings.epochs} epochs of {train.n} images are less than "
+                f"one batch of {settings.batch_size}; lower batch_size"
+            )
+        per_epoch = train.n / settings.batch_size
+        self.steps = int(settings.epochs * per_epoch)
+        self.warmup = settings.warmup_epochs * per_epoch
+        # Batches run on over the end of an epoch; an epoch ends with the update that completes it.
+        self.ends = [int((epoch + 1) * per_epoch) for epoch in range(settings.epochs)]
+        self.step, self.done = 0, 0
+        self.record: dict[str, Any] = {}
+        self.kept: dict[str, Tensor] = {}
+        self._load()
+
+    def epochs(
+        self,
+        targets: Callable[[Batch, Tensor], Tensor],
+        update: Callable[[Tensor, Tensor, float], Tensor],
+    ) -> Iterator[int]:
+        """Train, and yield the number of each epoch after its last update, before it is saved.
+
+        Args:
+            targets: what the heads learn from this rank's part of a batch, [b, ...], given also
+                its images on the device, uint8 [b, 3, S, S].
+            update: train the heads on features [B, D] and targets [B, ...] of the global batch,
+                with a factor of the peak learning rates; returns losses.
+
+        Raises:
+            Interrupted: told to stop; the state is saved.
+        """
+        yield from self._finished()
+        settings, device = self.settings, self.encoding.device
+        view = View(crop_scale=settings.crop_scale, flip=settings.flip)
+        started, first = time.monotonic(), self.step
+        loader = train_batches(
+            self.train,
+            global_batch=settings.batch_size,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            seed=settings.seed,
+            views=[view],
+            image_size=self.encoding.settings.image_size,
+            start_step=self.step,
+            steps=self.steps - self.step,
+            threads=self.context.cpus,
+        )
+        for batch in loader:
+            images = batch.images[0].to(device, non_blocking=True)
+            x = self.encoding(augment(images, view, 0, settings.seed, batch.epochs, batch.ids))
+            x = ranks.gather_rows(self.context, x)
+            y = targets(batch, images).to(device, non_blocking=True)
+            y = ranks.gather_rows(self.context, y)
+            loss = update(x, y, learning_rate(self.step, self.steps, self.warmup))
+            self.step += 1
+            stop = ranks.any_rank(self.context, self.context.stop_requested())
+            yield from self._finished()
+            if self.step % 10 == 0 or self.step == self.steps:
+                seconds = time.monotonic() - started
+                self._report(loss, (self.step - first) * settings.batch_size / seconds)
+            if stop and self.step < self.steps:
+                self._save()
+                raise Interrupted
+
+    def full(self, name: str, key: str, rows: slice = slice(None)) -> Tensor:
+        """Rows of a group's split tensor, those of all ranks together; called on every rank."""
+        group = self.groups[name]
+        mine: Tensor = getattr(group, key)
+        if self.context.world_size == 1:
+            return mine[rows]
+        out = mine.new_zeros(group.total, *mine.shape[1:])
+        out[group.rows] = mine
+        return ranks.sum_ranks(self.context, out[rows].contiguous())
+
+    def _finished(self) -> Iterator[int]:
+        while self.done < self.settings.epochs and self.ends[self.done] <= self.step:
+            yield self.done
+            self.done += 1
+            self._save()
+
+    def _report(self, loss: Tensor, speed: float) -> None:
+        self.context.report(
+            {
+                "epoch": self.step * self.settings.batch_size // self.train.n,
+                "epochs": self.settings.epochs,
+                "step": self.step,
+                "steps": self.steps,
+                "loss": float(loss.min()) if len(loss) else None,
+                "images_per_second": speed,
+            }
+        )
+
+    def _save(self) -> None:
+        """All heads in one file: a restart may have another number of ranks."""
+        tensors = {f"kept.{name}": value for name, value in self.kept.items()}
+        for name, group in self.groups.items():
+            tensors |= {f"{name}.{key}": self.full(name, key) for key in group.SPLIT}
+            tensors |= {f"{name}.{key}": getattr(group, key) for key in group.SHARED}
+        if self.context.rank:
+            return
+        record = {"identity": self.identity, "step": self.step, "done": self.done}
+        with atomic_write(self.file) as temporary:
+            plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
+            save_file(plain, temporary, {"record": json.dumps(record | {"own": self.record})})
+
+    def _load(self) -> None:
+        record = ranks.from_first(self.context, _record(self.file))
+        if record is None:
+            return
+        if record["identity"] != self.identity:
+            if self.context.rank == 0:
+                print(f"{self.file}: of another encoder or other settings; anew", file=sys.stderr)
+            return
+        tensors = load_file(self.file)
+        for name, group in self.groups.items():
+            for key in group.SPLIT:
+                getattr(group, key).copy_(tensors[f"{name}.{key}"][group.rows])
+            for key in group.SHARED:
+                getattr(group, key).copy_(tensors[f"{name}.{key}"])
+        own = {name for name in tensors if name.startswith("kept.")}
+        self.kept = {name.removeprefix("kept."): tensors[name] for name in own}
+        self.step, self.done, self.record = record["step"], record["done"], record["own"]
+
+
+def check(train: Index, test: Index, *, labelled: bool = True) -> None:
+    """Refuse splits that do not belong together.
+
+    Raises:
+        UserError: unlabelled images, other classes, or a single class.
+    """
+    for index in (train, test):
+        if index.n == 0:
+            raise UserError(f"{index.directory}: holds no images")
+        if labelled and index.labels.min(initial=0) < 0:
+            raise UserError(f"{index.directory}: the probe needs labels; some images have none")
+    if labelled and train.class_names != test.class_names:
+        raise UserError(f"{train.directory} and {test.directory}: their classes differ")
+    if labelled and len(train.class_names) < 2:
+        raise UserError(f"{train.directory}: the probe needs at least two classes")
+
+
+def _record(file: Path) -> dict[str, Any] | None:
+    """What a state file says about itself; None if there is none, or it is damaged."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            record: dict[str, Any] = json.loads(handle.metadata()["record"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None
+    return record

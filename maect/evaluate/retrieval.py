@@ -1,0 +1,135 @@
+"""Nearest images of a few images and of cluster centres (paper, figures 7, 10 and 11).
+
+Thumbnails are stored with the result, so that drawing needs no images.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maect.data.decode import render
+from maect.data.geometry import center_crops
+from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
+from maect.errors import UserError
+from maect.evaluate.clustering import assign, contingency, standardize
+from maect.evaluate.job import Context, Job, idle_cpus
+from maect.evaluate.knn import nearest
+from maect.evaluate.store import Features
+from maect.files import atomic_write
+from maect.recipes.protocols import Retrieval
+
+INPUTS = ("test", "test_shards", "clusters")
+TEST_DATA = "queries and neighbours are images of the test split, clusters those of its clustering"
+
+Ids = NDArray[np.int64]
+
+
+def evaluate(context: Context, job: Job, settings: Retrieval) -> dict[str, Any]:
+    """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.
+
+    Writes `retrieval.safetensors` beside the JSON: `query_images` uint8 [q, S, S, 3],
+    `query_labels` and `query_ids` int64 [q], `neighbor_images` [q, n, S, S, 3], `neighbor_labels`
+    and `neighbor_ids` [q, n]; `cluster_images` [k, n, S, S, 3], `cluster_labels` and `cluster_ids`
+    [k, n], and `cluster_classes` [k], the class that a cluster was matched to or -1.
+
+    Raises:
+        UserError: fewer images than neighbours, or features, images and clusters that do not
+            belong together.
+    """
+    from safetensors.numpy import save_file
+
+    test = job.features("test")
+    index = open_index(job.need("test_shards"))
+    if index.digest != test.record["index_digest"]:
+        raise UserError(f"{test.path}: features of other images than those in {index.directory}")
+    if test.n <= settings.neighbors:
+        raise UserError(
+            f"retrieval: neighbors {settings.neighbors} needs more than the {test.n} images "
+            f"of {test.path}"
+        )
+    queries = choose_queries(test.labels, settings.queries)
+    neighbors = _neighbors(test, queries, settings.neighbors, idle_cpus(context))
+    clusters, classes = _clusters(job.need("clusters"), test, settings)
+    found: dict[str, NDArray[Any]] = {"cluster_classes": classes}
+    for name, ids in (("query", queries), ("neighbor", neighbors), ("cluster", clusters)):
+        found[f"{name}_ids"] = ids
+        found[f"{name}_labels"] = test.labels[ids]
+        found[f"{name}_images"] = _thumbnails(index, ids, test, settings.side)
+    with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
+        save_file({name: np.ascontiguousarray(array) for name, array in found.items()}, temporary)
+    right = found["neighbor_labels"] == found["query_labels"][:, None]
+    matched = found["cluster_labels"] == classes[:, None]
+    return {
+        "query_precision": 100 * float(right.mean()),
+        "cluster_precision": 100 * float(matched.mean()),
+    }
+
+
+def choose_queries(labels: Ids, count: int) -> Ids:
+    """The first image of classes that are spread evenly: the same ones for every encoder."""
+    classes, first = np.unique(labels, return_index=True)
+    places = np.arange(count) * len(classes) // count
+    return first[np.unique(places)].astype(np.int64)
+
+
+def _neighbors(test: Features, queries: Ids, count: int, threads: int) -> Ids:
+    """Ids of the nearest other images by cosine similarity, [q, n]."""
+    _, ids = nearest(test, test.take(queries), count + 1, threads=threads)
+    # A copy with a smaller id may come before the query itself.
+    others = [row[row != query][:count] for row, query in zip(ids, queries, strict=True)]
+    return np.stack(others)
+
+
+def _clusters(path: Path, test: Features, settings: Retrieval) -> tuple[Ids, Ids]:
+    """Ids of the images nearest to centres, [k, n], and the class of each cluster, [k].
+
+    Euclidean distance between standardised features, those that were clustered.
+
+    Raises:
+        UserError: clusters of other features, or too few samples.
+    """
+    from safetensors.numpy import load_file
+
+    if not path.exists():
+        raise UserError(f"{path}: no such clusters; evaluate clustering first")
+    arrays = load_file(path)
+    prefix = f"{settings.subset}_" if settings.subset else ""
+    try:
+        centers, clusters, labels = (arrays[prefix + n] for n in ("centers", "clusters", "labels"))
+    except KeyError as error:
+        raise UserError(f"{path}: has no {error}; evaluate clustering with that subset") from None
+    ids = np.flatnonzero(np.isin(test.labels, np.unique(labels)))
+    if not np.array_equal(test.labels[ids], labels) or centers.shape[1] != test.width:
+        raise UserError(f"{path}: clusters of other features than {test.path}; cluster them again")
+    if len(ids) < settings.neighbors:
+        raise UserError(f"{path}: {len(ids)} samples for {settings.neighbors} neighbors")
+    names, dense = np.unique(labels, return_inverse=True)
+    columns = assign(contingency(dense, clusters))[: len(names)]
+    shown = min(settings.clusters, len(centers))
+    classes = np.full(len(centers), -1)
+    classes[columns] = names
+    rows = standardize(test.take(ids)).astype(np.float64)
+    nearest_ids = []
+    for center in centers[:shown]:
+        distance = np.square(rows - center).sum(axis=1)
+        nearest_ids.append(ids[np.argsort(distance, kind="stable")[: settings.neighbors]])
+    return np.stack(nearest_ids), classes[:shown].astype(np.int64)
+
+
+def _thumbnails(index: Index, ids: Ids, test: Features, side: int) -> NDArray[np.uint8]:
+    """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
+    size = test.record["image_size"]
+    side = min(side, size)
+    resize = max(side, round(test.record["resize"] * side / size))
+    flat = ids.ravel()
+    record = np.asarray(index.rows[flat])
+    if not np.array_equal(record[:, LABEL], test.labels[flat]):
+        raise UserError(f"{test.path}: its labels are not those of {index.directory}")
+    geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, side)
+    out = np.empty((len(flat), 1, 3, side, side), np.uint8)
+    for place, row in enumerate(flat.tolist()):
+        render(index.read(row), geometries[place : place + 1], out[place])
+    pictures = out[:, 0].transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(pictures).reshape(*ids.shape, side, side, 3)

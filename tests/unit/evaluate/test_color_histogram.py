@@ -1,0 +1,157 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from maect.data.augment import augment
+from maect.data.index import open_index
+from maect.data.loader import evaluation_batches, train_batches
+from maect.errors import UserError
+from maect.evaluate import color_histogram
+from maect.evaluate.color_histogram import HistogramHeads, histograms
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.heads import learning_rate
+from maect.evaluate.job import Interrupted
+from maect.recipes import View
+from maect.recipes.protocols import ColorHistogram
+
+from .conftest import Rank
+from .test_linear_probe import job_of
+
+SETTINGS = ColorHistogram(
+    epochs=3, batch_size=32, learning_rate=80.0, crop_scale=(0.6, 1.0), flip=0.0, precision="fp32"
+)
+CPU = torch.device("cpu")
+
+
+def plain_histogram(image: np.ndarray) -> np.ndarray:
+    """Of uint8 [3, S, S], channel by channel."""
+    return np.stack([np.histogram(c, bins=64, range=(0, 256))[0] / c.size for c in image])
+
+
+def test_histograms_count_pixels() -> None:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (5, 3, 12, 12)).astype(np.uint8)
+    images[0] = 255
+    images[1] = np.arange(256).repeat(3)[:432].reshape(3, 12, 12)
+    found = histograms(torch.from_numpy(images)).numpy()
+    np.testing.assert_allclose(found, [plain_histogram(image) for image in images], atol=1e-7)
+    flipped = histograms(torch.from_numpy(images).flip(3)).numpy()
+    assert np.array_equal(found, flipped)
+    # De-normalised floats, as the authors count them, are in the same bins (up to rounding).
+    view = View(crop_scale=(1, 1), flip=0.0)
+    normal = augment(torch.from_numpy(images), view, 0, 0, np.zeros(5, int), np.arange(5))
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    levels = (normal * std.view(3, 1, 1) + mean.view(3, 1, 1)) * 255
+    assert np.array_equal(histograms(levels.round().byte()).numpy(), found)
+
+
+class Model(nn.Module):
+    """One block's head as modules, in float64."""
+
+    def __init__(self, heads: HistogramHeads, block: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(heads.width, affine=False)
+        self.linear = nn.Linear(heads.width, 192)
+        self.linear.weight.data = heads.weight[block].T.clone()
+        nn.init.zeros_(self.linear.bias)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x.double())).view(-1, 3, 64).softmax(2)
+
+
+def test_heads_train_like_modules_under_autograd() -> None:
+    torch.manual_seed(0)
+    heads = HistogramHeads(7, 3, SETTINGS, CPU)
+    models = [Model(heads, block) for block in range(3)]
+    optimizers = [torch.optim.SGD(m.parameters(), 10.0, 0.9) for m in models]
+    for step in range(20):
+        x = 3 * torch.randn(16, 21) + 1
+        targets = torch.rand(16, 3, 64).pow(8)
+        targets /= targets.sum(2, keepdim=True)
+        losses = heads.step(x, targets, 1 - step / 40)
+        for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = 10.0 * (1 - step / 40)
+            optimizer.zero_grad()
+            prediction = model(x[:, 7 * block : 7 * block + 7])
+            loss = nn.functional.l1_loss(prediction, targets.double())
+            loss.backward()
+            optimizer.step()
+            assert float(losses[block]) == pytest.approx(loss.item(), rel=1e-4)
+    for block, model in enumerate(models):
+        torch.testing.assert_close(
+            heads.weight[block].T.double(), model.linear.weight, rtol=1e-3, atol=1e-5
+        )
+        torch.testing.assert_close(
+            heads.mean[block].double(), model.norm.running_mean, rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            heads.var[block].double(), model.norm.running_var, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_protocol_is_the_plain_loop_and_survives_a_kill(
+    images: Path, tmp_path: Path, rank: Rank
+) -> None:
+    job = job_of(images, tmp_path / "color_histogram.json")
+    metrics = color_histogram.evaluate(rank, job, SETTINGS)
+    train, test = open_index(job.train_shards), open_index(job.test_shards)
+    encoding = Encoding(job.run / "encoder.safetensors", CPU, blocks=3, pooling="cls")
+    models = [Model(HistogramHeads(16, 3, SETTINGS, CPU), block) for block in range(3)]
+    optimizers = [torch.optim.SGD(m.parameters(), 1.0, 0.9) for m in models]
+    view = View(crop_scale=(0.6, 1.0), flip=0.0)
+    steps = 3 * 150 // 32
+    for batch in train_batches(
+        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
+        start_step=0, steps=steps, threads=1,
+    ):  # fmt: skip
+        x = encoding(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids)).clone()
+        y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0].numpy()]))
+        for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.param_groups[0]["lr"] = 10 * learning_rate(batch.step, steps, 150 / 32)
+            optimizer.zero_grad()
+            nn.functional.l1_loss(model(x[:, 16 * block : 16 * block + 16]), y).backward()
+            optimizer.step()
+    x_test, _, _ = next(
+        evaluation_batches(
+            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
+        )
+    )
+    y = torch.from_numpy(np.stack([plain_histogram(image) for image in x_test.numpy()]))
+    uniform = float((y - 1 / 64).abs().mean())
+    assert metrics["uniform_error"] == pytest.approx(uniform, rel=1e-5)
+    features = encoding(x_test)
+    errors = [
+        100 * float((m.eval()(features[:, 16 * i : 16 * i + 16]) - y).abs().mean()) / uniform
+        for i, m in enumerate(models)
+    ]
+    assert metrics["errors"] == pytest.approx(errors, rel=1e-3)
+    assert metrics["error_last"] == metrics["errors"][-1] < 100
+    assert metrics["error_mean"] == pytest.approx(np.mean(errors), rel=1e-3)
+    for patience in (0, 6, 11):
+        again = job_of(images, tmp_path / f"again-{patience}.json")
+        with pytest.raises(Interrupted):
+            color_histogram.evaluate(Rank(patience=patience), again, SETTINGS)
+        assert color_histogram.evaluate(rank, again, SETTINGS) == metrics
+        kept = again.out.with_suffix(".safetensors")
+        assert kept.read_bytes() == job.out.with_suffix(".safetensors").read_bytes()
+
+
+def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:
+    from dataclasses import replace
+
+    from maect.models.weights import load_encoder_weights, save_encoder
+
+    module, settings, pooling = load_encoder_weights(images / "runs/mae/encoder.safetensors")
+    state = module.state_dict()
+    state["norm.weight"] = torch.full_like(state["norm.weight"], torch.nan)
+    (tmp_path / "run").mkdir()
+    save_encoder(tmp_path / "run" / "encoder.safetensors", state, settings, pooling)
+    job = replace(job_of(images, tmp_path / "out.json"), run=tmp_path / "run")
+    with pytest.raises(UserError, match=r"run: the features are not finite"):
+        color_histogram.evaluate(rank, job, SETTINGS)
+    with pytest.raises(UserError, match=r"1 epochs of 150 images are less than one batch of 160"):
+        color_histogram.evaluate(rank, job, ColorHistogram(epochs=1, batch_size=160))

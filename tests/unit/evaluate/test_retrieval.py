@@ -1,0 +1,111 @@
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file, save_file
+
+from maect.data.index import open_index
+from maect.errors import UserError
+from maect.evaluate import clustering, retrieval
+from maect.evaluate.features import extract
+from maect.evaluate.job import Job
+from maect.evaluate.store import open_features
+from maect.recipes.protocols import Clustering, Retrieval
+
+from .conftest import Rank, store
+
+
+@pytest.fixture(scope="module")
+def clustered(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Features and clusters of the validation digits, all of them and three classes."""
+    root = tmp_path_factory.mktemp("clustered")
+    run, shards = images / "runs" / "mae", images / "shards" / "val"
+    extract(Rank(), encoder=run / "encoder.safetensors", shards=shards, out=root / "val.st",
+            resize=16)  # fmt: skip
+    job = Job(run, root / "clustering.json", test=root / "val.st", test_shards=shards)
+    settings = Clustering(runs=3, subsets={"low": ("0", "1", "2")})
+    clustering.evaluate(Rank(), job, settings)
+    return replace(job, out=root / "retrieval.json", clusters=root / "clustering.safetensors")
+
+
+def picture(index, row: int, side: int) -> np.ndarray:
+    image = Image.open(BytesIO(index.read(row))).convert("RGB")
+    return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
+
+
+def test_neighbours_and_clusters(clustered: Job, rank: Rank) -> None:
+    settings = Retrieval(neighbors=4, queries=3, side=8)
+    metrics = retrieval.evaluate(rank, clustered, settings)
+    found = load_file(clustered.out.with_suffix(".safetensors"))
+    test, index = open_features(clustered.test), open_index(clustered.test_shards)
+    rows = test.all().astype(np.float64)
+    # Queries: the first image of classes 0, 3 and 6. Neighbours by cosine, themselves left out.
+    assert found["query_labels"].tolist() == [0, 3, 6]
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    for query, neighbors in zip(found["query_ids"], found["neighbor_ids"], strict=True):
+        assert query == np.flatnonzero(test.labels == test.labels[query])[0]
+        similarity = unit @ unit[query]
+        similarity[query] = -2
+        assert neighbors.tolist() == np.argsort(-similarity, kind="stable")[:4].tolist()
+    # Clusters: the images nearest to each centre among standardised features.
+    arrays = load_file(clustered.clusters)
+    standard = (rows - rows.mean(0)) / rows.std(0)
+    assert found["cluster_ids"].shape == (10, 4)
+    for center, ids in zip(arrays["centers"], found["cluster_ids"], strict=True):
+        distance = np.linalg.norm(standard - center, axis=1)
+        np.testing.assert_allclose(distance[ids], np.sort(distance)[:4], rtol=1e-5)
+    # The class of a cluster: column i of the confusion matrix is the cluster of class i.
+    for label, row in enumerate(found["cluster_classes"]):
+        members = arrays["labels"][arrays["clusters"] == label]
+        assert np.sum(members == row) == arrays["confusion"][row, row]
+    assert sorted(found["cluster_classes"]) == list(range(10))
+    for name in ("query", "neighbor", "cluster"):
+        ids, labels = found[f"{name}_ids"], found[f"{name}_labels"]
+        pictures = found[f"{name}_images"]
+        assert np.array_equal(labels, test.labels[ids])
+        assert pictures.shape == (*ids.shape, 8, 8, 3) and pictures.dtype == np.uint8
+        assert np.array_equal(pictures.reshape(-1, 8, 8, 3)[1], picture(index, ids.ravel()[1], 8))
+    right = found["neighbor_labels"] == found["query_labels"][:, None]
+    assert metrics["query_precision"] == 100 * right.mean()
+
+
+def test_clusters_of_a_subset(clustered: Job, rank: Rank) -> None:
+    job = replace(clustered, out=clustered.out.with_name("low.json"))
+    retrieval.evaluate(rank, job, Retrieval(neighbors=5, subset="low", clusters=2))
+    found = load_file(job.out.with_suffix(".safetensors"))
+    assert found["cluster_ids"].shape == (2, 5)
+    assert set(found["cluster_labels"].ravel()) <= {0, 1, 2} >= set(found["cluster_classes"])
+    with pytest.raises(UserError, match="has no 'high_centers'"):
+        retrieval.evaluate(rank, job, Retrieval(subset="high"))
+
+
+def test_copies_do_not_hide_the_query(tmp_path: Path) -> None:
+    """Two copies and a third image: the query is never its own neighbour."""
+    rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
+    test = open_features(store(tmp_path / "t.safetensors", rows, [0, 0, 1, 1]))
+    assert retrieval._neighbors(test, np.array([0, 1]), 2, 1).tolist() == [[1, 2], [0, 2]]
+    assert retrieval.choose_queries(np.array([4, 4, 7]), 5).tolist() == [0, 2]
+
+
+def test_what_does_not_belong_together_is_refused(
+    clustered: Job, rank: Rank, tmp_path: Path, images: Path
+) -> None:
+    with pytest.raises(UserError, match="neighbors 70 needs more than the 70 images"):
+        retrieval.evaluate(rank, clustered, Retrieval(neighbors=70))
+    other = replace(clustered, test_shards=images / "shards" / "train")
+    with pytest.raises(UserError, match="features of other images"):
+        retrieval.evaluate(rank, other, Retrieval())
+    arrays = load_file(clustered.clusters)
+    arrays["centers"] = np.ascontiguousarray(arrays["centers"][:, :5])
+    save_file(arrays, tmp_path / "c.safetensors")
+    with pytest.raises(UserError, match="clusters of other features"):
+        retrieval.evaluate(
+            rank, replace(clustered, clusters=tmp_path / "c.safetensors"), Retrieval()
+        )
+    with pytest.raises(UserError, match="no such clusters"):
+        retrieval.evaluate(
+            rank, replace(clustered, clusters=tmp_path / "none.safetensors"), Retrieval()
+        )

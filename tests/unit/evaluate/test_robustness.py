@@ -1,0 +1,169 @@
+"""The trained probe on shifted splits, and how far rotations and colours move it."""
+
+import shutil
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from maect.data import random
+from maect.data.index import open_index
+from maect.data.shards import shard
+from maect.errors import UserError
+from maect.evaluate import effective_invariance, linear_probe, robustness
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.job import Job
+from maect.models.weights import load_tensors, save_tensors
+from maect.recipes.protocols import EffectiveInvariance, Robustness
+
+from .conftest import Rank
+from .test_linear_probe import SETTINGS, job_of
+
+FULL = {"precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def probed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A trained probe, and further splits: the same images, and with three digits turned around."""
+    root = tmp_path_factory.mktemp("probed")
+    job = job_of(images, root / "linear_probe.json")
+    linear_probe.evaluate(Rank(), job, SETTINGS)
+    for path in sorted((images / "images" / "val").rglob("*.png")):
+        label = int(path.parent.name)
+        target = root / "images" / str(label) / path.name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if label in (1, 3, 7):
+            Image.open(path).transpose(Image.Transpose.ROTATE_180).save(target)
+        else:
+            shutil.copy(path, target)
+    shard(root / "images", root / "mixed", "folder", 1)
+    shards = {"val": images / "shards" / "val", "mixed": root / "mixed"}
+    return replace(job, probe=root / "linear_probe.safetensors", splits=shards)
+
+
+def plain(job: Job, index, change=lambda image: image) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities in float64 and labels, image by image, with the probe as it was saved."""
+    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
+    kept = {name: value.double() for name, value in load_file(job.probe).items()}
+    pictures = []
+    for row in range(index.n):
+        image = np.asarray(Image.open(BytesIO(index.read(row))).convert("RGB"))
+        pictures.append(change(torch.from_numpy(image.copy()).permute(2, 0, 1)))
+    x = encoding(torch.stack(pictures)).double()
+    x = (x - kept["mean"]) / (kept["var"] + 1e-5).sqrt()
+    p = (x @ kept["weight"].T + kept["bias"]).softmax(1)
+    return p.numpy(), np.asarray(index.labels)
+
+
+def test_accuracy_on_splits(probed: Job, rank: Rank) -> None:
+    settings = Robustness(splits=("val", "mixed"), **FULL)
+    metrics = robustness.evaluate(rank, probed, settings)
+    for name in settings.splits:
+        p, labels = plain(probed, open_index(probed.splits[name]))
+        assert metrics[name] == pytest.approx(100 * np.mean(p.argmax(1) == labels))
+    assert metrics["mixed"] < metrics["val"]
+    # On the unshifted split it is what the probe reported.
+    assert metrics["val"] == linear_probe.evaluate(rank, probed, SETTINGS)["linear_probe"]
+
+
+def test_only_the_classes_that_occur_take_part(
+    probed: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = open_index(probed.splits["val"])
+    rows = index.rows[np.isin(index.labels, [1, 3, 7])]
+    monkeypatch.setattr(robustness, "open_index", lambda _: replace(index, rows=rows))
+    metrics = robustness.evaluate(rank, probed, Robustness(splits=("val",), **FULL))
+    p, labels = plain(probed, replace(index, rows=rows))
+    predicted = np.array([1, 3, 7])[p[:, [1, 3, 7]].argmax(1)]
+    assert metrics["val"] == pytest.approx(100 * np.mean(predicted == labels))
+    assert metrics["val"] > 100 * np.mean(p.argmax(1) == labels)
+    assert metrics["classes"] == {"val": 3}
+
+
+def test_what_does_not_belong_together_is_refused(
+    probed: Job, rank: Rank, tmp_path: Path, images: Path
+) -> None:
+    settings = Robustness(splits=("val",))
+    with pytest.raises(UserError, match="needs --split inverted=SHARDS"):
+        robustness.evaluate(rank, probed, Robustness(splits=("inverted",)))
+    with pytest.raises(UserError, match="needs --probe"):
+        robustness.evaluate(rank, replace(probed, probe=None), settings)
+    tensors, texts = load_tensors(probed.probe)
+    other = tmp_path / "other.safetensors"
+    save_tensors(other, tensors, texts | {"encoder_sha256": "0" * 64})
+    with pytest.raises(UserError, match="trained on another encoder"):
+        robustness.evaluate(rank, replace(probed, probe=other), settings)
+    save_tensors(other, tensors, texts | {"class_names": '["a", "b"]'})
+    with pytest.raises(UserError, match="not those that the probe was trained on"):
+        robustness.evaluate(rank, replace(probed, probe=other), settings)
+    save_tensors(other, {"concat_1.weight": tensors["weight"]}, texts)
+    with pytest.raises(UserError, match="holds no single linear probe"):
+        robustness.evaluate(rank, replace(probed, probe=other), settings)
+    tensors["bias"][3] = torch.nan
+    save_tensors(other, tensors, texts)
+    with pytest.raises(UserError, match="predictions are not finite"):
+        robustness.evaluate(rank, replace(probed, probe=other), settings)
+
+
+def both_formulas(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
+    """The code's and the paper's, sample by sample."""
+    code, paper = [], []
+    for a, b in zip(p, q, strict=True):
+        same = a.argmax() == b.argmax()
+        code.append(np.sqrt(sum(x * y for x, y in zip(a, b, strict=True))) if same else 0.0)
+        paper.append(np.sqrt(a.max() * b.max()) if same else 0.0)
+    return float(np.mean(code)), float(np.mean(paper))
+
+
+def test_effective_invariance(probed: Job, rank: Rank) -> None:
+    settings = EffectiveInvariance(draws=2, seed=5, **FULL)
+    metrics = effective_invariance.evaluate(rank, probed, settings)
+    index = open_index(probed.test_shards)
+    p, _ = plain(probed, index)
+    turned = [
+        plain(probed, index, lambda x, angle=angle: tv.rotate(x, angle))[0]
+        for angle in (90, 180, 270)
+    ]
+    rotation = np.mean([both_formulas(p, q) for q in turned], axis=0)
+    assert metrics["ei_rotation"] == pytest.approx(rotation[0], abs=1e-5)
+    assert metrics["ei_rotation_paper"] == pytest.approx(rotation[1], abs=1e-5)
+    agreement = np.mean([p.argmax(1) == q.argmax(1) for q in turned])
+    assert metrics["agreement_rotation"] == pytest.approx(100 * agreement)
+    # Colour operations of torchvision in the order and strength that the numbers say.
+    operations = (tv.adjust_brightness, tv.adjust_contrast, tv.adjust_saturation, tv.adjust_hue)
+    widths, centers = (0.4, 0.4, 0.2, 0.1), (1, 1, 1, 0)
+    normal = v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    found = []
+    for draw in range(2):
+        u = random.uniform(5, draw, np.arange(index.n), 0, random.COLOR, 8)
+        numbers = iter(u)
+
+        def change(x: torch.Tensor, numbers=numbers) -> torch.Tensor:
+            row, x = next(numbers), x.float() / 255
+            for place in np.argsort(row[4:], kind="stable"):
+                factor = (2 * row[place] - 1) * widths[place] + centers[place]
+                x = operations[place](x, float(factor))
+            return normal(x)
+
+        found.append(both_formulas(p, plain(probed, index, change)[0]))
+    code, paper = np.mean(found, axis=0)
+    assert metrics["ei_color"] == pytest.approx(code, abs=1e-4)
+    assert metrics["ei_color_paper"] == pytest.approx(paper, abs=1e-4)
+    assert 0 < metrics["ei_color_paper"] < metrics["ei_color"] < 1
+
+
+def test_invariance_of_equal_and_opposite_predictions() -> None:
+    logits = torch.tensor([[50.0, 0.0], [0.0, 50.0], [0.0, 0.0]])
+    code, paper, agree = effective_invariance.invariance(logits, logits.clone())
+    torch.testing.assert_close(code, torch.tensor([1.0, 1.0, 0.5**0.5]))
+    torch.testing.assert_close(paper, torch.tensor([1.0, 1.0, 0.5]))
+    assert agree.tolist() == [1, 1, 1]
+    code, paper, agree = effective_invariance.invariance(logits[:2], logits[:2].flip(0))
+    assert code.tolist() == paper.tolist() == agree.tolist() == [0, 0]
