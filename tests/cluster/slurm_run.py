@@ -29,17 +29,21 @@ LIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")
 class Table:
     """What was seen of each fault, for `--fault-table`."""
 
-    rows: list[str] = field(default_factory=list)
+    rows: dict[str, str] = field(default_factory=dict)
 
     def note(self, fault: str, seen: str, jobs: int, repeated: float) -> None:
-        self.rows.append(f"| {fault} | {seen} | {jobs} | {repeated:.1f} |")
+        self.rows[fault] = f"| {fault} | {seen} | {jobs} | {repeated:.1f} |"
 
     def write(self, file: Path) -> None:
-        lines = [
+        """Write the table; lines of faults that were not tried this time stay."""
+        lines = file.read_text().splitlines() if file.exists() else []
+        old = {line.split(" | ")[0].removeprefix("| "): line for line in lines if line[:2] == "| "}
+        old = {fault: line for fault, line in old.items() if fault not in ("fault", "---")}
+        head = [
             "| fault | what was seen | jobs | work repeated, s |",
             "| --- | --- | ---: | ---: |",
         ]
-        file.write_text("\n".join([HEAD, *lines, *self.rows]) + "\n")
+        file.write_text("\n".join([HEAD, *head, *(old | self.rows).values()]) + "\n")
 
 
 class SlurmRun(Run):
