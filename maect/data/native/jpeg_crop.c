@@ -18,6 +18,10 @@
 #error "libjpeg-turbo is needed: this jpeglib.h is another libjpeg's"
 #endif
 
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "pixels are taken apart and put together as little-endian words"
+#endif
+
 #define TEXT_(x) #x
 #define TEXT(x) TEXT_(x)
 
@@ -25,17 +29,24 @@ enum { OK = 0, UNREADABLE = 1, UNSUPPORTED = 2, BAD_GEOMETRY = 3, NO_MEMORY = 4 
 
 /* Pillow: 8 bits of pixel, 2 of headroom for the filter's negative lobes, the rest precision. */
 #define PRECISION 22
-#define LANES 8             /* int32 lanes handled at once */
-#define ROWS LANES          /* source rows resampled together */
-#define STRIP 3             /* lane vectors for one pixel of ROWS rows */
-#define BLOCK (4 * LANES)   /* values of a row handled at once */
-#define MAX_SIDE (1 << 24)  /* of the resized box */
-#define MAX_OUT 4096        /* side of the output */
+#define LANES 8                 /* int32 lanes handled at once */
+#define HALF (1 << (PRECISION - 1))
+#define CHANNELS 3
+#define ROWS LANES              /* source rows resampled together */
+#define VECTORS 4               /* as many as an int32 has bytes */
+#define BLOCK (VECTORS * LANES) /* pixels of a row handled at once */
+#define MAX_SIDE (1 << 24)      /* of the resized box */
+#define MAX_OUT 4096            /* side of the output */
 #define MAX_PIXELS (1 << 26)
 #define MAX_VIEWS 64
 
 typedef int32_t lanes_t __attribute__((vector_size(4 * LANES)));
-typedef int16_t half_t __attribute__((vector_size(2 * LANES)));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes_t){__VA_ARGS__})
+#endif
 
 /* The hot loops are compiled once more for wider vectors; the loader picks at run time. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute) && !defined(PLAIN)
@@ -53,7 +64,7 @@ typedef struct {
 } buffer_t;
 
 typedef struct {
-  buffer_t pixels, strip, middle, weights[2], bounds[2];
+  buffer_t pixels, strip, ring, weights[2], bounds[2];
 } workspace_t;
 
 /* Where `n` outputs read: from[i] is the first source pixel, count[i] how many. */
@@ -87,7 +98,7 @@ void maect_workspace_free(workspace_t *space) {
   if (!space) return;
   free(space->pixels.start);
   free(space->strip.start);
-  free(space->middle.start);
+  free(space->ring.start);
   for (int i = 0; i < 2; i++) {
     free(space->weights[i].start);
     free(space->bounds[i].start);
@@ -144,69 +155,103 @@ static int make_filter(workspace_t *space, int axis, int in, int out, int first,
   return OK;
 }
 
-/* Rounds sums to pixel values; by address, as wide vectors have no calling convention of old. */
-static inline void store(const lanes_t *sum, int16_t *target) {
+/* Sums to pixel values; by address, as wide vectors have no calling convention of old. */
+static inline void to_pixels(lanes_t *sum) {
   lanes_t value = *sum >> PRECISION;
   value &= ~(value < 0);
   lanes_t over = value > 255;
-  value = (value & ~over) | (over & 255);
-  half_t half = __builtin_convertvector(value, half_t);
-  memcpy(target, &half, sizeof half);
+  *sum = (value & ~over) | (over & 255);
 }
 
-static inline void start(lanes_t *sum, int n) {
-  for (int l = 0; l < n; l++) sum[l] = (lanes_t){0} + (1 << (PRECISION - 1));
+/* Rows to columns. */
+static inline void transpose(lanes_t v[LANES]) {
+  lanes_t a[LANES], b[LANES];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = SHUFFLE(v[i], v[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    a[i + 1] = SHUFFLE(v[i], v[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      b[i + 2 * j] = SHUFFLE(a[i + j], a[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+      b[i + 2 * j + 1] = SHUFFLE(a[i + j], a[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; i++) {
+    v[i] = SHUFFLE(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    v[i + 4] = SHUFFLE(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
 }
 
-/* ROWS rows, interleaved pixel by pixel, to ROWS rows of n pixels. */
+/* ROWS rows of RGBX bytes to vectors of one channel of one pixel of all rows. */
+WIDE static void to_strip(const uint8_t *const source[ROWS], int width, lanes_t *strip) {
+  for (int x = 0; x < width; x += LANES) {
+    lanes_t pixels[LANES];
+    int n = width - x < LANES ? width - x : LANES;
+    for (int r = 0; r < ROWS; r++) {
+      pixels[r] = (lanes_t){0};
+      if (n == LANES)
+        memcpy(&pixels[r], source[r] + 4 * (size_t)x, sizeof pixels[r]);
+      else
+        memcpy(&pixels[r], source[r] + 4 * (size_t)x, 4 * (size_t)n);
+    }
+    transpose(pixels);
+    for (int i = 0; i < LANES; i++, strip += CHANNELS)
+      for (int c = 0; c < CHANNELS; c++) strip[c] = pixels[i] >> (8 * c) & 255;
+  }
+}
+
+/* A strip to ROWS rows of n pixels: target[row * pitch + channel * plane + pixel]. The pixels of a
+ * block stand in the order 0 4 8 ... 1 5 9 ...: so four vectors of them are packed to bytes in order
+ * by shifts alone. */
 WIDE static void resample_rows(const lanes_t *strip, const filter_t *filter, int n, int first_column,
-                               int16_t *target, size_t pitch, int rows) {
+                               int32_t *target, size_t plane, size_t pitch) {
+  lanes_t block[CHANNELS][VECTORS][LANES];
+  memset(block, 0, sizeof block);
   for (int i = 0; i < n; i++) {
     const int32_t *weight = filter->weight + (size_t)i * filter->taps;
-    const lanes_t *source = strip + (size_t)(filter->from[i] - first_column) * STRIP;
-    lanes_t sum[STRIP];
-    start(sum, STRIP);
-    for (int j = 0; j < filter->count[i]; j++, source += STRIP)
-      for (int l = 0; l < STRIP; l++) sum[l] += source[l] * weight[j];
-    int16_t pixels[STRIP * LANES + 1];
-    for (int l = 0; l < STRIP; l++) store(&sum[l], pixels + l * LANES);
-    pixels[STRIP * LANES] = 0;
-    /* Four values at once are quicker than three: the next pixel, or the padding, takes the last. */
-    for (int r = 0; r < rows; r++) memcpy(target + r * pitch + (size_t)i * 3, pixels + r * 3, 8);
-  }
-}
-
-/* The rows that one output row reads, to that row, `pitch` values (a multiple of 4 LANES). */
-WIDE static void resample_column(const int16_t *source, size_t pitch, const int32_t *weight,
-                                 int count, int16_t *target) {
-  for (size_t x = 0; x < pitch; x += 4 * LANES) {
-    lanes_t sum[4];
-    start(sum, 4);
-    for (int j = 0; j < count; j++)
-      for (int l = 0; l < 4; l++) {
-        half_t half;
-        memcpy(&half, source + j * pitch + x + l * LANES, sizeof half);
-        sum[l] += __builtin_convertvector(half, lanes_t) * weight[j];
-      }
-    for (int l = 0; l < 4; l++) store(&sum[l], target + x + l * LANES);
-  }
-}
-
-/* ROWS rows of RGBX bytes, pixel by pixel, without X. */
-WIDE static void interleave(const uint8_t *const source[ROWS], int width, int32_t *strip) {
-  for (int x = 0; x < width; x++, strip += STRIP * LANES)
-    for (int r = 0; r < ROWS; r++) {
-      int32_t values[4]; /* as above, the fourth is overwritten */
-      for (int c = 0; c < 4; c++) values[c] = source[r][4 * x + c];
-      memcpy(strip + 3 * r, values, sizeof values);
+    const lanes_t *source = strip + (size_t)(filter->from[i] - first_column) * CHANNELS;
+    lanes_t sum[CHANNELS];
+    for (int c = 0; c < CHANNELS; c++) sum[c] = (lanes_t){0} + HALF;
+    for (int j = 0; j < filter->count[i]; j++, source += CHANNELS)
+      for (int c = 0; c < CHANNELS; c++) sum[c] += source[c] * weight[j];
+    for (int c = 0; c < CHANNELS; c++) {
+      to_pixels(&sum[c]);
+      block[c][i % VECTORS][i % BLOCK / VECTORS] = sum[c];
     }
+    if (i % BLOCK < BLOCK - 1 && i < n - 1) continue;
+    int32_t *corner = target + i / BLOCK * BLOCK;
+    for (int c = 0; c < CHANNELS; c++)
+      for (int k = 0; k < VECTORS; k++) {
+        transpose(block[c][k]);
+        for (int r = 0; r < ROWS; r++)
+          memcpy(corner + r * pitch + c * plane + k * LANES, &block[c][k][r], sizeof(lanes_t));
+      }
+  }
 }
 
-WIDE static void to_planes(const int16_t *row, int n, uint8_t *red, uint8_t *green, uint8_t *blue) {
-  for (int x = 0; x < n; x++) {
-    red[x] = (uint8_t)row[3 * x];
-    green[x] = (uint8_t)row[3 * x + 1];
-    blue[x] = (uint8_t)row[3 * x + 2];
+/* Rows of a ring of so many slots, from `slot` on, to one row of n bytes. */
+WIDE static void resample_column(const int32_t *ring, size_t pitch, int slots, int slot,
+                                 const int32_t *weight, int count, size_t n, uint8_t *target) {
+  for (size_t x = 0; x < n; x += BLOCK) {
+    lanes_t sum[VECTORS];
+    for (int k = 0; k < VECTORS; k++) sum[k] = (lanes_t){0} + HALF;
+    for (int j = 0, row = slot; j < count; j++) {
+      const int32_t *source = ring + (size_t)row * pitch + x;
+      for (int k = 0; k < VECTORS; k++) {
+        lanes_t values;
+        memcpy(&values, source + k * LANES, sizeof values);
+        sum[k] += values * weight[j];
+      }
+      if (++row == slots) row = 0;
+    }
+    lanes_t bytes = {0};
+    for (int k = 0; k < VECTORS; k++) {
+      to_pixels(&sum[k]);
+      bytes |= sum[k] << (8 * k);
+    }
+    if (n - x >= BLOCK)
+      memcpy(target + x, &bytes, BLOCK);
+    else
+      memcpy(target + x, &bytes, n - x);
   }
 }
 
@@ -230,30 +275,32 @@ static int make_view(workspace_t *space, const uint8_t *pixels, size_t pitch, in
   if (!status) status = make_filter(space, 1, g->h, g->full_h, g->top, size, &down);
   if (status) return status;
   int width = x1 - x0, height = y1 - y0;
-  size_t used = (size_t)size * 3, row = (used + 1 + BLOCK - 1) / BLOCK * BLOCK;
-  /* One more row behind the last takes the finished output row. */
-  int16_t *middle = reserve(&space->middle, row * ((size_t)height + 1) * sizeof(int16_t));
-  lanes_t *strip = reserve(&space->strip, ((size_t)width * STRIP + 1) * sizeof(lanes_t));
-  if (!middle || !strip) return NO_MEMORY;
+  /* A row of the ring is three planes, each a whole number of blocks. */
+  size_t plane = ((size_t)size + BLOCK - 1) / BLOCK * BLOCK, pitch_out = CHANNELS * plane;
+  int slots = ((down.taps < height ? down.taps : height) + 2 * ROWS) / ROWS * ROWS;
+  int32_t *ring = reserve(&space->ring, pitch_out * (size_t)slots * sizeof(int32_t));
+  size_t columns = ((size_t)width + LANES - 1) / LANES * LANES;
+  lanes_t *strip = reserve(&space->strip, columns * CHANNELS * sizeof(lanes_t));
+  if (!ring || !strip) return NO_MEMORY;
+  if (plane > (size_t)size) memset(ring, 0, pitch_out * (size_t)slots * sizeof(int32_t));
   const uint8_t *corner =
       pixels + (size_t)(g->y + y0 - origin_y) * pitch + (size_t)(g->x + x0 - origin_x) * 4;
-  for (int y = 0; y < height; y++)
-    memset(middle + y * row + used, 0, (row - used) * sizeof(int16_t));
-  for (int y = 0; y < height; y += ROWS) {
-    int rows = height - y < ROWS ? height - y : ROWS;
+  for (int y = 0, done = 0; done < size; y += ROWS) {
     const uint8_t *source[ROWS];
     for (int r = 0; r < ROWS; r++)
-      source[r] = corner + (size_t)(y + (r < rows ? r : rows - 1)) * pitch;
-    interleave(source, width, (int32_t *)strip);
-    resample_rows(strip, &across, size, x0, middle + y * row, row, rows);
-  }
-  int16_t *finished = middle + row * height;
-  size_t plane = (size_t)size * size;
-  for (int y = 0; y < size; y++) {
-    resample_column(middle + (size_t)(down.from[y] - y0) * row, row,
-                    down.weight + (size_t)y * down.taps, down.count[y], finished);
-    uint8_t *target = out + (size_t)y * size;
-    to_planes(finished, size, target, target + plane, target + 2 * plane);
+      source[r] = corner + (size_t)(y + r < height ? y + r : height - 1) * pitch;
+    to_strip(source, width, strip);
+    resample_rows(strip, &across, size, x0, ring + (size_t)(y % slots) * pitch_out, plane,
+                  pitch_out);
+    int ready = done; /* output rows whose last source row is in the ring */
+    while (ready < size && down.from[ready] - y0 + down.count[ready] <= y + ROWS) ready++;
+    /* Channel by channel, so that a third of the ring is in use at a time. */
+    for (int c = 0; c < CHANNELS; c++)
+      for (int i = done; i < ready; i++)
+        resample_column(ring + c * plane, pitch_out, slots, (down.from[i] - y0) % slots,
+                        down.weight + (size_t)i * down.taps, down.count[i], (size_t)size,
+                        out + ((size_t)c * size + i) * size);
+    done = ready;
   }
   return OK;
 }
