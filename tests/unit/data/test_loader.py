@@ -1,3 +1,7 @@
+import hashlib
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -202,3 +206,39 @@ def test_flip_and_crop_draw_different_numbers() -> None:
     flip = random.uniform(0, 0, ids, 0, random.FLIP, 1)[:, 0]
     crop = random.uniform(0, 0, ids, 0, random.CROP, 1)[:, 0]
     assert abs(np.corrcoef(flip, crop)[0, 1]) < 0.05
+
+
+PRINT_BATCHES = """
+import hashlib, sys
+from maect.data.index import open_index
+from maect.data.loader import train_batches
+from maect.recipes import AUGMENTATIONS
+
+for b in train_batches(
+    open_index(sys.argv[1]), global_batch=20, rank=0, world_size=1, seed=3,
+    views=AUGMENTATIONS["min"], image_size=32, start_step=int(sys.argv[2]), steps=1000, threads=2,
+):
+    parts = (b.ids.tobytes(), b.epochs.tobytes(), b.labels.tobytes(), b.images.numpy().tobytes())
+    print(b.step, hashlib.sha256(b"".join(parts)).hexdigest(), flush=True)
+"""
+
+
+def killed_after(index: Index, start: int, steps: int) -> list[str]:
+    """What another process printed of its batches before SIGKILL, in the middle of its work."""
+    command = [sys.executable, "-c", PRINT_BATCHES, str(index.directory), str(start)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(steps)]
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    return lines
+
+
+def test_killed_loader_continues_with_the_same_bits(index: Index) -> None:
+    printed = killed_after(index, 0, 5) + killed_after(index, 5, 4)
+    expected = []
+    for b in batches(index, 9):
+        parts = (b.ids, b.epochs, b.labels, b.images.numpy())
+        content = b"".join(part.tobytes() for part in parts)
+        expected.append(f"{b.step} {hashlib.sha256(content).hexdigest()}")
+    assert printed == expected
