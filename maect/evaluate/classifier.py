@@ -12,11 +12,12 @@ from maect.data.index import Index
 from maect.data.loader import evaluation_batches
 from maect.errors import UserError
 from maect.evaluate import ranks
-from maect.evaluate.encoding import Encoding, Precision
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import BATCH
 from maect.evaluate.heads import BN_EPS
 from maect.evaluate.job import Context, Job
 from maect.files import sha256_file
+from maect.models.precision import Precision
 from maect.models.weights import load_tensors
 
 

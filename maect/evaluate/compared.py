@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from maect.models.encoder import VisionEncoder, build_encoder
+from maect.models.precision import mixed_precision
 from maect.recipes import Encoder
 from maect.recipes.settings import visible_patches
 
@@ -59,7 +60,7 @@ def method_step(
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16):
+        with mixed_precision(device, "bf16"):
             with torch.no_grad():
                 target = teacher(images[: views.teacher * batch])[:, 0].float().mean(dim=0)
             loss = _distance(student(images[: views.learning * batch], kept), target)

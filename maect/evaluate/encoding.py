@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from maect.data.augment import normalize
 from maect.errors import UserError
 from maect.models.encoder import pool
+from maect.models.precision import Precision, mixed_precision
 from maect.models.weights import load_encoder_weights
-
-Precision = Literal["fp32", "bf16"]
 
 
 class Encoding:
@@ -88,7 +87,7 @@ class Encoding:
         if images.dtype == torch.uint8:
             images = normalize(images)
         self._earlier.clear()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        with mixed_precision(self.device, self.precision):
             last = self.encoder(images)
         parts = [*self._earlier, self._pool(last)]
         if self.other is not None:

@@ -21,10 +21,11 @@ from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
 from maect.errors import UserError
 from maect.evaluate import ranks
-from maect.evaluate.encoding import Encoding, Precision
+from maect.evaluate.encoding import Encoding
 from maect.evaluate.job import Context
 from maect.evaluate.store import write_features
 from maect.files import atomic_write, sha256_file
+from maect.models.precision import Precision
 from maect.recipes import digest
 
 BATCH = 256

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from maect.models.decoder import Decoder, reconstruction_loss
 from maect.models.encoder import VisionEncoder, pool
 from maect.models.head import NNCLRHead
+from maect.models.precision import Precision, mixed_precision
 from maect.recipes.settings import visible_patches
 
 
@@ -36,14 +37,14 @@ class Objective(nn.Module):
     `forward` gives the loss, a mean over this rank's samples, and detached scalars to log.
     """
 
-    def __init__(self, precision: Literal["bf16", "fp32"], mask_ratio: float) -> None:
+    def __init__(self, precision: Precision, mask_ratio: float) -> None:
         super().__init__()
         self.precision = precision
         self.mask_ratio = mask_ratio
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """bfloat16 for matrix products; parameters stay in float32."""
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16")
+        return mixed_precision(device, self.precision)
 
     def visible(self, patches: int) -> int:
         """How many patches the encoder sees."""
@@ -69,7 +70,7 @@ class MaskedAutoencoder(Objective):
         *,
         mask_ratio: float,
         normalize_pixels: bool,
-        precision: Literal["bf16", "fp32"],
+        precision: Precision,
         head: NNCLRHead | None = None,
         pooling: Literal["cls", "mean"] = "cls",
         detached: bool = False,
@@ -111,7 +112,7 @@ class ContrastiveObjective(Objective):
         head: NNCLRHead,
         *,
         pooling: Literal["cls", "mean"],
-        precision: Literal["bf16", "fp32"],
+        precision: Precision,
         mask_ratio: float = 0.0,
         train_encoder: bool = True,
     ) -> None:

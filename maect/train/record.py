@@ -90,7 +90,16 @@ def _warn_of_versions(folder: Path, before: dict[str, str]) -> None:
 
 def origin() -> dict[str, Any]:
     """Versions of what computes, and the revision of the source if it is a checkout."""
-    versions = {"python": platform.python_version(), "decoder": decoder_name()}
+    # Here, since the launcher reads this module without torch.
+    import torch
+
+    from maect.models.precision import bfloat16_on
+
+    versions = {
+        "python": platform.python_version(),
+        "decoder": decoder_name(),
+        "bfloat16": bfloat16_on("cuda" if torch.cuda.is_available() else "cpu"),
+    }
     for package in PACKAGES:
         try:
             versions[package] = version(package)

@@ -9,6 +9,7 @@ from ranks import run
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
+from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder, Head, Pretrain
 from maect.train.objectives import Views
 from maect.train.stages import build_objective
@@ -74,7 +75,8 @@ def test_all_variants_train(job, tmp_path):
     three = weights(at["six_layers"])
     assert equal(before, three, "blocks.2.") and not equal(before, three, "blocks.3.")
     # Each variant is another experiment: no two tuned encoders are the same ...
-    tuned = [n for n in jobs if jobs[n]["stage"] == "tune" and n != "saving"]
+    same = {"saving"} | ({"bf16"} if bfloat16_on("cpu") == "float32" else set())
+    tuned = [n for n in jobs if jobs[n]["stage"] == "tune" and n not in same]
     for i, name in enumerate(tuned):
         for other in tuned[:i]:
             assert not equal(weights(at[name]), weights(at[other])), (name, other)
@@ -84,8 +86,9 @@ def test_all_variants_train(job, tmp_path):
     assert metrics(at["oracle"])[-1]["lookup_accuracy"] == 100
     assert "lookup_accuracy" not in metrics(at["no_lookup"])[-1]
     # Without an EMA the exported encoder is the trained one; with it, it lags behind.
-    moved = {n: weights(at[n])["norm.bias"].abs().sum() for n in ("ct", "no_ema")}
-    assert moved["ct"] < moved["no_ema"]
+    start = before["norm.bias"]
+    moved = {n: (weights(at[n])["norm.bias"] - start).abs().sum() for n in ("ct", "no_ema")}
+    assert 0 < moved["ct"] < 0.2 * moved["no_ema"]
     # Skipping the initialisation starts from a fresh head, CT_skip from the pre-trained one.
     assert metrics(at["no_init"])[0]["queue_filled"] == 0
     assert metrics(at["skip_combined"])[0]["queue_filled"] > 0

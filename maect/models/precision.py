@@ -1,0 +1,28 @@
+"""Mixed precision: bfloat16 for matrix products, where the processor has it."""
+
+import warnings
+from functools import cache
+from typing import Literal
+
+import torch
+
+Precision = Literal["fp32", "bf16"]
+
+
+def mixed_precision(device: torch.device, precision: Precision) -> torch.autocast:
+    """Context in which matrix products are computed in bfloat16, if asked for and sensible."""
+    wanted = precision == "bf16" and bfloat16_on(device.type) != "float32"
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+
+
+@cache
+def bfloat16_on(device_type: str) -> str:
+    """What computes bfloat16 matrix products: "cuda", "cpu", or "float32" in their place.
+
+    x86 CPUs without AVX-512 have neither instructions nor library kernels for them: there they take
+    60 times as long as in float32, which is the more exact one. Said once.
+    """
+    if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return device_type
+    warnings.warn("precision: this CPU computes no bfloat16; float32 in its place", stacklevel=2)
+    return "float32"
