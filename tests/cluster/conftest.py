@@ -79,7 +79,7 @@ def run(
     for node, state in cluster.node_states().items():
         if state.startswith("down"):
             cluster.start_node(node)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 90
     while set(cluster.node_states().values()) != {"idle"}:
         assert time.monotonic() < deadline, cluster.node_states()
         time.sleep(0.2)

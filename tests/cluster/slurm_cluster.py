@@ -81,7 +81,7 @@ class Cluster:
         self.start_daemon("slurmctld")
         for node in self.nodes:
             self.start_node(node)
-        self._wait(lambda: self.node_states() == dict.fromkeys(self.nodes, "idle"), 60)
+        self._wait(lambda: self.node_states() == dict.fromkeys(self.nodes, "idle"))
 
     def stop(self) -> None:
         """Cancel all jobs and end exactly what `start` launched; bounded, whatever hangs."""
@@ -268,7 +268,7 @@ class Cluster:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    def _wait(self, condition: Callable[[], bool], seconds: float = 30, fail: bool = True) -> None:
+    def _wait(self, condition: Callable[[], bool], seconds: float = 90, fail: bool = True) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
