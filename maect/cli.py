@@ -187,6 +187,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--from-public", help="start from public weights: mae_base, mae_large or mae_huge14"
     )
 
+    plan = command("plan", commands.plan, "Print what is left to run and what it takes.")
+    plan.set_defaults(parser=parser)
+    plan.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
+    plan.add_argument("--experiment", default="paper", help="name or path")
+    plan.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
+    plan.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="Snakemake's")
+    plan.add_argument("--device", default="A100", help="where nothing is measured: A100, H100, cpu")
+    plan.add_argument("--utilisation", type=float, default=0.35, help="of its peak (default 0.35)")
+
     show = command("show", reports.show, "Print the tables of a results folder.")
     show.add_argument("root", type=Path, help="such as results/digits")
     return parser

@@ -1,0 +1,174 @@
+"""`maect plan`: what is left to run is asked of Snakemake; its price is plain arithmetic."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maect.cli import build_parser
+from maect.errors import UserError
+from maect.experiment import Experiment, load
+from maect.plan import dag, work
+from maect.plan.jobs import REQUEUED, START, Job, critical_path, make_plan
+from maect.plan.speed import Device, measured
+from maect.plan.text import lines
+from maect.recipes import load_encoder, load_recipe
+
+PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
+HEAD = "results/digits/runs/head_min_tiny/encoder.safetensors"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def job(name: str, seconds: float | None, *needs: str, **more: Any) -> Job:
+    usual = {"nodes": 1, "devices": 4, "limit": 86400.0, "source": "", "stage": "tune"} | more
+    return Job(name=name, seconds=seconds, makes=Path(name), needs=tuple(map(Path, needs)), **usual)
+
+
+def plan_of(words: str, experiment: Experiment, device: Device) -> list[Job]:
+    return make_plan([build_parser().parse_args(words.split())], experiment, device).jobs
+
+
+def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
+    words = dag.commands_to_run([HEAD], ["experiment=digits"], PROFILE)
+    names = [line[0] for line in words]
+    assert sorted(names) == ["init-head", "pretrain", "retrieve", *["shard"] * 4]
+    commands = [build_parser().parse_args(line) for line in words]
+    plan = make_plan(commands, load("digits"), Device("A100"))
+    assert {(job.stage, job.name, job.nodes, job.devices) for job in plan.jobs} == {
+        ("pretrain", "mae_tiny", 1, 4),
+        ("head", "head_min_tiny", 1, 4),
+    }
+    assert [job.name for job in critical_path(plan.jobs)] == ["mae_tiny", "head_min_tiny"]
+    assert plan.others == 5
+
+    # What is there is not run again.
+    shards = here / "results/digits/shards/digits/train"
+    mae = here / "results/digits/runs/mae_tiny"
+    for folder in (here / "results/digits/images/digits", shards, mae):
+        folder.mkdir(parents=True)
+    numbers = [f"train-{number:06d}.tar" for number in range(2)]
+    for name in ("plan.json", *numbers, "index.json", "index.npy"):
+        (shards / name).touch()
+    for name in ("encoder.safetensors", "run.json"):
+        (mae / name).touch()
+    words = dag.commands_to_run([HEAD], ["experiment=digits"], PROFILE)
+    assert [line[0] for line in words] == ["init-head"]
+
+
+def test_snakemakes_refusal_is_one_line(here: Path) -> None:
+    with pytest.raises(UserError, match="No rule to produce nosuch"):
+        dag.commands_to_run(["nosuch"], ["experiment=digits"], PROFILE)
+
+
+def test_hours_of_a_training_from_its_operations(here: Path) -> None:
+    """ViT-L by hand: twice the multiplications of every matrix, three passes."""
+    experiment = load("paper")
+    words = (
+        "pretrain runs/mae_large --shards shards/imagenet/train --recipe mae --size large"
+        " --cluster slurm --nodes 1..16 --devices 4 --cpus 12"
+    )
+    (found,) = plan_of(words, experiment, Device("A100", 0.35))
+    assert (found.nodes, found.devices) == (16, 4)
+    tokens, width, all_tokens, decoder = 1 + 49, 1024, 1 + 196, 512
+    block = 24 * tokens * width**2 + 4 * tokens**2 * width
+    decoded = 24 * all_tokens * decoder**2 + 4 * all_tokens**2 * decoder
+    view = 3 * (24 * block + 8 * decoded)
+    seconds = 2 * view * 1_281_167 * 800 / (0.35 * 312e12 * 64)
+    assert found.seconds == pytest.approx(seconds, rel=0.02)  # embedding and pixels: 1 %
+    assert "35% of an A100" in found.source
+
+
+def test_a_measurement_beats_operations(here: Path) -> None:
+    experiment, encoder = load("digits"), load_encoder("tiny", None)
+    root = experiment.root
+    assert measured(root, "tune", "tiny", encoder) is None
+    (root / "evaluations/mae_tiny").mkdir(parents=True)
+    throughput = {
+        "metrics": {"samples_per_second": {"tune": 50.0}},
+        "settings": {"size": "tiny"},
+        "provenance": {"protocol": "throughput"},
+    }
+    (root / "evaluations/mae_tiny/throughput.json").write_text(json.dumps(throughput))
+    words = (
+        "tune results/digits/runs/ct_min_tiny --shards results/digits/shards/digits/train"
+        " --from results/digits/runs/head_min_tiny --recipe ct_min --size tiny --devices 2"
+    )
+    (found,) = plan_of(words, experiment, Device("cpu"))
+    assert found.seconds == pytest.approx(1_297 * 50 / (50.0 * 2))
+    assert "throughput.json" in found.source
+    # A finished run of the same kind is nearer, and half of the work is done.
+    (root / "runs/ct_aug_tiny").mkdir(parents=True)
+    record = {"stage": "tune", "encoder": encoder.model_dump(), "world_size": 4}
+    (root / "runs/ct_aug_tiny/run.json").write_text(
+        json.dumps(record | {"images_per_second": 100.0})
+    )
+    (root / "runs/ct_min_tiny").mkdir()
+    (root / "runs/ct_min_tiny/progress.json").write_text('{"step": 125, "steps": 250}')
+    (found,) = plan_of(words, experiment, Device("cpu"))
+    assert found.seconds == pytest.approx(0.5 * 1_297 * 50 / (25.0 * 2))
+    assert "ct_aug_tiny/run.json" in found.source
+
+
+def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
+    assert work.shards(Path("shards/mine/train")).images is None
+    folder = here / "shards/imagenet/train"
+    assert work.shards(folder) == work.Shards(1_281_167, 147_897_477_120, False)
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_text('{"n": 10, "shards": [{"size": 3}, {"size": 4}]}')
+    assert work.shards(folder) == work.Shards(10, 7, True)
+    words = "pretrain runs/mae_tiny --shards shards/mine/train --recipe mae --size tiny --devices 1"
+    plan = make_plan([build_parser().parse_args(words.split())], load("digits"), Device("A100"))
+    assert plan.jobs[0].seconds is None
+    text = "\n".join(lines(plan))
+    assert "not known, and not counted: images of" in text and "1 not known" in text
+
+
+def test_wall_limits_cut_a_training_into_pieces() -> None:
+    assert job("short", 3600).pieces == 1
+    long = job("long", 3 * 86400)
+    assert long.pieces == 4  # what saving and starting take off each day
+    assert long.wall == 3 * 86400 + 4 * START + 3 * REQUEUED
+    assert long.node_hours == pytest.approx(72 + 4 * START / 3600)
+
+
+def test_the_critical_path_is_the_longest_chain() -> None:
+    jobs = [
+        job("c2", 10, "b"),
+        job("a", 100),
+        job("b", 50, "a"),
+        job("c1", 20, "a"),
+        job("alone", 80),
+    ]
+    assert [j.name for j in critical_path(jobs)] == ["a", "b", "c2"]
+    assert critical_path([]) == []
+    # Were it not for the start of each job, the way over b would be no longer than c1's.
+    assert [j.name for j in critical_path([*jobs[1:4], job("c1", 110, "a")])][-1] == "c1"
+
+
+def test_what_a_run_leaves_is_near_what_it_left() -> None:
+    """ViT-L has 303 million weights (timm: vit_large_patch16_224 without its classifier)."""
+    encoder = load_encoder("large", None)
+    assert work.parameters(encoder) == pytest.approx(303.3e6, rel=0.002)
+    size = work.run_bytes(load_recipe("mae", "large", {}), encoder)
+    assert 3 * 12 * 303e6 < size < 4 * 12 * 340e6
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys, maect.cli, maect.plan.jobs, maect.plan.text, maect.plan.dag;"
+        "assert not {'torch', 'numpy', 'snakemake'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_device() -> None:
+    with pytest.raises(UserError, match="--device Abacus: its peak is not known"):
+        _ = Device("Abacus").rate
