@@ -4,11 +4,8 @@ Runs are written once and expanded: `ct_{aug}_{size}: {each: {aug: [min, aug], s
 gives a run for every combination. The `from` links are the edges of the pipeline.
 """
 
-import difflib
 import itertools
-import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -21,70 +18,20 @@ from maect.experiment_file import (
     FIGURES,
     TABLES,
     ExperimentSpec,
-    RunSpec,
     expand_path,
     fill_path,
-    fill_values,
-    flatten,
-    yaml_scalar,
 )
 from maect.experiment_rows import CHANGES, REPLACED, Line, check_names, lines, matching, restricted
-from maect.experiment_weights import missing_weights, shared_by_seeds
+from maect.experiment_runs import NAME, Run, expand_runs
+from maect.experiment_weights import from_scratch, missing_weights
 from maect.recipes import (
-    Encoder,
-    Import,
     Protocol,
-    Stage,
-    Tune,
-    digest,
     evaluation_names,
-    load_encoder,
     load_evaluation,
-    load_import,
-    load_recipe,
     one_line,
 )
 
 EXPERIMENTS = Path("workflow/experiments")
-STAGE_NAMES = {"Pretrain": "pretrain", "Head": "head", "Tune": "tune", "Import": "import"}
-# What may start from what; the value None means "from nothing".
-SOURCES = {
-    "pretrain": (None,),
-    "import": (None,),
-    "head": ("pretrain", "import", "tune"),
-    "tune": ("head", "pretrain", "import"),
-}
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One stage with its resolved settings."""
-
-    name: str
-    stage: str
-    recipe: str | None
-    size: str
-    method: str
-    settings: Stage | Import
-    encoder: Encoder
-    dataset: str
-    seed: int
-    source: str | None
-    arguments: tuple[str, ...] = field(repr=False)
-    """How the command line says the same: recipe, size and overrides."""
-    weights: Path | None = None
-    """The checkpoint that is imported, if any; its place is no part of the run's identity."""
-
-    @property
-    def leaves_head(self) -> bool:
-        """Whether `head.safetensors` is among what this run leaves."""
-        return getattr(self.settings, "head", None) is not None
-
-    @property
-    def digest(self) -> str:
-        """Identity of what this run is told; what it starts from is not part of it."""
-        return digest(self.stage, self.settings, self.encoder, self.seed)
 
 
 class Experiment:
@@ -96,11 +43,11 @@ class Experiment:
         self.file = file
         self.datasets = spec.datasets
         self.default_dataset = next(iter(spec.datasets))
-        self.root = Path(expand_path(spec.storage or f"results/{name}", f"{file}: storage"))
-        self.runs = self._expand()
-        for run in self.runs.values():
-            self._check_source(run)
-        self._check_order()
+        # Runs of the same names: they must not replace those that began from scratch.
+        apart = "-public" if spec.starting_from == "public" else ""
+        storage = (spec.storage or f"results/{name}").rstrip("/") + apart
+        self.root = Path(expand_path(storage, f"{file}: storage"))
+        self.runs: dict[str, Run] = expand_runs(spec, file)
         new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
         self.evaluation_names = tuple(dict.fromkeys([*evaluation_names(), *new]))
         self._check_names("protocols", spec.protocols, self.evaluation_names)
@@ -114,112 +61,22 @@ class Experiment:
             for kind in ("tables", "figures")
             for name, rows in getattr(spec, kind).items()
         }
+        if spec.starting_from == "public":
+            self._leave_out(from_scratch(self.runs))
+
+    def _leave_out(self, gone: set[str]) -> None:
+        """Forget runs, their evaluations, and the lines that would be empty without them."""
+        self.runs = {name: run for name, run in self.runs.items() if name not in gone}
+        self.evaluations = tuple(pair for pair in self.evaluations if pair[0] not in gone)
+        for name, rows in self._rows.items():
+            left = [(s, m, [run for run in runs if run not in gone]) for s, m, runs in rows]
+            self._rows[name] = [line for line in left if line[2]]
 
     def _error(self, message: str) -> UserError:
         return UserError(f"{self.file}: {message}")
 
     def _check_names(self, what: str, names: Any, known: Any) -> None:
         check_names(f"{self.file}: {what}", names, known)
-
-    def _expand(self) -> dict[str, Run]:
-        runs: dict[str, Run] = {}
-        for template, spec in self.spec.runs.items():
-            for values in itertools.product(*spec.each.values()):
-                chosen = dict(zip(spec.each, map(str, values), strict=True))
-                for seed in range(self.spec.seeds if spec.weights is None else 1):
-                    run = self._run(template, spec, chosen, seed)
-                    if run.name in runs:
-                        raise self._error(f"runs: {run.name} is defined twice")
-                    runs[run.name] = run
-        return shared_by_seeds(runs)
-
-    def _run(self, template: str, spec: RunSpec, chosen: dict[str, str], seed: int) -> Run:
-        def fill(text: str) -> str:
-            try:
-                return text.format_map(chosen)
-            except (KeyError, ValueError, IndexError) as error:
-                raise self._error(f"runs: {template}: {text!r}: {error} is not in `each`") from None
-
-        base, size, recipe = fill(template), fill(spec.size), fill(spec.recipe or "")
-        layout = fill(spec.layout) if spec.layout else None
-        if not NAME.fullmatch(base):
-            raise self._error(f"runs: {base!r} is not a name (letters, digits, _ and -)")
-        suffix = f"-s{seed}" if seed else ""
-        overrides = yaml.safe_load(fill_values(spec.overrides, fill))
-        settings: Stage | Import
-        try:
-            if recipe:
-                settings = load_recipe(recipe, size, overrides)
-                encoder = load_encoder(size, spec.image_size)
-                arguments = ["--recipe", recipe, "--size", size, "--seed", str(seed)]
-            else:
-                settings, encoder = load_import(layout, size, spec.image_size)
-                arguments = ["--size", size, *(["--layout", layout] if layout else [])]
-        except UserError as error:
-            raise self._error(f"runs: {base}: {error}") from None
-        if isinstance(settings, Tune) and settings.frozen_blocks >= encoder.depth:
-            raise self._error(
-                f"runs: {base}: frozen_blocks {settings.frozen_blocks} leaves none of the "
-                f"{encoder.depth} blocks to tune"
-            )
-        if spec.image_size is not None:
-            arguments += ["--image-size", str(spec.image_size)]
-        for key, value in flatten(overrides):
-            arguments += ["--set", f"{key}={yaml_scalar(value)}"]
-        return Run(
-            name=base + suffix,
-            stage=STAGE_NAMES[type(settings).__name__],
-            recipe=recipe or None,
-            size=size,
-            method=fill(spec.method) if spec.method else re.sub(rf"_{size}(?=_|$)", "", base),
-            settings=settings,
-            encoder=encoder,
-            dataset=spec.dataset or self.default_dataset,
-            seed=seed,
-            source=fill(spec.source) + suffix if spec.source else None,
-            arguments=tuple(arguments),
-            weights=Path(fill_path(fill(spec.weights))) if spec.weights else None,
-        )
-
-    def _check_source(self, run: Run) -> None:
-        place = f"runs: {run.name}"
-        self._check_names(f"{place}: dataset", [run.dataset], self.datasets)
-        if run.source is None:
-            if None not in SOURCES[run.stage]:
-                raise self._error(f"{place}: stage {run.stage} needs `from`: a run to start from")
-            return
-        if run.source not in self.runs:
-            near = difflib.get_close_matches(run.source, list(self.runs), n=1)
-            cure = f"; did you mean {near[0]!r}?" if near else ""
-            raise self._error(f"{place}: starts from unknown run {run.source!r}{cure}")
-        source = self.runs[run.source]
-        if source.stage not in SOURCES[run.stage]:
-            allowed = " or ".join(str(s) for s in SOURCES[run.stage] if s) or "nothing"
-            raise self._error(
-                f"{place}: stage {run.stage} starts from {allowed}, "
-                f"but {source.name} is a {source.stage} run"
-            )
-        if source.encoder != run.encoder:
-            raise self._error(f"{place}: its encoder differs from that of {source.name}")
-        ours = getattr(run.settings, "head", None)
-        theirs = getattr(source.settings, "head", None)
-        if run.stage == "tune" and theirs is not None:
-            for key in ("queue_size", "projector_hidden", "predictor_hidden", "embedding"):
-                if getattr(ours, key) != getattr(theirs, key):
-                    raise self._error(
-                        f"{place}: head.{key} {getattr(ours, key)} differs from "
-                        f"{getattr(theirs, key)} of {source.name}"
-                    )
-
-    def _check_order(self) -> None:
-        for run in self.runs.values():
-            seen: list[str] = []
-            name: str | None = run.name
-            while name is not None:
-                if name in seen:
-                    raise self._error(f"runs: {' <- '.join([*seen, name])} is a circle")
-                seen.append(name)
-                name = self.runs[name].source
 
     def evaluation(self, run: str, name: str) -> tuple[str, Protocol]:
         """Protocol and settings of an evaluation of a run."""
@@ -256,7 +113,7 @@ class Experiment:
         """The protocol of each evaluation that is asked for, by the evaluation's name."""
         return {name: self.evaluation(run, name)[0] for run, name in self.evaluations}
 
-    @cached_property
+    @property
     def evaluated(self) -> tuple[str, ...]:
         """Names of the runs that have any evaluation, in the file's order."""
         chosen = {run for run, _ in self.evaluations}
@@ -283,6 +140,16 @@ class Experiment:
         """Lines of a table or figure."""
         return self._rows[name]
 
+    @property
+    def tables(self) -> list[str]:
+        """Names of the tables that have any line, in the file's order."""
+        return [name for name in self.spec.tables if self._rows[name]]
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of the figures that have any line, in the file's order."""
+        return [name for name in self.spec.figures if self._rows[name]]
+
     def behind(self, runs: Iterable[str]) -> list[str]:
         """The runs and all that they start from, sorted."""
         found: set[str] = set()
@@ -293,26 +160,32 @@ class Experiment:
                 name = self.runs[name].source
         return sorted(found)
 
-    def missing_images(self) -> list[str]:
-        """What a real run would not find: one sentence a split, empty if all is there."""
+    def missing_images(self, splits: Iterable[tuple[str, str]] | None = None) -> list[str]:
+        """What a real run would not find of the images: a sentence each, empty if all is there.
+
+        Args:
+            splits: (dataset, split) to look for; none: all.
+        """
+        known = [(name, split) for name, of in self.datasets.items() for split in of.splits]
         faults = []
-        for name, dataset in self.datasets.items():
-            for split, given in dataset.splits.items():
-                if (self.shards(name, split) / "index.json").exists():
-                    continue
-                place = f"{self.file}: datasets: {name}"
-                if given.images is not None and not self.images(name, split).exists():
-                    faults.append(
-                        f"{place}: no images at {self.images(name, split)} (split {split}); "
-                        "correct `images` there or put the images in place"
-                    )
-                lost = [file for file in given.files() if not Path(file).exists()]
-                faults += [f"{place}: no file {file} (split {split})" for file in lost]
+        for name, split in known if splits is None else splits:
+            given = self.datasets[name].splits[split]
+            if (self.shards(name, split) / "index.json").exists():
+                continue
+            place = f"{self.file}: datasets: {name}"
+            if given.images is not None and not self.images(name, split).exists():
+                faults.append(
+                    f"{place}: no images at {self.images(name, split)} (split {split}); "
+                    "correct `images` there or put the images in place"
+                )
+            lost = [file for file in given.files() if not Path(file).exists()]
+            faults += [f"{place}: no file {file} (split {split})" for file in lost]
         return faults
 
-    def missing_weights(self) -> list[str]:
-        """Likewise, one sentence a file of weights that is to be imported."""
-        return [f"{self.file}: {fault}" for fault in missing_weights(self.runs, self.root)]
+    def missing_weights(self, runs: Iterable[str] | None = None) -> list[str]:
+        """Likewise, one sentence a file of weights that is to be imported, for runs or for all."""
+        chosen = self.runs if runs is None else {name: self.runs[name] for name in runs}
+        return [f"{self.file}: {fault}" for fault in missing_weights(chosen, self.root)]
 
 
 def load(name_or_path: str, **changes: Any) -> Experiment:

@@ -92,6 +92,13 @@ class Dataset(Settings):
         return self
 
 
+class Weights(Settings):
+    """A public checkpoint."""
+
+    weights: str
+    layout: str | None = None
+
+
 class RunSpec(Settings):
     """One line of `runs`, before expansion."""
 
@@ -100,6 +107,8 @@ class RunSpec(Settings):
     """Instead of a recipe: a public checkpoint to import, its place written as that of images."""
     layout: str | None = None
     """Of `weights` (`docs/weights.md`); none: found from their content."""
+    public: Weights | None = None
+    """What to import in place of training with `starting_from: public`."""
     size: str
     dataset: str | None = None
     source: str | None = Field(default=None, alias="from")
@@ -113,12 +122,20 @@ class RunSpec(Settings):
         if (self.recipe is None) == (self.weights is None):
             raise ValueError("needs `recipe`, to train by, or `weights`, to import: one of them")
         given = self.model_fields_set
-        foreign = {"layout"} if self.weights is None else {"dataset", "source", "overrides"}
+        trained = {"dataset", "source", "overrides", "public"}
+        foreign = {"layout"} if self.weights is None else trained
         for name in sorted(foreign & given):
             key = type(self).model_fields[name].alias or name
             what = "a recipe" if self.weights is None else "weights to import"
             raise ValueError(f"a run of {what} takes no `{key}`")
         return self
+
+    def from_public(self) -> "RunSpec":
+        """The run that imports the public weights instead, if it has any."""
+        if self.public is None:
+            return self
+        kept = self.model_dump(include={"size", "image_size", "method", "each"})
+        return RunSpec.model_validate(kept | self.public.model_dump())
 
 
 class Evaluations(Settings):
@@ -127,9 +144,21 @@ class Evaluations(Settings):
     runs: list[str]
     protocols: list[str]
 
+    @field_validator("runs", mode="before")
+    @classmethod
+    def _runs(cls, value: Any) -> Any:
+        return _flat(value)
+
 
 # The lines of a table or figure: runs by name or pattern; METHOD: RUN gives the line another name.
 Rows = list[str | dict[str, str]]
+
+
+def _flat(value: Any) -> Any:
+    """Lists in a list as one, so that a file can name a list once and use it in others."""
+    if not isinstance(value, list):
+        return value
+    return [one for item in value for one in (_flat(item) if isinstance(item, list) else [item])]
 
 
 class ExperimentSpec(Settings):
@@ -141,6 +170,8 @@ class ExperimentSpec(Settings):
     """The first one is what runs train on and what is evaluated, unless they say otherwise."""
     seeds: int = Field(default=1, gt=0)
     runs: dict[str, RunSpec]
+    starting_from: Literal["scratch", "public"] = "scratch"
+    """`public`: pre-trainings with `public` weights import them, the others are left out."""
     evaluate: list[Evaluations] = Field(default_factory=list)
     protocols: dict[str, dict[str, Any]] = Field(default_factory=dict)
     tables: dict[str, Rows] = Field(default_factory=dict)
@@ -153,7 +184,7 @@ class ExperimentSpec(Settings):
         if isinstance(value, list):
             value = dict.fromkeys(value)
         if isinstance(value, dict):
-            return {name: ["*"] if rows is None else rows for name, rows in value.items()}
+            return {name: ["*"] if rows is None else _flat(rows) for name, rows in value.items()}
         return value
 
 

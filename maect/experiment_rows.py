@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from maect.errors import UserError
 from maect.experiment_file import ExperimentSpec, Rows
 
-REPLACED = ("seeds",)
+REPLACED = ("seeds", "starting_from")
 CHANGES = (*REPLACED, "tables", "figures", "protocols")
 """What `--config` may say beside `experiment`: other values, and less of what the file asks."""
 Line = tuple[str, str, list[str]]
@@ -20,8 +20,8 @@ class Model(Protocol):
     """What a line needs to know of a run."""
 
     @property
-    def size(self) -> str:
-        """Encoder size."""
+    def architecture(self) -> str:
+        """How tables name the encoder."""
 
     @property
     def method(self) -> str:
@@ -109,7 +109,7 @@ def lines(place: str, rows: Rows, runs: Mapping[str, Model], shown: Iterable[str
         if not matched:
             raise UserError(f"{place}: no evaluated run is named {pattern!r}")
         for name in matched:
-            key = runs[name].size, method or runs[name].method
+            key = runs[name].architecture, method or runs[name].method
             line = found.setdefault(key, [])
             if line and seedless(line[0]) != seedless(name):
                 raise UserError(
@@ -118,4 +118,4 @@ def lines(place: str, rows: Rows, runs: Mapping[str, Model], shown: Iterable[str
                 )
             if name not in line:
                 line.append(name)
-    return [(size, method, line) for (size, method), line in found.items()]
+    return [(architecture, method, line) for (architecture, method), line in found.items()]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from maect.experiment_rows import seedless
 
 if TYPE_CHECKING:
-    from maect.experiment import Run
+    from maect.experiment_runs import Run
 
 
 def shared_by_seeds(runs: Mapping[str, "Run"]) -> dict[str, "Run"]:
@@ -23,6 +23,18 @@ def shared_by_seeds(runs: Mapping[str, "Run"]) -> dict[str, "Run"]:
 
 def _is_import(run: "Run | None") -> bool:
     return run is not None and run.weights is not None
+
+
+def from_scratch(runs: Mapping[str, "Run"]) -> set[str]:
+    """Pre-trainings, and every run that starts from one, directly or not."""
+    found: set[str] = set()
+    for name in runs:
+        chain: list[str] = [name]
+        while (source := runs[chain[-1]].source) is not None:
+            chain.append(source)
+        if runs[chain[-1]].stage == "pretrain":
+            found.add(name)
+    return found
 
 
 def missing_weights(runs: Mapping[str, "Run"], root: Path) -> list[str]:

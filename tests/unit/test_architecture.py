@@ -16,8 +16,10 @@ MAY_IMPORT = {
     "recipes": {"errors"},
     "experiment_file": EVERYONE,
     "experiment_rows": EVERYONE | {"experiment_file"},
-    "experiment_weights": EVERYONE | {"experiment", "experiment_rows"},
-    "experiment": EVERYONE | {"experiment_file", "experiment_rows", "experiment_weights"},
+    "experiment_weights": EVERYONE | {"experiment_rows", "experiment_runs"},
+    "experiment_runs": EVERYONE | {"experiment_file", "experiment_rows", "experiment_weights"},
+    "experiment": EVERYONE
+    | {"experiment_file", "experiment_rows", "experiment_runs", "experiment_weights"},
     "new_experiment": EVERYONE | {"experiment", "data"},
     "data": EVERYONE,
     "models": EVERYONE,

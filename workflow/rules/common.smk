@@ -9,6 +9,7 @@ from maect import experiment as experiments
 from maect.data.plan import shard_name
 from maect.data.subsets import check_classes
 from maect.errors import UserError
+from maect.experiment_file import fill_path, flatten, yaml_scalar
 from maect.launch.owner import own
 from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
 from maect.report.layouts import UNPRINTED, layout
@@ -42,7 +43,7 @@ def check_views():
         for view in dataset.splits.values():
             if view.kind == "view":
                 check_classes(
-                    experiments.fill_path(view.classes),
+                    fill_path(view.classes),
                     experiment.shards(name, view.of),
                     dataset.splits[view.of].kind,
                     experiment.images(name, view.of),
@@ -61,6 +62,7 @@ LOGS = f"{ROOT}/logs"
 BENCHMARKS = f"{ROOT}/benchmarks"
 DATASET = experiment.default_dataset
 ASKED = set(experiment.evaluations)
+warned = set()
 
 # Where and how a command runs: defaults for one machine, set by the profile with `set-resources`.
 # Read in the shell command, not in `params`, so that changing them re-runs nothing.
@@ -130,8 +132,8 @@ def protocol_arguments(wildcards):
     changed = settings_of(wildcards).model_dump(mode="json", exclude_defaults=True)
     return [
         p
-        for key, value in experiments.flatten(changed)
-        for p in ("--set", f"{key}={experiments.yaml_scalar(value)}")
+        for key, value in flatten(changed)
+        for p in ("--set", f"{key}={yaml_scalar(value)}")
     ]
 
 
@@ -153,7 +155,38 @@ def images_of(wildcards):
 
 def image_folder(wildcards):
     """Passed as a resource, not in `params`: images that moved re-run nothing."""
-    return str(experiment.images(wildcards.dataset, wildcards.split))
+    split = wildcards.dataset, wildcards.split
+    warn(experiment.missing_images([split]))
+    return str(experiment.images(*split))
+
+
+def weights_file(wildcards):
+    """Likewise, the checkpoint that a run imports."""
+    warn(experiment.missing_weights([wildcards.run]))
+    return str(run_of(wildcards).weights)
+
+
+def warn(faults):
+    """In a dry run: what a real one would refuse, each once."""
+    for fault in faults:
+        if workflow.dryrun and fault not in warned:
+            warned.add(fault)
+            print(f"maect: warning: {fault}", file=sys.stderr)
+
+
+def missing():
+    """What the jobs that are to run would not find."""
+    jobs = list(workflow.dag.needrun_jobs())
+    splits = {
+        (job.wildcards.dataset, job.wildcards.split)
+        for job in jobs
+        if job.rule.name == "plan_shards"
+    }
+    imports = {job.wildcards.run for job in jobs if job.rule.name == "import_weights"}
+    return [
+        *experiment.missing_images(sorted(splits)),
+        *experiment.missing_weights(sorted(imports)),
+    ]
 
 
 def split_of(wildcards):
@@ -253,9 +286,8 @@ wildcard_constraints:
 
 onstart:
     # Here and not on reading, since a dry run may look at anything.
-    missing = experiment.missing_images() + experiment.missing_weights()
-    if missing:
-        stop(missing[0])
+    for fault in missing()[:1]:
+        stop(fault)
     for asked in workflow.resource_settings.overwrite_resources.values():
         account = str(asked.get("slurm_account").raw)
         if account.startswith("$") and os.path.expandvars(account) == account:

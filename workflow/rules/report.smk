@@ -1,7 +1,7 @@
 # Claims also read, as tables, what the paper shows as figures only.
 TABLES = [
-    *experiment.spec.tables,
-    *(n for n in UNPRINTED if n in experiment.spec.figures),
+    *experiment.tables,
+    *(n for n in UNPRINTED if n in experiment.figures),
 ]
 
 
@@ -57,7 +57,7 @@ rule figure:
     benchmark:
         f"{BENCHMARKS}/figures/{{figure}}.tsv"
     wildcard_constraints:
-        figure=one_of(experiment.spec.figures),
+        figure=one_of(experiment.figures),
     localrule: True
     conda:
         ENVIRONMENT
@@ -111,7 +111,7 @@ rule tables:
 
 rule figures:
     input:
-        expand(f"{ROOT}/figures/{{figure}}.png", figure=experiment.spec.figures),
+        expand(f"{ROOT}/figures/{{figure}}.png", figure=experiment.figures),
     localrule: True
 
 

@@ -43,7 +43,7 @@ rule import_weights:
     conda:
         ENVIRONMENT
     resources:
-        weights=lambda w: str(run_of(w).weights),
+        weights=weights_file,
     params:
         arguments=lambda w: run_of(w).arguments,
         digest=lambda w: run_of(w).digest,

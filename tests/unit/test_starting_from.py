@@ -1,0 +1,102 @@
+"""`starting_from: public`: import public weights where there are any, leave the rest out."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from maect.errors import UserError
+from maect.experiment import load
+
+ROOT = Path(__file__).parents[2]
+PUBLIC = {"weights": "/none/{size}.pth", "layout": "mae"}
+EXPERIMENT: dict[str, Any] = {
+    "datasets": {"mine": {"splits": {s: {"images": f"/none/{s}"} for s in ("train", "val")}}},
+    "runs": {
+        "mae_{size}": {"recipe": "mae", "size": "{size}", "public": PUBLIC,
+                       "each": {"size": ["base"]}},
+        "mae_huge": {"recipe": "mae", "size": "huge"},
+        "ct_{size}": {"recipe": "ct_min", "size": "{size}", "from": "mae_{size}",
+                      "each": {"size": ["base", "huge"]}},
+        "ibot_base": {"weights": "/none/ibot.pth", "layout": "ibot", "size": "base"},
+    },
+    "evaluate": [{"runs": ["*"], "protocols": ["knn"]}],
+    "tables": {"low_shot": None, "huge14": ["*_huge"]},
+    "figures": ["pipeline"],
+}  # fmt: skip
+
+
+def write(folder: Path, **changes: Any) -> str:
+    file = folder / "mine.yaml"
+    file.write_text(yaml.safe_dump(EXPERIMENT | changes, sort_keys=False))
+    return str(file)
+
+
+def test_from_scratch_everything_is_trained(tmp_path: Path) -> None:
+    scratch = load(write(tmp_path))
+    assert [run.stage for run in scratch.runs.values()] == [
+        "pretrain", "pretrain", "tune", "tune", "import",
+    ]  # fmt: skip
+    assert scratch.tables == ["low_shot", "huge14"]
+
+
+def test_public_weights_take_the_place_of_pretraining(tmp_path: Path) -> None:
+    public = load(write(tmp_path), starting_from="public")
+    assert {name: run.stage for name, run in public.runs.items()} == {
+        "mae_base": "import",
+        "ct_base": "tune",
+        "ibot_base": "import",
+    }
+    assert str(public.runs["mae_base"].weights) == "/none/base.pth"
+    assert public.runs["ct_base"].settings == load(write(tmp_path)).runs["ct_base"].settings
+    assert public.evaluated == ("mae_base", "ct_base", "ibot_base")
+    assert public.tables == ["low_shot"] and public.figures == ["pipeline"]
+    assert [method for _, method, _ in public.rows("low_shot")] == ["mae", "ct", "ibot"]
+    # In another folder: 10,000 GPU hours must not be overwritten by a download.
+    assert public.root == Path("results/mine-public") != load(write(tmp_path)).root
+
+
+def test_in_the_file_or_by_config(tmp_path: Path) -> None:
+    assert len(load(write(tmp_path, starting_from="public")).runs) == 3
+    with pytest.raises(UserError, match="starting_from"):
+        load(write(tmp_path), starting_from="pubic")
+
+
+def test_a_mistake_in_what_is_left_out_is_found_all_the_same(tmp_path: Path) -> None:
+    tables = {"huge14": ["*_hug"]}
+    with pytest.raises(UserError, match="no evaluated run is named"):
+        load(write(tmp_path, tables=tables), starting_from="public")
+
+
+def test_another_image_size_is_another_architecture(tmp_path: Path) -> None:
+    runs = {"mae": {"recipe": "mae", "size": "base", "image_size": 96}}
+    changes: dict[str, Any] = {"runs": runs, "tables": ["low_shot"]}
+    assert load(write(tmp_path, **changes)).rows("low_shot")[0][0] == "base_96"
+
+
+def snakemake(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
+    command += ["--directory", str(folder), "--cores", "1", *words]
+    config = ["--config", f"experiment={folder / 'mine.yaml'}", "starting_from=public"]
+    return subprocess.run([*command, *config], capture_output=True, text=True, check=False)
+
+
+def test_what_is_missing_is_a_warning_in_a_dry_run_and_an_error_in_a_real_one(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path)
+    target = "results/mine-public/runs/ct_base/encoder.safetensors"
+    dry = snakemake(tmp_path, "-n", target)
+    assert dry.returncode == 0, dry.stderr
+    warnings = [line for line in dry.stderr.splitlines() if line.startswith("maect: warning")]
+    assert sorted(word for line in warnings for word in line.split() if "/none" in word) == [
+        "/none/base.pth;",
+        "/none/train",
+    ]  # not of val, and not iBOT's: this target does not need them
+    real = snakemake(tmp_path, target)
+    assert real.returncode != 0
+    lines = [line for line in real.stderr.splitlines() if line.startswith("maect")]
+    assert len(lines) == 1 and "no images at /none/train" in lines[0]
