@@ -1,6 +1,7 @@
 """Fetches public files on a machine with internet: resumable, checked, never half there."""
 
 import difflib
+import errno
 import http.client
 import shutil
 import tarfile
@@ -21,6 +22,7 @@ _TIMEOUT = 60
 _PIECE = 1 << 20
 # No name service or no route: waiting will not help.
 _HOPELESS = ("Name or service", "name resolution", "unreachable", "refused")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def retrieve(what: str, out: Path) -> list[Path]:
@@ -71,6 +73,8 @@ def _download(remote: Remote, path: Path, wait: float) -> None:
             reason = f"HTTP {error.code}"
             hopeless = error.code < 500 and error.code != 429
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise UserError(f"{part}: {error.strerror}; make room and try again") from None
             reason = str(getattr(error, "reason", error)) or type(error).__name__
             hopeless = any(word in reason for word in _HOPELESS)
         failures = 0 if _size(part) > before else failures + 1

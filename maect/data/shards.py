@@ -60,7 +60,7 @@ def shard(
         except _FaultyError as error:
             faults += error.faults
     if faults:
-        raise _refusal(Path(out), faults)
+        raise _refusal(Path(out) / "unreadable.txt", faults)
     return finish_index(out)
 
 
@@ -77,7 +77,8 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
     try:
         _write(out, number, threads)
     except _FaultyError as error:
-        raise _refusal(out, error.faults) from None
+        # A file of its own: other jobs may be writing theirs.
+        raise _refusal(out / f"unreadable-{number:06d}.txt", error.faults) from None
     return out / shard_name(read_plan(out)["split"], number)
 
 
@@ -115,7 +116,8 @@ def _write(out: Path, number: int, threads: int) -> None:
             images = _prepare(root, [e for _, e in entries], plan["options"], threads)
             for place, ((key, entry), image) in enumerate(zip(entries, images, strict=True)):
                 if isinstance(image, str):
-                    faults.append(f"{entry.name} ({image})")
+                    name = entry.name.encode("utf-8", "backslashreplace").decode()
+                    faults.append(f"{name} ({image})")
                 if faults or isinstance(image, str):
                     continue  # read on, to name all of them at once
                 offset = _add(file, f"{key}.{image.extension}", image.data)
@@ -192,8 +194,9 @@ def finish_index(out: Path) -> int:
             "shards": shards,
         },
     )
-    for folder in (out, out / "parts"):
-        for leftover in folder.glob(".*.tmp"):  # of steps that were killed
+    # Of steps that were killed, or refused images that have been repaired since.
+    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
+        for leftover in out.glob(pattern):
             leftover.unlink(missing_ok=True)
     return plan["n"]
 
@@ -270,8 +273,7 @@ def _add(file: _Hashed, name: str, data: bytes) -> int:
     return offset
 
 
-def _refusal(out: Path, faults: list[str]) -> UserError:
-    report = out / "unreadable.txt"
+def _refusal(report: Path, faults: list[str]) -> UserError:
     write_text(report, "".join(f"{fault}\n" for fault in faults))
     shown = ", ".join(faults[:3]) + (", …" if len(faults) > 3 else "")
     return UserError(

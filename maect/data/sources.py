@@ -20,7 +20,7 @@ from maect.errors import UserError
 UNLABELLED = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # a million of them are in memory at once
 class Entry:
     """One image: its name below the source, its label, and where its bytes are.
 
@@ -71,13 +71,26 @@ def list_source(source: Path, kind: str, labels: Path | None = None) -> Listing:
 
 
 def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
-    """Names relative to `root`, sorted, and whether each looks like an image; hidden ones not."""
+    """Names relative to `root`, sorted, and whether each looks like an image; hidden ones not.
+
+    Raises:
+        UserError: a link leads back to a folder that it lies in.
+    """
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in (os.path.join(folder, name) for name in folders):
+            # What `ln -s DATA LINK` leaves inside DATA when LINK exists already.
+            if os.path.islink(path) and _is_in(folder, path):
+                raise UserError(f"{path}: a link to a folder that it lies in; remove it")
         for name in sorted(files):
             if not name.startswith("."):
                 relative = os.path.relpath(os.path.join(folder, name), root)
                 yield relative, os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def _is_in(folder: str, other: str) -> bool:
+    inner, outer = os.path.realpath(folder), os.path.realpath(other)
+    return os.path.commonpath([inner, outer]) == outer
 
 
 def class_folders(source: Path) -> list[str]:

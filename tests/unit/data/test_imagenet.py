@@ -1,6 +1,7 @@
 """Replicas in the originals' own layout, a few images each."""
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -88,6 +89,27 @@ def test_a_cut_train_tar_is_noticed(tmp_path: Path) -> None:
     path.write_bytes(data[: len(data) * 2 // 3])
     with pytest.raises(UserError, match="not a whole tar"):
         shard(path, tmp_path / "out", "imagenet_train_tar", 1)
+
+
+def test_a_train_tar_of_over_eight_gigabytes(tmp_path: Path) -> None:
+    """Offsets beyond 2^33, in a sparse file: a member of no known kind takes nine gigabytes."""
+    parts = [tmp_path / "a.tar", tmp_path / "b.tar"]
+    images = train_tar(parts[0], WNIDS[:1]) | train_tar(parts[1], WNIDS[1:])
+    hole = tarfile.TarInfo("hole")
+    hole.type, hole.size = b"Z", 9 << 30
+    path = tmp_path / "train.tar"
+    with open(path, "wb") as file:
+        with tarfile.open(parts[0]) as tar:
+            (member,) = tar.getmembers()
+            file.write(parts[0].read_bytes()[: member.offset_data + -(-member.size // 512) * 512])
+        file.write(hole.tobuf(tarfile.GNU_FORMAT))
+        file.seek(hole.size, 1)
+        file.write(parts[1].read_bytes())
+    shard(path, tmp_path / "out", "imagenet_train_tar", 1)
+    check(tmp_path / "out", images, {name: PLACES[name.split("/")[0]] for name in images})
+    lines = (tmp_path / "out/parts/000000.jsonl").read_text().splitlines()
+    offsets = [json.loads(line)[4] for line in lines]
+    assert sum(offset > 9 << 30 for offset in offsets) == 6
 
 
 def test_a_class_that_is_none(tmp_path: Path) -> None:

@@ -233,7 +233,10 @@ def test_without_compiler_or_headers_the_message_has_the_cure(
 def test_short_fuzz_under_sanitizers(fast: Path) -> None:
     from fuzz import fuzz
 
-    record = fuzz(20_000, seed=int(os.environ.get("MAECT_FUZZ_SEED", "1")))
+    try:
+        record = fuzz(20_000, seed=int(os.environ.get("MAECT_FUZZ_SEED", "1")))
+    except UserError as error:
+        pytest.skip(f"the compiler has no AddressSanitizer: {error}")
     assert record["inputs"] == 20_000
     # Far enough into the decoder to mean something.
     assert record["made"] > 3000 and record["unreadable"] > 2000 and record["bad geometry"] > 500

@@ -2,6 +2,8 @@
 
 import hashlib
 import io
+import resource
+import signal
 import tarfile
 import threading
 import zipfile
@@ -166,6 +168,21 @@ def test_offline_says_what_to_fetch_by_hand(tmp_path: Path) -> None:
     # Put there by hand, it is taken.
     (tmp_path / "list.txt").write_text("by hand")
     assert fetch_all([remote], tmp_path) == [tmp_path / "list.txt"]
+
+
+def test_a_full_disk_is_said_at_once(server: Server, tmp_path: Path) -> None:
+    # A file-size limit stands in for the disk.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(UserError, match="File too large"):
+            fetch_all([server.remote()], tmp_path, wait=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(server.asked) == 1
+    fetch_all([server.remote(sha256=SHA256)], tmp_path, wait=0)  # with room it goes on
+    assert (tmp_path / "file.bin").read_bytes() == CONTENT
 
 
 def archive(kind: str, folder: str = "things") -> bytes:

@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import webdataset
 from PIL import Image
 from sample_images import image_folder, jpeg, random_crop
 
-from maect.data.digits import write_digits
+from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import open_index
 from maect.data.plan import plan_shards
 from maect.data.shards import finish_index, shard, write_shard
@@ -195,6 +196,7 @@ def test_unreadable_images_are_named_before_training(tmp_path: Path) -> None:
     for name in ("c0/001.jpg", "c1/002.jpg", "c2/003.jpg"):
         assert name in text
     assert not list((tmp_path / "out").glob("index.*"))
+    assert len((tmp_path / "out/unreadable.txt").read_text().splitlines()) == 3
 
     (tmp_path / "bad.txt").write_text("c0/001.jpg\nc1/002.jpg\nc2/003.jpg\n")
     # A new choice of images is a new plan; nothing was finished that it could contradict.
@@ -205,6 +207,40 @@ def test_unreadable_images_are_named_before_training(tmp_path: Path) -> None:
         "c1/002.jpg",
         "c2/003.jpg",
     ]
+
+
+def test_jobs_of_a_pipeline_report_side_by_side(tmp_path: Path) -> None:
+    source, out = image_folder(tmp_path / "images"), tmp_path / "out"
+    whole = {path: path.read_bytes() for path in sorted(source.rglob("*.jpg"))}
+    odd = os.fsdecode(b"caf\xe9.jpg")  # a name that is not UTF-8
+    (source / "c0" / odd).write_bytes(b"")
+    for path in whole:
+        path.write_bytes(b"")
+    plan_shards(source, "folder", out, 2)
+    for number in (0, 1):
+        with pytest.raises(UserError, match=rf"unreadable-00000{number}\.txt"):
+            write_shard(out, number)
+    lines = [line for p in out.glob("unreadable-*.txt") for line in p.read_text().splitlines()]
+    assert sorted(line.split(" (")[0] for line in lines) == sorted(
+        [*(str(path.relative_to(source)) for path in whole), "c0/caf\\udce9.jpg"]
+    )
+    for path, data in whole.items():
+        path.write_bytes(data)
+    (source / "c0" / odd).write_bytes(data)
+    assert shard(source, out, "folder", 2) == 25  # the plan holds, the files are repaired
+    assert not list(out.glob("unreadable*"))
+
+
+def test_a_link_back_is_refused(tmp_path: Path) -> None:
+    source = image_folder(tmp_path / "images")
+    (source / "images").symlink_to(source)
+    with pytest.raises(UserError, match="images/images: a link to a folder that it lies in"):
+        plan_shards(source, "folder", tmp_path / "out", 1)
+    (source / "images").unlink()
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more/x.jpg").write_bytes(jpeg(random_crop(np.random.default_rng(0))))
+    (source / "c1/more").symlink_to(tmp_path / "more")  # any other link is followed
+    assert plan_shards(source, "folder", tmp_path / "out", 1)["n"] == 25
 
 
 @pytest.mark.parametrize(
@@ -315,7 +351,7 @@ def test_digits_are_complete_and_always_the_same(tmp_path: Path) -> None:
     write_digits(tmp_path / "b")
     write_digits(tmp_path / "b")  # kept as they are
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
-    assert {path.name for path in (tmp_path / "b").iterdir()} == {"train", "val"}
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"train", "val", *SHIFTS}
     assert len(list((tmp_path / "a/train").rglob("*.png"))) == 1297
     for label in range(10):
         assert len(list((tmp_path / f"a/val/{label}").iterdir())) == 50
