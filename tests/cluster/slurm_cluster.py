@@ -133,10 +133,14 @@ class Cluster:
             self._daemon("slurmctld", "slurmctld", "-D", "-f", str(self.conf))
             self._wait(lambda: self._works("scontrol", "ping"))
 
+    def daemon(self, name: str) -> psutil.Process:
+        """A live daemon; KeyError if it is not there."""
+        return psutil.Process(self._pids()[name])
+
     def stop_daemon(self, name: str, number: int = signal.SIGTERM) -> None:
         """End one daemon (slurmd.NODE, slurmctld, slurmdbd, mariadbd, munged)."""
         with contextlib.suppress(KeyError, psutil.NoSuchProcess):
-            process = psutil.Process(self._pids()[name])
+            process = self.daemon(name)
             process.send_signal(number)
             _, alive = psutil.wait_procs([process], timeout=15)
             _kill(alive)

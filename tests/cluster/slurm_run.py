@@ -1,7 +1,9 @@
 """A run folder on the test cluster, what must hold at its end, and a line of the fault table."""
 
 import itertools
+import os
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -43,7 +45,12 @@ class Table:
             "| fault | what was seen | jobs | work repeated, s |",
             "| --- | --- | ---: | ---: |",
         ]
-        file.write_text("\n".join([HEAD, *head, *(old | self.rows).values()]) + "\n")
+        version = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout
+        about = (
+            f"Last written {time.strftime('%Y-%m-%d')}: {version.strip()}, {os.cpu_count()} cores, "
+        )
+        about += f"load average {os.getloadavg()[0]:.0f}.\n"
+        file.write_text("\n".join([HEAD, about, *head, *(old | self.rows).values()]) + "\n")
 
 
 class SlurmRun(Run):

@@ -123,6 +123,26 @@ def test_controller_away_is_no_verdict(run, seconds):
 
 
 @pytest.mark.slow
+def test_controller_that_hangs(run):
+    """It accepts connections and says nothing: every question runs into its time limit."""
+    launcher = run.start(steps=1500)
+    run.reaches(20)
+    controller = run.slurm.daemon("slurmctld")
+    controller.suspend()
+    try:
+        psutil.Process(run.starts(3)[0]["pid"]).kill()
+        time.sleep(45)
+        assert launcher.poll() is None and len(run.starts()) == 1
+    finally:
+        controller.resume()
+    words = run.wait(launcher)
+    run.undisturbed(
+        1500, "slurmctld hangs for 45 s, a rank killed meanwhile", "no verdict until it answered"
+    )
+    assert len(run.jobs()) <= 2, words
+
+
+@pytest.mark.slow
 def test_controller_away_at_submission(run):
     run.slurm.stop_daemon("slurmctld")
     try:
