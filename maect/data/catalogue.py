@@ -13,6 +13,7 @@ _SKETCH = "https://huggingface.co/datasets/songweig/imagenet_sketch/resolve/main
 _BERKELEY = "https://people.eecs.berkeley.edu/~hendrycks"
 _META = "https://dl.fbaipublicfiles.com"
 _JKU = "https://ml.jku.at/research/maect/download"
+_DROPBOX = "https://www.dropbox.com/sh"
 _IBOT = "https://lf3-nlp-opensource.bytetos.com/obj/nlp-opensource/archive/2022/ibot"
 
 
@@ -78,12 +79,30 @@ CATALOGUE: dict[str, tuple[Remote, ...]] = {
     "mae_base": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_base.pth"),
     "mae_large": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_large.pth"),
     "mae_huge14": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_huge.pth"),
+    "mae_base_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_base_full.pth"),
+    "mae_large_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_large_full.pth"),
+    "mae_huge14_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_huge_full.pth"),
     "moco_v3_base": _weights(f"{_META}/moco-v3/vit-b-300ep/linear-vit-b-300ep.pth.tar"),
+    "moco_v3_base_full": _weights(f"{_META}/moco-v3/vit-b-300ep/vit-b-300ep.pth.tar"),
     "msn_base": _weights(f"{_META}/msn/vitb16_600ep.pth.tar"),
     "msn_large": _weights(f"{_META}/msn/vitl16_600ep.pth.tar"),
     "dino_base": _weights(f"{_META}/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth"),
     "ibot_base": _weights(f"{_IBOT}/vitb_16/checkpoint_teacher.pth", "ibot_vitb16_teacher.pth"),
     "ibot_large": _weights(f"{_IBOT}/vitl_16/checkpoint_teacher.pth", "ibot_vitl16_teacher.pth"),
+    "ibot_base_rand_mask": _weights(
+        f"{_IBOT}/vitb_16_rand_mask/checkpoint_teacher.pth", "ibot_vitb16_rand_mask_teacher.pth"
+    ),
+    "ibot_large_rand_mask": _weights(
+        f"{_IBOT}/vitl_16_rand_mask/checkpoint_teacher.pth", "ibot_vitl16_rand_mask_teacher.pth"
+    ),
+    "layer_grafting_base": _weights(
+        f"{_DROPBOX}/e9czo0xtivdqvff/AAC730kZx8Bj6pEIhFswpvVla/checkpoint_final.pth.tar?dl=1",
+        "layer_grafting_vitb16.pth.tar",
+    ),
+    "layer_grafting_large": _weights(
+        f"{_DROPBOX}/fk92wphgu8fq772/AABklx8vjQmDZgz8vg6BbTPWa/checkpoint_final.pth.tar?dl=1",
+        "layer_grafting_vitl16.pth.tar",
+    ),
     "ijepa_huge14": _weights(f"{_META}/ijepa/IN1K-vit.h.14-300e.pth.tar"),
     "ijepa_huge16_448": _weights(f"{_META}/ijepa/IN1K-vit.h.16-448px-300e.pth.tar"),
 } | {
