@@ -268,17 +268,22 @@ READERS: dict[str, tuple[str, Callable[[Grid], Cells]]] = {
     "clustering_metrics_dogs_best": ("dogs15_best", clusters),
     "clustering_metrics_dogs_average": ("dogs15_mean", clusters),
 }
-HYPER_PARAMETERS = {"linear_probing_hyperparameters", "lowshot_finetuning_hyperparameters"}
-RECIPES = {"hyperparams_tuning": "ct_min", "hyperparams_aug_tuning": "ct_aug"}
+HYPER_PARAMETERS = {"linear_probing_hyperparameters"}
+RECIPES = {
+    "hyperparams_tuning": "ct_min",
+    "hyperparams_aug_tuning": "ct_aug",
+    "lowshot_finetuning_hyperparameters": "fine_tune_10pct",
+}
 SYMBOLS = {r"\beta_": "β", r"\rightarrow": "→", r"\tau": "τ"}
+SYMBOLS |= {r"\tt": "", r"\_": "_", "2242": "224²"}
 
 
 def settings(grid: Grid) -> Grid:
     """A table of hyper-parameters: indented lines with the line that they belong to."""
     rows, part = [["setting", *(cell.lower() for cell in grid[0][1:])]], ""
     for name, *values in grid[1:]:
-        indented = name.startswith(r"\quad")
-        name = name.removeprefix(r"\quad").strip()
+        indented = name.startswith((r"\quad", r"\qquad"))
+        name = name.removeprefix(r"\quad").removeprefix(r"\qquad").strip()
         part = part if indented else name
         if any(values):
             wide = [value or values[0] for value in values]

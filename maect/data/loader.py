@@ -26,6 +26,8 @@ from maect.recipes import View
 _IN_FLIGHT = 3
 _PER_TASK = 8
 _Note = TypeVar("_Note")
+Change = Callable[[NDArray[np.uint8], int, int], None]
+"""Changes a sample's views, uint8 [views, 3, S, S], in place, given its epoch and its id."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class _Job(Generic[_Note]):
     """Row numbers of the samples, [b]."""
     geometries: NDArray[np.int32]
     """[b, views, 8]."""
+    change: Callable[[NDArray[np.uint8], int], None] | None = None
+    """Called with a decoded sample's views and its place in the batch."""
 
 
 def train_batches(
@@ -64,12 +68,13 @@ def train_batches(
     start_step: int,
     steps: int,
     threads: int,
+    change: Change | None = None,
 ) -> Iterator[Batch]:
     """Batches of steps `start_step` to `start_step + steps - 1`.
 
     Rank r gets rows r·b to (r+1)·b of the global batch, b = global_batch / world_size. Steps run
     on from epoch to epoch without a remainder: over n steps exactly n·global_batch samples come,
-    every sample once an epoch.
+    every sample once an epoch. `change` runs in the decoding threads.
 
     Raises:
         UserError: the world size does not divide the batch, or an image cannot be read.
@@ -100,9 +105,17 @@ def train_batches(
             ]
             images = torch.empty(len(views), share, 3, image_size, image_size, dtype=torch.uint8)
             batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images)
-            yield _Job(batch, rows, np.stack(geometries, 1))
+            yield _Job(batch, rows, np.stack(geometries, 1), _changer(change, batch))
 
     yield from _decoded(index, jobs(), lambda batch: batch.images.numpy(), threads)
+
+
+def _changer(
+    change: Change | None, batch: Batch
+) -> Callable[[NDArray[np.uint8], int], None] | None:
+    if change is None:
+        return None
+    return lambda views, place: change(views, int(batch.epochs[place]), int(batch.ids[place]))
 
 
 def evaluation_batches(
@@ -176,6 +189,8 @@ def _decode(index: Index, job: _Job[_Note], out: NDArray[np.uint8], part: slice)
         row = int(job.rows[place])
         try:
             render(index.read(row), job.geometries[place], out[:, place])
+            if job.change is not None:
+                job.change(out[:, place], place)
         except UnreadableError as error:
             raise UserError(
                 f"{index.directory}: cannot decode sample {row} ({index.key(row)}): {error}; "

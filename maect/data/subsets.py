@@ -171,14 +171,38 @@ def balanced_rows(labels: NDArray[np.int64], per_class: int, seed: int) -> NDArr
     Raises:
         UserError: a class has too few samples.
     """
+    classes, counts, rows = _shuffled(labels, seed)
+    if counts.min() < per_class:
+        few = int(counts.argmin())
+        raise UserError(f"class {classes[few]}: {counts[few]} samples, {per_class} wanted")
+    return _firsts(rows, counts, np.full(len(counts), per_class))
+
+
+def fraction_rows(labels: NDArray[np.int64], fraction: float, seed: int) -> NDArray[np.int64]:
+    """A random fraction of every class, rounded and at least one sample, as increasing rows.
+
+    For one seed the subsets are nested, also with those of `balanced_rows`; -1 is left out.
+    """
+    _, counts, rows = _shuffled(labels, seed)
+    return _firsts(rows, counts, np.maximum(1, np.rint(fraction * counts).astype(np.int64)))
+
+
+def _shuffled(
+    labels: NDArray[np.int64], seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Classes, how many rows each has, and the rows by class in random order within it."""
     labels = np.asarray(labels)
     rank = random.bits(seed, 0, np.arange(len(labels)), 0, random.SUBSET, 1)[:, 0]
     rows = np.lexsort((rank, labels))
     rows = rows[labels[rows] >= 0]
-    classes, start, counts = np.unique(labels[rows], return_index=True, return_counts=True)
+    classes, counts = np.unique(labels[rows], return_counts=True)
     if not len(classes):
         raise UserError("a class-balanced subset needs labels, and there are none")
-    if counts.min() < per_class:
-        few = int(counts.argmin())
-        raise UserError(f"class {classes[few]}: {counts[few]} samples, {per_class} wanted")
-    return np.sort((rows[start[:, None] + np.arange(per_class)]).ravel()).astype(np.int64)
+    return classes, counts, rows
+
+
+def _firsts(
+    rows: NDArray[np.int64], counts: NDArray[np.int64], wanted: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.sort(rows[place < np.repeat(wanted, counts)]).astype(np.int64)

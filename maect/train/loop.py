@@ -106,8 +106,7 @@ class Loop:
         if not math.isfinite(values[0]):
             self._not_finite("loss", values[0])
         self.watchdog.at(UPDATING, self.step + 1)
-        rate = schedule(self.step, self.steps, warmup_steps(self.stage, self.steps))
-        norm, _ = self.engine.step(rate)
+        norm, _ = self.engine.step(self.rate())
         if not math.isfinite(norm):
             self._not_finite("gradient norm", norm)
         self._averages()
@@ -121,7 +120,11 @@ class Loop:
             self.saver.error = None
         return not stop, save
 
-    def _prepare(self, batch: Batch, number: int, pieces: int) -> Views:
+    def rate(self) -> float:
+        """Fraction of the peak learning rates in the coming update."""
+        return schedule(self.step, self.steps, warmup_steps(self.stage, self.steps))
+
+    def _prepare(self, batch: Batch, number: int, pieces: int) -> Any:
         """Views, masks and dice of one of `pieces` parts of a batch, on the device."""
         share = len(batch.ids) // pieces
         rows = slice(number * share, (number + 1) * share)

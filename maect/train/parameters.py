@@ -1,6 +1,7 @@
 """Which parameter learns how fast: groups, layer-wise decay and the schedule."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -42,17 +43,27 @@ def parameter_groups(objective: nn.Module, stage: Stage) -> list[dict[str, Any]]
     if isinstance(stage, Tune):
         decay = stage.layer_decay
     depth = len(objective.encoder.blocks)  # type: ignore[union-attr, arg-type]
+
+    def rates(name: str) -> tuple[float, float]:
+        part, _, inner = name.partition(".")
+        if part == "head":
+            assert head is not None
+            return stage.scaled_lr(head.head_lr), head.head_weight_decay
+        scale = layer_scale(inner, depth, decay) if part == "encoder" else 1.0
+        return encoder_lr * scale, encoder_weight_decay
+
+    return grouped(objective, rates)
+
+
+def grouped(
+    objective: nn.Module, rates: Callable[[str], tuple[float, float]]
+) -> list[dict[str, Any]]:
+    """Trainable parameters by peak learning rate and weight decay, which `rates` gives by name."""
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, parameter in objective.named_parameters():
         if not parameter.requires_grad:
             continue
-        part, _, inner = name.partition(".")
-        if part == "head":
-            assert head is not None
-            peak, weight_decay = stage.scaled_lr(head.head_lr), head.head_weight_decay
-        else:
-            scale = layer_scale(inner, depth, decay) if part == "encoder" else 1.0
-            peak, weight_decay = encoder_lr * scale, encoder_weight_decay
+        peak, weight_decay = rates(name)
         if parameter.ndim <= 1 or name.endswith(".bias"):
             weight_decay = 0.0
         group = groups.setdefault(

@@ -1,0 +1,93 @@
+"""Which training samples are labelled: the official low-shot lists, or seeded subsets.
+
+Rows of an index and of its features files are numbered alike, so that logistic regression and
+fine-tuning see the same images.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maect.data.subsets import balanced_rows, fraction_rows, read_list
+from maect.errors import UserError
+
+SHOTS_LIST = "msn_{shots}shot_split{split}.txt"
+FRACTION_LIST = "simclr_{percent:g}percent.txt"
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """A train split as far as subsets need it.
+
+    Attributes:
+        place: its file or folder, for messages.
+        labels: int64 [n].
+        names: gives the names of the samples, in order.
+    """
+
+    place: Path
+    labels: NDArray[np.int64]
+    names: Callable[[], list[str]]
+
+
+def shots_rows(
+    train: Labelled, shots: int, split: int, seed: int, folder: str | None
+) -> NDArray[np.int64]:
+    """Increasing rows of a split with so many samples per class.
+
+    Seeded subsets are nested like MSN's: the samples for 1 shot are among those for 2 and 5.
+
+    Raises:
+        UserError: a class has fewer samples, or a list does not fit the split.
+    """
+    if folder is not None:
+        return _listed(train, _path(folder, SHOTS_LIST.format(shots=shots, split=split)))
+    try:
+        return balanced_rows(train.labels, shots, (seed << 16) + split)
+    except UserError as error:
+        raise UserError(f"{train.place}: {error}") from None
+
+
+def fraction_name(fraction: float) -> str:
+    """Name of the metric: `low_shot_1pct` for 0.01."""
+    return f"low_shot_{100 * fraction:g}pct"
+
+
+def fraction_rows_of(
+    train: Labelled, fraction: float, seed: int, folder: str | None
+) -> NDArray[np.int64]:
+    """Increasing rows of a fraction of the labels; all of them for 1.
+
+    Seeded subsets are nested and take the same fraction of every class, at least one sample.
+
+    Raises:
+        UserError: a list does not fit the split.
+    """
+    if fraction == 1:
+        return np.arange(len(train.labels))
+    if folder is not None:
+        return _listed(train, _path(folder, FRACTION_LIST.format(percent=100 * fraction)))
+    return fraction_rows(train.labels, fraction, seed << 16)
+
+
+def _path(folder: str, name: str) -> Path:
+    return Path(os.path.expandvars(folder)).expanduser() / name
+
+
+def _listed(train: Labelled, path: Path) -> NDArray[np.int64]:
+    """Rows of the samples whose file names a list holds."""
+    # A key in a tar has no extension and no dot (see `maect.data.plan`).
+    stems = {
+        name.rpartition("/")[2].rpartition(".")[0].replace(".", "_") for name in read_list(path)
+    }
+    known = [name.rpartition("/")[2] for name in train.names()]
+    rows = np.array([i for i, name in enumerate(known) if name in stems], np.int64)
+    if len(rows) != len(stems):
+        missing = sorted(stems - set(known))
+        what = f"lacks {missing[0]}" if missing else "has a listed name twice"
+        raise UserError(f"{path}: {len(stems)} names, but {train.place} {what}")
+    return rows
