@@ -13,6 +13,9 @@ TERMINAL = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TERMINAL] = os.dup(2)  # later, 2 is a file that holds a test's output
+    # Where CI is set, pytest shows a whole difference: with two encoders that takes it hours.
+    if os.environ.pop("CI", None):
+        os.environ["MAECT_CI"] = "true"
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
