@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from maect.report.layouts import layout
+from maect.report.layouts import SHOTS, layout
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class FigureLayout:
 
 
 _CLUSTERS = ("umap", "clustering")
-_LABELS = ("low_shot", "fine_tune_1pct", "fine_tune_10pct", "fine_tune")
+_LABELS = (*(name for metric in SHOTS for name in (metric.protocol, *metric.instead)), "fine_tune")
 FIGURE_LAYOUTS = {
     "cluster_formation": FigureLayout(
         "Formation of clusters", "Figure 1", ("umap_all", *_CLUSTERS), names_classes=True

@@ -7,15 +7,21 @@ is drawn where a figure shows one model; rows that have nothing to show are left
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from maect.errors import UserError
+from maect.files import read_json
 from maect.report.cost import chain, cost_table
 from maect.report.curves import training_curves as draw_curves
 from maect.report.embedding import Panel, umap_figure
 from maect.report.grids import (
+    NAMED_CLASSES,
     cluster_retrieval_figure,
     confusion_figure,
     neighbor_retrieval_figure,
+    read_tensors,
 )
 from maect.report.layouts import architecture_title, method_title
 from maect.report.schematic import TITLES, Node, pipeline_figure
@@ -44,19 +50,38 @@ def files(rows: Sequence[Row], evaluations: Path, name: str) -> dict[str, Path]:
     return {key: path for key, path in found.items() if path.exists()}
 
 
-def umap(rows: Sequence[Row], evaluations: Path, pdf: Path, png: Path, names: Names = None) -> None:
+def _accuracy(evaluations: Path, run: str, embedding: str) -> float | None:
+    """Accuracy of k-means on the classes that an embedding shows, if that was evaluated."""
+    shown = _setting(evaluations / run / f"{embedding}.json", "classes") or []
+    subsets = _setting(evaluations / run / "clustering.json", "subsets") or {}
+    keys = [f"{name}_accuracy" for name, classes in subsets.items() if classes == shown]
+    keys = ["accuracy"] if not shown else keys
+    return measured(evaluations, [run], ["clustering"], keys[0])[0] if keys else None
+
+
+def _setting(result: Path, key: str) -> Any:
+    return read_json(result).get("settings", {}).get(key) if result.exists() else None
+
+
+def umap(
+    rows: Sequence[Row],
+    evaluations: Path,
+    pdf: Path,
+    png: Path,
+    names: Names = None,
+    embedding: str = "umap",
+) -> None:
     """UMAP embeddings side by side, with the accuracy of k-means on the features."""
     shown = []
-    for name, points in files(rows, evaluations, "umap.safetensors").items():
-        accuracy, _ = measured(evaluations, [points.parent.name], "clustering", "accuracy")
-        shown.append(Panel(name, points, accuracy))
+    for name, points in files(rows, evaluations, f"{embedding}.safetensors").items():
+        shown.append(Panel(name, points, _accuracy(evaluations, points.parent.name, embedding)))
     umap_figure(shown, pdf, png, names)
 
 
 def cluster_formation(
     rows: Sequence[Row], evaluations: Path, pdf: Path, png: Path, names: Names = None
 ) -> None:
-    """The largest MAE and the same after tuning with minimal augmentation, embedded."""
+    """The largest MAE and the same after tuning with minimal augmentation, all classes embedded."""
     pairs = {
         row.architecture: [one for one in rows if one.architecture == row.architecture]
         for row in rows
@@ -65,14 +90,22 @@ def cluster_formation(
     if not pairs:
         raise UserError("cluster_formation figure: no row has the method ct_min")
     last = [one for one in list(pairs.values())[-1] if one.method in ("mae", "ct_min")]
-    umap(last, evaluations, pdf, png, names)
+    # Where `umap` shows some classes only, the experiment has one of all.
+    every = "umap_all" if files(last, evaluations, "umap_all.safetensors") else "umap"
+    umap(last, evaluations, pdf, png, names, every)
 
 
 def confusion(
     rows: Sequence[Row], evaluations: Path, pdf: Path, png: Path, names: Names = None
 ) -> None:
-    """Clusters against classes."""
-    confusion_figure(files(rows, evaluations, "clustering.safetensors"), pdf, png, names)
+    """Clusters against classes: of all if they are few, else of the first subset there is."""
+    found = files(rows, evaluations, "clustering.safetensors")
+    prefix = ""
+    for path in list(found.values())[:1]:
+        classes = len(np.unique(read_tensors(path, ["labels"])["labels"]))
+        subsets = _setting(path.with_suffix(".json"), "subsets") or {}
+        prefix = f"{next(iter(subsets))}_" if classes > NAMED_CLASSES and subsets else ""
+    confusion_figure(found, pdf, png, names, prefix)
 
 
 def cluster_retrieval(

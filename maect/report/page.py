@@ -11,7 +11,7 @@ import pandas as pd
 from maect.files import read_json
 from maect.report.layouts import architecture_title, layout, method_title
 from maect.report.render import MISSING, cell, legend, shown, table_title
-from maect.report.tables import Row
+from maect.report.tables import Row, result_of
 
 STYLE = """
 :root{color-scheme:light dark;
@@ -102,10 +102,10 @@ def to_html(
         for metric in metrics:
             parts = cell(line, metric)
             measured = parts.value + (f" ± {parts.deviation}" if parts.deviation else "")
-            protocol = table.protocol(metric, line["method"])
-            behind = runs.get((line["architecture"], line["method"]), [])
-            for run in behind[:1] if measured else []:
-                measured = f'<a href="#{run}-{protocol}">{measured}</a>'
+            names = table.protocols_of(metric, line["method"])
+            for run in runs.get((line["architecture"], line["method"]), [])[:1]:
+                if path := result_of(evaluations, run, names, metric.source):
+                    measured = f'<a href="#{run}-{path.stem}">{measured}</a>'
             printed = f"paper {parts.paper}" if parts.paper else ""
             printed += f" ({parts.difference})" if parts.paper and parts.difference else ""
             small = f"<small>{printed}</small>" if printed else ""

@@ -55,27 +55,45 @@ def read_metrics(path: Path) -> dict[str, Any]:
     return metrics
 
 
+def result_of(evaluations: Path, run: str, names: Sequence[str], key: str) -> Path | None:
+    """The result of the first of these evaluations that was run and has the metric."""
+    for name in names:
+        path = evaluations / run / f"{name}.json"
+        if path.exists() and read_metrics(path).get(key) is not None:
+            return path
+    return None
+
+
+def _finite(path: Path, key: str) -> float:
+    value = read_metrics(path).get(key)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{path}: metric {key} is {value!r}, not a finite number")
+    return float(value)
+
+
 def measured(
-    evaluations: Path, runs: Sequence[str], protocol: str, key: str
+    evaluations: Path, runs: Sequence[str], names: Sequence[str], key: str, deviation: str = ""
 ) -> tuple[float | None, float | None]:
     """Mean over the runs and their sample deviation; None where there is nothing to compute it of.
+
+    Args:
+        evaluations: folder of the results.
+        runs: one a seed.
+        names: evaluations that may give the metric; of each run the first that does.
+        key: the metric.
+        deviation: metric that holds the deviation where there is one run.
 
     Raises:
         UserError: a value that is not a finite number.
     """
-    values = []
-    for run in runs:
-        path = evaluations / run / f"{protocol}.json"
-        if not path.exists():
-            continue
-        value = read_metrics(path).get(key)
-        if value is None:
-            continue
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"{path}: metric {key} is {value!r}, not a finite number")
-        values.append(float(value))
+    paths = [path for run in runs if (path := result_of(evaluations, run, names, key))]
+    values = [_finite(path, key) for path in paths]
     mean = round(statistics.fmean(values), DECIMALS) if values else None
-    return mean, round(statistics.stdev(values), DECIMALS) if len(values) > 1 else None
+    if len(values) > 1:
+        return mean, round(statistics.stdev(values), DECIMALS)
+    if deviation and paths and read_metrics(paths[0]).get(deviation) is not None:
+        return mean, round(_finite(paths[0], deviation), DECIMALS)
+    return mean, None
 
 
 @cache
@@ -138,8 +156,10 @@ def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFra
         seen.add((row.architecture, row.method))
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
         for metric in metrics:
-            protocol = table.protocol(metric, row.method)
-            mean, deviation = measured(evaluations, row.runs, protocol, metric.source)
+            names = table.protocols_of(metric, row.method)
+            mean, deviation = measured(
+                evaluations, row.runs, names, metric.source, metric.deviation
+            )
             line[metric.name], line[f"{metric.name}_std"] = mean, deviation
             line[f"{metric.name}_paper"] = paper_value(
                 name, row.architecture, row.method, metric.paper or metric.name
