@@ -5,6 +5,7 @@ whatever lies in its partition, with ZeRO 0 every world_size-th parameter. Savin
 averaging work on fragments, so none of them gathers anything and none depends on the ZeRO stage.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,7 @@ class Engine:
         self.module, self.stage = objective, stage
         use_attention(objective, stage.attention)
         if stage.compile:
-            compile_blocks(objective)
+            compile_blocks(objective, device)
         self._adam = torch.optim.AdamW(
             groups, lr=0.0, betas=(stage.beta1, stage.beta2), fused=device.type == "cuda"
         )
@@ -195,9 +196,14 @@ class Engine:
         )
 
 
-def compile_blocks(objective: Objective) -> None:
-    """Compile the transformer blocks; one that does not compile runs as it is, with a warning."""
-    torch._dynamo.config.suppress_errors = True
+def compile_blocks(objective: Objective, device: torch.device) -> None:
+    """Compile the transformer blocks; where nothing can be compiled, say so once and do not."""
+    try:
+        torch.compile(torch.nn.functional.gelu)(torch.ones(8, device=device))
+    except Exception as error:  # no C++ compiler, no Triton: the compiler has many kinds of errors
+        reason = str(error).strip().partition("\n")[0]
+        warnings.warn(f"compile: not possible here ({reason}); going on without", stacklevel=2)
+        return
     for part in (objective.encoder, getattr(objective, "decoder", None)):
         for block in getattr(part, "blocks", []):
             block.compile()

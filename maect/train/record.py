@@ -27,14 +27,19 @@ def source_files(source: Path | None) -> dict[str, str]:
     """Checksums of the weights that a run starts from.
 
     Raises:
-        UserError: there is no finished run.
+        UserError: there is no finished run, or its weights are not those that it wrote.
     """
     if source is None:
         return {}
     if not (source / "encoder.safetensors").exists():
         raise UserError(f"{source}: no encoder.safetensors: the run to start from is not finished")
     files = ("encoder.safetensors", "head.safetensors")
-    return {name: sha256_file(source / name) for name in files if (source / name).exists()}
+    found = {name: sha256_file(source / name) for name in files if (source / name).exists()}
+    record = read_json(source / "run.json") if (source / "run.json").exists() else {}
+    for name, checksum in record.get("sha256", {}).items():
+        if found.get(name) != checksum:
+            raise UserError(f"{source / name}: damaged (its checksum is not that in run.json)")
+    return found
 
 
 def is_finished(folder: Path, identity: str) -> bool:

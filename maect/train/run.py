@@ -12,7 +12,7 @@ from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.staging import stage as stage_shards
 from maect.errors import UserError
-from maect.files import write_json
+from maect.files import sha256_file, write_json
 from maect.recipes import Encoder, Head, Pretrain, Stage, Tune
 from maect.train.distributed import Context, from_rank_0, start, summed
 from maect.train.ema import start_ema
@@ -214,6 +214,7 @@ def _finish(
             "seed": seed,
             "source": _name(source),
             "files": files,
+            "sha256": {name: sha256_file(folder / name) for name in files},
             "world_size": world_size,
             "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
             "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,

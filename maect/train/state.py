@@ -47,12 +47,14 @@ class Saver:
     def __init__(self, folder: Path, rank: int, world_size: int) -> None:
         self.folder, self.rank, self.world_size = folder / "state", rank, world_size
         self.error: str | None = None
+        self._number = 0
         self._thread: threading.Thread | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Start writing a state; waits for the one before it, if that is still on its way."""
         self.wait()
         self.error = None
+        self._number += 1
         self._thread = threading.Thread(
             target=self._run, args=(step, tensors, record), name="maect-save"
         )
@@ -76,7 +78,8 @@ class Saver:
                     shutil.rmtree(place, ignore_errors=True)
                 else:
                     (place / f"rank-{self.rank:04d}.safetensors").unlink(missing_ok=True)
-                    write_json(place / f"rank-{self.rank:04d}.json", {"error": str(error)})
+                    note = {"error": str(error), "save": self._number}
+                    write_json(place / f"rank-{self.rank:04d}.json", note)
             except OSError:
                 pass  # rank 0 gives up waiting, and cleans up
 
@@ -85,7 +88,8 @@ class Saver:
         with atomic_write(own) as temporary:
             save_file(tensors, temporary)
             digest = sha256_file(temporary)
-        write_json(own.with_suffix(".json"), {"sha256": digest, "step": record["step"]})
+        note = {"sha256": digest, "step": record["step"], "save": self._number}
+        write_json(own.with_suffix(".json"), note)
         if self.rank:
             return
         files = {f"rank-{rank:04d}": self._wait_for(place, rank) for rank in range(self.world_size)}
@@ -99,9 +103,8 @@ class Saver:
         file = place / f"rank-{rank:04d}.json"
         deadline = time.monotonic() + _WAIT_FOR_RANKS
         while time.monotonic() < deadline:
-            try:
-                value = json.loads(file.read_text())
-            except FileNotFoundError:
+            value = json.loads(file.read_text()) if file.exists() else {}
+            if value.get("save") != self._number:  # of a save of this step that failed before
                 time.sleep(0.02)
                 continue
             if "error" in value:

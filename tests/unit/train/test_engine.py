@@ -1,0 +1,168 @@
+"""Settings that change how a step is computed but not what, and what a run leaves behind."""
+
+import json
+import platform
+import subprocess
+import warnings
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENCODER, losses, metrics
+from ranks import run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from maect.errors import UserError
+from maect.models.attention import flash_kernel, use_attention
+from maect.models.encoder import build_encoder, seeded
+from maect.recipes import load_recipe
+from maect.train.engine import compile_blocks
+from maect.train.objectives import Objective
+from maect.train.state import Saver, saved
+
+
+class Bare(Objective):
+    """An encoder and nothing else."""
+
+    def __init__(self, precision="fp32"):
+        super().__init__(precision, 0.0)
+        with seeded(0):
+            self.encoder = build_encoder(ENCODER)
+
+    def gradients(self):
+        images = torch.linspace(-1, 1, 4 * 3 * 16 * 16).view(4, 3, 16, 16)
+        with self.autocast(images.device):
+            tokens = self.encoder(images)
+        tokens.square().mean().backward()
+        return {name: p.grad for name, p in self.encoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same(frozen):
+    plain, compiled = Bare(), Bare()
+    for objective in (plain, compiled):
+        objective.encoder.freeze(frozen)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(compiled, torch.device("cpu"))
+    ours, theirs = compiled.gradients(), plain.gradients()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    # One graph for all blocks of a kind beside the one that was tried, not one a block.
+    assert 1 < graphs <= 4 and not torch._dynamo.utils.counters["graph_break"]
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_without_a_compiler_it_says_so_once_and_goes_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "none")))
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    torch._dynamo.reset()
+    torch._inductor.cpp_builder.get_cpp_compiler.cache_clear()
+    plain, objective = Bare(), Bare()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compile_blocks(objective, torch.device("cpu"))
+        found = objective.gradients()
+    assert len([w for w in said if "compile: not possible here" in str(w.message)]) == 1
+    assert all(torch.equal(found[name], value) for name, value in plain.gradients().items())
+
+
+def test_without_flash_attn_it_says_so_once_and_takes_sdpa():
+    if find_spec("flash_attn"):
+        pytest.skip("flash_attn is installed")
+    flash_kernel.cache_clear()
+    plain, objective = Bare("bf16"), Bare("bf16")
+    use_attention(objective, "flash_attn")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = objective.gradients()
+    assert len([w for w in said if "flash_attn is not installed" in str(w.message)]) == 1
+    assert all(torch.equal(found[name], value) for name, value in plain.gradients().items())
+
+
+def test_recomputed_activations_give_the_same_bits_in_bf16():
+    plain, saving = Bare("bf16"), Bare("bf16")
+    saving.encoder.checkpointing = True
+    expected = plain.gradients()
+    assert all(torch.equal(value, expected[name]) for name, value in saving.gradients().items())
+
+
+def test_contrastive_stages_refuse_accumulation_with_the_reason():
+    for name in ("head_min", "ct_aug"):
+        with pytest.raises(UserError, match="batch statistics and negatives"):
+            load_recipe(name, "base", {"accumulation": 2})
+    with pytest.raises(UserError, match="batch statistics and negatives"):
+        head = load_recipe("ct_min", "base").head.model_dump()
+        changes = {"contrastive": "combined", "head": head, "accumulation": 2}
+        load_recipe("mae", "base", changes)
+    assert load_recipe("mae", "base", {"accumulation": 4}).accumulation == 4
+
+
+def test_what_a_run_records(job, tmp_path):
+    """TensorBoard has what metrics.jsonl has, once, over an interruption; run.json the rest."""
+    value, log = job("mae", "mae"), tmp_path / "log"
+    folder = Path(value["folder"])
+    assert run(1, value, log=log, stop_at=4) == ["requeue"]
+    assert run(1, value, log=log) == ["done"]
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    wanted = {"loss", "lr", "lr_lowest", "grad_norm", "epoch", "images_per_second", "memory_gib"}
+    assert wanted | {"tflops", "device_seconds"} == set(board.Tags()["scalars"])
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for tag in board.Tags()["scalars"]:
+        events = board.Scalars(tag)
+        assert [event.step for event in events] == list(range(1, 11))
+        expected = [line.get(tag, line["timing"].get(tag)) for line in lines]
+        assert [event.value for event in events] == pytest.approx(expected, rel=1e-6)
+    assert 0.05 < lines[-1]["timing"]["memory_gib"] < 64 and lines[-1]["timing"]["tflops"] > 0
+    assert "utilization" not in lines[-1]["timing"]  # of a CPU there is no known rate
+
+    record = json.loads((folder / "run.json").read_text())
+    assert record["recipe"] == value["settings"] and record["encoder"] == value["encoder"]
+    assert record["versions"]["torch"] == version("torch")
+    assert record["versions"]["python"] == platform.python_version()
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+    revision = record["source_revision"] or ""
+    assert revision.startswith(head.stdout.strip())
+    diff = folder / "source.diff"
+    assert diff.exists() == revision.endswith("-dirty")
+    assert not diff.exists() or diff.read_text().startswith("diff --git")
+
+
+def test_a_damaged_source_is_not_trained_on(job, tmp_path):
+    log = tmp_path / "log"
+    value = job("mae", "mae", epochs=1)
+    assert run(1, value, log=log) == ["done"]
+    with open(Path(value["folder"]) / "encoder.safetensors", "r+b") as file:
+        file.seek(-2, 2)
+        file.write(b"\1\2")
+    message = run(1, job("head", "head_min", "mae"), log=log)
+    assert "encoder.safetensors: damaged" in message and "run.json" in message
+
+
+def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
+    log = tmp_path / "log"
+    # One channel can only be 1 or -1 after normalisation.
+    jobs = [job("mae", "mae", epochs=1), job("head", "head_min", "mae", head={"embedding": 1})]
+    message = run(2, *jobs, log=log)
+    assert "step 10: all embeddings lie on a line" in message
+    folder = Path(jobs[1]["folder"])
+    assert [place.name for place in saved(folder / "state")] == ["step-000000010"]
+    assert len(losses(folder)) == 9 == len(metrics(folder))
+
+
+def test_training_does_not_wait_for_a_save(tmp_path):
+    savers = [Saver(tmp_path, rank, 2) for rank in range(2)]
+    savers[0].save(1, {"param|0|x": torch.zeros(3)}, {})  # waits in its thread for rank 1
+    assert savers[0]._thread.is_alive() and not saved(tmp_path / "state")
+    savers[1].save(1, {"param|3|x": torch.ones(3)}, {})
+    for saver in savers:
+        saver.wait()
+    assert [place.name for place in saved(tmp_path / "state")] == ["step-000000001"]
+    assert savers[0].error is None
