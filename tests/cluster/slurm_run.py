@@ -21,7 +21,7 @@ with the result of a run that was never disturbed, bit by bit; every job id that
 that `job.json` accounts for, no job had run twice, and no process was left. Most lines are a
 function that counts in lockstep on 2 nodes x 2 ranks, saves every 5 steps (or only when told to)
 and is resumed as a training is; "real training" is `maect pretrain` on the digits (DeepSpeed,
-ZeRO-1, 2 nodes x 1 rank, a state every 3 s), compared with two undisturbed ranks in encoder and
+ZeRO-1, 2 nodes x 1 rank, a state every 2 s), compared with two undisturbed ranks in encoder and
 log. "Jobs" counts submissions: a job that SLURM queues again keeps its id.
 """
 LIVE = ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED")

@@ -45,7 +45,7 @@ class Training(SlurmRun):
     @staticmethod
     def recipe(folder: Path, shards: Path) -> list[str]:
         words = ["pretrain", folder, "--shards", shards, "--recipe", "mae", "--size", "tiny"]
-        return [*map(str, words), "--set", "epochs=15", "--save-every-minutes", "0.05"]
+        return [*map(str, words), "--set", "epochs=8", "--save-every-minutes", "0.03"]
 
     def command(self, arguments: dict, resources: dict, *words: str) -> list[str]:
         given = {**resources, "nodes": 2, "devices": 1, "cpus": 1}
@@ -96,7 +96,7 @@ def training(run: SlurmRun, shards: Path) -> Training:
 
 def test_killed_rank(training, reference):
     launcher = training.start()
-    training.trains(20)
+    training.trains(10)
     psutil.Process(training.pids()[1]).kill()
     words = finish(launcher, 400)
     assert len(training.jobs()) == 2 and "submitting it again" in words
@@ -105,7 +105,7 @@ def test_killed_rank(training, reference):
 
 def test_node_loses_power(training, reference):
     launcher = training.start()
-    training.trains(20)
+    training.trains(10)
     training.slurm.kill_node("jwb0002")
     wait_for(lambda: training.jobs() != dict.fromkeys(training.jobs(), "RUNNING"), 90, pause=0.5)
     training.wait(launcher, 400)
@@ -114,7 +114,7 @@ def test_node_loses_power(training, reference):
 
 def test_requeued_by_the_administrator(training, reference):
     launcher = training.start()
-    training.trains(20)
+    training.trains(10)
     (job,) = training.jobs()
     training.slurm.run("scontrol", "requeue", job)
     wait_for(lambda: training.jobs()[job] == "PENDING", pause=0.2)
@@ -127,7 +127,7 @@ def test_two_wall_limits(training, reference):
     launcher = training.start()
     wait_for(training.jobs, what="for the job")
     (job,) = training.jobs()
-    for step in (15, 40):
+    for step in (8, 20):
         training.trains(step)
         training.slurm.run("scancel", "--signal=USR2", job)  # as SLURM does before the limit
         wait_for(lambda: training.jobs()[job] == "PENDING", 120, pause=0.2)
