@@ -82,7 +82,8 @@ class Index:
         """The sample's name in its tar, without extension: its name below the source."""
         row = self.rows[i]
         header = os.pread(self._files[int(row[SHARD])].number, 100, int(row[OFFSET]) - _BLOCK)
-        name = header.rstrip(b"\0").decode()
+        # It names the sample in messages about damage too, so the header may be anything.
+        name = header.rstrip(b"\0").decode("utf-8", "backslashreplace")
         folder, _, base = name.rpartition("/")
         return f"{folder}/{base.split('.')[0]}" if folder else base.split(".")[0]
 

@@ -73,8 +73,9 @@ def _image_fault(index: Index, i: int) -> str | None:
     try:
         image = read_rgb(index.read(i))
     except (UnreadableError, UserError) as error:
-        return f"{index.key(i)}: {error}"
+        return f"sample {i} ({index.key(i)!r}): {error}"
     row = index.rows[i]
     if image.size != (row[WIDTH], row[HEIGHT]):
-        return f"{index.key(i)}: {image.size}, recorded as {row[WIDTH]} x {row[HEIGHT]}"
+        size = f"{image.size[0]} x {image.size[1]}"
+        return f"sample {i} ({index.key(i)!r}): {size}, {row[WIDTH]} x {row[HEIGHT]} recorded"
     return None

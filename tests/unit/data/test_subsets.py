@@ -149,3 +149,23 @@ def test_verify_names_a_changed_list_of_keys(shards: Path, tmp_path: Path) -> No
     flip_byte(copy / "keys.txt", 3)
     with pytest.raises(UserError, match=r"keys\.txt: missing or changed"):
         verify(copy)
+
+
+def test_verify_names_a_wrong_count_and_a_moved_image(shards: Path, tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    from maect.files import sha256_file
+
+    copy = Path(shutil.copytree(shards, tmp_path / "copy"))
+    rows = np.load(copy / "index.npy")
+    rows[3, 2] += 512  # the offset of sample 3
+    np.save(copy / "index.npy", rows)
+    record = json.loads((copy / "index.json").read_text())
+    record["index_sha256"] = sha256_file(copy / "index.npy")
+    record["shards"][1]["count"] += 1
+    (copy / "index.json").write_text(json.dumps(record))
+    with pytest.raises(UserError) as fault:
+        verify(copy)
+    assert r"train-000001.tar: 8 images, 9 recorded" in str(fault.value)
+    assert f"train-000000.tar: no image at byte {rows[3, 2]} (sample 3)" in str(fault.value)
