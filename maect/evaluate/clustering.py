@@ -4,7 +4,6 @@ Standardised features, mini-batch k-means from many seeds; the run of lowest ine
 and the mean and deviation of all runs. Labels are used for the score only.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,8 @@ from maect.recipes.protocols import Clustering
 INPUTS = ("test",)
 TEST_DATA = "standardised with the test split's own mean and deviation, as the paper does"
 SCORES = ("accuracy", "nmi", "ami", "ari")
+# Less work than this (values x runs) is done before other processes have started.
+SMALL = 5e7
 
 
 def evaluate(context: Context, job: Job, settings: Clustering) -> dict[str, Any]:
@@ -63,8 +64,15 @@ def members(features: Features, classes: tuple[str, ...], name: str) -> NDArray[
 def cluster(
     test: Features, ids: NDArray[np.int64], settings: Clustering, threads: int
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Cluster some samples `settings.runs` times: metrics, and the best run's arrays."""
-    from threadpoolctl import threadpool_limits
+    """Cluster some samples `settings.runs` times: metrics, and the best run's arrays.
+
+    Args:
+        test: features.
+        ids: of the samples.
+        settings: of the protocol.
+        threads: cores to use; the runs are spread over as many processes.
+    """
+    from sklearn.utils.parallel import Parallel, delayed
 
     names, labels = np.unique(test.labels[ids], return_inverse=True)
     rows = standardize(test.take(ids))
@@ -76,19 +84,16 @@ def cluster(
             "has collapsed"
         )
 
-    def run(seed: int) -> tuple[float, dict[str, float], NDArray[np.int64], NDArray[np.float32]]:
-        # In the thread itself: OpenMP's limit is one of threads, and rounding depends on it.
-        with threadpool_limits(1):
-            inertia, clusters, centers = kmeans(rows, len(names), seed, settings)
-            return inertia, scores(labels, clusters), clusters, centers
-
+    # Processes: much of a run holds Python's lock, which threads would wait for.
+    workers = threads if rows.size * settings.runs > SMALL else 1
     best = None
     found = []
-    with threadpool_limits(1), ThreadPoolExecutor(threads) as pool:
-        for seed, result in enumerate(pool.map(run, range(settings.runs))):
-            found.append(result[:2])
-            if best is None or result[0] < best[1][0]:
-                best = seed, result
+    parallel = Parallel(workers, return_as="generator", pre_dispatch="4*n_jobs")
+    runs = parallel(delayed(_run)(rows, labels, seed, settings) for seed in range(settings.runs))
+    for seed, result in enumerate(runs):
+        found.append(result[:2])
+        if best is None or result[0] < best[1][0]:
+            best = seed, result
     assert best is not None
     seed, (inertia, score, clusters, centers) = best
     metrics: dict[str, Any] = dict(score)
@@ -107,6 +112,17 @@ def cluster(
         "labels": names[labels],
     }
     return metrics, arrays
+
+
+def _run(
+    rows: NDArray[np.float32], labels: NDArray[np.int64], seed: int, settings: Clustering
+) -> tuple[float, dict[str, float], NDArray[np.int64], NDArray[np.float32]]:
+    """One run with a single thread, so that the number of cores does not change its bits."""
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(1):
+        inertia, clusters, centers = kmeans(rows, int(labels.max()) + 1, seed, settings)
+        return inertia, scores(labels, clusters), clusters, centers
 
 
 def standardize(rows: NDArray[np.float32]) -> NDArray[np.float32]:
