@@ -110,7 +110,7 @@ class Watchdog:
         others = self._others(now)
         if waited < limit:
             return None
-        waits = f"this rank waits for it, {place} step {step}"
+        waits = f"this rank has waited {waited:.0f} s for it, {place} step {step}"
         for rank, value in others.items():
             silent = now - self._seen[rank][1]
             if silent >= limit / 2:

@@ -62,7 +62,6 @@ def test_without_a_compiler_it_says_so_once_and_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "none")))
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     torch._dynamo.reset()
-    torch._inductor.cpp_builder.get_cpp_compiler.cache_clear()
     plain, objective = Bare(), Bare()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
