@@ -134,25 +134,31 @@ def open_index(directory: str | Path) -> Index:
         raise UserError(f"{directory}/index.json: format {record.get('format')}, not {FORMAT}")
     path = directory / "index.npy"
     try:
+        hashed = path.stat().st_size <= _HASHED_ON_OPEN
+        if hashed and sha256_file(path) != record["index_sha256"]:
+            raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+        shape = (record["n"], len(COLUMNS))
+        shards = tuple(directory / shard["file"] for shard in record["shards"])
+        names, digest = tuple(record["class_names"]), record["digest"]
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{directory}/index.json: damaged ({error}); shard again") from None
     # A plain view: memory maps of their own class are slow to index.
     rows = np.asarray(mapped)
-    if rows.dtype != np.int64 or rows.shape != (record["n"], len(COLUMNS)):
+    if rows.dtype != np.int64 or rows.shape != shape:
         raise UserError(f"{path}: {rows.dtype} {rows.shape} does not match index.json")
-    if rows.nbytes <= _HASHED_ON_OPEN and sha256_file(path) != record["index_sha256"]:
-        raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
-    if rows.nbytes > _HASHED_ON_OPEN:
+    if not hashed:
         # Rows are picked here and there: reading ahead would cost milliseconds for each.
         mapped._mmap.madvise(mmap.MADV_RANDOM)
-    shards = tuple(directory / shard["file"] for shard in record["shards"])
     for shard, recorded in zip(shards, record["shards"], strict=True):
         try:
             size = shard.stat().st_size
         except OSError as error:
             raise UserError(f"{shard}: {error.strerror}; named by {directory}/index.json") from None
-        if size != recorded["size"]:
-            raise UserError(f"{shard}: {size} bytes, {recorded['size']} recorded; shard it again")
-    names = tuple(record["class_names"])
-    return Index(directory, rows, names, record["digest"], shards, record, _Files(shards))
+        if size != recorded.get("size"):
+            raise UserError(
+                f"{shard}: {size} bytes, {recorded.get('size')} recorded; shard it again"
+            )
+    return Index(directory, rows, names, digest, shards, record, _Files(shards))

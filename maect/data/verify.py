@@ -41,7 +41,7 @@ def _index_faults(index: Index) -> list[str]:
     faults = []
     for name, recorded in (("index.npy", "index_sha256"), ("keys.txt", "keys_sha256")):
         path = index.directory / name
-        if not path.exists() or sha256_file(path) != index.record[recorded]:
+        if not path.exists() or sha256_file(path) != index.record.get(recorded):
             faults.append(f"{name}: missing or changed")
     labels = index.labels
     if len(labels) and (labels.max() >= len(index.class_names) or labels.min() < -1):
@@ -52,15 +52,15 @@ def _index_faults(index: Index) -> list[str]:
 def _shard_faults(index: Index, number: int) -> list[str]:
     path, recorded = index.shards[number], index.record["shards"][number]
     faults = []
-    if sha256_file(path) != recorded["sha256"]:
+    if sha256_file(path) != recorded.get("sha256"):
         faults.append(f"{path.name}: checksum differs")
     try:
         with tarfile.open(path, "r:") as tar:
             images = {m.offset_data: m for m in tar if not m.name.endswith(".cls")}
     except tarfile.TarError as error:
         return [*faults, f"{path.name}: not a tar ({error})"]
-    if len(images) != recorded["count"]:
-        faults.append(f"{path.name}: {len(images)} images, {recorded['count']} recorded")
+    if len(images) != recorded.get("count"):
+        faults.append(f"{path.name}: {len(images)} images, {recorded.get('count')} recorded")
     rows = np.asarray(index.rows)
     for row in rows[rows[:, SHARD] == number]:
         member = images.get(int(row[OFFSET]))
