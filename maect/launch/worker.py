@@ -93,6 +93,7 @@ class Context:
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank at once with an error, from beside a main thread that is stuck."""
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        self.flush()
         with suppress(OSError):
             _note(self.folder / "jobs" / self.name, self.record, error)
         os._exit(1)
