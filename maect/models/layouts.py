@@ -2,9 +2,11 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -76,8 +78,8 @@ class Converted:
     size: str
     encoder: Encoder
     pooling: Literal["cls", "mean"]
-    left_out: tuple[str, ...]
-    """Names in the checkpoint's state dict that are not the encoder's."""
+    left_out: dict[str, int]
+    """How many tensors beside the encoder's there are, by the pattern of their names."""
 
 
 def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
@@ -140,18 +142,21 @@ def _is_maes(positions: Any) -> bool:
 
 def _select(
     checkpoint: Mapping[str, Any], layout: Layout, where: str
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The encoder's tensors under their own names, and the names that are left out."""
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The encoder's tensors under their own names, and how many of each pattern are left out."""
     values = _state_dict(checkpoint, layout)
     if values is None:
         places = " or ".join(f"in {entry!r}" if entry else "at its top" for entry in layout.entries)
         raise UserError(f"{where}: no {layout.prefix}patch_embed.proj.weight {places}")
-    out = [n for n in values if any(fnmatchcase(n, pattern) for pattern in layout.dropped)]
-    return {
-        name.removeprefix(layout.prefix): value
-        for name, value in values.items()
-        if name not in set(out)
-    }, tuple(out)
+    tensors: dict[str, Tensor] = {}
+    left_out: Counter[str] = Counter()
+    for name, value in values.items():
+        pattern = next((p for p in layout.dropped if fnmatchcase(name, p)), None)
+        if pattern is None:
+            tensors[name.removeprefix(layout.prefix)] = value
+        else:
+            left_out[pattern] += 1
+    return tensors, dict(left_out)
 
 
 def find_size(tensors: Mapping[str, Tensor], where: str) -> str:
@@ -231,8 +236,7 @@ def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefi
     Raises:
         UserError: naming the first that is not so.
     """
-    with torch.device("meta"):
-        expected = {k: list(v.shape) for k, v in build_encoder(encoder).state_dict().items()}
+    expected = _shapes(encoder)
     for name, value in tensors.items():
         if name not in expected:
             raise UserError(f"{where}: unexpected {name}")
@@ -245,6 +249,12 @@ def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefi
     missing = next((name for name in expected if name not in tensors), None)
     if missing is not None:
         raise UserError(f"{where}: {prefix}{missing} is missing")
+
+
+@cache
+def _shapes(encoder: Encoder) -> dict[str, list[int]]:
+    with torch.device("meta"):
+        return {k: list(v.shape) for k, v in build_encoder(encoder).state_dict().items()}
 
 
 def _place(tensors: dict[str, Tensor], grid: int, encoder: Encoder) -> None:

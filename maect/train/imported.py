@@ -58,7 +58,7 @@ def import_weights(
                 "file": weights.name,
                 "sha256": sha256,
                 "layout": layout,
-                "left_out": sorted(found.left_out),
+                "left_out": found.left_out,
             },
             "size": found.size,
             "encoder": found.encoder.model_dump(mode="json"),

@@ -1,0 +1,61 @@
+"""Public weights in an experiment: planned, refused while they are missing, imported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from conftest import MINI, Pipeline
+from safetensors.torch import load_file
+
+from maect.models.decoder import Decoder
+from maect.models.encoder import build_encoder, seeded
+from maect.recipes import load_encoder
+
+RUNS: dict[str, Any] = {
+    "mae_tiny_public": {"weights": "", "size": "tiny"},
+    "head_min_tiny": MINI["runs"]["head_min_tiny"] | {"from": "mae_tiny_public"},
+    "ct_min_tiny": MINI["runs"]["ct_min_tiny"],
+}
+EVALUATE = [{"runs": ["mae_tiny_public", "ct_min_tiny"], "protocols": ["knn"]}]
+
+
+def write_mae(file: Path) -> dict[str, Any]:
+    """A checkpoint as facebookresearch/mae writes one, with its decoder."""
+    encoder = load_encoder("tiny")
+    with seeded(7):
+        weights = dict(build_encoder(encoder).state_dict())
+        decoder = Decoder(encoder).state_dict()
+    more = {f"decoder_{name}": value for name, value in decoder.items() if name != "mask_token"}
+    more["mask_token"] = decoder["mask_token"]
+    torch.save({"model": weights | more, "epoch": 799}, file)
+    return weights
+
+
+def test_weights_in_an_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "mae_pretrain_vit_tiny.pth"
+    RUNS["mae_tiny_public"]["weights"] = str(file)
+    pipeline = Pipeline(tmp_path / "p", MINI | {"runs": RUNS, "evaluate": EVALUATE})
+    plan = pipeline.complete("-n", "evaluations")
+    for step in (
+        "Importing mae_tiny_public from",
+        "Initialising the NNCLR head",
+        "tuning of ct_min",
+    ):
+        assert step in plan
+    assert "Pre-training" not in plan
+
+    done = pipeline.run("evaluations")
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("maect")]
+    assert len(lines) == 1 and f"runs: mae_tiny_public: no weights at {file}" in lines[0]
+    assert not (pipeline.results / "shards").exists()  # nothing has begun
+
+    weights = write_mae(file)
+    run = pipeline.results / "runs/mae_tiny_public"
+    pipeline.complete(str(run / "run.json"))
+    record = json.loads((run / "run.json").read_text())
+    assert (record["stage"], record["weights"]["layout"]) == ("import", "mae")
+    found = load_file(run / "encoder.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
