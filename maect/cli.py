@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from maect import __version__, commands
+from maect.doctor import command as doctor_command
 from maect.errors import UserError
+from maect.plan import command as plan_command
 from maect.report import commands as reports
 
 
@@ -187,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--from-public", help="start from public weights: mae_base, mae_large or mae_huge14"
     )
 
-    plan = command("plan", commands.plan, "Print what is left to run and what it takes.")
+    plan = command("plan", plan_command.plan, "Print what is left to run and what it takes.")
     plan.set_defaults(parser=parser)
     plan.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
     plan.add_argument("--experiment", default="paper", help="name or path")
@@ -195,6 +197,13 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="Snakemake's")
     plan.add_argument("--device", default="A100", help="where nothing is measured: A100, H100, cpu")
     plan.add_argument("--utilisation", type=float, default=0.35, help="of its peak (default 0.35)")
+
+    doctor = command(
+        "doctor", doctor_command.doctor, "Check a site before anything is spent on it."
+    )
+    doctor.add_argument("--experiment", default="paper", help="whose storage is checked")
+    doctor.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
+    doctor.add_argument("--no-job", action="store_true", help="only what needs no job")
 
     show = command("show", reports.show, "Print the tables of a results folder.")
     show.add_argument("root", type=Path, help="such as results/digits")

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,23 +35,6 @@ def parse_splits(pairs: Sequence[str]) -> dict[str, Path]:
     return {pair.partition("=")[0]: Path(pair.partition("=")[2]) for pair in pairs}
 
 
-def count_devices(devices: str) -> int:
-    """`auto`: the GPUs of this machine, or two processes where there is none; `gpus`: or one."""
-    if devices not in ("auto", "gpus"):
-        if not devices.isdecimal() or not int(devices):
-            raise UserError(f"--devices {devices}: a positive number, auto or gpus")
-        return int(devices)
-    processes = 2 if devices == "auto" else 1
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        return len(visible.split(","))
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return processes
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or processes
-
-
 def launch(
     options: argparse.Namespace,
     place: Path,
@@ -63,6 +45,7 @@ def launch(
     """Run a function on every rank, as the options say, until what it was asked for is there."""
     from maect.launch import Resources, Task
     from maect.launch import launch as launch_task
+    from maect.launch.devices import count_devices
     from maect.plan.nodes import fixed_nodes
 
     if options.account.startswith("$"):
@@ -146,6 +129,7 @@ def retrieve(options: argparse.Namespace) -> None:
 
 def train(options: argparse.Namespace) -> None:
     """`maect pretrain`, `init-head` and `tune`: check everything, then run on the devices."""
+    from maect.launch.devices import count_devices
     from maect.plan.nodes import training_nodes
     from maect.recipes import load_encoder, load_recipe
     from maect.train.record import fingerprint, is_finished
@@ -305,21 +289,3 @@ def new_experiment(options: argparse.Namespace) -> None:
 
     print(write(options.images, options.out, options.from_public))
     print(f"Next: snakemake --profile cluster_profiles/local -n --config experiment={options.out}")
-
-
-def plan(options: argparse.Namespace) -> None:
-    """`maect plan`: what is left to run, what it takes, and how long the longest chain is."""
-    from maect import experiment
-    from maect.plan import dag, jobs, text
-    from maect.plan.speed import Device
-
-    changes = dict(pair.partition("=")[::2] for pair in options.config)
-    found = experiment.load(options.experiment, **changes)
-    config = [f"experiment={options.experiment}", *options.config]
-    words = dag.commands_to_run(options.target, config, options.profile)
-    commands = [options.parser.parse_args(line) for line in words]
-    for command in commands:
-        if hasattr(command, "devices"):
-            command.devices = count_devices(command.devices)
-    left = jobs.make_plan(commands, found, Device(options.device, options.utilisation))
-    print(f"{options.experiment} on {options.profile}", *text.lines(left), sep="\n")

@@ -57,8 +57,8 @@ def _storage(plan: Plan) -> list[str]:
         "runs (states, encoders, heads)": sum(j.bytes for j in plan.jobs if j.stage != "features"),
         "features": sum(job.bytes for job in plan.jobs if job.stage == "features"),
     }
-    text = ", ".join(f"{what} {_bytes(size)}" for what, size in parts.items() if size)
-    return [f"storage: {_bytes(sum(parts.values()))}: {text}"]
+    text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
+    return [f"storage: {size_text(sum(parts.values()))}: {text}"]
 
 
 def _path(plan: Plan) -> list[str]:
@@ -73,7 +73,8 @@ def _path(plan: Plan) -> list[str]:
     ]
 
 
-def _bytes(size: float) -> str:
+def size_text(size: float) -> str:
+    """Bytes with a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}"

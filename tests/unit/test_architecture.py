@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "train": EVERYONE | {"data", "models"},
     "evaluate": EVERYONE | {"train", "data", "models"},
     "status": EVERYONE | {"experiment", "launch"},
+    "doctor": EVERYONE | {"data", "experiment", "launch", "plan"},
     "plan": EVERYONE | {"experiment", "launch"},
     "report": EVERYONE | {"experiment", "experiment_file"},
 }

@@ -9,6 +9,7 @@ import pytest
 
 from maect import cli, commands
 from maect.errors import UserError
+from maect.launch.devices import count_devices
 
 
 def test_settings_are_nested_and_typed() -> None:
@@ -26,14 +27,14 @@ def test_settings_are_nested_and_typed() -> None:
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert commands.count_devices("auto") == 2
-    assert commands.count_devices("gpus") == 1
-    assert commands.count_devices("3") == 3
+    assert count_devices("auto") == 2
+    assert count_devices("gpus") == 1
+    assert count_devices("3") == 3
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5")
-    assert commands.count_devices("auto") == 3
+    assert count_devices("auto") == 3
     for wrong in ("0", "-1", "many"):
         with pytest.raises(UserError, match="devices"):
-            commands.count_devices(wrong)
+            count_devices(wrong)
 
 
 def test_the_log_gets_what_the_terminal_gets(

@@ -1,0 +1,149 @@
+"""A job that looks at the nodes: devices, the network between them, the shared file system."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from maect.doctor.findings import Finding
+from maect.files import read_json, write_json
+from maect.launch import LaunchError, Resources, Task, launch
+
+SEEN = 60.0  # seconds for a file to become visible on another node
+MEGABYTES = {"cuda": 256, "cpu": 8}
+OUTSIDE = ("www.python.org", 443)
+
+
+def run_probe(root: Path, wanted: Resources) -> list[Finding]:
+    """Run the job in the experiment's own storage and judge what its ranks saw."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
+    result = folder / "probe.json"
+    where = f"{wanted.nodes} node{'s' if wanted.nodes > 1 else ''} x {wanted.devices}"
+    try:
+        launch(
+            Task("maect.doctor.probe:probe", {"folder": str(folder.absolute())}),
+            folder, wanted, is_done=result.exists, describe=f"doctor on {where}",
+        )  # fmt: skip
+    except LaunchError as error:
+        cure = f"logs: {folder}; the last lines say why, often the setup script or the network"
+        return [Finding("FAIL", f"job on {where}: {error}", cure)]
+    found = judge(read_json(result), wanted)
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def probe(context: Any, folder: str) -> str:
+    """On every rank; rank 0 writes what all have seen to `probe.json`."""
+    import torch
+    import torch.distributed as dist
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(context.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda" if cuda else "cpu")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=context.rank, world_size=context.world_size
+    )
+    try:
+        own = torch.full((1,), float(context.rank), device=device)
+        dist.all_reduce(own)
+        seen = {
+            "host": socket.gethostname(),
+            "node": context.node,
+            "promised": len(
+                [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
+            ),
+            "devices": torch.cuda.device_count() if cuda else 0,
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "sum": own.item(),
+            "files": _files_seen(context, Path(folder)),
+            "gigabytes": _bandwidth(device),
+        }
+        everyone: list[Any] = [None] * context.world_size
+        dist.all_gather_object(everyone, seen)
+    finally:
+        dist.destroy_process_group()
+    if context.rank == 0:
+        write_json(Path(folder) / "probe.json", {"ranks": everyone, **_about(torch)})
+    return "done"
+
+
+def judge(found: dict[str, Any], wanted: Resources) -> list[Finding]:
+    """What the ranks' reports mean."""
+    ranks, count = found["ranks"], len(found["ranks"])
+    versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items())
+    out = [
+        Finding("ok", f"job on {len({r['node'] for r in ranks})} nodes, {count} ranks: {versions}")
+    ]
+    promised, devices = max(r["promised"] for r in ranks), min(r["devices"] for r in ranks)
+    names = ", ".join(sorted({r["device"] for r in ranks}))
+    if devices >= wanted.devices:
+        out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
+    elif promised or devices:
+        cure = (
+            "the driver may be older than this torch needs (nvidia-smi there); or lower `devices`"
+        )
+        out.append(Finding("FAIL", f"{promised} GPUs were given, torch sees {devices}", cure))
+    else:
+        out.append(Finding("note", "no GPU: ranks run on the CPU"))
+    kind = "NCCL" if devices else "gloo"
+    if all(r["sum"] == count * (count - 1) / 2 for r in ranks):
+        slowest = min(r["gigabytes"] for r in ranks)
+        out.append(Finding("ok", f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s"))
+    else:
+        cure = "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+        out.append(Finding("FAIL", f"{kind} all-reduce gives a wrong sum", cure))
+    if all(r["files"] == count for r in ranks):
+        out.append(Finding("ok", "every rank sees the files of all others"))
+    else:
+        cure = "set `storage` in the experiment to a file system that all nodes share"
+        out.append(Finding("FAIL", "files written on one node are not seen on another", cure))
+    open_ = found["internet"]
+    return [*out, Finding("note", f"compute nodes {'reach' if open_ else 'have no'} internet")]
+
+
+def _files_seen(context: Any, folder: Path) -> int:
+    """How many ranks' files this rank comes to see."""
+    write_json(folder / f"seen-{context.rank}.json", context.rank)
+    deadline = time.monotonic() + SEEN
+    while True:
+        count = len(list(folder.glob("seen-*.json")))
+        if count == context.world_size or time.monotonic() > deadline:
+            return count
+        time.sleep(0.2)
+
+
+def _bandwidth(device: Any, rounds: int = 5) -> float:
+    """GB/s of a large all-reduce: bytes of the tensor over the time of one."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.ones(MEGABYTES[device.type] * 250_000, device=device)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        dist.all_reduce(tensor)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 4e-9 * tensor.numel() * rounds / (time.perf_counter() - start)
+
+
+def _about(torch: Any) -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        versions["CUDA"] = torch.version.cuda
+    if torch.cuda.is_available():
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    versions["flash-attn"] = "yes" if importlib.util.find_spec("flash_attn") else "no"
+    try:
+        socket.create_connection(OUTSIDE, timeout=3).close()
+        internet = True
+    except OSError:
+        internet = False
+    return {"versions": versions, "internet": internet}
