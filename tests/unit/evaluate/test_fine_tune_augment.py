@@ -2,6 +2,8 @@
 
 import math
 import random as python_random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -84,24 +86,25 @@ def test_randaugment_depends_on_seed_epoch_and_sample_alone() -> None:
     assert 4 <= unchanged <= 20
 
 
+@contextmanager
+def timms_dice(row: np.ndarray) -> Iterator[None]:
+    """Our uniform numbers in the order in which timm asks for them."""
+    numbers, place = iter(row[2:]), iter(row[:2])
+    with (
+        patch.object(python_random, "random", lambda: 0.0),
+        patch.object(python_random, "uniform", lambda a, b: a + (b - a) * next(numbers)),
+        patch.object(python_random, "randint", lambda a, b: a + int(next(place) * (b + 1))),
+    ):
+        yield
+
+
 def test_erasing_has_timms_rectangles() -> None:
-    """The same uniform numbers, handed to timm's own code in the order in which it asks."""
     size, ours, theirs = 24, [], []
     dice = random.uniform(0, 0, np.arange(200), 0, random.ERASE, 24)
     for row in dice[:, 1:-1]:
         ours.append(rectangle(row, size, size))
-        numbers = iter(row[2:])
-        place = iter(row[:2])
         image = torch.zeros(3, size, size)
-        with (
-            patch.object(python_random, "random", lambda: 0.0),
-            patch.object(
-                python_random, "uniform", lambda low, high: low + (high - low) * next(numbers)
-            ),
-            patch.object(
-                python_random, "randint", lambda low, high: low + int(next(place) * (high + 1))
-            ),
-        ):
+        with timms_dice(row):
             RandomErasing(1.0, mode="pixel", device="cpu")(image)
         rows, columns = np.nonzero(image.abs().sum(0).numpy())
         theirs.append((rows.min(), columns.min(), np.ptp(rows) + 1, np.ptp(columns) + 1))
