@@ -84,7 +84,7 @@ class SlurmRun(Run):
             if state == "PENDING":
                 self.slurm.release(job)
 
-    def wait(self, launcher: "subprocess.Popen[str]", seconds: float = 200) -> str:
+    def wait(self, launcher: "subprocess.Popen[str]", seconds: float = 400) -> str:
         """The words of a launcher whose jobs SLURM puts back into the queue meanwhile."""
 
         def is_over() -> bool:

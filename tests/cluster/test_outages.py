@@ -95,13 +95,14 @@ def test_job_that_pends_for_ever_is_reported_with_slurm_s_reason(run):
 @pytest.mark.parametrize("seconds", [0, pytest.param(120, marks=pytest.mark.slow)])
 def test_controller_away_is_no_verdict(run, seconds):
     """Nobody can say how the job is: the new launcher waits instead of submitting another."""
-    steps = 250 if not seconds else 3000
-    launcher = run.start(steps=steps)
+    pace = {"steps": 800, "seconds": 0.1} if seconds else {"steps": 250}
+    steps = pace["steps"]
+    launcher = run.start(**pace)
     run.reaches(20)
     run.kill(launcher)
     run.slurm.stop_daemon("slurmctld")
     try:
-        launcher = run.start(steps=steps)
+        launcher = run.start(**pace)
         if seconds:
             time.sleep(seconds / 2)
             psutil.Process(run.starts(3)[0]["pid"]).kill()
@@ -125,7 +126,7 @@ def test_controller_away_is_no_verdict(run, seconds):
 @pytest.mark.slow
 def test_controller_that_hangs(run):
     """It accepts connections and says nothing: every question runs into its time limit."""
-    launcher = run.start(steps=1500)
+    launcher = run.start(steps=500, seconds=0.1)
     run.reaches(20)
     controller = run.slurm.daemon("slurmctld")
     controller.suspend()
@@ -137,7 +138,7 @@ def test_controller_that_hangs(run):
         controller.resume()
     words = run.wait(launcher)
     run.undisturbed(
-        1500, "slurmctld hangs for 45 s, a rank killed meanwhile", "no verdict until it answered"
+        500, "slurmctld hangs for 45 s, a rank killed meanwhile", "no verdict until it answered"
     )
     assert len(run.jobs()) <= 2, words
 
@@ -160,10 +161,11 @@ def test_controller_away_at_submission(run):
 @pytest.mark.parametrize("seconds", [0, pytest.param(120, marks=pytest.mark.slow)])
 def test_accounting_away(run, seconds):
     began = time.monotonic()
-    steps = 100 if not seconds else 3000
+    pace = {"steps": 1000, "seconds": 0.1} if seconds else {"steps": 100}
+    steps = pace["steps"]
     run.slurm.stop_daemon("slurmdbd")
     try:
-        launcher = run.start(steps=steps)
+        launcher = run.start(**pace)
         run.reaches(20)
         psutil.Process(run.starts(0)[0]["pid"]).kill()
         if seconds:
@@ -173,7 +175,7 @@ def test_accounting_away(run, seconds):
             finish(launcher)
     finally:
         run.slurm.start_daemon("slurmdbd")
-    finish(launcher) if seconds else None
+    finish(launcher, 400) if seconds else None
     away = "two minutes" if seconds else "the whole run"
     run.undisturbed(
         steps, f"slurmdbd away for {away}, a rank killed meanwhile", "squeue alone; submitted again"
