@@ -43,7 +43,7 @@ def cluster_settings() -> set[str]:
 @pytest.mark.parametrize("name", SITES)
 def test_a_site_names_every_rule_that_computes(name: str) -> None:
     asked = read(name)["set-resources"]
-    assert set(asked) >= rules_on_devices()
+    assert set(asked) == rules_on_devices()
     for rule, values in asked.items():
         assert values.keys() <= cluster_settings(), rule
         least, most = node_range(str(values["nodes"]))
