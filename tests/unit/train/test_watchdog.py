@@ -1,5 +1,11 @@
 """A rank that is missing from a collective is named, and nobody who is only slow."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +34,41 @@ def test_a_frozen_rank_is_named_and_the_run_goes_on_from_its_state(job, tmp_path
     assert run(2, stalled, log=log) == ["done"]
     identical(whole["folder"], stalled["folder"])
     assert not (Path(stalled["folder"]) / "heartbeats").exists()
+
+
+LAUNCH = """
+import json, sys
+from pathlib import Path
+from maect.launch import Resources, Task, launch
+job = json.loads(sys.argv[1])
+folder = Path(job["folder"])
+launch(Task("maect.train.run:train", job), folder, Resources("local", devices=2, cpus=1),
+       is_done=(folder / "run.json").exists, describe="stalled")
+"""
+
+
+@pytest.mark.slow
+def test_the_launcher_says_who_is_missing_and_starts_the_job_again(job, tmp_path):
+    whole = job("whole", "mae", epochs=40)
+    assert run(2, whole, log=tmp_path / "log") == ["done"]
+    stalled = job("stalled", "mae", epochs=40) | {"save_every_minutes": 0.0}
+    folder = Path(stalled["folder"])
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, json.dumps(stalled)], stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"MAECT_STALL_SECONDS": "20", "DS_ACCELERATOR": "cpu"},
+    )  # fmt: skip
+    try:
+        while len(list(folder.glob("state/*/state.json"))) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        (place,) = folder.glob("jobs/*/rank-1.json")
+        os.kill(json.loads(place.read_text())["pid"], signal.SIGSTOP)
+        _, words = launcher.communicate(timeout=400)
+    finally:
+        launcher.kill()
+    assert launcher.returncode == 0, words
+    assert "(rank 1 (" in words and "no sign of life" in words and "submitting it again" in words
+    identical(whole["folder"], stalled["folder"])
 
 
 class Rank:
