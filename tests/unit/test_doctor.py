@@ -1,0 +1,117 @@
+"""`maect doctor`: each fault is a line with its cure. Its job: tests/cluster/test_doctor.py."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from maect import cli
+from maect.doctor import login
+from maect.doctor.findings import Finding, lines
+from maect.doctor.probe import judge
+from maect.doctor.site import nodes_of, read_profile, resources
+from maect.errors import UserError
+from maect.experiment import Experiment, load
+from maect.launch import Resources
+
+ROOT = Path(__file__).parents[2]
+TWO_BY_TWO = Resources("slurm", nodes=2, devices=2)
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """What four ranks on two nodes saw, all well on GPUs."""
+    ranks = [
+        {"host": "h", "node": rank // 2, "promised": 2, "devices": 2, "device": "NVIDIA A100",
+         "sum": 6.0, "files": 4, "gigabytes": 20.0 + rank} | changes
+        for rank in range(4)
+    ]  # fmt: skip
+    return {"ranks": ranks, "versions": {"python": "3.12.1", "torch": "2.14"}, "internet": False}
+
+
+def failures(findings: list[Finding]) -> list[str]:
+    assert all(finding.cure for finding in findings if finding.kind == "FAIL")
+    return [finding.what for finding in findings if finding.kind == "FAIL"]
+
+
+def test_a_healthy_site() -> None:
+    text = "\n".join(lines(judge(report(), TWO_BY_TWO)))
+    assert "FAIL" not in text and "cure" not in text
+    assert "ok   job on 2 nodes, 4 ranks: python 3.12.1, torch 2.14" in text
+    assert "ok   2 GPUs a node: NVIDIA A100" in text
+    assert "ok   NCCL all-reduce over 4 ranks: 20.00 GB/s" in text
+    assert "note compute nodes have no internet" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"devices": 0, "device": "cpu"}, "2 GPUs were given, torch sees 0"),
+        ({"devices": 1, "promised": 1}, "1 GPUs were given, torch sees 1"),
+        ({"sum": 3.0}, "NCCL all-reduce gives a wrong sum"),
+        ({"files": 2}, "files written on one node are not seen on another"),
+    ],
+)
+def test_what_the_ranks_saw(changes: dict[str, Any], fault: str) -> None:
+    assert failures(judge(report(**changes), TWO_BY_TWO)) == [fault]
+
+
+def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAECT_ACCOUNT", "budget")
+    rules = read_profile(ROOT / "cluster_profiles/leonardo")
+    assert nodes_of(rules["pretrain"]) == (1, 16) and nodes_of(rules["features"]) == (1, 1)
+    wanted = resources(rules["pretrain"], 2, int)
+    assert (wanted.nodes, wanted.devices, wanted.cpus, wanted.minutes) == (2, 4, 8, 1440)
+    assert (wanted.partition, wanted.account) == ("boost_usr_prod", "budget")
+    assert wanted.memory_gb == 469 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
+    local = read_profile(ROOT / "cluster_profiles/local")["pretrain"]
+    assert resources(local, 1, lambda word: {"auto": 2}[word]).cluster == "local"
+    with pytest.raises(UserError, match="not a cluster profile"):
+        read_profile(ROOT / "envs")
+
+
+def test_faults_before_any_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No sbatch, no setup script: two lines, two cures, and no job is tried."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(login.shutil, "which", lambda name: None)
+    asked = {"cluster": "slurm", "nodes": 1, "devices": 1, "cpus_per_task": 1, "setup": "no.sh"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"set-resources": {"pretrain": asked}}))
+    assert cli.main(["doctor", "--profile", str(tmp_path), "--experiment", "digits"]) == 2
+    said = capsys.readouterr()
+    assert "FAIL setup script no.sh does not exist\n     cure: correct `setup`" in said.out
+    assert "FAIL no sbatch here\n     cure: start on a login node" in said.out
+    assert "2 of" in said.err and not (tmp_path / "results").exists()
+
+
+def test_a_setup_script_that_fails(tmp_path: Path) -> None:
+    script = tmp_path / "site.sh"
+    script.write_text("echo no module >&2\nfalse\n")
+    found = login.setup_script({"a": {"setup": str(script)}, "b": {"setup": str(script)}})
+    assert failures(found) == [f"setup script {script} fails: no module"]
+    script.write_text("true\n")
+    assert failures(login.setup_script({"a": {"setup": str(script)}})) == []
+
+
+def stored(tmp_path: Path, storage: str) -> Experiment:
+    values = yaml.safe_load((ROOT / "workflow/experiments/digits.yaml").read_text())
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(values | {"storage": storage}))
+    return load(str(file))
+
+
+def test_room_for_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = stored(tmp_path, str(tmp_path / "not/yet/there"))
+    found = login.storage(experiment)
+    assert not failures(found) and str(tmp_path) in found[0].what
+    # The room that is needed is a sum over runs: more than any disk has.
+    monkeypatch.setattr(login, "run_bytes", lambda settings, encoder: 10**18)
+    monkeypatch.setattr(login, "FILES_PER_RUN", 10**15)
+    assert ["TB needed" in what for what in failures(login.storage(experiment))] == [True, False]
+
+
+def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
+    found = login.storage(stored(tmp_path, "/proc/maect"))
+    assert "cannot write" in failures(found)[0]
