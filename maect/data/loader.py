@@ -132,14 +132,24 @@ def evaluation_batches(
     The shorter side is resized to `resize` (256/224 of `image_size` by default), bicubic, and the
     centre is cut out.
     """
+    parts = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    yield from evaluation_parts(
+        index, image_size=image_size, parts=parts, threads=threads, resize=resize
+    )
+
+
+def evaluation_parts(
+    index: Index, *, image_size: int, parts: Sequence[range], threads: int, resize: int | None
+) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
+    """The same with every part of `parts` as a batch."""
     resize = round(image_size * 256 / 224) if resize is None else resize
     if resize < image_size:
         raise UserError(f"resize {resize} is smaller than image_size {image_size}")
     Item = tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]
 
     def jobs() -> Iterator[_Job[Item]]:
-        for start in range(0, len(rows), batch_size):
-            part = np.array(rows[start : start + batch_size], np.int64)
+        for rows in parts:
+            part = np.array(rows, np.int64)
             record = np.asarray(index.rows[part])
             geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, image_size)
             images = torch.empty(len(part), 3, image_size, image_size, dtype=torch.uint8)

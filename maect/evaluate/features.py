@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from maect.data.index import Index, open_index
-from maect.data.loader import evaluation_batches
+from maect.data.loader import evaluation_batches, evaluation_parts
 from maect.errors import UserError
 from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
@@ -113,17 +113,25 @@ def _encode(
 ) -> bool:
     """Encode and write some parts; False if told to stop before the last."""
     ranges = part_ranges(index.n)
-    total = sum(len(ranges[number]) for number in numbers)
+    pieces = [
+        (number, start, ranges[number][start : start + BATCH])
+        for number in numbers
+        for start in range(0, len(ranges[number]), BATCH)
+    ]
+    total = sum(len(rows) for _, _, rows in pieces)
     started, done = time.monotonic(), 0
-    for number in numbers:
-        out = np.empty((len(ranges[number]), model.width), np.float32)
-        for place, features in batches(index, model, resize, ranges[number], context.cpus):
-            out[place : place + len(features)] = features.cpu().numpy()
-            done += len(features)
-            speed = context.world_size * done / max(time.monotonic() - started, 1e-9)
-            context.report({"step": done, "steps": total, "images_per_second": speed})
-            if context.stop_requested():
-                return False
+    found = _features(context, index, model, resize, [rows for _, _, rows in pieces])
+    for (number, start, rows), features in zip(pieces, found, strict=True):
+        if start == 0:
+            out = np.empty((len(ranges[number]), model.width), np.float32)
+        out[start : start + len(rows)] = features
+        done += len(rows)
+        speed = context.world_size * done / max(time.monotonic() - started, 1e-9)
+        context.report({"step": done, "steps": total, "images_per_second": speed})
+        if context.stop_requested():
+            return False
+        if start + len(rows) < len(out):
+            continue
         if not np.isfinite(out).all():
             row = ranges[number][int(np.argmin(np.isfinite(out).all(axis=1)))]
             raise UserError(
@@ -133,6 +141,26 @@ def _encode(
         with atomic_write(files[number]) as temporary:
             save_file({"features": out}, temporary, {"sha256": _sha256(out)})
     return True
+
+
+def _features(
+    context: Context, index: Index, model: Encoding, resize: int, parts: list[range]
+) -> Iterator[NDArray[np.float32]]:
+    """Features of every part; the device has the next one already when a part is fetched."""
+    previous = None
+    for images, _, _ in evaluation_parts(
+        index,
+        image_size=model.settings.image_size,
+        parts=parts,
+        threads=context.cpus,
+        resize=resize,
+    ):
+        features = model(images)
+        if previous is not None:
+            yield previous.cpu().numpy()
+        previous = features
+    if previous is not None:
+        yield previous.cpu().numpy()
 
 
 def batches(
