@@ -29,7 +29,9 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 	touch $@
 
 demo: install
-	$(BIN)/snakemake --profile cluster_profiles/local --config experiment=digits
+	$(BIN)/snakemake --profile cluster_profiles/local --config experiment=digits \
+		protocols=knn,linear_probe,low_shot,clustering,umap \
+		tables=low_shot,clustering figures=umap,training_curves
 	@$(BIN)/maect show $(DEMO)
 
 # Three workers on two cores: many tests wait for processes, time limits or SLURM.

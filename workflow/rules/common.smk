@@ -207,7 +207,8 @@ def source_files(wildcards):
     """What a stage reads of the run it starts from."""
     source = run_of(wildcards).source
     names = ["encoder.safetensors", "run.json"]
-    if experiment.runs[source].leaves_head:
+    # Only some pre-trainings leave a head, so that it is no output of their rule; run.json is last.
+    if experiment.runs[source].stage in ("head", "tune"):
         names.append("head.safetensors")
     return [f"{ROOT}/runs/{source}/{name}" for name in names]
 

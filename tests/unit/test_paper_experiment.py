@@ -1,0 +1,95 @@
+"""`workflow/experiments/paper.yaml` against the paper's own tables, and its cost to look at."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maect.experiment import load
+from maect.experiment_file import FIGURES, TABLES
+from maect.report.layouts import layout
+from maect.report.tables import paper_table
+
+ROOT = Path(__file__).parents[2]
+# Printed for comparison; their weights are not public.
+UNPUBLISHED = {
+    ("base", "simmim"), ("base", "nnclr"), ("base", "cmae"), ("base", "i_jepa"),
+    ("large", "i_jepa"), ("large", "moco_v3"), ("large7_bn", "moco_v3"), ("huge14", "moco_v3"),
+    ("huge14_bn", "moco_v3"), ("small8", "dino"), ("base8", "dino"), ("large7", "msn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["paper", "digits"])
+def test_every_table_and_figure_is_asked_for(name):
+    experiment = load(name)
+    assert set(experiment.tables) == set(TABLES)
+    assert set(experiment.figures) == set(FIGURES)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_run_behind_every_line_of_the_papers_tables(table):
+    experiment = load("paper")
+    lines = {(size, method) for size, method, _ in experiment.rows(table)}
+    assert set(paper_table(table).index) - lines == (UNPUBLISHED if table == "extended" else set())
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_an_evaluation_behind_every_number_of_the_papers_tables(table):
+    experiment = load("paper")
+    asked, printed, columns = set(experiment.evaluations), paper_table(table), layout(table)
+    for size, method, runs in experiment.rows(table):
+        if (size, method) not in printed.index:
+            continue
+        for metric in columns.metrics:
+            column = metric.paper or metric.name
+            if (
+                column in printed
+                and printed.at[(size, method), column] == printed.at[(size, method), column]
+            ):  # not NaN
+                names = columns.protocols_of(metric, method)
+                assert any((run, name) in asked for run in runs for name in names), (
+                    f"{size} {method} {metric.name}"
+                )
+
+
+# Snakemake with a last line about itself: seconds of CPU and kilobytes of memory.
+SNAKEMAKE = """
+import atexit, resource, sys
+def cost():
+    use = resource.getrusage(resource.RUSAGE_SELF)
+    print(f"cost {use.ru_utime + use.ru_stime:.1f} {use.ru_maxrss}")
+atexit.register(cost)
+from snakemake.cli import main
+main(sys.argv[1:])
+"""
+
+
+def dry_run(*words):
+    command = [sys.executable, "-c", SNAKEMAKE, "-n", *words]
+    unset = ("IMAGENET", "IMAGENET_SHIFTED", "WEIGHTS", "LOW_SHOT_LISTS")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout + done.stderr
+
+
+def test_looking_at_the_whole_paper_is_cheap_even_without_imagenet():
+    said = dry_run()
+    assert int(re.search(r"(?m)^total +(\d+)$", said)[1]) > 1000
+    seconds, kilobytes = map(float, re.search(r"(?m)^cost (\S+) (\d+)$", said).groups())
+    assert seconds < 20 and kilobytes < 300 * 1024  # 10 s on a quiet machine
+    warnings = [line for line in said.splitlines() if line.startswith("maect: warning")]
+    assert sum("no images at $IMAGENET/train " in line for line in warnings) == 1
+
+
+def test_one_table_asks_for_its_runs_only():
+    said = dry_run("results/paper/tables/ablation.csv")
+    trained = set(re.findall(r"(?:Pre-training|Contrastive tuning of|NNCLR head) (\S+)", said))
+    assert trained == {
+        "mae_large", "head_min_large", "ct_min_large_k1", "ct_min_large_k1_masked",
+        "ct_min_large_k1_no_head", "ct_min_large_k1_no_lookup",
+    }  # fmt: skip
+    assert "IMAGENET_SHIFTED" not in said and "WEIGHTS" not in said
