@@ -6,9 +6,9 @@ from maect.errors import UserError
 from maect.recipes import Encoder, Stage
 from maect.recipes.flops import flops_per_image
 
-# Operations that a step must leave to each rank: about 8 ms of an A100 at 40 % of its peak. With
-# less, the step's fixed costs (launches, all-reduces, the loader) rule: docs/scaling.md.
-WORTH_A_RANK = 1e12
+# Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step costs
+# on any number of ranks (exchanging gradients, launches) is more than a quarter: docs/scaling.md.
+WORTH_A_RANK = 1e13
 
 
 def node_range(nodes: str) -> tuple[int, int]:
