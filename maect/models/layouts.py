@@ -18,7 +18,20 @@ from maect.models.encoder import build_encoder
 from maect.models.positions import sincos_2d
 from maect.recipes import Encoder, load_encoder, sizes
 
-_DECODER = ("decoder_*", "mask_token")
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint may hold an encoder.
+
+    Attributes:
+        entry: of the checkpoint, with the state dict; "": the checkpoint is one itself.
+        prefix: of the encoder's names in it.
+        dropped: patterns of full names that are not the encoder's; any other name is an error.
+    """
+
+    entry: str
+    prefix: str = ""
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,9 +39,7 @@ class Layout:
     """One way in which weights are published.
 
     Attributes:
-        entries: entries of the checkpoint that may hold the state dict; "": it is one itself.
-        prefix: of the encoder's names in it.
-        dropped: patterns of full names that are not the encoder's; any other name is an error.
+        places: where the encoder may be.
         pooling: how its evaluations pool: one for all sizes, or what the size says about MAE or
             about contrastive tuning.
         class_token: whether it has a [CLS] token.
@@ -36,37 +47,46 @@ class Layout:
             layouts with the same names. None: not looked at.
     """
 
-    entries: tuple[str, ...]
-    prefix: str = ""
-    dropped: tuple[str, ...] = ()
+    places: tuple[Place, ...]
     pooling: Literal["cls", "mean", "mae_pooling", "ct_pooling"] = "cls"
     class_token: bool = True
     mae_positions: bool | None = None
 
 
+def _moco(kept: str, other: str) -> Place:
+    """One of the two encoders that MoCo v3 trains."""
+    dropped = (f"module.{kept}.head.*", f"module.{other}.*", "module.predictor.*")
+    return Place("state_dict", f"module.{kept}.", dropped)
+
+
 # Tried from top to bottom. docs/weights.md has their sources.
 LAYOUTS: dict[str, Layout] = {
     "mae": Layout(
-        ("model", "state_dict", ""), dropped=_DECODER, pooling="mae_pooling", mae_positions=True
-    ),
-    "mae_ct": Layout(("state_dict", ""), pooling="ct_pooling", mae_positions=True),
-    "layer_grafting": Layout(
-        ("state_dict",),
-        "module.momentum_encoder.",
-        ("module.momentum_encoder.head.*", "module.base_encoder.*", "module.predictor.*"),
+        tuple(
+            Place(entry, dropped=("decoder_*", "mask_token"))
+            for entry in ("model", "state_dict", "")
+        ),
+        "mae_pooling",
         mae_positions=True,
     ),
+    "mae_ct": Layout((Place("state_dict"), Place("")), "ct_pooling", mae_positions=True),
+    "layer_grafting": Layout((_moco("momentum_encoder", "base_encoder"),), mae_positions=True),
     "moco_v3": Layout(
-        ("state_dict",),
-        "module.base_encoder.",
-        ("module.base_encoder.head.*", "module.momentum_encoder.*", "module.predictor.*"),
+        (
+            _moco("base_encoder", "momentum_encoder"),
+            Place("state_dict", "module.", ("module.head.*",)),
+        )
     ),
-    "moco_v3_linear": Layout(("state_dict",), "module.", ("module.head.*",)),
-    "msn": Layout(("target_encoder",), "module.", ("module.fc.*",)),
-    "ijepa": Layout(("target_encoder",), "module.", pooling="mean", class_token=False),
-    "ibot": Layout(("state_dict",), dropped=("head.*", "masked_embed"), mae_positions=False),
-    "ibot_full": Layout(("teacher",), "backbone.", ("head.*", "backbone.masked_embed")),
-    "dino": Layout(("",), mae_positions=False),
+    "msn": Layout((Place("target_encoder", "module.", ("module.fc.*",)),)),
+    "ijepa": Layout((Place("target_encoder", "module."),), "mean", class_token=False),
+    "ibot": Layout(
+        (
+            Place("state_dict", dropped=("head.*", "masked_embed")),
+            Place("teacher", "backbone.", ("head.*", "backbone.masked_embed")),
+        ),
+        mae_positions=False,
+    ),
+    "dino": Layout((Place(""),), mae_positions=False),
 }
 
 
@@ -104,7 +124,7 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     if "mae_ct" in found:
         if file.startswith("maect"):
             return "mae_ct"
-        tensors, _ = _select(checkpoint, LAYOUTS["mae_ct"], file)
+        tensors = _select(checkpoint, LAYOUTS["mae_ct"], file)[0]
         shape = load_encoder(find_size(tensors, file))
         if shape.mae_pooling != shape.ct_pooling and not file.startswith("mae_"):
             raise UserError(
@@ -114,21 +134,25 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     return found[0]
 
 
-def _state_dict(checkpoint: Mapping[str, Any], layout: Layout) -> Mapping[str, Tensor] | None:
-    """The entry that holds an encoder's tensors, if there is one."""
-    for entry in layout.entries:
-        values = checkpoint.get(entry) if entry else checkpoint
-        if isinstance(values, Mapping) and f"{layout.prefix}patch_embed.proj.weight" in values:
-            return values
+def _find(checkpoint: Mapping[str, Any], layout: Layout) -> tuple[Place, Mapping[str, Any]] | None:
+    """The place that holds an encoder's tensors, if there is one, and the state dict there."""
+    for place in layout.places:
+        values = checkpoint.get(place.entry) if place.entry else checkpoint
+        if isinstance(values, Mapping) and f"{place.prefix}patch_embed.proj.weight" in values:
+            return place, values
     return None
 
 
 def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
-    values = _state_dict(checkpoint, layout)
-    if values is None or (f"{layout.prefix}cls_token" in values) != layout.class_token:
+    found = _find(checkpoint, layout)
+    if found is None:
         return False
-    positions = values.get(f"{layout.prefix}pos_embed")
-    return layout.mae_positions is None or _is_maes(positions) == layout.mae_positions
+    prefix, values = found[0].prefix, found[1]
+    if (f"{prefix}cls_token" in values) != layout.class_token:
+        return False
+    if layout.mae_positions is None:
+        return True
+    return _is_maes(values.get(f"{prefix}pos_embed")) == layout.mae_positions
 
 
 def _is_maes(positions: Any) -> bool:
@@ -142,21 +166,25 @@ def _is_maes(positions: Any) -> bool:
 
 def _select(
     checkpoint: Mapping[str, Any], layout: Layout, where: str
-) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The encoder's tensors under their own names, and how many of each pattern are left out."""
-    values = _state_dict(checkpoint, layout)
-    if values is None:
-        places = " or ".join(f"in {entry!r}" if entry else "at its top" for entry in layout.entries)
-        raise UserError(f"{where}: no {layout.prefix}patch_embed.proj.weight {places}")
+) -> tuple[dict[str, Tensor], str, dict[str, int]]:
+    """The encoder's tensors under their own names, their prefix, and how many others of which."""
+    found = _find(checkpoint, layout)
+    if found is None:
+        names = (
+            f"{p.prefix}patch_embed.proj.weight " + (f"in {p.entry!r}" if p.entry else "at its top")
+            for p in layout.places
+        )
+        raise UserError(f"{where}: no {' and no '.join(names)}")
+    place, values = found
     tensors: dict[str, Tensor] = {}
     left_out: Counter[str] = Counter()
     for name, value in values.items():
-        pattern = next((p for p in layout.dropped if fnmatchcase(name, p)), None)
+        pattern = next((p for p in place.dropped if fnmatchcase(name, p)), None)
         if pattern is None:
-            tensors[name.removeprefix(layout.prefix)] = value
+            tensors[name.removeprefix(place.prefix)] = value
         else:
             left_out[pattern] += 1
-    return tensors, dict(left_out)
+    return tensors, place.prefix, dict(left_out)
 
 
 def find_size(tensors: Mapping[str, Tensor], where: str) -> str:
@@ -209,7 +237,7 @@ def convert(
             a wrong shape.
     """
     layout, where = LAYOUTS[name], f"{file}: layout {name}"
-    tensors, left_out = _select(checkpoint, layout, where)
+    tensors, prefix, left_out = _select(checkpoint, layout, where)
     size = size or find_size(tensors, where)
     shape = load_encoder(size)
     positions = tensors.get("pos_embed")
@@ -220,7 +248,7 @@ def convert(
         tensors["pos_embed"] = F.pad(positions, (0, 0, 1, 0))
     change = {"class_token": layout.class_token}
     stored = load_encoder(size, grid * shape.patch_size).model_copy(update=change)
-    _check_names(tensors, stored, f"{where}, size {size}", layout.prefix)
+    _check_names(tensors, stored, f"{where}, size {size}", prefix)
     encoder = load_encoder(size, image_size or stored.image_size).model_copy(update=change)
     own = {key: value.float() for key, value in tensors.items()}
     _place(own, grid, encoder)

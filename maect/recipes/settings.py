@@ -195,12 +195,8 @@ class Import(Settings):
     """Instead of training: an encoder that others have trained (`docs/weights.md`)."""
 
     layout: (
-        Literal[
-            "mae", "mae_ct", "layer_grafting", "moco_v3", "moco_v3_linear", "msn", "ijepa", "ibot",
-            "ibot_full", "dino",
-        ]
-        | None
-    ) = None  # fmt: skip
+        Literal["mae", "mae_ct", "layer_grafting", "moco_v3", "msn", "ijepa", "ibot", "dino"] | None
+    ) = None
     """How the checkpoint is laid out; none: found from its content."""
 
 

@@ -27,11 +27,11 @@ PUBLISHED = [
     ("mae_ct", "maect_base16.th", "mae_ct", "mean"),
     ("mae_ct_legacy", "maectaug_base16.th", "mae_ct", "mean"),
     ("moco_v3", "vit-b-300ep.pth.tar", "moco_v3", "cls"),
-    ("moco_v3_linear", "linear-vit-b-300ep.pth.tar", "moco_v3_linear", "cls"),
+    ("moco_v3_linear", "linear-vit-b-300ep.pth.tar", "moco_v3", "cls"),
     ("layer_grafting", "checkpoint_final.pth.tar", "layer_grafting", "cls"),
     ("msn", "vitb16_600ep.pth.tar", "msn", "cls"),
     ("ibot", "checkpoint_teacher.pth", "ibot", "cls"),
-    ("ibot_full", "checkpoint.pth", "ibot_full", "cls"),
+    ("ibot_full", "checkpoint.pth", "ibot", "cls"),
     ("dino", "dino_vitbase16_pretrain.pth", "dino", "cls"),
     ("ijepa", "IN1K-vit.h.14-300e.pth.tar", "ijepa", "mean"),
 ]
