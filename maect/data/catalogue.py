@@ -97,11 +97,11 @@ CATALOGUE: dict[str, tuple[Remote, ...]] = {
     ),
     "layer_grafting_base": _weights(
         f"{_DROPBOX}/e9czo0xtivdqvff/AAC730kZx8Bj6pEIhFswpvVla/checkpoint_final.pth.tar?dl=1",
-        "layer_grafting_vitb16.pth.tar",
+        "layer_grafting_base.pth.tar",
     ),
     "layer_grafting_large": _weights(
         f"{_DROPBOX}/fk92wphgu8fq772/AABklx8vjQmDZgz8vg6BbTPWa/checkpoint_final.pth.tar?dl=1",
-        "layer_grafting_vitl16.pth.tar",
+        "layer_grafting_large.pth.tar",
     ),
     "ijepa_huge14": _weights(f"{_META}/ijepa/IN1K-vit.h.14-300e.pth.tar"),
     "ijepa_huge16_448": _weights(f"{_META}/ijepa/IN1K-vit.h.16-448px-300e.pth.tar"),
