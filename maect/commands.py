@@ -215,7 +215,9 @@ def evaluate(options: argparse.Namespace) -> None:
     from pydantic import ValidationError
 
     from maect.evaluate.store import open_record
+    from maect.launch.devices import count_devices
     from maect.recipes import PROTOCOLS, one_line
+    from maect.recipes.protocols import FineTune
 
     inputs = {
         "train": options.train_features,
@@ -229,6 +231,8 @@ def evaluate(options: argparse.Namespace) -> None:
         values = PROTOCOLS[options.protocol].model_validate(parse_settings(options.overrides))
     except ValidationError as error:
         raise one_line(error, options.protocol) from None
+    if isinstance(values, FineTune):
+        values.check_ranks(options.nodes * count_devices(options.devices))
     settings = values.model_dump(mode="json")
     encoder = sha256_file(need(options.run / "encoder.safetensors", "encoder"))
 

@@ -38,7 +38,6 @@ from maect.train.distributed import Context as TrainContext
 from maect.train.distributed import from_rank_0, start, summed
 from maect.train.engine import Engine
 from maect.train.parameters import total_steps
-from maect.train.run import check as check_batch
 from maect.train.run import find_state
 from maect.train.stages import restore_module
 from maect.train.state import Saver, remove_incomplete
@@ -95,9 +94,10 @@ def evaluate(context: Context, job: Job, settings: FineTune) -> dict[str, Any]:
     plan, stage = trainings(train, settings), stage_of(settings)
     check(train, test, plan, settings, context.world_size)
     device = start(context)
-    subsets = subset_record(train, plan)
     identity = None
     if context.rank == 0:
+        subsets = subset_record(train, plan)
+        job.notes["subsets"] = subsets
         encoder = sha256_file(job.run / "encoder.safetensors")
         data = (train.digest, test.digest, str(job.resize), subsets)
         identity = digest(settings, encoder, *data)
@@ -116,7 +116,6 @@ def evaluate(context: Context, job: Job, settings: FineTune) -> dict[str, Any]:
                 write_json(file, result)
                 shutil.rmtree(job.state / training.name / "state")
         found[training.name] = result
-    job.notes["subsets"] = subsets
     return metrics(plan, found)
 
 
@@ -157,18 +156,13 @@ def check(
         raise UserError(f"{train.directory} and {test.directory}: their classes differ")
     if len(train.class_names) < 2:
         raise UserError(f"{train.directory}: fine-tuning needs at least two classes")
-    stage = stage_of(settings)
+    settings.check_ranks(world_size)
     for training in plan:
-        try:
-            check_batch(stage, len(training.rows), world_size)
-        except UserError as error:
-            raise UserError(f"{training.name}: {error}") from None
-    share = settings.batch_size // (world_size * settings.accumulation)
-    if settings.mixes and share % 2:
-        raise UserError(
-            f"batch_size {settings.batch_size}: Mixup and CutMix pair images, and {world_size} "
-            f"ranks x accumulation {settings.accumulation} leave {share} each, an odd number"
-        )
+        if len(training.rows) < settings.batch_size:
+            raise UserError(
+                f"{training.name}: batch_size {settings.batch_size} is larger than its "
+                f"{len(training.rows)} images: an image would be in the same batch twice"
+            )
 
 
 def _train(setup: Setup, training: Training, part: Part, steps: int) -> dict[str, Any]:
@@ -276,10 +270,10 @@ def _weights_digest(model: Classifier) -> str:
 
 def subset_record(train: Index, plan: list[Training]) -> dict[str, dict[str, Any]]:
     """Size of each training's subset, and sha256 of its samples' names in the split's order."""
-    names = np.array(train.keys())
+    names = train.keys()
     found = {}
     for training in plan:
-        text = "".join(f"{name}\n" for name in names[training.rows])
+        text = "".join(f"{names[row]}\n" for row in training.rows)
         digest = hashlib.sha256(text.encode()).hexdigest()
         found[training.name] = {"images": len(training.rows), "sha256": digest}
     return found

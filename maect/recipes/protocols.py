@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from maect.errors import UserError
 from maect.recipes.settings import Settings
 
 
@@ -124,6 +125,22 @@ class FineTune(Protocol):
     def mixes(self) -> bool:
         """Whether images are mixed in pairs."""
         return bool(self.mixup or self.cutmix)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of processes that the batch does not split over.
+
+        Raises:
+            UserError: with the numbers.
+        """
+        share, rest = divmod(self.batch_size, ranks * self.accumulation)
+        parts = f"{ranks} ranks x accumulation {self.accumulation}"
+        if rest:
+            raise UserError(f"batch_size {self.batch_size} is not a multiple of {parts}")
+        if self.mixes and share % 2:
+            raise UserError(
+                f"batch_size {self.batch_size}: Mixup and CutMix pair images, and {parts} leave "
+                f"{share} each, an odd number"
+            )
 
     @model_validator(mode="after")
     def _consistent(self) -> "FineTune":

@@ -32,6 +32,10 @@ class Place:
     freeze_at: int | None = None
     results: object = None
 
+    @property
+    def local_world_size(self):
+        return self.world_size
+
     def stop_requested(self):
         return self.stop_at is not None and self.step + 1 >= self.stop_at
 
@@ -68,7 +72,9 @@ def _rank(rank, world_size, port, jobs, results, options):
     try:
         verdicts = []
         for job in jobs:
-            verdicts.append(train(Place(rank, rank, world_size, **options), **job))
+            arguments = dict(job)
+            function = arguments.pop("function", train)
+            verdicts.append(function(Place(rank, rank, world_size, **options), **arguments))
         results.put((rank, verdicts))
     except BaseException as error:
         traceback.print_exc()
@@ -122,5 +128,8 @@ class Ranks:
 
 
 def run(world_size, *jobs, log: Path, **options):
-    """Verdicts of several trainings in a row on `world_size` ranks, or the first error."""
+    """Verdicts of several trainings in a row on `world_size` ranks, or the first error.
+
+    A job is the arguments of `train`, or of what it names as `function`.
+    """
     return Ranks(world_size, list(jobs), log, **options).finish()
