@@ -142,8 +142,10 @@ def latency(cluster: Cluster, shards: str) -> None:
             time.strptime(started, "%Y-%m-%dT%H:%M:%S")
         ),
         "the ranks meet (srun, Python, submitit)": (place / "rendezvous-0.json").stat().st_mtime,
-        "torch is imported, the process group formed": (run / "recipe.json").stat().st_mtime,
-        "DeepSpeed is imported, the engine made": engine,
+        "torch and DeepSpeed are imported, the ranks connected": (run / "recipe.json")
+        .stat()
+        .st_mtime,
+        "the model and the engine are made": engine,
         "the first step is done": first,
     }
     before = ready = (PLACE / "ready").stat().st_mtime

@@ -45,7 +45,7 @@ class Table:
             "| fault | what was seen | jobs | work repeated, s |",
             "| --- | --- | ---: | ---: |",
         ]
-        version = subprocess.run(["sbatch", "--version"], capture_output=True, text=True).stdout
+        version = subprocess.run(["slurmd", "-V"], capture_output=True, text=True).stdout
         about = (
             f"Last written {time.strftime('%Y-%m-%d')}: {version.strip()}, {os.cpu_count()} cores, "
         )
