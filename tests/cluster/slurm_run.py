@@ -14,8 +14,8 @@ from slurm_cluster import ACCOUNT, Cluster
 
 HEAD = """# Faults: seen
 
-`pytest tests/cluster -m "slow or not slow" --fault-table docs/results/faults.md` wrote this table.
-It runs a real SLURM (`tests/cluster`: munge, MariaDB, slurmdbd, slurmctld, three nodes of 48 cores
+`pytest tests/cluster -m "slow or not slow" --fault-table docs/results/faults.md` writes this table
+(one test by itself renews its line). It runs a real SLURM (`tests/cluster`: munge, MariaDB, slurmdbd, slurmctld, three nodes of 48 cores
 and 4 devices that look like JUWELS Booster) on one machine. Each line is a test, and each ended
 with the result of a run that was never disturbed, bit by bit; every job id that SLURM knew was one
 that `job.json` accounts for, no job had run twice, and no process was left. Most lines are a
