@@ -15,7 +15,12 @@ from maect.files import read_json
 from maect.recipes.protocols import FineTune
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
+import ranks
 from ranks import run
+
+ranks._server.set_forkserver_preload(
+    ["maect.train.run", "deepspeed", "torch.utils.tensorboard", "maect.evaluate.fine_tune"]
+)
 
 SETTINGS = FineTune(
     epochs=2, batch_size=24, base_lr=2e-2, warmup_epochs=0.5, seeds=2, precision="fp32",
