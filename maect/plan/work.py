@@ -8,7 +8,13 @@ from typing import Any
 
 from maect.recipes import Encoder, Pretrain, Stage, Tune
 from maect.recipes.flops import block_flops, flops_per_image
-from maect.recipes.protocols import Protocol
+from maect.recipes.protocols import (
+    ColorHistogram,
+    EffectiveInvariance,
+    FineTune,
+    LinearProbe,
+    Protocol,
+)
 
 # Numbers of images of data sets whose shards are not there yet, from their publications.
 KNOWN_IMAGES = {
@@ -81,14 +87,19 @@ def evaluation_flops(
     if settings is None:
         return one * images(options.shards)
     test = one * images(options.test_shards) if options.test_shards else 0.0
-    if options.protocol in ("linear_probe", "color_histogram"):
-        return one * images(options.train_shards) * settings.epochs + test  # type: ignore[attr-defined]
-    if options.protocol == "fine_tune":
-        return 3 * one * images(options.train_shards) * settings.epochs + test  # type: ignore[attr-defined]
+    if isinstance(settings, LinearProbe | ColorHistogram):
+        return one * images(options.train_shards) * settings.epochs + test
+    if isinstance(settings, FineTune):
+        if settings.shots:  # so many labels a class, each several times
+            classes = len(read(options.train_shards / "index.json").get("class_names", [])) or 1000
+            labels: float = settings.splits * sum(settings.shots) * classes
+            return 3 * one * labels * settings.epochs + test
+        labels = settings.fraction * images(options.train_shards)
+        return settings.seeds * (3 * one * labels * settings.epochs + test)
     if options.protocol == "robustness":
         return sum(one * images(Path(part.partition("=")[2])) for part in options.split)
-    if options.protocol == "effective_invariance":
-        return test * (4 + settings.draws)  # type: ignore[attr-defined]
+    if isinstance(settings, EffectiveInvariance):
+        return test * (4 + settings.draws)  # as it is, and turned three times
     return None
 
 

@@ -16,6 +16,7 @@ from maect.plan.jobs import REQUEUED, START, Job, critical_path, make_plan
 from maect.plan.speed import Device, measured
 from maect.plan.text import lines
 from maect.recipes import load_encoder, load_recipe
+from maect.recipes.protocols import EffectiveInvariance, FineTune, Knn, LinearProbe
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
 HEAD = "results/digits/runs/head_min_tiny/encoder.safetensors"
@@ -172,3 +173,27 @@ def test_planning_needs_no_torch() -> None:
 def test_an_unknown_device() -> None:
     with pytest.raises(UserError, match="--device Abacus: its peak is not known"):
         _ = Device("Abacus").rate
+
+
+def test_operations_of_evaluations(here: Path) -> None:
+    """Passes over images times what one pass over one image takes."""
+    encoder = load_encoder("tiny")
+    one = work.encode_flops(encoder)
+    parse = build_parser().parse_args
+
+    def flops(words: str, settings: Any) -> float | None:
+        return work.evaluation_flops(parse(words.split()), settings, encoder)
+
+    shard = "shards/digits"
+    words = f"runs/r --out o.json --train-shards {shard}/train --test-shards {shard}/val"
+    assert flops(f"features runs/r --shards {shard}/val --out f", None) == 500 * one
+    probe = LinearProbe(epochs=10)
+    assert flops(f"evaluate linear_probe {words}", probe) == pytest.approx((12_970 + 500) * one)
+    tuned = FineTune(epochs=4, warmup_epochs=1, fraction=0.1, seeds=2)
+    whole = 2 * (3 * 0.1 * 1_297 * 4 + 500)
+    assert flops(f"evaluate fine_tune {words}", tuned) == pytest.approx(whole * one)
+    turned = EffectiveInvariance(draws=3)
+    assert flops(f"evaluate effective_invariance {words}", turned) == 7 * 500 * one
+    assert flops("evaluate knn runs/r --out o.json", Knn()) is None
+    with pytest.raises(KeyError, match="mine train"):
+        flops("features runs/r --shards shards/mine/train --out f", None)

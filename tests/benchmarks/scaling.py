@@ -1,0 +1,191 @@
+"""Step time of each stage from 1 to 1,024 GPUs by a model, and the model against 1, 2 and 4 ranks.
+
+    python tests/benchmarks/scaling.py [--size large] [--stage pretrain] [--zero 1]   the table
+    python tests/benchmarks/scaling.py --measure [--rounds 3]                 the check, here
+
+docs/scaling.md says where each constant is from.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from maect.plan.work import parameters
+from maect.recipes import Encoder, Head, Pretrain, Stage, Tune, load_encoder, load_recipe
+from maect.recipes.flops import flops_per_image
+
+RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
+GLOO, GLOO_LATENCY = 0.4e9, 200e-6  # bytes/s and seconds of gloo here, from `maect doctor`
+IMAGE_BYTES = 147_897_477_120 / 1_281_167  # ILSVRC2012_img_train.tar
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Constants of a machine; the defaults are JUWELS Booster's.
+
+    Attributes:
+        rate: FLOP/s of a rank that computes well.
+        launch: seconds that the host needs for one kernel.
+        node: ranks of a node.
+        inside, between: bus bandwidth of collectives within a node and between nodes, bytes/s.
+        memory: bytes/s that a rank reads of its own memory.
+        latency: seconds of the smallest collective between two ranks, and of each doubling.
+        cores: CPU cores of a rank, each decoding `decode` images (two views) a second.
+        read: bytes/s that a node reads from the file system; `shared`: that all nodes read.
+    """
+
+    rate: float = 0.35 * 312e12
+    launch: float = 5e-6
+    node: int = 4
+    inside: float = 200e9
+    between: float = 80e9
+    memory: float = 1.555e12
+    latency: float = 15e-6
+    cores: int = 12
+    decode: float = 350.0
+    read: float = 2e9
+    shared: float = 200e9
+
+
+def learning(stage: Stage, encoder: Encoder) -> float:
+    """Weights that have gradients."""
+    total = 0.0
+    if isinstance(stage, Pretrain):
+        width = encoder.decoder_width
+        total = parameters(encoder) + encoder.decoder_depth * (12 * width**2 + 13 * width)
+    elif isinstance(stage, Tune):
+        total = parameters(encoder) * (1 - stage.frozen_blocks / encoder.depth)
+    head = getattr(stage, "head", None)
+    if head is not None:
+        hidden = head.projector_hidden
+        total += encoder.width * hidden + hidden**2 + hidden * head.embedding
+        total += 2 * head.embedding * head.predictor_hidden
+    return total
+
+
+def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[str, float]:
+    """Seconds of each part of a step."""
+    m, images = machine, stage.batch_size / ranks
+    compute = flops_per_image(stage, encoder) * images / m.rate
+    blocks = encoder.depth + (encoder.decoder_depth if isinstance(stage, Pretrain) else 0)
+    frozen = encoder.depth if isinstance(stage, Head) else getattr(stage, "frozen_blocks", 0)
+    kernels = 20 * frozen + 60 * (blocks - frozen) + 300
+    others = (ranks - 1) / ranks
+    bus = m.inside if ranks <= m.node else m.between
+    latency = m.latency * math.log2(ranks) if ranks > 1 else 0.0
+    volumes = {0: 2, 1: 2, 2: 2, 3: 3}[stage.zero_stage]  # gradients out, weights back (3: twice)
+    out = {
+        "compute": compute,
+        "launches": m.launch * kernels,
+        "ZeRO": volumes * (4 * learning(stage, encoder) * others / bus + 2 * latency),
+        "BatchNorm": 0.0,
+        "negatives": 0.0,
+        "queue": 0.0,
+        "loader": images / (m.cores * m.decode) * stage.views / 2,
+        "reading": max(
+            images * min(ranks, m.node) * IMAGE_BYTES / m.read,
+            stage.batch_size * IMAGE_BYTES / m.shared,
+        ),
+    }
+    head = getattr(stage, "head", None)
+    if head is not None:
+        norms = 2 * 4 + (3 if head.projector_ema else 0)  # there and back; an EMA only there
+        out["BatchNorm"] = norms * latency
+        rows = stage.batch_size * head.embedding * 4
+        # Predictions of two views gathered, their gradients reduced, one view into the queue.
+        out["negatives"] = (2 + 2 * 2 + 1) * rows * others / bus + 4 * latency
+        # Its products are counted as computing; what is left is reading it once a view.
+        out["queue"] = stage.views * head.queue_size * head.embedding * 4 / m.memory
+    return out
+
+
+def step(parts: dict[str, float]) -> float:
+    """Seconds of a step: the loader and the file system work ahead, the rest follows itself."""
+    device = max(parts["compute"], parts["launches"])
+    device += sum(parts[name] for name in ("ZeRO", "BatchNorm", "negatives", "queue"))
+    return max(device, parts["loader"], parts["reading"])
+
+
+def table(name: str, size: str, machine: Machine, zero: int) -> list[str]:
+    """A line for each number of ranks that divides the batch."""
+    stage, encoder = load_recipe(RECIPES[name], size, {"zero_stage": zero}), load_encoder(size)
+    rows = []
+    for ranks in (2**power for power in range(11)):
+        if stage.batch_size % ranks:
+            continue
+        parts = terms(stage, encoder, ranks, machine)
+        seconds = step(parts)
+        one = step(terms(stage, encoder, 1, machine))
+        first = max(parts, key=lambda part: parts[part])
+        shown = " ".join(f"{1000 * value:9.2f}" for value in parts.values())
+        rows.append(
+            f"{ranks:5d} {stage.batch_size // ranks:6d} {shown} {1000 * seconds:9.2f} "
+            f"{one / seconds / ranks:6.0%}  {first}"
+        )
+    names = " ".join(f"{part:>9}" for part in parts)
+    return [f"{name} {size}, ms", f"ranks images {names}      step  effic  largest", *rows]
+
+
+def measure(rounds: int) -> list[str]:
+    """Steps of `tiny` on 1, 2 and 4 gloo ranks of this machine against the model."""
+    with tempfile.TemporaryDirectory() as place:
+        images, shards = Path(place, "images"), Path(place, "shards")
+        run("retrieve", "digits", str(images))
+        run("shard", str(images / "train"), str(shards))
+        seconds: dict[int, list[float]] = {1: [], 2: [], 4: []}
+        for number in range(rounds):
+            for ranks in seconds:
+                out = Path(place, f"run-{ranks}-{number}")
+                run(
+                    "pretrain", str(out), "--shards", str(shards), "--recipe", "mae",
+                    "--size", "tiny", "--set", "epochs=4", "--devices", str(ranks), "--cpus", "1",
+                )  # fmt: skip
+                lines = (out / "metrics.jsonl").read_text().splitlines()
+                speeds = [json.loads(line)["timing"]["images_per_second"] for line in lines]
+                seconds[ranks].append(256 / statistics.median(speeds[len(speeds) // 2 :]))
+    best = {ranks: min(values) for ranks, values in seconds.items()}
+    stage, encoder = load_recipe("mae", "tiny", {}), load_encoder("tiny")
+    # One constant is fitted, the speed of one rank; two cores are what there is.
+    rate = flops_per_image(stage, encoder) * stage.batch_size / best[1]
+    out_lines = [f"{'ranks':>5} {'measured ms':>12} {'model ms':>9} {'measured':>9} {'model':>6}"]
+    for ranks, value in best.items():
+        here = Machine(
+            rate * min(1, 2 / ranks), 0.0, 8, inside=GLOO, latency=GLOO_LATENCY, cores=1, decode=1e6
+        )
+        model = step(terms(stage, encoder, ranks, here))
+        out_lines.append(
+            f"{ranks:5d} {1000 * value:12.1f} {1000 * model:9.1f} "
+            f"{best[1] / value:8.2f}x {best[1] / model:5.2f}x"
+        )
+    return out_lines
+
+
+def run(*words: str) -> None:
+    """A `maect` command that must succeed."""
+    subprocess.run([sys.executable, "-m", "maect", *words], check=True, capture_output=True)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--size", default="large")
+    parser.add_argument("--stage", choices=RECIPES, action="append")
+    parser.add_argument("--zero", type=int, default=1)
+    parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    if options.measure:
+        print(*measure(options.rounds), sep="\n")
+        return
+    for name in options.stage or RECIPES:
+        print(*table(name, options.size, Machine(), options.zero), "", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
