@@ -1,5 +1,7 @@
 """Jobs on SLURM: the truth is in squeue, then in sacct; a question that fails is no verdict."""
 
+import os
+import re
 import time
 from pathlib import Path
 
@@ -7,13 +9,16 @@ from maect.launch import record, squeue
 from maect.launch.local import marked
 from maect.launch.record import Job
 from maect.launch.state import State
-from maect.launch.submit import NO_ANSWER
+from maect.launch.submit import ATTEMPT, NO_ANSWER
 
+LOG_BYTES = 65536
 RUNNING = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT"}
 RUNNING |= {"SIGNALING", "RESIZING"}
 PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
 MAY_RETURN = {"NODE_FAIL", "PREEMPTED"}  # SLURM puts such jobs back under the same id
 TEARDOWN = 30.0  # seconds for the ranks to return after the completion record was written
+BROKEN_GRACE = 60.0  # seconds for SLURM to end a job that has lost a rank
+TASK_ENDED = re.compile(rb"^srun: error: .*\btasks? [\d,-]+: ", re.MULTILINE)
 FORGOTTEN = 600.0  # seconds after which a job that squeue does not know is gone, whatever sacct
 SUBMISSION_FAILURES_THAT_PASS = (
     "Unable to contact slurm controller",
@@ -28,6 +33,7 @@ SUBMISSION_FAILURES_THAT_PASS = (
 
 _first_look: dict[str, float] = {}
 _missing_since: dict[str, float] = {}
+_broken_since: dict[str, float] = {}
 _sacct: dict[str, tuple[float, State]] = {}
 
 
@@ -48,6 +54,10 @@ def state(folder: Path, job: Job) -> State:
     if job.id in answer.jobs:
         _missing_since.pop(job.id, None)
         word, reason, _ = answer.jobs[job.id]
+        if word != "RUNNING" or not _lost_a_rank(folder, job):
+            _broken_since.pop(job.id, None)
+        elif time.monotonic() - _broken_since.setdefault(job.id, time.monotonic()) > BROKEN_GRACE:
+            return State("ended", "it lost a rank, and SLURM did not end it")
         return _state(word, reason)
     since = _missing_since.setdefault(job.id, time.monotonic())
     if time.monotonic() - since > FORGOTTEN:
@@ -98,6 +108,21 @@ def _state(word: str, reason: str) -> State:
     if word in MAY_RETURN:
         return State("ended", text, grace=2 * squeue.interval())
     return State("ended", text, grace=1.0, final=word.startswith("CANCELLED"))
+
+
+def _lost_a_rank(folder: Path, job: Job) -> bool:
+    """Whether srun said that a rank of this attempt ended badly.
+
+    It then asks the controller to end the others, and only once: while the controller is away they
+    go on waiting for the lost one.
+    """
+    try:
+        with record.log(folder, job, 0).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            attempt = file.read().rpartition(ATTEMPT.encode())[2]
+    except OSError:
+        return False
+    return TASK_ENDED.search(attempt) is not None
 
 
 def _ask_sacct(job_id: str) -> State:

@@ -16,6 +16,7 @@ from maect.launch.record import Job
 from maect.launch.resources import Resources, Task
 
 PATIENCE = 300.0  # seconds for sbatch, which itself gives up on a controller after about 100
+ATTEMPT = "maect: attempt"  # begins each attempt of a SLURM job in its log
 NO_ANSWER = "the submission did not end within"
 MARK = "MAECT_JOB"  # in the environment of every process of a job: the job's unique name
 FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "MAECT_JOB")
@@ -98,7 +99,8 @@ def slurm(resources: Resources, job: Job, folder: Path) -> dict[str, Any]:
     ours = environment(job.name, resources.cpus)
     names = (MARK, "PYTHONPATH", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
     # Exported once more: a site may start jobs without the submitter's environment.
-    setup = [f"export {name}={shlex.quote(ours[name])}" for name in names]
+    setup = [f'echo "{ATTEMPT} ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST"']
+    setup += [f"export {name}={shlex.quote(ours[name])}" for name in names]
     if resources.setup:
         setup.append(f"source {shlex.quote(resources.setup)} || exit 1")
     parameters: dict[str, Any] = {

@@ -51,7 +51,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
-    for memory in (slurm._first_look, slurm._missing_since, slurm._sacct):
+    for memory in (slurm._first_look, slurm._missing_since, slurm._broken_since, slurm._sacct):
         memory.clear()
     return commands
 
@@ -142,6 +142,28 @@ def test_submitter_whose_clock_was_ahead_is_answered(tmp_path, commands, job):
     slurm.state(tmp_path, job)
     time.sleep(1.1)
     assert slurm.state(tmp_path, job).phase == "running"
+
+
+@pytest.mark.parametrize(
+    "log, phase",
+    [
+        ("maect: attempt 0 on n1\nsrun: error: n1: task 3: Killed\n", "ended"),
+        (
+            "maect: attempt 0 on n1\nsrun: error: n1: tasks 0-1,3: Exited with exit code 1\n",
+            "ended",
+        ),
+        ("maect: attempt 0 on n1\nsrun: error: n1: task 3: Killed\nmaect: attempt 1\n", "running"),
+        ("maect: attempt 0 on n1\ntasks 3: srun: error: of mine\n", "running"),
+    ],
+)
+def test_job_that_lost_a_rank_and_is_not_ended(tmp_path, commands, job, log, phase, monkeypatch):
+    monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)
+    commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
+    record.place(tmp_path, job).mkdir(parents=True)
+    record.log(tmp_path, job, 0).write_text(log)
+    assert slurm.state(tmp_path, job).phase == "running"
+    time.sleep(0.3)
+    assert slurm.state(tmp_path, job).phase == phase
 
 
 def take_over(run) -> None:
