@@ -216,6 +216,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
     from maect.evaluate.store import open_record
     from maect.launch.devices import count_devices
+    from maect.plan.nodes import fixed_nodes
     from maect.recipes import PROTOCOLS, one_line
     from maect.recipes.protocols import FineTune
 
@@ -232,7 +233,7 @@ def evaluate(options: argparse.Namespace) -> None:
     except ValidationError as error:
         raise one_line(error, options.protocol) from None
     if isinstance(values, FineTune):
-        values.check_ranks(options.nodes * count_devices(options.devices))
+        values.check_ranks(fixed_nodes(options.nodes) * count_devices(options.devices))
     settings = values.model_dump(mode="json")
     encoder = sha256_file(need(options.run / "encoder.safetensors", "encoder"))
 
