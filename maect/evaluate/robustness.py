@@ -25,7 +25,8 @@ def evaluate(context: Context, job: Job, settings: Robustness) -> dict[str, Any]
     """Accuracy in percent on each of `settings.splits`, by its name; and how many classes it has.
 
     Raises:
-        UserError: a split that was not given, unlabelled images, or a probe that does not fit.
+        UserError: a split that was not given, unlabelled images or those of one class only, or a
+            probe that does not fit.
     """
     missing = [name for name in settings.splits if name not in job.splits]
     if missing:
@@ -35,6 +36,9 @@ def evaluate(context: Context, job: Job, settings: Robustness) -> dict[str, Any]
     for index in indexes.values():
         classifier.check(index)
     classes = {name: np.unique(index.labels) for name, index in indexes.items()}
+    single = [name for name, found in classes.items() if len(found) < 2]
+    if single:
+        raise UserError(f"{job.splits[single[0]]}: images of one class, which any classifier finds")
     with ranks.process_group(context):
         accuracies = {
             name: _accuracy(context, job, classifier, index, torch.from_numpy(classes[name]))

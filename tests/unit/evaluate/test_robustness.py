@@ -85,6 +85,10 @@ def test_only_the_classes_that_occur_take_part(
     assert metrics["val"] == pytest.approx(100 * np.mean(predicted == labels))
     assert metrics["val"] > 100 * np.mean(p.argmax(1) == labels)
     assert metrics["classes"] == {"val": 3}
+    single = index.rows[index.labels == 7]
+    monkeypatch.setattr(robustness, "open_index", lambda _: replace(index, rows=single))
+    with pytest.raises(UserError, match="val: images of one class"):
+        robustness.evaluate(rank, probed, Robustness(splits=("val",), **FULL))
 
 
 def test_what_does_not_belong_together_is_refused(
