@@ -81,7 +81,7 @@ def knn(full: bool, folder: Path) -> None:
 
     from maect.evaluate.knn import nearest, normalize
 
-    n, q, width, k = (100_000, 50_000, 768, 20) if full else (30_000, 15_000, 768, 20)
+    n, q, width, k = (100_000, 50_000, 768, 20) if full else (20_000, 8_000, 768, 20)
     rows, labels = blobs(n, width, 1000, 0)
     queries, _ = blobs(q, width, 1000, 1)
     train = stored(folder, rows, labels)
@@ -164,7 +164,7 @@ def probe(full: bool, folder: Path) -> None:
 
     from maect.evaluate.heads import Heads
 
-    side, steps, size = (224, 8, 128) if full else (96, 4, 64)
+    side, steps, size = (224, 8, 128) if full else (96, 2, 32)
     encoder = VisionTransformer(
         img_size=side, patch_size=16, embed_dim=384, depth=12, num_heads=6, num_classes=0
     ).eval()
