@@ -119,7 +119,9 @@ def test_controller_away_is_no_verdict(run, seconds):
     else:
         words = run.wait(launcher)
         fault = "slurmctld away for two minutes, a rank killed meanwhile"
-        run.undisturbed(steps, fault, "no verdict until it was back, then submitted again")
+        run.undisturbed(
+            steps, fault, "ended once it was back, since SLURM had not; submitted again"
+        )
         assert len(run.jobs()) == 2, words
 
 
