@@ -127,9 +127,8 @@ def to_html(
 def claims_page(frame: pd.DataFrame) -> str:
     """The verdicts of `claims_table` as a page."""
     counts = frame["verdict"].value_counts()
-    summary = ", ".join(
-        f"{counts[v]} {v}" for v in ("holds", "fails", "not measured") if v in counts
-    )
+    words = {"holds": "hold", "fails": "fail", "not measured": "not measured"}
+    summary = ", ".join(f"{counts[v]} {word}" for v, word in words.items() if v in counts)
     rows = []
     for line in frame.to_dict("records"):
         text = {key: html.escape(str(value)) for key, value in line.items()}
