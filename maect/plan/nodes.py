@@ -7,7 +7,7 @@ from maect.recipes import Encoder, Stage
 from maect.recipes.flops import flops_per_image
 
 # Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step
-# costs on any number of ranks (gradients, launches) is more than a quarter of it: docs/scaling.md.
+# costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.
 WORTH_A_RANK = 1e13
 
 

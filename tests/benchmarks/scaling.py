@@ -1,7 +1,8 @@
 """Step time of each stage from 1 to 1,024 GPUs by a model, and the model against 1, 2 and 4 ranks.
 
     python tests/benchmarks/scaling.py [--size large] [--stage pretrain] [--zero 1]   the table
-    python tests/benchmarks/scaling.py --measure [--rounds 3]                 the check, here
+    python tests/benchmarks/scaling.py --measure [--rounds 3]                 times, here
+    python tests/benchmarks/scaling.py --volumes                              bytes exchanged, here
 
 docs/scaling.md says where each constant is from.
 """
@@ -9,12 +10,15 @@ docs/scaling.md says where each constant is from.
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from maect.plan.work import parameters
 from maect.recipes import Encoder, Head, Pretrain, Stage, Tune, load_encoder, load_recipe
@@ -79,7 +83,9 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
     others = (ranks - 1) / ranks
     bus = m.inside if ranks <= m.node else m.between
     latency = m.latency * math.log2(ranks) if ranks > 1 else 0.0
-    volumes = {0: 2, 1: 2, 2: 2, 3: 3}[stage.zero_stage]  # gradients out, weights back (3: twice)
+    # Gradients all-reduced (twice their size), weights gathered; ZeRO 3 scatters gradients and
+    # gathers the weights for each pass.
+    volumes = {0: 2, 1: 3, 2: 3, 3: 3}[stage.zero_stage]
     out = {
         "compute": compute,
         "launches": m.launch * kernels,
@@ -166,6 +172,75 @@ def measure(rounds: int) -> list[str]:
     return out_lines
 
 
+def count(context: Any, out: str, **arguments: Any) -> str:
+    """A training whose rank 0 counts the bytes of its collectives, by kind; runs on every rank."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from maect.train.run import train
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+        verdict = train(context, **arguments)
+    bytes_of: dict[str, float] = {}
+    for event in seen.key_averages(group_by_input_shape=True):
+        if event.key.startswith("c10d::"):
+            # The largest tensor: what is gathered, reduced, or to be scattered.
+            sizes = [math.prod(shape) for shape in _shapes(event.input_shapes)]
+            bytes_of[event.key] = (
+                bytes_of.get(event.key, 0) + 4 * max(sizes, default=0) * event.count
+            )
+    if context.rank == 0:
+        Path(out).write_text(json.dumps(bytes_of))
+    return verdict
+
+
+def _shapes(found: list[Any]) -> Iterator[list[int]]:
+    """All shapes in a nested list of them."""
+    for shape in found:
+        if shape and isinstance(shape[0], list):
+            yield from _shapes(shape)
+        elif shape:
+            yield shape
+
+
+def volumes() -> list[str]:
+    """Bytes of weights that a step gathers on 2 and 4 ranks, counted, against the model's.
+
+    The profiler does not tell the size of an all-reduce; that gradients take one shows its name.
+    """
+    from maect.launch import Resources, Task, launch
+
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    encoder, lines = load_encoder("tiny"), ["ranks  counted kB  model kB  collectives"]
+    with tempfile.TemporaryDirectory() as place:
+        images, shards = Path(place, "images"), Path(place, "shards")
+        run("retrieve", "digits", str(images))
+        run("shard", str(images / "train"), str(shards))
+        for ranks in (2, 4):
+            gathered = []
+            for epochs in (1, 2):  # the difference is five steps, without start and end
+                folder = Path(place, f"{ranks}-{epochs}")
+                counted = folder / "count.json"
+                folder.mkdir()
+                stage = load_recipe("mae", "tiny", {"epochs": epochs})
+                arguments = {
+                    "out": str(counted), "folder": str(folder), "shards": str(shards),
+                    "stage": "pretrain", "settings": stage.model_dump(mode="json"),
+                    "encoder": encoder.model_dump(mode="json"), "seed": 0,
+                }  # fmt: skip
+                launch(
+                    Task("scaling:count", arguments), folder, Resources(devices=ranks),
+                    is_done=counted.exists, describe=folder.name,
+                )  # fmt: skip
+                kinds = json.loads(counted.read_text())
+                gathered.append(kinds["c10d::_allgather_base_"])
+            kilobytes = (gathered[1] - gathered[0]) / 5 / 1000
+            names = ", ".join(sorted(kinds))
+            lines.append(
+                f"{ranks:5d} {kilobytes:11.1f} {4 * learning(stage, encoder) / 1000:9.1f}  {names}"
+            )
+    return lines
+
+
 def run(*words: str) -> None:
     """A `maect` command that must succeed."""
     subprocess.run([sys.executable, "-m", "maect", *words], check=True, capture_output=True)
@@ -178,8 +253,12 @@ def main() -> None:
     parser.add_argument("--stage", choices=RECIPES, action="append")
     parser.add_argument("--zero", type=int, default=1)
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--volumes", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    if options.volumes:
+        print(*volumes(), sep="\n")
+        return
     if options.measure:
         print(*measure(options.rounds), sep="\n")
         return
