@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from maect.data.subsets import fraction_rows
 from maect.errors import UserError
 from maect.evaluate import logistic, low_shot
 from maect.evaluate.job import Job
@@ -114,6 +115,21 @@ def test_whole_protocol_agrees_with_scikit_learn(job: Job, rank: Rank) -> None:
         assert metrics[f"low_shot_{shots}_splits"] == pytest.approx(expected)
         assert metrics[f"low_shot_{shots}"] == pytest.approx(np.mean(expected))
     assert metrics["low_shot_5"] > metrics["low_shot_1"]
+
+
+def test_fractions_of_the_labels(job: Job, rank: Rank) -> None:
+    train, test = open_features(job.train), open_features(job.test)
+    settings = LowShot(shots=(), fractions=(0.1, 1.0), l2=0.05, solver="lbfgs")
+    metrics = low_shot.evaluate(rank, job, settings)
+    for name, ids in (
+        ("low_shot_10pct", fraction_rows(train.labels, 0.1, 0)),
+        ("low_shot_100pct", np.arange(train.n)),
+    ):
+        weights = scikit(logistic.prepare(train.take(ids)), train.labels[ids], 0.05 / len(ids))
+        found = (logistic.prepare(test.all()) @ weights).argmax(1)
+        assert metrics[name] == pytest.approx(100 * np.mean(found == test.labels))
+        assert metrics[f"{name}_converged"]
+    assert metrics["low_shot_100pct"] > metrics["low_shot_10pct"] > 30
 
 
 def test_threads_do_not_matter(job: Job) -> None:
