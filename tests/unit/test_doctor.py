@@ -1,4 +1,4 @@
-"""`maect doctor`: each fault is a line with its cure. Its job: tests/cluster/test_doctor.py."""
+"""`maect doctor`: each fault is a line with its cure. Its job: tests/cluster/test_site.py."""
 
 from pathlib import Path
 from typing import Any
