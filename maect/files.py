@@ -11,6 +11,9 @@ from typing import Any
 
 from maect.errors import UserError
 
+UMASK = os.umask(0)
+os.umask(UMASK)
+
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
@@ -24,6 +27,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         yield temporary
+        # safetensors makes files that nobody else in a project may read.
+        os.chmod(temporary, 0o666 & ~UMASK)
         fsync_path(temporary)
         os.replace(temporary, path)
         fsync_path(path.parent)

@@ -95,7 +95,7 @@ rule claims:
         ENVIRONMENT
     params:
         rows=rows_of(*TABLES),
-        runs=f"{ROOT}/runs",
+        runs=lambda w, input: Path(input.records[0]).parents[1],
     message:
         "Claims"
     shell:
