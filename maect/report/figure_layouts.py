@@ -51,6 +51,7 @@ def report_labels(name: str, figure: bool) -> dict[str, str]:
     """How the report lists a table or a figure: sorted by text, this is the paper's order."""
     one = FIGURE_LAYOUTS[name] if figure else layout(name)
     kind, _, number = one.paper.partition(" ")
-    # A space sorts before a digit.
-    paper = f"{kind} {number:>2}" if number else "not in the paper"
-    return {"paper": paper, "figure" if figure else "table": one.title}
+    # A space sorts before a digit. One label only: of two, Snakemake makes one a switch where
+    # there are two results, and then shows nothing.
+    text = f"{kind} {number:>2}: {one.title}" if number else f"{one.title} (not in the paper)"
+    return {"figure" if figure else "table": text}

@@ -118,11 +118,11 @@ def test_names_are_known():
 
 def test_the_report_lists_in_the_papers_order():
     """Sorted as text, which is how Snakemake's report does it."""
-    tables = [report_labels(name, figure=False)["paper"] for name in LAYOUTS]
+    tables = [report_labels(name, figure=False)["table"] for name in LAYOUTS]
     assert tables == sorted(tables) and len(set(tables)) == len(tables)
-    figures = [report_labels(name, figure=True)["paper"] for name in FIGURE_LAYOUTS]
+    figures = [report_labels(name, figure=True)["figure"] for name in FIGURE_LAYOUTS]
     assert figures == sorted(figures)
-    assert [text.split()[-1] for text in figures[:3]] == ["1", "2", "3"]
+    assert [text.split()[1] for text in figures[:3]] == ["1:", "2:", "3:"]
 
 
 def test_wrong_retrievals_are_framed(results, tmp_path):
