@@ -87,7 +87,9 @@ class Experiment:
         if not NAME.fullmatch(name):
             raise self._error(f"protocols: {name!r} is not a name (letters, digits, _ and -)")
         try:
-            return load_evaluation(name, size, self.spec.protocols.get(name))
+            given = self.spec.protocols.get(name, {})
+            filled = {k: fill_path(v) if isinstance(v, str) else v for k, v in given.items()}
+            return load_evaluation(name, size, filled)
         except UserError as error:
             raise self._error(f"protocols: {error}") from None
 

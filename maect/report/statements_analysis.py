@@ -4,7 +4,7 @@ import itertools
 
 from maect.report.statements import FEATURES, LOW_SHOT, Statement, each
 
-_MAE = "reimplementation.large"
+_MAE = "reimplementation.*"
 _SHIFTED = ("imagenet_v2", "imagenet_r", "imagenet_sketch", "imagenet_a")
 _SENSITIVITY = (
     "epochs_10", "epochs_30", "trainable_6", "trainable_15", "trainable_18", "encoder_ema_0.0",
@@ -19,7 +19,7 @@ ANALYSIS: tuple[Statement, ...] = (
         "then the missing neighbour lookup.",
         "section 4.4, table 3",
         tuple(
-            f"ablation.large.{better}.{metric} > ablation.large.{worse}.{metric}"
+            f"ablation.*.{better}.{metric} > ablation.*.{worse}.{metric}"
             for metric in FEATURES
             for better, worse in (
                 ("ct_min_k1", "ct_min_k1_masked"),
@@ -33,17 +33,17 @@ ANALYSIS: tuple[Statement, ...] = (
         "With crop and flip only and without the lookup, tuning makes the features worse than "
         "MAE's.",
         "section 4.4, tables 3 and 4",
-        each("ablation.large.ct_min_k1_no_lookup.{} < combined.large.mae.{}", *FEATURES),
+        each("ablation.*.ct_min_k1_no_lookup.{} < combined.*.mae.{}", *FEATURES),
     ),
     Statement(
         "combined_helps_little",
         "Training both objectives together improves on MAE, by less than half of what tuning adds.",
         "section 4.4, table 4",
         (
-            *each("combined.large.combined.{} > combined.large.mae.{}", *FEATURES),
+            *each("combined.*.combined.{} > combined.*.mae.{}", *FEATURES),
             *each(
-                "2 * (combined.large.combined.{} - combined.large.mae.{})"
-                " < combined.large.ct_min_k1.{} - combined.large.mae.{}",
+                "2 * (combined.*.combined.{} - combined.*.mae.{})"
+                " < combined.*.ct_min_k1.{} - combined.*.mae.{}",
                 *FEATURES,
             ),
         ),
@@ -54,7 +54,7 @@ ANALYSIS: tuple[Statement, ...] = (
         "afterwards.",
         "section 4.4, table 4",
         tuple(
-            f"combined.large.ct_min_k1.{metric} > combined.large.{other}.{metric}"
+            f"combined.*.ct_min_k1.{metric} > combined.*.{other}.{metric}"
             for metric in FEATURES
             for other in ("combined_ct", "combined_ct_skip", "detached_ct_skip")
         ),
@@ -63,7 +63,7 @@ ANALYSIS: tuple[Statement, ...] = (
         "fresh_head_is_better",
         "After combined pre-training a newly initialised head tunes better than the one it brings.",
         "section 4.4, table 4",
-        each("combined.large.combined_ct.{} > combined.large.combined_ct_skip.{}", *FEATURES),
+        each("combined.*.combined_ct.{} > combined.*.combined_ct_skip.{}", *FEATURES),
     ),
     Statement(
         "shortcut_features",
@@ -71,11 +71,9 @@ ANALYSIS: tuple[Statement, ...] = (
         "only a part.",
         "section 4.4, figure 5",
         (
-            "color_histogram.large.combined.error_last < color_histogram.large.mae.error_last",
-            "color_histogram.large.combined_ct.error_last"
-            " > color_histogram.large.combined.error_last",
-            "color_histogram.large.combined_ct.error_last"
-            " < color_histogram.large.ct_min.error_last",
+            "color_histogram.*.combined.error_last < color_histogram.*.mae.error_last",
+            "color_histogram.*.combined_ct.error_last > color_histogram.*.combined.error_last",
+            "color_histogram.*.combined_ct.error_last < color_histogram.*.ct_min.error_last",
         ),
     ),
     Statement(
@@ -83,7 +81,7 @@ ANALYSIS: tuple[Statement, ...] = (
         "Tuning improves on MAE on every shifted test set, for every k and augmentation.",
         "section 4.4, table 5",
         tuple(
-            f"robustness.large.{method}.{metric} > robustness.large.mae.{metric}"
+            f"robustness.*.{method}.{metric} > robustness.*.mae.{metric}"
             for metric in _SHIFTED
             for method in ("ct_min_k1", "ct_min_k10", "ct_min", "ct_min_k30", "ct_aug")
         ),
@@ -93,7 +91,7 @@ ANALYSIS: tuple[Statement, ...] = (
         "A lookup among several neighbours is more robust than the nearest one alone.",
         "section 4.4, table 5",
         tuple(
-            f"robustness.large.{method}.{metric} > robustness.large.ct_min_k1.{metric}"
+            f"robustness.*.{method}.{metric} > robustness.*.ct_min_k1.{metric}"
             for metric in _SHIFTED
             for method in ("ct_min_k10", "ct_min", "ct_min_k30")
         ),
@@ -104,10 +102,10 @@ ANALYSIS: tuple[Statement, ...] = (
         "Sketch, A).",
         "section 4.4, table 5",
         (
-            *each("robustness.large.ct_aug.{} > robustness.large.ct_min.{}", *_SHIFTED),
+            *each("robustness.*.ct_aug.{} > robustness.*.ct_min.{}", *_SHIFTED),
             *(
-                f"robustness.large.ct_aug.{far} / robustness.large.ct_min.{far}"
-                f" > robustness.large.ct_aug.{near} / robustness.large.ct_min.{near}"
+                f"robustness.*.ct_aug.{far} / robustness.*.ct_min.{far}"
+                f" > robustness.*.ct_aug.{near} / robustness.*.ct_min.{near}"
                 for near, far in itertools.pairwise(_SHIFTED)
             ),
         ),
@@ -148,7 +146,7 @@ ANALYSIS: tuple[Statement, ...] = (
         "k above 1 in the lookup raises k-NN accuracy.",
         "section 3 and appendix D, table 11",
         each(
-            "sensitivity.large.{}.knn > sensitivity.large.topk_1.knn",
+            "sensitivity.*.{}.knn > sensitivity.*.topk_1.knn",
             "topk_10",
             "topk_20",
             "topk_30",
@@ -224,7 +222,7 @@ ANALYSIS: tuple[Statement, ...] = (
         "fine-tuning, also with label smoothing.",
         "appendix D, table 16",
         each(
-            "oracle.large.ct_oracle.linear_probe > oracle.large.{}.fine_tune",
+            "oracle.*.ct_oracle.linear_probe > oracle.*.{}.fine_tune",
             "crop_flip",
             "label_smoothing",
         ),

@@ -254,3 +254,13 @@ def test_a_wrong_config_is_named(tmp_path: Path, change: dict, words: str) -> No
     file = write(tmp_path, tables=["low_shot", "extended"])
     with pytest.raises(UserError, match=re.escape(words)):
         load(file, **change)
+
+
+def test_environment_variables_in_protocols_are_filled_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAECT_LISTS", "/lists")
+    asked = [{"runs": ["mae_tiny"], "protocols": ["low_shot"]}]
+    protocols = {"low_shot": {"subsets": "$MAECT_LISTS/msn"}}
+    found = load(write(tmp_path, protocols=protocols, evaluate=asked))
+    assert found.evaluation("mae_tiny", "low_shot")[1].subsets == "/lists/msn"
