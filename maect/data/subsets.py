@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from maect.data import random
 from maect.data.imagenet import imagenet_classes
-from maect.data.index import LABEL, Index, open_index
+from maect.data.index import LABEL, open_index
 from maect.data.sources import class_folders
 from maect.errors import UserError
 from maect.files import atomic_write, read_json, sha256_file, write_json, write_text
@@ -125,37 +125,43 @@ def read_list(path: Path) -> list[str]:
     return names
 
 
-def rows_by_name(index: Index, names: Iterable[str]) -> NDArray[np.int64]:
+def rows_by_name(keys: Sequence[str], names: Iterable[str], place: Path) -> NDArray[np.int64]:
     """Rows of images given by file name, in increasing order.
 
     Args:
-        index: the split.
+        keys: names of the split's samples, in order.
         names: file names as in the original data set, with or without folder and extension.
+        place: of the split, for messages.
 
     Raises:
         UserError: names that the split does not have, or has more than once.
     """
-    by_base: dict[str, list[int]] = {}
-    for row, key in enumerate(index.keys()):
-        by_base.setdefault(key.rpartition("/")[2], []).append(row)
+    listed = [(name, *_folder_and_stem(name)) for name in names]
+    # Only those listed are looked up: a split may have millions of names.
+    rows_of: dict[str, list[int]] = {stem: [] for _, _, stem in listed}
+    for row, key in enumerate(keys):
+        if (base := key.rpartition("/")[2]) in rows_of:
+            rows_of[base].append(row)
     rows, missing = [], []
-    for name in names:
-        folder, _, base = name.rpartition("/")
-        stem = (base.rpartition(".")[0] or base).replace(".", "_")
-        found = by_base.get(stem, [])
+    for name, folder, stem in listed:
+        found = rows_of[stem]
         if folder and len(found) > 1:
-            found = [row for row in found if index.key(row) == f"{folder}/{stem}"]
+            found = [row for row in found if keys[row] == f"{folder}/{stem}"]
         if len(found) > 1:
-            raise UserError(f"{index.directory}: {name} names {len(found)} images; give the folder")
+            raise UserError(f"{place}: {name} names {len(found)} images; give the folder")
         if found:
             rows.append(found[0])
         else:
             missing.append(name)
     if missing:
-        raise UserError(
-            f"{index.directory}: lacks {len(missing)} listed images, {missing[0]} first"
-        )
+        raise UserError(f"{place}: lacks {len(missing)} listed images, {missing[0]} first")
     return np.array(sorted(rows), np.int64)
+
+
+def _folder_and_stem(name: str) -> tuple[str, str]:
+    """A key in a tar has no extension and no dot (see `maect.data.plan`)."""
+    folder, _, base = name.rpartition("/")
+    return folder, (base.rpartition(".")[0] or base).replace(".", "_")
 
 
 def balanced_rows(labels: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.data.subsets import balanced_rows, fraction_rows, read_list
+from maect.data.subsets import balanced_rows, fraction_rows, read_list, rows_by_name
 from maect.errors import UserError
 
 SHOTS_LIST = "msn_{shots}shot_split{split}.txt"
@@ -80,14 +80,7 @@ def _path(folder: str, name: str) -> Path:
 
 def _listed(train: Labelled, path: Path) -> NDArray[np.int64]:
     """Rows of the samples whose file names a list holds."""
-    # A key in a tar has no extension and no dot (see `maect.data.plan`).
-    stems = {
-        name.rpartition("/")[2].rpartition(".")[0].replace(".", "_") for name in read_list(path)
-    }
-    known = [name.rpartition("/")[2] for name in train.names()]
-    rows = np.array([i for i, name in enumerate(known) if name in stems], np.int64)
-    if len(rows) != len(stems):
-        missing = sorted(stems - set(known))
-        what = f"lacks {missing[0]}" if missing else "has a listed name twice"
-        raise UserError(f"{path}: {len(stems)} names, but {train.place} {what}")
-    return rows
+    try:
+        return rows_by_name(train.names(), read_list(path), train.place)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

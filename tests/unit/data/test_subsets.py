@@ -52,12 +52,13 @@ def test_view_of_an_unknown_class(shards: Path, tmp_path: Path) -> None:
 
 
 def test_rows_by_name(index: Index, tmp_path: Path) -> None:
-    names = [index.key(row) + ".JPEG" for row in (3, 17, 5)]
-    assert rows_by_name(index, names).tolist() == [3, 5, 17]
+    keys = index.keys()
+    names = [keys[row] + ".JPEG" for row in (3, 17, 5)]
+    assert rows_by_name(keys, names, index.directory).tolist() == [3, 5, 17]
     with pytest.raises(UserError, match=r"lacks 1 listed images, c9/000\.jpg first"):
-        rows_by_name(index, [*names, "c9/000.jpg"])
+        rows_by_name(keys, [*names, "c9/000.jpg"], index.directory)
     with pytest.raises(UserError, match="names 3 images; give the folder"):
-        rows_by_name(index, ["001.jpg"])
+        rows_by_name(keys, ["001.jpg"], index.directory)
 
 
 @pytest.mark.parametrize("per_class", [1, 2, 5])

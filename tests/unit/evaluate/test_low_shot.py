@@ -175,7 +175,7 @@ def test_lists_name_the_samples(tmp_path: Path, job: Job, rank: Rank) -> None:
     metrics = low_shot.evaluate(rank, replace(job, train=train, test=test), settings)
     assert metrics["low_shot_1"] > 50
     path.write_text("n1_77.JPEG\n")
-    with pytest.raises(UserError, match=r"split1\.txt: 1 names, but .* lacks n1_77"):
+    with pytest.raises(UserError, match=r"split1\.txt: .* lacks 1 listed images, n1_77"):
         low_shot.choose(open_features(train), 1, 1, settings)
     with pytest.raises(UserError, match=r"split2\.txt: No such file"):
         low_shot.choose(open_features(train), 1, 2, settings)
