@@ -9,7 +9,8 @@ from jinja2 import Environment, StrictUndefined
 
 from maect.report.claims import STATEMENTS, claims_table
 from maect.report.class_names import class_titles
-from maect.report.layouts import LAYOUTS
+from maect.report.figure_layouts import FIGURE_LAYOUTS
+from maect.report.layouts import LAYOUTS, UNPRINTED, layout
 from maect.report.page import claims_page
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
@@ -25,14 +26,14 @@ def rendered(name: str, **wildcards: object) -> str:
     return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
 
 
-@pytest.mark.parametrize("table", LAYOUTS)
+@pytest.mark.parametrize("table", [*LAYOUTS, *UNPRINTED])
 def test_every_table_has_a_caption(table):
     text = rendered("table.rst", table=table)
-    assert f"Paper: {LAYOUTS[table].paper.lower()}" in text.replace("&nbsp;", " ")
+    assert f"Paper: {layout(table).paper.lower()}" in text.replace("&nbsp;", " ")
 
 
 def test_figures_claims_and_the_workflow_have_one():
-    for figure in ("umap", "training_curves"):
+    for figure in FIGURE_LAYOUTS:
         assert "<p>" in rendered("figure.rst", figure=figure)
     assert "Contrastive Tuning" in rendered("workflow.rst", files=[])
     assert "not measured" in rendered("claims.rst")
