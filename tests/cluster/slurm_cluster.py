@@ -10,6 +10,7 @@ by pid.
 """
 
 import contextlib
+import fcntl
 import getpass
 import os
 import shutil
@@ -253,11 +254,15 @@ class Cluster:
         return found
 
     def _hosts(self, lines: list[str]) -> None:
-        # In place: /etc/hosts may be a bind mount, which cannot be replaced.
-        file = Path("/etc/hosts")
+        """Names of the nodes; locked, or another cluster would read what this one truncates."""
         mark = f"{MARK} {self.port}"
-        kept = [line for line in file.read_text().splitlines() if not line.endswith(mark)]
-        file.write_text("\n".join([*kept, *(f"{line} {mark}" for line in lines)]) + "\n")
+        # In place: /etc/hosts may be a bind mount, which cannot be replaced.
+        with open("/etc/hosts", "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            kept = [line for line in file.read().splitlines() if not line.endswith(mark)]
+            file.seek(0)
+            file.write("\n".join([*kept, *(f"{line} {mark}" for line in lines)]) + "\n")
+            file.truncate()
 
     def _works(self, *words: str) -> bool:
         return self._answer(*words) is not None
