@@ -28,7 +28,8 @@ class Views:
     """How long it was trained, by encoder size."""
 
 
-# Views from the methods' code (their default arguments and commands), epochs from the publications.
+# Views from the methods' code (their default arguments and commands). Epochs of MoCo v3 (B) and MSN
+# from the names of their checkpoints; those of DINO, iBOT and larger MoCo v3 were not looked up.
 METHODS = {
     "moco_v3": Views(2, 0, 2, epochs={"base": 300, "large": 300, "huge": 300}),
     "dino": Views(2, 10, 2, epochs={"base": 400}),
