@@ -122,7 +122,8 @@ class Cluster:
             data = ["--no-defaults", f"--datadir={root}/db/data", "--user=root"]
             if not (root / "db" / "data").exists():
                 flags = ["--auth-root-authentication-method=normal", "--skip-test-db"]
-                self.run("mariadb-install-db", *data, *flags, "--skip-name-resolve")
+                flags += ["--skip-name-resolve", f"--tmpdir={root}/db"]
+                self.run("mariadb-install-db", *data, *flags)
             options = [f"--socket={root}/db/sock", "--skip-networking", "--skip-grant-tables"]
             options += [f"--pid-file={root}/run/mariadb.daemon", "--performance-schema=OFF"]
             options += ["--innodb-flush-log-at-trx-commit=0", "--innodb-buffer-pool-size=64M"]
