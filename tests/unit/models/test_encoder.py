@@ -125,7 +125,8 @@ def test_checkpointing_gives_the_same_gradients():
     saving.checkpointing = True
     images = torch.randn(2, 3, 16, 16)
     for encoder in (plain, saving):
-        encoder(images).square().mean().backward()
+        # Not the squares: after the final norm their mean is constant, its gradients only rounding.
+        encoder(images).pow(3).mean().backward()
     for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
