@@ -70,6 +70,15 @@ def read_json(path: str | Path) -> Any:
         raise UserError(f"{path}: not valid JSON ({error})") from None
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A JSON mapping that others may be writing or removing; {} where there is none."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return value
+    except (OSError, ValueError):
+        return {}
+
+
 def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's content."""
     with open(path, "rb") as file:

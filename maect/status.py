@@ -9,6 +9,7 @@ from typing import Any
 
 from maect.errors import UserError
 from maect.experiment import load
+from maect.files import read_mapping
 from maect.launch import record
 from maect.launch.launcher import CLUSTERS
 from maect.launch.progress import duration, seconds_left
@@ -87,7 +88,7 @@ def evaluations(root: Path) -> Iterator[Status]:
 
 def look(folder: Path, name: str, done: bool) -> Status:
     """The state of one folder that a job works in."""
-    finished: dict[str, Any] = _read(folder / "run.json") if done else {}
+    finished: dict[str, Any] = read_mapping(folder / "run.json") if done else {}
     progress = record.progress(folder)
     job = record.read_job(folder)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
@@ -193,14 +194,6 @@ def _cells(line: Status) -> dict[str, str]:
 
 def _stage(folder: Path, job: Job) -> str:
     """What a job's request asks for; it is there before the job has begun."""
-    request = _read(record.place(folder, job) / "request.json").get("request", {})
+    request = read_mapping(record.place(folder, job) / "request.json").get("request", {})
     arguments = request.get("arguments", {})
     return str(arguments.get("stage") or arguments.get("protocol") or "features")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return value
-    except (OSError, ValueError):
-        return {}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.errors import UserError
-from maect.plan.work import read
+from maect.files import read_mapping
 from maect.recipes import Encoder
 from maect.recipes.flops import peak_flops
 
@@ -56,12 +56,12 @@ def measured(root: Path, stage: str, size: str, encoder: Encoder) -> tuple[float
     is without loader and network.
     """
     for file in sorted(root.glob("runs/*/run.json")):
-        record = read(file)
+        record = read_mapping(file)
         same = record.get("stage") == stage and record.get("encoder") == encoder.model_dump()
         if same and record.get("images_per_second") and record.get("world_size"):
             return record["images_per_second"] / record["world_size"], str(file)
     for file in sorted(root.glob("evaluations/*/*.json")):
-        result = read(file)
+        result = read_mapping(file)
         about = result.get("provenance", {}).get("protocol"), result.get("settings", {}).get("size")
         speed = result.get("metrics", {}).get("samples_per_second", {})
         if about == ("throughput", size) and stage in speed:

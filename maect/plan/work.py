@@ -1,11 +1,10 @@
 """How much there is to compute: images and operations of each job, bytes of what it leaves."""
 
-import json
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from maect.files import read_mapping
 from maect.recipes import Encoder, Pretrain, Stage, Tune
 from maect.recipes.flops import block_flops, flops_per_image
 from maect.recipes.protocols import (
@@ -49,7 +48,7 @@ class Shards:
 
 def shards(folder: Path) -> Shards:
     """Look at `shards/DATASET/SPLIT`."""
-    index, plan = read(folder / "index.json"), read(folder / "plan.json")
+    index, plan = read_mapping(folder / "index.json"), read_mapping(folder / "plan.json")
     if index:
         return Shards(index["n"], sum(shard["size"] for shard in index.get("shards", [])), True)
     dataset, split = folder.parent.name, folder.name
@@ -91,7 +90,8 @@ def evaluation_flops(
         return one * images(options.train_shards) * settings.epochs + test
     if isinstance(settings, FineTune):
         if settings.shots:  # so many labels a class, each several times
-            classes = len(read(options.train_shards / "index.json").get("class_names", [])) or 1000
+            record = read_mapping(options.train_shards / "index.json")
+            classes = len(record.get("class_names", [])) or 1000
             labels: float = settings.splits * sum(settings.shots) * classes
             return 3 * one * labels * settings.epochs + test
         labels = settings.fraction * images(options.train_shards)
@@ -134,15 +134,6 @@ def feature_bytes(encoder: Encoder, images: int) -> int:
 
 def part_done(folder: Path) -> float:
     """The part of a training that its last report has behind it."""
-    progress = read(folder / "progress.json")
+    progress = read_mapping(folder / "progress.json")
     step, steps = progress.get("step"), progress.get("steps")
     return min(1.0, step / steps) if isinstance(step, int) and steps else 0.0
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A JSON mapping, or {} where there is none."""
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return value
-    except (OSError, ValueError):
-        return {}
