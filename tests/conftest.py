@@ -10,6 +10,8 @@ from xdist.scheduler import LoadFileScheduling
 
 FIRST = ("tests/end_to_end", "tests/cluster")
 TEARDOWN_SECONDS = 240
+# The workers share the cores: more threads would only make the tests slower.
+os.environ["OMP_NUM_THREADS"] = "1"
 TERMINAL = pytest.StashKey[int]()
 
 

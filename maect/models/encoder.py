@@ -5,8 +5,10 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maect.errors import UserError
@@ -67,7 +69,8 @@ class VisionEncoder(VisionTransformer):
             of an encoder without a [CLS] token.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_blocks):
-            x = self.patch_embed(images) + self.pos_embed[:, self.num_prefix_tokens :]
+            x = embed_patches(self.patch_embed, images)
+            x = x + self.pos_embed[:, self.num_prefix_tokens :]
             if kept is not None:
                 x = x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))
             if self.cls_token is not None:
@@ -89,6 +92,19 @@ class VisionEncoder(VisionTransformer):
             part.requires_grad_(False).eval()
         if self.cls_token is not None:
             self.cls_token.requires_grad_(not blocks)
+
+
+def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
+    """timm's patch embedding as a matrix product, [b, 3, S, S] to [b, L, D].
+
+    A convolution's gradient need not be the same in every run: cuDNN may sum atomically, and
+    oneDNN's kernel for AVX2 has hung in the barrier between its threads.
+    """
+    b, c, height, width = images.shape
+    p = embed.proj.kernel_size[0]
+    x = images.reshape(b, c, height // p, p, width // p, p)
+    x = x.permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * p)  # channels first, as its weights
+    return F.linear(x, embed.proj.weight.flatten(1), embed.proj.bias)
 
 
 def build_encoder(settings: Encoder) -> VisionEncoder:
