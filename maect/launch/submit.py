@@ -75,6 +75,8 @@ def environment(name: str, cpus: int) -> dict[str, str]:
     home = str(Path(maect.__file__).parent.parent)
     others = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path]
     kept["PYTHONPATH"] = os.pathsep.join([home, *(path for path in others if path != home)])
+    # Threads of several jobs share the cores here: one that waits must not keep another from work.
+    kept.setdefault("OMP_WAIT_POLICY", "passive")
     return kept | {MARK: name, "OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
 
 

@@ -1,8 +1,10 @@
 """Joining the other ranks, on GPUs through NCCL or on CPUs through gloo."""
 
+import ctypes
 import importlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -48,6 +50,8 @@ def start(context: Context) -> torch.device:
         device = torch.device("cpu")
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
         torch.set_num_threads(max(1, context.cpus))
+        if sys.platform == "linux":
+            _keep_freed_memory()
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
@@ -67,6 +71,14 @@ def start(context: Context) -> torch.device:
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(verbose=False)
     return device
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what a step frees: pages that the kernel clears anew cost an eighth of it."""
+    trim_threshold, mmap_threshold = -1, -3  # malloc.h
+    libc = ctypes.CDLL(None)
+    libc.mallopt(mmap_threshold, 32 * 2**20)
+    libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def summed(values: Sequence[float | torch.Tensor], device: torch.device) -> list[float]:

@@ -10,6 +10,8 @@ rule pretrain:
         f"{BENCHMARKS}/{{run}}/pretrain.tsv"
     wildcard_constraints:
         run=one_of(experiment.runs_of("pretrain")),
+    # Others wait for it.
+    priority: 1
     localrule: True
     conda:
         ENVIRONMENT
@@ -68,6 +70,8 @@ rule init_head:
         f"{BENCHMARKS}/{{run}}/init_head.tsv"
     wildcard_constraints:
         run=one_of(experiment.runs_of("head")),
+    # Others wait for it.
+    priority: 1
     localrule: True
     conda:
         ENVIRONMENT
@@ -102,6 +106,8 @@ rule tune:
         f"{BENCHMARKS}/{{run}}/tune.tsv"
     wildcard_constraints:
         run=one_of(experiment.runs_of("tune")),
+    # Others wait for it.
+    priority: 1
     localrule: True
     conda:
         ENVIRONMENT
