@@ -34,7 +34,7 @@ def test_folders_of_classes_with_a_split(digits, tmp_path):
     mae = experiment.runs["mae_tiny"]
     assert (mae.settings.epochs, mae.encoder.image_size) == (1600, 16)
     ct = experiment.runs["ct_min_tiny"].settings
-    assert (ct.batch_size, ct.head.queue_size, ct.head.topk) == (256, 1024, 20)
+    assert (ct.batch_size, ct.head.queue_size, ct.head.topk) == (128, 1024, 20)
     assert "ct_aug_tiny" not in experiment.runs and "the images have no colours" in text
     assert "1,297 images to train on in 10 classes" in text and "resize: 16" in text
     assert {name for _, name in experiment.evaluations} >= {"knn", "low_shot", "clustering"}

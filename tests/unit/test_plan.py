@@ -103,7 +103,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
         " --from results/digits/runs/head_min_tiny --recipe ct_min --size tiny --devices 2"
     )
     (found,) = plan_of(words, experiment, Device("cpu"))
-    assert found.seconds == pytest.approx(1_297 * 50 / (50.0 * 2))
+    assert found.seconds == pytest.approx(1_297 * 25 / (50.0 * 2))
     assert "throughput.json" in found.source
     # A finished run of the same kind is nearer, and half of the work is done.
     (root / "runs/ct_aug_tiny").mkdir(parents=True)
@@ -114,7 +114,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     (root / "runs/ct_min_tiny").mkdir()
     (root / "runs/ct_min_tiny/progress.json").write_text('{"step": 125, "steps": 250}')
     (found,) = plan_of(words, experiment, Device("cpu"))
-    assert found.seconds == pytest.approx(0.5 * 1_297 * 50 / (25.0 * 2))
+    assert found.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
     assert "ct_aug_tiny/run.json" in found.source
 
 

@@ -103,9 +103,9 @@ def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
     assert step / (4 * many) >= WORTH_A_RANK > step / (4 * 2 * many)
     # One number is what a person wants, whatever it is worth.
     assert training_nodes("8", 4, digits, shapes[0]) == 8
-    with pytest.raises(UserError, match="batch_size 256 is not a multiple of 12 ranks"):
+    with pytest.raises(UserError, match="batch_size 128 is not a multiple of 12 ranks"):
         training_nodes("3", 4, digits, shapes[0])
-    with pytest.raises(UserError, match=r"batch_size 256 is not a multiple of ranks on 5\.\.7"):
+    with pytest.raises(UserError, match=r"batch_size 128 is not a multiple of ranks on 5\.\.7"):
         training_nodes("5..7", 4, digits, shapes[0])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 # The encoder size `tiny`.
-PATCH, WIDTH, DEPTH, HEADS, GRID = 4, 96, 6, 3, 4
+PATCH, WIDTH, DEPTH, HEADS, GRID = 4, 64, 4, 2, 4
 
 
 def plain_tokens(weights, images, heads=HEADS):

@@ -66,4 +66,4 @@ def test_what_needs_a_cls_token_says_so(tmp_path):
     with pytest.raises(UserError, match=r"has no \[CLS\] token"):
         Encoding(tmp_path / "run/encoder.safetensors", torch.device("cpu"), pooling="cls")
     with pytest.raises(UserError, match=r"no \[CLS\] token"):
-        pool(torch.zeros(2, 16, 96), "cls", class_token=False)
+        pool(torch.zeros(2, 16, 64), "cls", class_token=False)

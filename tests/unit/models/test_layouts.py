@@ -128,11 +128,11 @@ def lost(weights):
 
 
 def extra(weights):
-    weights["blocks.3.ls1.gamma"] = torch.ones(96)
+    weights["blocks.3.ls1.gamma"] = torch.ones(64)
 
 
 def reshaped(weights):
-    weights["blocks.5.mlp.fc1.weight"] = torch.ones(96, 96)
+    weights["blocks.2.mlp.fc1.weight"] = torch.ones(64, 64)
 
 
 def no_tensor(weights):
@@ -144,7 +144,7 @@ def no_tensor(weights):
     [
         (lost, "layout mae, size tiny: blocks.3.norm1.weight is missing"),
         (extra, "layout mae, size tiny: unexpected blocks.3.ls1.gamma"),
-        (reshaped, r"blocks.5.mlp.fc1.weight is \[96, 96\] and should be \[384, 96\]"),
+        (reshaped, r"blocks.2.mlp.fc1.weight is \[64, 64\] and should be \[256, 64\]"),
         (no_tensor, "norm.bias is no tensor of real numbers"),
     ],
 )
@@ -165,7 +165,7 @@ def test_names_and_shapes_are_matched_strictly(change, message, tmp_path, capsys
     [
         (["--layout", "msn"], "layout msn: no module.patch_embed.proj.weight in 'target_encoder'"),
         (["--layout", "mea"], "unknown layout 'mea'; known: mae, mae_ct"),
-        (["--size", "small"], r"size small: cls_token is \[1, 1, 96\] and should be \[1, 1, 192\]"),
+        (["--size", "small"], r"size small: cls_token is \[1, 1, 64\] and should be \[1, 1, 192\]"),
         (["--image-size", "18"], "image_size 18 is not a multiple of patch_size 4"),
     ],
 )
