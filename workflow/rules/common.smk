@@ -129,6 +129,7 @@ def settings_of(wildcards):
 
 def protocol_arguments(wildcards):
     """The settings that differ from the protocol's defaults, as arguments."""
+    warn(experiment.missing_lists([(wildcards.run, wildcards.evaluation)]))
     changed = settings_of(wildcards).model_dump(mode="json", exclude_defaults=True)
     return [
         p
@@ -183,9 +184,15 @@ def missing():
         if job.rule.name == "plan_shards"
     }
     imports = {job.wildcards.run for job in jobs if job.rule.name == "import_weights"}
+    evaluations = {
+        (job.wildcards.run, job.wildcards.evaluation)
+        for job in jobs
+        if hasattr(job.wildcards, "evaluation")
+    }
     return [
         *experiment.missing_images(sorted(splits)),
         *experiment.missing_weights(sorted(imports)),
+        *experiment.missing_lists(sorted(evaluations)),
     ]
 
 
