@@ -94,7 +94,7 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
             run_protocol(
                 rank, protocol=name, out=alone / f"{name}.json", settings=settings, **given
             )
-        assert [process.wait(180) for process in ranks] == [0, 0]
+        assert [process.wait(480) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()
