@@ -21,18 +21,18 @@ MINI: dict[str, Any] = {
         "digits": {"kind": "digits", "resize": 16, "splits": {"train": {"shards": 2}, "val": {}}}
     },
     "runs": {
-        "mae_tiny": {"recipe": "mae", "size": "tiny", "set": {"epochs": 6}},
+        "mae_tiny": {"recipe": "mae", "size": "tiny", "set": {"epochs": 3}},
         "head_min_tiny": {
             "recipe": "head_min",
             "size": "tiny",
             "from": "mae_tiny",
-            "set": {"epochs": 4},
+            "set": {"epochs": 2},
         },
         "ct_min_tiny": {
             "recipe": "ct_min",
             "size": "tiny",
             "from": "head_min_tiny",
-            "set": {"epochs": 6},
+            "set": {"epochs": 3},
         },
     },
     "evaluate": [{"runs": ["mae_tiny", "ct_min_tiny"], "protocols": ["knn"]}],
