@@ -89,11 +89,13 @@ def pair(tmp_path, monkeypatch):
     ranks = [Rank(0), Rank(1)]
     dogs = [Watchdog(tmp_path, rank) for rank in ranks]
 
-    def said(first, second, seconds=1.5, first_step=False):
+    def said(first, second, seconds=1.5, first_step=False, silent=False):
         for dog, place in zip(dogs, (first, second), strict=True):
             for step in () if first_step else (1, 2):
                 dog.at(READING, step)
             dog.at(place, 2)
+        if silent:
+            dogs[1]._closed.set()
         dogs[0]._closed.wait(seconds)
         return [rank.said for rank in ranks]
 
@@ -111,6 +113,11 @@ def test_the_rank_that_is_behind_is_named(pair):
 @pytest.mark.parametrize("other", [SAVING, EVALUATING])
 def test_a_long_save_or_evaluation_is_no_stall(pair, other):
     assert pair(UPDATING, other) == [[], []]
+
+
+def test_a_rank_that_falls_silent_is_named_by_one_that_saves(pair):
+    first, _ = pair(SAVING, COMPUTING, seconds=2.0, silent=True)
+    assert first[0].startswith("rank 1 (") and "no sign of life" in first[0]
 
 
 def test_the_first_step_may_take_long(pair):
