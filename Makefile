@@ -37,7 +37,7 @@ demo: install
 # Three workers on two cores: many tests wait for processes, time limits or SLURM.
 test: install check
 	tests/cluster/install.sh
-	$(BIN)/pytest tests -n 3 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest tests -n 3 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000
