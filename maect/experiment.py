@@ -189,10 +189,9 @@ class Experiment:
         chosen = self.runs if runs is None else {name: self.runs[name] for name in runs}
         return [f"{self.file}: {fault}" for fault in missing_weights(chosen, self.root)]
 
-    def missing_lists(self, evaluations: Iterable[tuple[str, str]] | None = None) -> list[str]:
-        """Likewise, one sentence a folder of low-shot lists, for (run, evaluation)s or for all."""
-        chosen = self.evaluations if evaluations is None else evaluations
-        given = [getattr(self.evaluation(*one)[1], "subsets", None) for one in chosen]
+    def missing_lists(self, evaluations: Iterable[tuple[str, str]]) -> list[str]:
+        """Likewise, one sentence a folder of low-shot lists that evaluations of runs read."""
+        given = [getattr(self.evaluation(*one)[1], "subsets", None) for one in evaluations]
         return [
             f"{self.file}: protocols: no folder {folder} of low-shot lists; "
             f"`maect retrieve low_shot_lists {folder}` brings them"

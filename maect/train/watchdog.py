@@ -112,6 +112,8 @@ class Watchdog:
             return None
         waits = f"this rank has waited {waited:.0f} s for it, {place} step {step}"
         for rank, value in others.items():
+            if place not in ORDER and not value["number"]:
+                continue  # it is done and took its file away, while this rank still writes
             silent = now - self._seen[rank][1]
             if silent >= limit / 2:
                 who = value.get("who", f"rank {rank}")
