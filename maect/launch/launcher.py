@@ -88,7 +88,9 @@ class _Launch:
             end, seen = self.watch(job)
             if end is None or self.completes(job, ours):
                 self.close(job, "done")
-                self.line.say("done")
+                # A short job may end between two looks: its log says all the same how far it came.
+                last = progress.describe(record.progress(self.folder))
+                self.line.say(f"done: {last}" if last else "done")
                 return
             self.close(job, end.text)
             if ours or seen:  # how a job ended while nobody looked is not held against it

@@ -24,7 +24,7 @@ def describe(progress: dict[str, Any]) -> str:
     if _is_number(progress.get("images_per_second")):
         parts.append(f"{progress['images_per_second']:.0f} images/s")
     left = seconds_left(progress)
-    if left is not None:
+    if left:
         parts.append(f"{duration(left)} left")
     return "  ".join(parts)
 

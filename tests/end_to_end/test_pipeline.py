@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
-import pytest
 from conftest import MINI, ROOT, Pipeline, wait_for
 
 ENCODERS = ("mae_tiny", "head_min_tiny", "ct_min_tiny")
@@ -48,32 +48,31 @@ def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
 
 def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
     log = (undisturbed.results / "logs/ct_min_tiny/tune.log").read_text()
-    assert "epoch" in log and "images/s" in log
+    # Looks at a run of seconds may miss all of it; the last line says how far it came.
+    assert "done: epoch " in log and "images/s" in log
 
 
-@pytest.mark.parametrize(
-    ("stage", "kill"),
-    [("mae_tiny", "everything"), ("head_min_tiny", "snakemake"), ("ct_min_tiny", "interrupt")],
-)
-def test_killed_and_started_again(
-    undisturbed: Pipeline, tmp_path: Path, stage: str, kill: str
-) -> None:
+def test_killed_three_times_and_started_again(undisturbed: Pipeline, tmp_path: Path) -> None:
+    """A different end in each training; after each, the same command as at the start."""
     pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
-    first = pipeline.command("evaluations") and pipeline.start("evaluations")
-    progress = pipeline.results / "runs" / stage / "progress.json"
+    pipeline.command()
+    ends = {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"}
+    for stage, kill in ends.items():
+        started = pipeline.start("evaluations")
+        progress = pipeline.results / "runs" / stage / "progress.json"
 
-    def training() -> bool:
-        assert first.poll() is None, (pipeline.folder / "snakemake.log").read_text()[-3000:]
-        return progress.exists() and json.loads(progress.read_text()).get("step", 0) >= 8
+        def training(started: Popen[str] = started, progress: Path = progress) -> bool:
+            assert started.poll() is None, (pipeline.folder / "snakemake.log").read_text()[-3000:]
+            return progress.exists() and json.loads(progress.read_text()).get("step", 0) >= 8
 
-    wait_for(training, 400, f"{stage} to train")
-    if kill == "everything":
-        pipeline.kill_everything()
-    elif kill == "snakemake":
-        first.kill()
-    else:
-        os.killpg(first.pid, signal.SIGINT)
-    first.wait(timeout=180)
+        wait_for(training, 400, f"{stage} to train")
+        if kill == "everything":
+            pipeline.kill_everything()
+        elif kill == "snakemake":
+            started.kill()
+        else:
+            os.killpg(started.pid, signal.SIGINT)
+        started.wait(timeout=180)
     pipeline.complete("evaluations")
     assert bits(pipeline) == bits(undisturbed)
     for run in ENCODERS:
