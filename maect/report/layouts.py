@@ -52,6 +52,9 @@ class Layout:
     """Pattern of metrics that are columns as well: of sets that stand in for the paper's."""
     other_title: str = ""
     """Title where only such columns are shown."""
+    whole: bool = False
+    """Beside one model of the paper's show all that the paper prints, also those whose weights are
+    not public."""
 
     def other(self, name: str) -> Metric | None:
         """The column of a metric that stands in for the paper's, titled by its set."""
@@ -190,7 +193,7 @@ _ALL = (
             "randaugment": "fine_tune",
         },
     ),
-    Layout("extended", "Extended comparison", "Table 17", (PROBE, *KNN)),
+    Layout("extended", "Extended comparison", "Table 17", (PROBE, *KNN), whole=True),
     Layout(
         "clustering_best",
         "Clustering, the run with the lowest inertia",

@@ -148,6 +148,9 @@ def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFra
     """
     table, rows = layout(name), list(rows)
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
+    given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(name).index)
+    if table.whole and not given.isdisjoint(printed):
+        rows += [Row(size, method, []) for size, method in printed if (size, method) not in given]
     lines: list[dict[str, Any]] = []
     seen = set()
     for row in rows:

@@ -47,6 +47,18 @@ def test_what_was_not_run_is_an_empty_cell(evaluations, tmp_path):
     assert read_table(path).iloc[0, 2:].isna().all()
 
 
+def test_the_extended_comparison_has_models_without_public_weights(evaluations):
+    rows = [Row("tiny", "mae", []), Row("base", "dino", [])]
+    table = build_table("extended", rows, evaluations)
+    assert list(table["method"][:2]) == ["mae", "dino"]
+    assert len(table) == 1 + len(paper_table("extended"))
+    printed = table.set_index(["architecture", "method"])
+    assert printed.at[("base", "nnclr"), "linear_probe_paper"] == 76.5
+    assert math.isnan(printed.at[("base", "nnclr"), "linear_probe"])
+    own = build_table("extended", rows[:1], evaluations)
+    assert len(own) == 1  # nothing of the paper's is compared
+
+
 def test_a_table_survives_its_file(result, evaluations, tmp_path):
     result("mae_base", "clustering", accuracy=13.123456, silhouette=-5.1)
     frame = build_table("clustering", [Row("base", "mae", ["mae_base"])], evaluations)
