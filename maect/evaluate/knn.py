@@ -25,6 +25,7 @@ TRAIN_ROWS = 16384
 _GROUP = 32
 # Candidates kept beyond k: their order is settled in float64, where equal samples are equal.
 _SPARE = 32
+_PAIRS = 512
 
 Array = NDArray[np.float32]
 
@@ -121,7 +122,7 @@ def nearest(
     similarity = np.full((len(queries), keep), -np.inf, np.float32)
     ids = np.full((len(queries), keep), train.n, np.int64)
     blocks = [slice(s, min(s + QUERIES, len(queries))) for s in range(0, len(queries), QUERIES)]
-    exact = np.empty((len(queries), keep))
+    exact = np.full((len(queries), keep), -np.inf)
     with threadpool_limits(1), ThreadPoolExecutor(threads) as pool:
         for start, part in _chunks(train):
             part = normalize(part, scale)
@@ -135,11 +136,16 @@ def nearest(
                     first, last = last, 2 * last
 
             list(pool.map(merge, blocks))
+        # A float32 product of unit vectors is off by hardly more than width / 2^24: what is farther
+        # than the k-th by over twice that is none of the k.
+        near = similarity >= similarity[:, k - 1 : k] - 3 * train.width / 2**24
         for start, part in _chunks(train):
             part = normalize(part, scale)
 
             def rank(block: slice, start: int = start, part: Array = part) -> None:
-                _exact(exact[block], ids[block], queries[block], part, start)
+                place = ids[block] - start
+                inside = near[block] & (place >= 0) & (place < len(part))
+                _exact(exact[block], inside, place, queries[block], part)
 
             list(pool.map(rank, blocks))
     order = np.lexsort((ids, -exact), axis=1)[:, :k]
@@ -190,17 +196,22 @@ def _merge(best: Array, ids: NDArray[np.int64], found: Array, start: int) -> Non
 
 
 def _exact(
-    exact: NDArray[np.float64], ids: NDArray[np.int64], queries: Array, part: Array, start: int
+    exact: NDArray[np.float64],
+    inside: NDArray[np.bool_],
+    places: NDArray[np.int64],
+    queries: Array,
+    part: Array,
 ) -> None:
-    """Fill in the float64 similarities of the candidates that lie in `part`.
+    """Fill in the float64 similarities of the candidates that lie `inside` the chunk `part`.
 
     A sum of products row by row, not a matrix product, whose rounding depends on the position.
     """
-    for query, names, out in zip(queries, ids, exact, strict=True):
-        inside = np.flatnonzero((names >= start) & (names < start + len(part)))
-        if len(inside):
-            rows = part[names[inside] - start]
-            out[inside] = np.multiply(rows, query, dtype=np.float64).sum(axis=1)
+    rows, columns = np.nonzero(inside)
+    for first in range(0, len(rows), _PAIRS):
+        row, column = rows[first : first + _PAIRS], columns[first : first + _PAIRS]
+        products = part[places[row, column]].astype(np.float64)
+        products *= queries[row]
+        exact[row, column] = products.sum(axis=1)
 
 
 def vote(
