@@ -15,7 +15,7 @@ from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
 from maect.errors import UserError
 from maect.evaluate.clustering import assign, contingency, standardize
 from maect.evaluate.job import Context, Job, idle_cpus
-from maect.evaluate.knn import nearest
+from maect.evaluate.neighbors import nearest
 from maect.evaluate.store import Features
 from maect.files import atomic_write
 from maect.recipes.protocols import Retrieval

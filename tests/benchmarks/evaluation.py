@@ -79,13 +79,13 @@ def knn(full: bool, folder: Path) -> None:
     """Ours, faiss's flat index, and a chunked matmul with topk as DINO's evaluation does it."""
     import torch
 
-    from maect.evaluate.knn import nearest, normalize
+    from maect.evaluate.neighbors import lengths, nearest
 
     n, q, width, k = (100_000, 50_000, 768, 20) if full else (20_000, 8_000, 768, 20)
     rows, labels = blobs(n, width, 1000, 0)
     queries, _ = blobs(q, width, 1000, 1)
     train = stored(folder, rows, labels)
-    x, y = normalize(rows), normalize(queries)
+    x, y = (part / lengths(part)[:, None].astype(np.float32) for part in (rows, queries))
 
     def dino() -> np.ndarray:
         train, chunk = torch.from_numpy(x).T, max(1, q // 100)

@@ -7,7 +7,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from maect.errors import UserError
-from maect.evaluate import knn
+from maect.evaluate import knn, neighbors
 from maect.evaluate.job import Job
 from maect.evaluate.store import open_features
 from maect.recipes.protocols import Knn
@@ -25,9 +25,8 @@ def reference(train, labels, test, k: int, temperature: float):
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(knn, "TRAIN_ROWS", 70)
-    monkeypatch.setattr(knn, "QUERIES", 16)
-    monkeypatch.setattr(knn, "_SPARE", 4)
+    for name, value in {"TRAIN_ROWS": 70, "COLUMNS": 30, "QUERIES": 16, "_SPARE": 4}.items():
+        monkeypatch.setattr(neighbors, name, value)
 
 
 @pytest.mark.parametrize("standardized", [False, True])
@@ -52,10 +51,12 @@ def test_agrees_with_scikit_learn(job: Job, rank: Rank, small_blocks, standardiz
 
 
 def exact(train, queries, k: int):
-    """All similarities in float64, sorted by similarity and then by id."""
-    similarity = np.stack(
-        [(knn.normalize(train).astype(np.float64) * q).sum(1) for q in knn.normalize(queries)]
-    )
+    """All cosines in float64, sorted by cosine and then by id."""
+    train, queries = train.astype(np.float64), queries.astype(np.float64)
+    lengths = [np.sqrt(np.square(rows).sum(1)) for rows in (train, queries)]
+    products = np.stack([(train * query).sum(1) for query in queries])
+    length = lengths[0] * lengths[1][:, None]
+    similarity = products / np.where(length > 0, length, 1)
     ids = np.argsort(-similarity, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(similarity, ids, 1), ids
 
@@ -63,7 +64,7 @@ def exact(train, queries, k: int):
 @pytest.mark.parametrize("k", [1, 17, 300])
 def test_neighbours_are_exact(job: Job, small_blocks, k: int) -> None:
     train, queries = open_features(job.train), open_features(job.test).all()
-    similarity, ids = knn.nearest(train, queries, k)
+    similarity, ids = neighbors.nearest(train, queries, k)
     expected, names = exact(train.all(), queries, k)
     assert np.array_equal(ids, names)
     assert np.array_equal(similarity, expected)
@@ -75,19 +76,47 @@ def test_ties_go_to_the_smaller_id(tmp_path: Path, small_blocks) -> None:
     copies = np.concatenate([rows, 2 * rows, rows, 4 * rows, rows])
     train = open_features(store(tmp_path / "a.safetensors", copies, np.zeros(300)))
     queries, _ = blobs(40, 8, 3, 1)
-    _, ids = knn.nearest(train, queries, 7)
+    _, ids = neighbors.nearest(train, queries, 7)
     assert np.array_equal(ids, exact(copies, queries, 7)[1])
     assert np.all(np.diff(ids[:, :5]) == 60)  # a sample's copies, in order
 
 
 def test_threads_and_blocks_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     train, queries = open_features(job.train), open_features(job.test).all()
-    whole = knn.nearest(train, queries, 20)
-    assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=4)))
+    whole = neighbors.nearest(train, queries, 20)
+    assert all(map(np.array_equal, whole, neighbors.nearest(train, queries, 20, threads=4)))
     for rows, block in ((7, 64), (64, 7), (299, 1)):
-        monkeypatch.setattr(knn, "TRAIN_ROWS", rows)
-        monkeypatch.setattr(knn, "QUERIES", block)
-        assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=2)))
+        monkeypatch.setattr(neighbors, "TRAIN_ROWS", rows)
+        monkeypatch.setattr(neighbors, "QUERIES", block)
+        assert all(map(np.array_equal, whole, neighbors.nearest(train, queries, 20, threads=2)))
+
+
+@pytest.mark.parametrize("standardized", [False, True])
+@pytest.mark.parametrize("kind", ["equal", "copies", "collapsed", "zero", "collinear"])
+def test_samples_too_close_for_float32(
+    tmp_path: Path, kind: str, standardized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More samples are about as near as the k-th than there are candidates."""
+    rng = np.random.default_rng(0)
+    one, many = rng.normal(size=(1, 192)), rng.normal(size=(700, 192))
+    rows = {
+        "equal": np.repeat(one, 700, axis=0),
+        "copies": np.where(np.arange(700)[:, None] % 3 > 0, one, many),
+        "collapsed": one + 1e-4 * many,
+        "zero": np.zeros((700, 192)),
+        "collinear": one * rng.integers(1, 9, (700, 1)),
+    }[kind].astype(np.float32)
+    queries = np.concatenate([rows[::50], one + rng.normal(size=(20, 192))]).astype(np.float32)
+    train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(700)))
+    scale = knn.moments(train) if standardized else None
+    similarity, ids = neighbors.nearest(train, queries, 10, scale)
+    wanted, names = exact(*(neighbors.standardize(x, scale) for x in (rows, queries)), 10)
+    assert np.array_equal(ids, names)
+    assert np.array_equal(similarity, wanted)
+    monkeypatch.setattr(neighbors, "QUERIES", 7)
+    monkeypatch.setattr(neighbors, "_AT_ONCE", 2000)
+    again = neighbors.nearest(train, queries, 10, scale, threads=3)
+    assert all(map(np.array_equal, (similarity, ids), again))
 
 
 def test_order_of_the_train_set_is_no_worst_case(tmp_path: Path, small_blocks) -> None:
@@ -95,7 +124,7 @@ def test_order_of_the_train_set_is_no_worst_case(tmp_path: Path, small_blocks) -
     angle = np.linspace(2, 0.1, 300)
     rows = np.stack([np.cos(angle), np.sin(angle)], 1)
     train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(300)))
-    _, ids = knn.nearest(train, np.array([[1, 0], [1, 0.01]], np.float32), 9)
+    _, ids = neighbors.nearest(train, np.array([[1, 0], [1, 0.01]], np.float32), 9)
     assert np.array_equal(ids, np.tile(np.arange(299, 290, -1), (2, 1)))
 
 

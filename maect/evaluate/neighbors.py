@@ -1,0 +1,221 @@
+"""Exact nearest neighbours by cosine similarity, on any number of threads, in bounded memory.
+
+Float32 products of unit vectors find candidates; their cosines are computed in float64, row by row,
+so that rows with the same bits have the same similarity wherever they stand.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from maect.evaluate.store import Features
+
+QUERIES = 512
+TRAIN_ROWS = 16384
+COLUMNS = 2048  # of a product at a time: it stays in the cache
+# Candidates beyond k: as many may be as near as the k-th before the slow way is taken.
+_SPARE = 32
+_PAIRS = 512
+_AT_ONCE = 2**24  # float64 products of the slow way in memory, for each thread
+
+Array = NDArray[np.float32]
+Double = NDArray[np.float64]
+Scale = tuple[Array, Array]
+
+
+def standardize(features: Array, scale: Scale | None) -> Array:
+    """(x - mean) / deviation; without `scale` the features themselves."""
+    return features if scale is None else (features - scale[0]) / scale[1]
+
+
+def lengths(features: Array) -> Double:
+    """Euclidean length of each row, float64 [n]; the same bits for the same row."""
+    out = np.empty(len(features))
+    for start in range(0, len(features), _PAIRS):
+        rows = features[start : start + _PAIRS].astype(np.float64)
+        out[start : start + _PAIRS] = np.sqrt(np.square(rows, out=rows).sum(axis=1))
+    return out
+
+
+def nearest(
+    train: Features, queries: Array, k: int, scale: Scale | None = None, threads: int = 1
+) -> tuple[Double, NDArray[np.int64]]:
+    """The k most similar training samples of each query, most similar first.
+
+    Of equal similarities the smaller id comes first. The result depends neither on `threads` nor
+    on the size of the blocks. Memory: one chunk of the train set, a block of products for each
+    thread, k + 32 candidates for each query.
+
+    Args:
+        train: the train set, read in chunks.
+        queries: float32 [q, width].
+        k: neighbours, at most train.n.
+        scale: mean and deviation to standardise both sides with.
+        threads: how many blocks of queries are worked on at once.
+
+    Returns:
+        Cosine similarities (of a row of zeros: 0), float64 [q, k], and ids, int64 [q, k].
+    """
+    queries = standardize(queries, scale)
+    exact = np.empty((len(queries), k))
+    ids = np.empty((len(queries), k), np.int64)
+    with threadpool_limits(1), ThreadPoolExecutor(threads) as pool:
+        products, candidates = _candidates(train, queries, min(k + _SPARE, train.n), scale, pool)
+        # A product is off by hardly more than width / 2^24: what is farther than the k-th by over
+        # twice that is none of the k. Where that leaves no candidate out there may be more of them.
+        margin = 3 * (train.width + 4) / 2**24
+        near = products >= products[:, k - 1 : k] - margin
+        unsettled = near[:, -1] & (near.shape[1] < train.n)
+        near[unsettled] = False
+        cosines = np.full(products.shape, -np.inf)
+        for start, part in _chunks(train, scale):
+            jobs = (cosines, near, candidates, queries, part, lengths(part), start)
+            list(pool.map(partial(_rank, *jobs), _blocks(len(queries), QUERIES)))
+        order = np.lexsort((candidates, -cosines), axis=1)[:, :k]
+        exact[:] = np.take_along_axis(cosines, order, 1)
+        ids[:] = np.take_along_axis(candidates, order, 1)
+
+        slow = np.flatnonzero(unsettled)
+
+        def settle(block: slice) -> None:
+            rows = slow[block]
+            exact[rows], ids[rows] = _among_all(train, queries[rows], k, scale)
+
+        list(pool.map(settle, _blocks(len(slow), max(1, _AT_ONCE // train.n))))
+    return exact, ids
+
+
+def _blocks(n: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def _chunks(train: Features, scale: Scale | None) -> Iterator[tuple[int, Array]]:
+    for start in range(0, train.n, TRAIN_ROWS):
+        yield start, standardize(train.rows(start, min(start + TRAIN_ROWS, train.n)), scale)
+
+
+def _unit(features: Array) -> Array:
+    length = lengths(features)[:, None]
+    return (features / np.where(length > 0, length, 1)).astype(np.float32)
+
+
+def _candidates(
+    train: Features, queries: Array, keep: int, scale: Scale | None, pool: Executor
+) -> tuple[Array, NDArray[np.int64]]:
+    """The `keep` largest float32 products of each query, largest first, and whose they are."""
+    best = np.full((len(queries), keep), -np.inf, np.float32)
+    ids = np.full((len(queries), keep), train.n, np.int64)
+    blocks = _blocks(len(queries), QUERIES)
+    units = list(pool.map(lambda block: _unit(queries[block]), blocks))
+    for start, part in _chunks(train, scale):
+        pieces = list(
+            pool.map(lambda piece, part=part: _unit(part[piece]), _blocks(len(part), COLUMNS))
+        )
+
+        def search(number: int, start: int = start, pieces: list[Array] = pieces) -> None:
+            block = blocks[number]
+            for piece in pieces:
+                _merge(best[block], ids[block], units[number] @ piece.T, start)
+                start += len(piece)
+
+        list(pool.map(search, range(len(blocks))))
+    return best, ids
+
+
+def _merge(best: Array, ids: NDArray[np.int64], found: Array, start: int) -> None:
+    """Merge products `found` [q, m] with the samples from `start` on into the sorted `best`.
+
+    A sample of equal product does not replace an earlier one.
+    """
+    keep, columns = best.shape[1], found.shape[1]
+    limit = best[:, -1:]
+    chosen = np.flatnonzero(found > limit)
+    if len(chosen) > 2 * best.size and columns > keep:  # the first samples, or ever nearer ones
+        least = np.partition(found, columns - keep, axis=1)[:, [columns - keep]]
+        limit = np.maximum(limit, np.nextafter(least, np.float32(-np.inf)))
+        chosen = np.flatnonzero(found > limit)
+    if not len(chosen):
+        return
+    rows = chosen // columns
+    counts = np.bincount(rows, minlength=len(best))
+    touched = np.flatnonzero(counts)
+    slot = np.cumsum(counts > 0) - 1
+    place = np.arange(len(chosen)) - (np.cumsum(counts) - counts)[rows]
+    values = np.full((len(touched), keep + counts.max()), -np.inf, np.float32)
+    names = np.zeros(values.shape, np.int64)
+    values[:, :keep], names[:, :keep] = best[touched], ids[touched]
+    values[slot[rows], keep + place] = found.ravel()[chosen]
+    names[slot[rows], keep + place] = chosen % columns + start
+    top = np.argsort(-values, axis=1, kind="stable")[:, :keep]
+    best[touched] = np.take_along_axis(values, top, 1)
+    ids[touched] = np.take_along_axis(names, top, 1)
+
+
+def _cosines(
+    rows: Array, of_rows: Double, queries: Array, of_queries: Double | np.float64
+) -> Double:
+    """Cosine of each row and its query (or the one query), given their lengths, float64 [n].
+
+    A sum of products row by row, not a matrix product, whose rounding depends on the position.
+    """
+    out = np.empty(len(rows))
+    for block in _blocks(len(rows), _PAIRS):
+        products = rows[block].astype(np.float64)
+        products *= queries[block] if len(queries) > 1 else queries
+        out[block] = products.sum(axis=1)
+    length = of_rows * of_queries
+    return out / np.where(length > 0, length, 1)
+
+
+def _rank(
+    cosines: Double,
+    near: NDArray[np.bool_],
+    candidates: NDArray[np.int64],
+    queries: Array,
+    part: Array,
+    of_part: Double,
+    start: int,
+    block: slice,
+) -> None:
+    """Fill in the cosines of a block's near candidates that lie in the chunk `part`."""
+    place = candidates[block] - start
+    rows, columns = np.nonzero(near[block] & (place >= 0) & (place < len(part)))
+    place = place[rows, columns]
+    of_queries = lengths(queries[block])
+    for some in _blocks(len(rows), _PAIRS):
+        row, name = rows[some], place[some]
+        cosines[block][row, columns[some]] = _cosines(
+            part[name], of_part[name], queries[block][row], of_queries[row]
+        )
+
+
+def _among_all(
+    train: Features, queries: Array, k: int, scale: Scale | None
+) -> tuple[Double, NDArray[np.int64]]:
+    """As `nearest`, for what is too close together for float32: float64 products of all samples."""
+    of_queries = lengths(queries)
+    cosines = np.empty((len(queries), train.n))
+    for start, part in _chunks(train, scale):
+        length = of_queries[:, None] * lengths(part)
+        products = queries.astype(np.float64) @ part.astype(np.float64).T
+        cosines[:, start : start + len(part)] = products / np.where(length > 0, length, 1)
+    kth = np.partition(cosines, train.n - k, axis=1)[:, [train.n - k]]
+    near = cosines >= kth - 3 * (train.width + 4) / 2**53
+    for start, part in _chunks(train, scale):
+        of_part = lengths(part)
+        for number, row in enumerate(near[:, start : start + len(part)]):
+            names = np.flatnonzero(row)
+            cosines[number, start + names] = _cosines(
+                part[names], of_part[names], queries[number : number + 1], of_queries[number]
+            )
+    exact = np.empty((len(queries), k))
+    ids = np.empty((len(queries), k), np.int64)
+    for number, row in enumerate(near):
+        names = np.flatnonzero(row)
+        order = np.lexsort((names, -cosines[number, names]))[:k]
+        exact[number], ids[number] = cosines[number, names[order]], names[order]
+    return exact, ids
