@@ -83,10 +83,12 @@ def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
             cure = f"export {account[1:]}=... in this shell, and where you start Snakemake"
             return [Finding("FAIL", f"account {account} is not set", cure)]
         least, most = nodes_of(asked)
-        for nodes in {least, most}:
+        for nodes in sorted({least, most}):
             wanted = resources(asked, nodes, int)
             words = _sbatch(wanted)
-            groups.setdefault(words, (wanted, [], nodes > least))[1].append(rule)
+            # What one rule cannot do without is no upper end of a range, whoever else asks for it.
+            _, rules_so_far, optional = groups.get(words, (wanted, [], True))
+            groups[words] = (wanted, [*rules_so_far, rule], optional and nodes > least)
     return [_request(words, *group) for words, group in groups.items()]
 
 

@@ -58,7 +58,7 @@ def probe(context: Any, folder: str) -> str:
             "promised": len(
                 [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
             ),
-            "devices": torch.cuda.device_count() if cuda else 0,
+            "devices": _device_ids(torch) if cuda else [],
             "device": torch.cuda.get_device_name() if cuda else "cpu",
             "sum": own.item(),
             "files": _files_seen(context, Path(folder)),
@@ -73,6 +73,12 @@ def probe(context: Any, folder: str) -> str:
     return "done"
 
 
+def _device_ids(torch: Any) -> list[str]:
+    """Every device that this rank sees, by what tells it from the others of its node."""
+    devices = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
+    return [str(getattr(device, "uuid", number)) for number, device in enumerate(devices)]
+
+
 def judge(found: dict[str, Any], wanted: Resources) -> list[Finding]:
     """What the ranks' reports mean."""
     ranks, count = found["ranks"], len(found["ranks"])
@@ -80,7 +86,11 @@ def judge(found: dict[str, Any], wanted: Resources) -> list[Finding]:
     out = [
         Finding("ok", f"job on {len({r['node'] for r in ranks})} nodes, {count} ranks: {versions}")
     ]
-    promised, devices = max(r["promised"] for r in ranks), min(r["devices"] for r in ranks)
+    promised = max(r["promised"] for r in ranks)
+    # Where srun binds a device to each rank, a rank sees only its own.
+    nodes = [{d for r in ranks if r["node"] == node for d in r["devices"]} for node in
+             {r["node"] for r in ranks}]  # fmt: skip
+    devices = min(map(len, nodes))
     names = ", ".join(sorted({r["device"] for r in ranks}))
     if devices >= wanted.devices:
         out.append(Finding("ok", f"{devices} GPUs a node: {names}"))

@@ -84,7 +84,8 @@ def extract(
         todo = [number for number, file in enumerate(files) if not _whole(file)]
         todo = ranks.from_first(context, todo)
         mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
-        whole = _encode(context, index, model, resize, files, mine.tolist())
+        missing = sum(len(part_ranges(index.n)[number]) for number in todo)
+        whole = _encode(context, index, model, resize, files, mine.tolist(), missing)
         # Also the barrier: nobody joins parts before all are written.
         stopped = ranks.any_rank(context, not whole)
     if stopped:
@@ -110,15 +111,16 @@ def _encode(
     resize: int,
     files: list[Path],
     numbers: list[int],
+    missing: int,
 ) -> bool:
-    """Encode and write some parts; False if told to stop before the last."""
+    """Encode and write some of the missing parts; False if told to stop before the last."""
     ranges = part_ranges(index.n)
     pieces = [
         (number, start, ranges[number][start : start + BATCH])
         for number in numbers
         for start in range(0, len(ranges[number]), BATCH)
     ]
-    total = sum(len(rows) for _, _, rows in pieces)
+    ours = sum(len(rows) for _, _, rows in pieces)
     started, done = time.monotonic(), 0
     found = _features(context, index, model, resize, [rows for _, _, rows in pieces])
     for (number, start, rows), features in zip(pieces, found, strict=True):
@@ -127,7 +129,9 @@ def _encode(
         out[start : start + len(rows)] = features
         done += len(rows)
         speed = context.world_size * done / max(time.monotonic() - started, 1e-9)
-        context.report({"step": done, "steps": total, "images_per_second": speed})
+        # Parts of earlier attempts count: what grows from attempt to attempt is progress.
+        step = index.n - missing + missing * done // ours
+        context.report({"step": step, "steps": index.n, "images_per_second": speed})
         if context.stop_requested():
             return False
         if start + len(rows) < len(out):

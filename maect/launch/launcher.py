@@ -73,6 +73,7 @@ class _Launch:
     line: progress.Line
     interruption: Interruption
     asked_at: float | None = field(default=None, init=False)
+    broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
 
     def run(self) -> None:
         job = record.read_job(self.folder)
@@ -108,8 +109,9 @@ class _Launch:
             self.folder, self.resources.cluster, self.resources.ranks, previous=previous
         )
         record.write_job(self.folder, job)
-        answer = submit.submit(self.folder, job, self.task, self.resources)
+        answer = submit.submit(self.folder, job, self.task, self.resources, self.leave_submission)
         if "id" in answer:
+            self.broken = 0
             job.state, job.id, job.created = "submitted", answer["id"], answer.get("created")
             job.submitted = time.time()
             record.write_job(self.folder, job)
@@ -117,12 +119,21 @@ class _Launch:
             self.line.say(f"submitted {job.cluster} job {job.id} at step {job.step}{again}")
             return job
         error = str(answer["error"]).strip()
-        if job.cluster == "slurm" and slurm.passes(error):
+        passes = job.cluster == "slurm" and slurm.passes(error)
+        self.broken += not passes
+        if passes or (not answer.get("refused") and self.broken < ATTEMPTS):
             # It may have been accepted all the same: the caller looks for the unique name.
-            self.line.say(f"SLURM does not answer, trying again: {error.splitlines()[-1]}")
+            what = "SLURM does not answer" if passes else "not sure that it was submitted"
+            self.line.say(f"{what}, looking for it: {error.splitlines()[-1]}")
             return job
         self.close(job, f"not accepted: {error}")
         raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
+
+    def leave_submission(self) -> None:
+        """Go without waiting for the submission; the next launcher finds the job by its name."""
+        if reason := self.interruption.let_go():
+            self.line.say(f"{reason}; the submission goes on, start again to re-attach")
+            raise SystemExit(130)
 
     def watch(self, job: Job) -> tuple[State | None, bool]:
         """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
@@ -142,8 +153,8 @@ class _Launch:
                     record.write_job(self.folder, job)
             self.obey(job, cluster, state)
             ended = min(ended, now) if state.phase == "ended" else float("inf")
-            if now - ended >= state.grace:
-                cluster.end(self.folder, job)
+            # What is left of it must not run beside the next job.
+            if now - ended >= state.grace and cluster.end(self.folder, job):
                 return state, seen
             if self.line.is_due():
                 self.line.show(self.present(state))
@@ -175,7 +186,12 @@ class _Launch:
             or waited > STOP_PATIENCE
             or state.phase in ("pending", "ended")
         ):
-            cluster.end(self.folder, job)
+            if not cluster.end(self.folder, job):
+                self.line.say(
+                    f"SLURM does not answer: job {job.id or job.name} was not cancelled; once it "
+                    "runs it saves and stops by itself; start again to look after it"
+                )
+                raise SystemExit(130)
         else:
             return
         self.close(job, "stopped by the user")

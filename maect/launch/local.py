@@ -63,7 +63,7 @@ def finish(folder: Path, job: Job) -> None:
     end(folder, job, TEARDOWN)
 
 
-def end(folder: Path, job: Job, seconds: float = 0.0) -> None:
+def end(folder: Path, job: Job, seconds: float = 0.0) -> bool:
     """Wait for a job's processes to end and kill what is left then, data loaders included."""
     deadline = time.monotonic() + seconds
     while (left := marked(job.name)) and time.monotonic() < deadline:
@@ -78,7 +78,8 @@ def end(folder: Path, job: Job, seconds: float = 0.0) -> None:
         psutil.wait_procs(left, timeout=5)
         left = marked(job.name)
         if not left:
-            return
+            break
+    return True
 
 
 def _children(process: psutil.Process) -> int:

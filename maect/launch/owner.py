@@ -14,7 +14,10 @@ import psutil
 
 from maect.launch.resources import LaunchError
 
-PATIENCE = 15.0  # seconds; a launcher whose Snakemake was killed lets go within two
+# Seconds; a launcher whose Snakemake was killed lets go within two, unless SLURM keeps it waiting.
+PATIENCE = 75.0
+SAID_AFTER = 3.0
+SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and creation time of the Snakemake that began it all
 
 
 @contextmanager
@@ -27,7 +30,11 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "owner.lock").open("a+", encoding="utf-8") as file:
         deadline = time.monotonic() + patience
+        said = False
         while not _lock(file.fileno(), folder):
+            if not said and time.monotonic() > deadline - patience + SAID_AFTER:
+                print(f"{folder} belongs to {_owner(file.name)}: waiting", file=sys.stderr)
+                said = True
             if time.monotonic() >= deadline:
                 raise LaunchError(
                     f"{folder} belongs to {_owner(file.name)}: wait until it has ended, or stop it"
@@ -70,10 +77,12 @@ class Ancestors:
     def __init__(self) -> None:
         # is_running() compares creation times, so a reused process id does not deceive it.
         self._found = [parent for parent in psutil.Process().parents() if _is_snakemake(parent)]
+        # It may have been killed before we looked: then it is no ancestor any more.
+        self._named = os.environ.get(SNAKEMAKE, "")
 
     def are_alive(self) -> bool:
         """False once any of them has died."""
-        return all(_is_alive(process) for process in self._found)
+        return _is_named_alive(self._named) and all(map(_is_alive, self._found))
 
 
 def _is_snakemake(process: psutil.Process) -> bool:
@@ -82,6 +91,22 @@ def _is_snakemake(process: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return any(Path(word).name == "snakemake" for word in words)
+
+
+def this_process() -> str:
+    """This process as `MAECT_SNAKEMAKE` names it."""
+    return f"{os.getpid()} {psutil.Process().create_time()}"
+
+
+def _is_named_alive(named: str) -> bool:
+    if not named:
+        return True
+    pid, created = named.split()
+    try:
+        process = psutil.Process(int(pid))
+        return abs(process.create_time() - float(created)) < 1 and _is_alive(process)
+    except psutil.Error:
+        return False
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -30,10 +30,12 @@ SUBMISSION_FAILURES_THAT_PASS = (
     "Resource temporarily unavailable",
     NO_ANSWER,
 )
+ALREADY_OVER = ("Invalid job id", "already completing or completed", "already finished")
 
 _first_look: dict[str, float] = {}
 _missing_since: dict[str, float] = {}
 _broken_since: dict[str, float] = {}
+_may_return_since: dict[str, float] = {}
 _sacct: dict[str, tuple[float, State]] = {}
 
 
@@ -51,16 +53,16 @@ def state(folder: Path, job: Job) -> State:
         return State("unknown", "no answer from SLURM")
     if job.id is None:
         return _find(job, answer)
+    # Patience is measured by what SLURM has said since: while it is silent, nothing gets worse.
     if job.id in answer.jobs:
         _missing_since.pop(job.id, None)
         word, reason, _ = answer.jobs[job.id]
         if word != "RUNNING" or not _lost_a_rank(folder, job):
             _broken_since.pop(job.id, None)
-        elif time.monotonic() - _broken_since.setdefault(job.id, time.monotonic()) > BROKEN_GRACE:
+        elif answer.time - _broken_since.setdefault(job.id, time.time()) > BROKEN_GRACE:
             return State("ended", "it lost a rank, and SLURM did not end it")
-        return _state(word, reason)
-    since = _missing_since.setdefault(job.id, time.monotonic())
-    if time.monotonic() - since > FORGOTTEN:
+        return _state(job.id, word, reason, answer.time)
+    if answer.time - _missing_since.setdefault(job.id, time.time()) > FORGOTTEN:
         return State("ended", "unknown to SLURM")
     return _ask_sacct(job.id)
 
@@ -73,14 +75,15 @@ def finish(folder: Path, job: Job) -> None:
     deadline = time.monotonic() + TEARDOWN
     while record.verdict(folder, job) not in ("done", "stopped"):
         if time.monotonic() > deadline:
-            return end(folder, job)
+            end(folder, job)
+            return
         time.sleep(0.5)
 
 
-def end(folder: Path, job: Job) -> None:
-    """Cancel a job; harmless when it is over."""
-    if job.id is not None:
-        squeue.command("scancel", job.id)
+def end(folder: Path, job: Job) -> bool:
+    """Cancel a job, by its unique name if need be; False if SLURM does not answer."""
+    code, _, error = squeue.command("scancel", *([job.id] if job.id else ["--name", job.name]))
+    return code == 0 or any(text in error for text in ALREADY_OVER)
 
 
 def passes(error: str) -> bool:
@@ -96,17 +99,20 @@ def _find(job: Job, answer: squeue.Answer) -> State:
         return State("ended", "never submitted", grace=1.0)
     job.id = found[0]
     word, reason, _ = answer.jobs[job.id]
-    return _state(word, reason)
+    return _state(job.id, word, reason, answer.time)
 
 
-def _state(word: str, reason: str) -> State:
+def _state(job_id: str, word: str, reason: str, said: float) -> State:
+    """What a word of SLURM, said at this time, means."""
     text = f"{word} ({reason})" if reason not in ("", "None") else word
+    if word in MAY_RETURN:
+        since = _may_return_since.setdefault(job_id, said)
+        return State("ended" if said - since >= 2 * squeue.interval() else "unknown", text)
+    _may_return_since.pop(job_id, None)
     if word in PENDING:
         return State("pending", text)
     if word in RUNNING:
         return State("running", text)
-    if word in MAY_RETURN:
-        return State("ended", text, grace=2 * squeue.interval())
     return State("ended", text, grace=1.0, final=word.startswith("CANCELLED"))
 
 
@@ -131,9 +137,10 @@ def _ask_sacct(job_id: str) -> State:
         return last
     code, out, error = squeue.command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
     if code == 0 and out:
-        found = _state(out.splitlines()[-1].split()[0], "sacct")
+        found = _state(job_id, out.splitlines()[-1].split()[0], "sacct", time.time())
         # The two databases contradict each other: one of them is behind.
-        found = found if found.phase == "ended" else State("unknown", "SLURM is catching up")
+        if found.phase in ("pending", "running"):
+            found = State("unknown", "SLURM is catching up")
     elif code == 0 or code == 127 or "disabled" in error:
         found = State("ended", "unknown to SLURM", grace=squeue.interval())
     else:

@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 INTERVAL_VARIABLE = "MAECT_SQUEUE_SECONDS"  # shorter for tests
 TIMEOUT = 60.0
+
+_own: dict[Path, dict[str, Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -42,19 +45,20 @@ def ask(newer_than: float) -> Answer | None:
     early to ask again.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
-    folder.mkdir(parents=True, exist_ok=True)
     # Two clusters seen from one home do not share their answers.
     cluster = os.environ.get("SLURM_CONF", "") + os.environ.get("SLURM_CLUSTERS", "")
     file = folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
     if not _is_fresh(file):
-        with file.with_suffix(".lock").open("a") as lock:
-            try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with file.with_suffix(".lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                pass  # another launcher is asking; what there is must do until then
-            else:
                 if not _is_fresh(file):
                     _refresh(file)
+        except BlockingIOError:
+            pass  # another launcher is asking; what there is must do until then
+        except OSError:  # a home that is full, or mounted without locks: each asks for itself
+            _refresh(file)
     value = _read(file)
     if value is None or value["answered"] <= newer_than:
         return None
@@ -86,9 +90,14 @@ def _refresh(file: Path) -> None:
     if code == 0:
         rows = (line.split("|", 3) for line in out.splitlines())
         value |= {"answered": now, "jobs": {row[0]: row[1:] for row in rows if len(row) == 4}}
+    _own[file] = value
     temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value), encoding="utf-8")
-    temporary.replace(file)
+    try:
+        temporary.write_text(json.dumps(value), encoding="utf-8")
+        temporary.replace(file)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _is_fresh(file: Path) -> bool:
@@ -98,8 +107,12 @@ def _is_fresh(file: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any] | None:
+    """The last answer: the shared one, or our own if it could not be written."""
+    own = _own.get(file)
     try:
         value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return value if value.keys() >= {"asked", "answered", "jobs", "queries"} else None
+        if not value.keys() >= {"asked", "answered", "jobs", "queries"}:
+            return own
     except (OSError, ValueError, AttributeError):
-        return None
+        return own
+    return own if own is not None and own["asked"] > value["asked"] else value

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import maect
 from maect.files import read_json, write_json
 from maect.launch import record
+from maect.launch.owner import SNAKEMAKE
 from maect.launch.record import Job
 from maect.launch.resources import Resources, Task
 
@@ -19,15 +21,19 @@ PATIENCE = 300.0  # seconds for sbatch, which itself gives up on a controller af
 ATTEMPT = "maect: attempt"  # begins each attempt of a SLURM job in its log
 NO_ANSWER = "the submission did not end within"
 MARK = "MAECT_JOB"  # in the environment of every process of a job: the job's unique name
-FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", "MAECT_JOB")
+FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", MARK, SNAKEMAKE)
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def submit(folder: Path, job: Job, task: Task, resources: Resources) -> dict[str, Any]:
+def submit(
+    folder: Path, job: Job, task: Task, resources: Resources, look: Callable[[], None]
+) -> dict[str, Any]:
     """Submit a job, in a process of its own (`__main__.py`): {"id": ...} or {"error": ...}.
 
-    That process has its own session (a Ctrl-C in the terminal does not reach the ranks) and goes
-    through with the submission even if the launcher is killed meanwhile.
+    An error with `refused` true means that there is no job; after any other there may be one, which
+    its unique name will show. That process has its own session (a Ctrl-C in the terminal does not
+    reach the ranks) and goes through with the submission even if the launcher ends meanwhile.
+    `look` is called while it works.
     """
     jobs = record.place(folder, job)
     request = {
@@ -56,6 +62,7 @@ def submit(folder: Path, job: Job, task: Task, resources: Resources) -> dict[str
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return {"error": f"{NO_ANSWER} {PATIENCE:.0f} s"}
+        look()
         time.sleep(0.02)
     try:
         found: dict[str, Any] = read_json(jobs / "submitted.json")

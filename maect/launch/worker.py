@@ -118,9 +118,12 @@ def run(request: dict[str, Any]) -> None:
     place = submitit.JobEnvironment()
     folder, name = Path(request["folder"]), request["name"]
     jobs = folder / "jobs" / name
-    # Only the job that `job.json` names may run: one submitted twice by a crash ends here.
-    if read_json(folder / "job.json")["name"] != name:
-        print(f"job {name} was replaced by another one: nothing to do", file=sys.stderr)
+    # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
+    # that was given up while nobody could cancel it.
+    noted = read_json(folder / "job.json")
+    if noted["name"] != name or noted["state"] == "ended":
+        why = "replaced by another one" if noted["name"] != name else f"over: {noted['ending']}"
+        print(f"job {name} was {why}; nothing to do", file=sys.stderr)
         return
     record: dict[str, Any] = {
         "rank": place.global_rank,
@@ -159,7 +162,9 @@ def run(request: dict[str, Any]) -> None:
         # One that SLURM terminates is either being cancelled, or requeued by SLURM itself.
         fruitful = context.saved_step() > before
         if fruitful and "terminate" not in reasons:
+            faulthandler.cancel_dump_traceback_later()  # a slow controller may take its time
             requeue(place.job_id)
+            faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
 
 
 def _note(jobs: Path, record: dict[str, Any], error: BaseException) -> None:

@@ -34,7 +34,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if reason := missing():
-        give_up = pytest.fail if os.environ.get("MAECT_CI") and os.geteuid() == 0 else pytest.skip
+        give_up = pytest.fail if os.environ.get("MAECT_CI") else pytest.skip
         give_up(f"SLURM test cluster: {reason}")
     # Unix socket paths are short: pytest's own folders are too deep.
     place = Path(os.environ.get("TMPDIR", "/tmp"))

@@ -8,7 +8,8 @@ done
 [ -z "$absent" ] && exit 0
 if [ "$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then
     echo "SLURM test cluster: no$absent, and no root or apt-get to install them: its tests are skipped" >&2
-    exit 0
+    [ -z "${CI:-}" ]
+    exit
 fi
 export DEBIAN_FRONTEND=noninteractive
 options="-o Acquire::Retries=3 -o Acquire::http::Timeout=30 -o DPkg::Lock::Timeout=200"

@@ -104,9 +104,10 @@ def test_controller_away_is_no_verdict(run, seconds):
     try:
         launcher = run.start(**pace)
         if seconds:
-            time.sleep(seconds / 2)
+            # Early: whatever patience there is with a lost rank must not end with the outage.
+            time.sleep(5)
             psutil.Process(run.starts(3)[0]["pid"]).kill()
-            time.sleep(seconds / 2)
+            time.sleep(seconds - 5)
             assert launcher.poll() is None and len(run.starts()) == 1
         else:
             words = finish(launcher)
@@ -123,6 +124,26 @@ def test_controller_away_is_no_verdict(run, seconds):
             steps, fault, "ended once it was back, since SLURM had not; submitted again"
         )
         assert len(run.jobs()) == 2, words
+
+
+def test_interrupt_while_the_controller_is_away(run):
+    """Nobody can cancel the job: it is said, and the next launcher finds it."""
+    run.resources["sbatch"] = ["begin=now+1hour"]
+    launcher = run.start(steps=50)
+    wait_for(lambda: run.read("job.json").get("state") == "submitted" and run.jobs())
+    time.sleep(2)  # its launcher has seen it pending
+    run.slurm.stop_daemon("slurmctld")
+    try:
+        launcher.send_signal(signal.SIGINT)
+        words = finish(launcher)
+    finally:
+        run.slurm.start_daemon("slurmctld")
+    assert launcher.returncode == 130 and "was not cancelled" in words
+    words = run.wait(run.start(steps=50))
+    run.undisturbed(
+        50, "Ctrl-C while slurmctld is away", "not called cancelled; found by the next start"
+    )
+    assert len(run.jobs()) == 1 and "found slurm job" in words
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ TWO_BY_TWO = Resources("slurm", nodes=2, devices=2)
 def report(**changes: Any) -> dict[str, Any]:
     """What four ranks on two nodes saw, all well on GPUs."""
     ranks = [
-        {"host": "h", "node": rank // 2, "promised": 2, "devices": 2, "device": "NVIDIA A100",
-         "sum": 6.0, "files": 4, "gigabytes": 20.0 + rank} | changes
+        {"host": "h", "node": rank // 2, "promised": 2, "devices": ["a", "b"],
+         "device": "NVIDIA A100", "sum": 6.0, "files": 4, "gigabytes": 20.0 + rank} | changes
         for rank in range(4)
     ]  # fmt: skip
     return {"ranks": ranks, "versions": {"python": "3.12.1", "torch": "2.14"}, "internet": False}
@@ -46,14 +46,33 @@ def test_a_healthy_site() -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"devices": 0, "device": "cpu"}, "2 GPUs were given, torch sees 0"),
-        ({"devices": 1, "promised": 1}, "1 GPUs were given, torch sees 1"),
+        ({"devices": [], "device": "cpu"}, "2 GPUs were given, torch sees 0"),
+        ({"devices": ["a"], "promised": 1}, "1 GPUs were given, torch sees 1"),
         ({"sum": 3.0}, "NCCL all-reduce gives a wrong sum"),
         ({"files": 2}, "files written on one node are not seen on another"),
     ],
 )
 def test_what_the_ranks_saw(changes: dict[str, Any], fault: str) -> None:
     assert failures(judge(report(**changes), TWO_BY_TWO)) == [fault]
+
+
+def test_a_device_bound_to_each_rank() -> None:
+    """srun may show every rank only its own device."""
+    found = report()
+    for number, rank in enumerate(found["ranks"]):
+        rank["devices"] = [f"device {number % 2}"]
+    assert failures(judge(found, TWO_BY_TWO)) == []
+
+
+def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 nodes are the end of one rule's range, and all that another rule asks for."""
+    monkeypatch.setattr(login.shutil, "which", lambda name: "sbatch")
+    monkeypatch.setattr(login, "command", lambda *words: (int("--nodes=16" in words), "", "no"))
+    asked = {"cluster": "slurm", "devices": 4, "slurm_partition": "p"}
+    found = login.requests({"pretrain": asked | {"nodes": "1..16"}, "tune": asked | {"nodes": 16}})
+    assert [finding.kind for finding in found] == ["ok", "FAIL"]
+    found = login.requests({"pretrain": asked | {"nodes": "1..16"}})
+    assert [finding.kind for finding in found] == ["ok", "note"]
 
 
 def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:

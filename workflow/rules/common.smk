@@ -10,7 +10,7 @@ from maect.data.plan import shard_name
 from maect.data.subsets import check_classes
 from maect.errors import UserError
 from maect.experiment_file import fill_path, flatten, yaml_scalar
-from maect.launch.owner import own
+from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
 from maect.report.layouts import UNPRINTED, layout
 
@@ -19,6 +19,9 @@ ownership = ExitStack()
 
 # The rules call `maect`: the one of the environment that Snakemake itself runs in.
 shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
+
+# Launchers let go of their jobs once this process is gone. (A subprocess of it reads this, too.)
+os.environ.setdefault(SNAKEMAKE, this_process())
 
 # For those who let Snakemake make the environment (--software-deployment-method conda).
 ENVIRONMENT = "../../envs/environment.yaml"
@@ -301,6 +304,6 @@ onstart:
         if account.startswith("$") and os.path.expandvars(account) == account:
             stop(f"the profile's account is {account}, which is not set: export it")
     try:
-        ownership.enter_context(own(Path(ROOT)))
+        ownership.enter_context(own(Path(ROOT), patience=15))
     except UserError as error:
         stop(error)

@@ -1,8 +1,10 @@
 """Real ranks on this machine, and every way in which they or their launcher can die."""
 
+import json
 import os
 import random
 import signal
+import subprocess
 import time
 
 import psutil
@@ -83,13 +85,15 @@ def test_launcher_and_submission_killed_together(run):
     assert len(run.starts()) == 1 and run.read("job.json")["attempt"] == 2
 
 
-def test_job_replaced_by_another_runs_nothing(run):
+@pytest.mark.parametrize("change", [{"name": "another"}, {"state": "ended", "ending": "stopped"}])
+def test_job_that_was_replaced_or_given_up_runs_nothing(run, change):
+    """It starts late, when nobody could find or cancel it."""
     launcher = run.start()
     wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
     run.kill(launcher)
-    text = (run.folder / "job.json").read_text()
-    name = run.read("job.json")["name"]
-    (run.folder / "job.json").write_text(text.replace(name, "another"))
+    job = run.read("job.json")
+    name = job["name"]
+    (run.folder / "job.json").write_text(json.dumps(job | change))
     wait_for(lambda: list(run.folder.glob(f"jobs/{name}/*_0_result.pkl")))
     assert run.starts() == []
 
@@ -223,6 +227,24 @@ def test_snakemake_killed(run, tmp_path):
     assert status.read_text() == "130\n"
     assert "Snakemake is gone" in (tmp_path / "log").read_text()
     assert run.processes() and run.step() < 300
+    finish(run.start(steps=300))
+    assert_undisturbed(run, 300)
+    assert len(run.starts()) == 1
+
+
+def test_snakemake_killed_before_its_launcher_looked(run, tmp_path, monkeypatch):
+    """While the launcher was still importing: it finds no parent, but knows whom it works for."""
+    gone = subprocess.Popen(["sleep", "60"])
+    created = psutil.Process(gone.pid).create_time()
+    monkeypatch.setenv("MAECT_SNAKEMAKE", f"{gone.pid} {created}")
+    launcher = run.start(steps=300)
+    run.reaches(5)
+    gone.kill()
+    gone.wait()
+    assert "Snakemake is gone" in finish(launcher) and launcher.returncode == 130
+    late = run.start(steps=300)
+    assert "Snakemake is gone" in finish(late) and late.returncode == 130
+    monkeypatch.delenv("MAECT_SNAKEMAKE")
     finish(run.start(steps=300))
     assert_undisturbed(run, 300)
     assert len(run.starts()) == 1

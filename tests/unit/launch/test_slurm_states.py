@@ -1,12 +1,13 @@
 """What is concluded from what squeue and sacct say, or do not: scripts answer in their place."""
 
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from launching import finish, wait_for
 
-from maect.launch import record, slurm
+from maect.launch import record, slurm, squeue
 from maect.launch.record import Job
 
 SCRIPT = """#!/bin/sh
@@ -53,6 +54,8 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
     for memory in (slurm._first_look, slurm._missing_since, slurm._broken_since, slurm._sacct):
         memory.clear()
+    slurm._may_return_since.clear()
+    squeue._own.clear()
     return commands
 
 
@@ -68,9 +71,9 @@ def job(tmp_path):
         ("COMPLETING", "running", 0, False),
         ("PENDING", "pending", 0, False),
         ("REQUEUED", "pending", 0, False),
-        # SLURM puts these back under the same id: two more answers have to say so.
-        ("NODE_FAIL", "ended", 2, False),
-        ("PREEMPTED", "ended", 2, False),
+        # SLURM puts these back under the same id: later answers have to say so, too.
+        ("NODE_FAIL", "unknown", 0, False),
+        ("PREEMPTED", "unknown", 0, False),
         ("FAILED", "ended", 1, False),
         ("TIMEOUT", "ended", 1, False),
         ("OUT_OF_MEMORY", "ended", 1, False),
@@ -88,7 +91,7 @@ def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
     "says, phase, final",
     [
         ("COMPLETED\n", "ended", False),
-        ("NODE_FAIL\n", "ended", False),
+        ("NODE_FAIL\n", "unknown", False),
         ("CANCELLED by 0\n", "ended", True),
         # It lags behind: squeue has forgotten the job, so this is no verdict.
         ("RUNNING\n", "unknown", False),
@@ -163,7 +166,104 @@ def test_job_that_lost_a_rank_and_is_not_ended(tmp_path, commands, job, log, pha
     record.log(tmp_path, job, 0).write_text(log)
     assert slurm.state(tmp_path, job).phase == "running"
     time.sleep(0.3)
+    # The same answer says nothing new.
+    assert slurm.state(tmp_path, job).phase == "running"
+    time.sleep(1)
     assert slurm.state(tmp_path, job).phase == phase
+
+
+@pytest.mark.parametrize("word", ["RUNNING", "NODE_FAIL"])
+def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, monkeypatch, word):
+    """The last answer grows old while the controller is away: that makes nothing of it true."""
+    monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)
+    commands.says("squeue", f"7|{word}|None|maect-a-1\n")
+    record.place(tmp_path, job).mkdir(parents=True)
+    record.log(tmp_path, job, 0).write_text("maect: attempt 0\nsrun: error: n1: task 3: Killed\n")
+    slurm.state(tmp_path, job)
+    commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
+    for _ in range(4):
+        time.sleep(1)
+        assert slurm.state(tmp_path, job).phase in ("running", "unknown")
+    (commands.folder / "squeue.fails").unlink()
+    time.sleep(1)
+    assert slurm.state(tmp_path, job).phase == "ended"
+
+
+@pytest.mark.parametrize(
+    "says, over",
+    [
+        ("scancel: error: Kill job error on job id 7: Invalid job id specified", True),
+        ("scancel: error: Unable to contact slurm controller (connect failure)", False),
+    ],
+)
+def test_whether_a_job_was_cancelled(tmp_path, commands, job, says, over):
+    commands.fails("scancel", says)
+    assert slurm.end(tmp_path, job) is over
+    (commands.folder / "scancel.fails").unlink()
+    job.id = None
+    assert slurm.end(tmp_path, job)
+    assert commands.asked("scancel")[-1].endswith("--name maect-a-1")
+
+
+def test_home_that_is_full_or_without_locks(tmp_path, commands, job, monkeypatch):
+    """Each launcher then asks for itself."""
+    (tmp_path / "cache").write_text("in the way of the folder")
+    commands.says("squeue", "7|PENDING|None|maect-a-1\n")
+    assert slurm.state(tmp_path, job).phase == "pending"
+    assert slurm.state(tmp_path, job).phase == "pending"
+    assert len(commands.asked("squeue")) == 1
+    (tmp_path / "cache").unlink()
+    squeue._own.clear()
+
+    def refuse(*arguments):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(squeue.fcntl, "flock", refuse)
+    assert slurm.state(tmp_path, job).phase == "pending"
+    assert len(commands.asked("squeue")) == 2
+
+
+def test_submission_that_broke_off_is_looked_for(run, commands):
+    """sbatch has accepted the job; the process that called it dies before it can say so."""
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    name = f"maect-{run.folder.name}-"
+    (commands.folder / "sbatch").write_text(
+        f'#!/bin/sh\necho "$0 $*" >> {commands.folder}/asked\n'
+        f"name=$(grep -o '{name}[0-9a-f]*' {run.folder}/job.json | tail -1)\n"
+        f'echo "7|PENDING|None|$name" > {commands.folder}/squeue.says\n'
+        "kill -9 $PPID\n"
+    )
+    launcher = run.start()
+    wait_for(lambda: run.read("job.json").get("id") == "7")
+    assert run.read("job.json")["state"] == "submitted"
+    (run.folder / "done.json").write_text("{}")
+    verdict = f'{{"name": "{run.read("job.json")["name"]}", "verdict": "done"}}'
+    (run.folder / "verdict.json").write_text(verdict)
+    words = finish(launcher)
+    assert launcher.returncode == 0 and len(commands.asked("sbatch")) == 1, words
+
+
+def test_submission_that_breaks_off_each_time_is_given_up(run, commands):
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    (commands.folder / "sbatch").write_text(
+        f'#!/bin/sh\necho "$0 $*" >> {commands.folder}/asked\nkill -9 $PPID\n'
+    )
+    launcher = run.start()
+    words = finish(launcher)
+    assert launcher.returncode == 2 and "the submission broke off" in words
+    assert len(commands.asked("sbatch")) == 3
+
+
+def test_job_that_could_not_be_cancelled_is_not_called_so(run, commands):
+    take_over(run)
+    commands.says("squeue", f"7|PENDING|None|{run.read('job.json')['name']}\n")
+    commands.fails("scancel", "scancel: error: Unable to contact slurm controller")
+    launcher = run.start()
+    wait_for(lambda: commands.asked("squeue"))
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130 and "was not cancelled" in words
+    assert run.read("job.json")["state"] == "submitted" and (run.folder / "stop").exists()
 
 
 def take_over(run) -> None:
