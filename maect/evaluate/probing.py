@@ -80,7 +80,7 @@ class Probing:
         """
         self.context, self.settings, self.train = context, settings, train
         self.encoding, self.groups, self.identity = encoding, groups, identity
-        self.file = job.state / STATE
+        self.file, self.run = job.state / STATE, job.run
         if settings.epochs * train.n < settings.batch_size:
             raise UserError(
                 f"{train.directory}: {settings.epochs} epochs of {train.n} images are less than "
@@ -111,6 +111,7 @@ class Probing:
 
         Raises:
             Interrupted: told to stop; the state is saved.
+            UserError: heads that are no longer finite, on every rank; the state is not saved.
         """
         yield from self._finished()
         settings, device = self.settings, self.encoding.device
@@ -137,8 +138,12 @@ class Probing:
             loss = update(x, y, learning_rate(self.step, self.steps, self.warmup))
             self.step += 1
             stop = ranks.any_rank(self.context, self.context.stop_requested())
+            reported = self.step % 10 == 0 or self.step == self.steps
+            # Not in every step: to look at a loss is to wait for the GPU.
+            if stop or reported or self._at_end():
+                self._finite(loss)
             yield from self._finished()
-            if self.step % 10 == 0 or self.step == self.steps:
+            if reported:
                 seconds = time.monotonic() - started
                 self._report(loss, (self.step - first) * settings.batch_size / seconds)
             if stop and self.step < self.steps:
@@ -155,8 +160,23 @@ class Probing:
         out[group.rows] = mine
         return ranks.sum_ranks(self.context, out[rows].contiguous())
 
+    def _at_end(self) -> bool:
+        return self.done < self.settings.epochs and self.ends[self.done] <= self.step
+
+    def _finite(self, loss: Tensor) -> None:
+        """Refuse broken heads before they are scored or saved; what is not finite stays so.
+
+        Raises:
+            UserError: a loss of any rank that is not finite.
+        """
+        if ranks.any_rank(self.context, not bool(loss.isfinite().all())):
+            raise UserError(
+                f"{self.run}: after {self.step} updates on {self.train.directory} the probe is not "
+                "finite; the encoder diverged or its weights are damaged, or the rate is too high"
+            )
+
     def _finished(self) -> Iterator[int]:
-        while self.done < self.settings.epochs and self.ends[self.done] <= self.step:
+        while self._at_end():
             yield self.done
             self.done += 1
             self._save()

@@ -18,7 +18,7 @@ from maect.recipes import View
 from maect.recipes.protocols import ColorHistogram
 
 from .conftest import Rank
-from .test_linear_probe import job_of
+from .test_linear_probe import job_of, refuses_broken_features
 
 SETTINGS = ColorHistogram(
     epochs=3, batch_size=32, learning_rate=80.0, crop_scale=(0.6, 1.0), flip=0.0, precision="fp32"
@@ -140,6 +140,13 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
         assert kept.read_bytes() == job.out.with_suffix(".safetensors").read_bytes()
 
 
+def test_a_broken_feature_in_training_is_one_line(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(images, tmp_path / "color_histogram.json")
+    refuses_broken_features(color_histogram, job, SETTINGS, monkeypatch)
+
+
 def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:
     from dataclasses import replace
 
@@ -151,7 +158,7 @@ def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) 
     (tmp_path / "run").mkdir()
     save_encoder(tmp_path / "run" / "encoder.safetensors", state, settings, pooling)
     job = replace(job_of(images, tmp_path / "out.json"), run=tmp_path / "run")
-    with pytest.raises(UserError, match=r"run: the features are not finite"):
+    with pytest.raises(UserError, match=r"run: after 4 updates on .*train the probe is not finite"):
         color_histogram.evaluate(rank, job, SETTINGS)
     with pytest.raises(UserError, match=r"1 epochs of 150 images are less than one batch of 160"):
         color_histogram.evaluate(rank, job, ColorHistogram(epochs=1, batch_size=160))

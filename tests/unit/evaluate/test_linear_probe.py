@@ -130,6 +130,48 @@ def test_a_kill_loses_no_more_than_an_epoch(
     assert len(steps) == 18 - 9  # from the end of the second epoch
 
 
+def refuses_broken_features(protocol, job: Job, settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second training batch on one image's features are not finite: nothing is saved."""
+    with pytest.raises(Interrupted):
+        protocol.evaluate(Rank(patience=6), job, settings)
+    state = job.state / probing.STATE
+    saved, plain, seen = state.read_bytes(), Encoding.__call__, []
+
+    def encoded(self, images):
+        x = plain(self, images).clone()
+        if images.dtype == torch.float32:  # augmented; those of the test split are bytes
+            seen.append(images)
+            x[3] = torch.nan if len(seen) > 1 else x[3]
+        return x
+
+    monkeypatch.setattr(Encoding, "__call__", encoded)
+    # At the end of the epoch, and by one that is told to stop before.
+    for patience in (10**9, 1):
+        with pytest.raises(UserError, match=r"mae: after \d+ updates on .*train the probe is not"):
+            protocol.evaluate(Rank(patience=patience), job, settings)
+        assert state.read_bytes() == saved
+
+
+def test_a_broken_feature_in_training_is_no_result(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what is not a number the first class is the largest: an accuracy as if by chance."""
+    job = job_of(images, tmp_path / "linear_probe.json")
+    refuses_broken_features(linear_probe, job, SETTINGS, monkeypatch)
+
+
+def test_every_rank_refuses_what_one_finds(
+    images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(
+        probing.ranks, "any_rank", lambda context, flag: asked.append(flag) or len(asked) == 5
+    )
+    with pytest.raises(UserError, match=r"mae: after 4 updates"):
+        linear_probe.evaluate(rank, job_of(images, tmp_path / "linear_probe.json"), SETTINGS)
+    assert not any(asked)
+
+
 def test_another_probes_state_is_not_taken(images: Path, tmp_path: Path, rank: Rank) -> None:
     job = job_of(images, tmp_path / "linear_probe.json")
     with pytest.raises(Interrupted):
