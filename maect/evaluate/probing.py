@@ -86,11 +86,8 @@ class Probing:
                 f"{train.directory}: {settings.epochs} epochs of {train.n} images are less than "
                 f"one batch of {settings.batch_size}; lower batch_size"
             )
-        per_epoch = train.n / settings.batch_size
-        self.steps = int(settings.epochs * per_epoch)
-        self.warmup = settings.warmup_epochs * per_epoch
-        # Batches run on over the end of an epoch; an epoch ends with the update that completes it.
-        self.ends = [int((epoch + 1) * per_epoch) for epoch in range(settings.epochs)]
+        self.steps, self.ends = updates(train.n, settings.batch_size, settings.epochs)
+        self.warmup = settings.warmup_epochs * train.n / settings.batch_size
         self.step, self.done = 0, 0
         self.record: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
@@ -223,6 +220,16 @@ class Probing:
         own = {name for name in tensors if name.startswith("kept.")}
         self.kept = {name.removeprefix("kept."): tensors[name] for name in own}
         self.step, self.done, self.record = record["step"], record["done"], record["own"]
+
+
+def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
+    """Number of updates, and after how many each epoch is complete.
+
+    Batches run on over the end of an epoch, so the update that completes it has begun the next
+    one; the last epoch ends with the last whole batch.
+    """
+    steps = epochs * images // batch
+    return steps, [min(steps, -(-epoch * images // batch)) for epoch in range(1, epochs + 1)]
 
 
 def check(train: Index, test: Index, *, labelled: bool = True) -> None:

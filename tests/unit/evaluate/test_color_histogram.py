@@ -158,7 +158,7 @@ def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) 
     (tmp_path / "run").mkdir()
     save_encoder(tmp_path / "run" / "encoder.safetensors", state, settings, pooling)
     job = replace(job_of(images, tmp_path / "out.json"), run=tmp_path / "run")
-    with pytest.raises(UserError, match=r"run: after 4 updates on .*train the probe is not finite"):
+    with pytest.raises(UserError, match=r"run: after 5 updates on .*train the probe is not finite"):
         color_histogram.evaluate(rank, job, SETTINGS)
     with pytest.raises(UserError, match=r"1 epochs of 150 images are less than one batch of 160"):
         color_histogram.evaluate(rank, job, ColorHistogram(epochs=1, batch_size=160))

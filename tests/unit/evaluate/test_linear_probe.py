@@ -56,7 +56,7 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     x_test = torch.cat([encoding(images) for images, _, _ in parts])
     y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
     view = View(crop_scale=(0.6, 1.0), flip=0.0)
-    ends = [int(150 * (epoch + 1) / 32) for epoch in range(4)]
+    ends = [5, 10, 15, 18]  # 150, 300 and 450 images are seen; 600 are 18 batches and a part
     heads = Heads(16, 10, [1.0, 0.1, 0.01], 0.9, 0, torch.device("cpu"))
     steps = 4 * 150 // 32
     loader = train_batches(
@@ -108,6 +108,19 @@ def test_a_restart_ends_with_the_same_numbers(
     assert all(step > patience for step in steps)
 
 
+@pytest.mark.parametrize(
+    ("images", "batch", "epochs"),
+    [(150, 32, 4), (600, 1024, 2), (600, 1024, 50), (784, 96, 30), (96, 32, 3), (1_281_167, 1024, 50)],
+)
+def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) -> None:
+    steps, ends = probing.updates(images, batch, epochs)
+    assert steps * batch <= epochs * images < (steps + 1) * batch
+    assert len(ends) == epochs and ends[-1] == steps and ends[0] > 0
+    for epoch, end in enumerate(ends, 1):
+        assert end * batch >= epoch * images or end == steps
+        assert (end - 1) * batch < epoch * images
+
+
 def test_a_kill_loses_no_more_than_an_epoch(
     images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +140,7 @@ def test_a_kill_loses_no_more_than_an_epoch(
     del steps[:]
     monkeypatch.setattr(Heads, "step", lambda *a: steps.append(a) or plain(*a))
     assert linear_probe.evaluate(rank, job, SETTINGS) == whole
-    assert len(steps) == 18 - 9  # from the end of the second epoch
+    assert len(steps) == 18 - 10  # from the end of the second epoch
 
 
 def refuses_broken_features(protocol, job: Job, settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +178,9 @@ def test_every_rank_refuses_what_one_finds(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        probing.ranks, "any_rank", lambda context, flag: asked.append(flag) or len(asked) == 5
+        probing.ranks, "any_rank", lambda context, flag: asked.append(flag) or len(asked) == 6
     )
-    with pytest.raises(UserError, match=r"mae: after 4 updates"):
+    with pytest.raises(UserError, match=r"mae: after 5 updates"):
         linear_probe.evaluate(rank, job_of(images, tmp_path / "linear_probe.json"), SETTINGS)
     assert not any(asked)
 
