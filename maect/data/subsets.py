@@ -164,7 +164,9 @@ def _folder_and_stem(name: str) -> tuple[str, str]:
     return folder, (base.rpartition(".")[0] or base).replace(".", "_")
 
 
-def balanced_rows(labels: NDArray[np.int64], per_class: int, seed: int) -> NDArray[np.int64]:
+def balanced_rows(
+    labels: NDArray[np.int64], per_class: int, seed: int, names: Sequence[str] = ()
+) -> NDArray[np.int64]:
     """A random subset with `per_class` samples of every class, as increasing rows.
 
     For one seed the subsets are nested: those for 1 are among those for 2.
@@ -173,14 +175,18 @@ def balanced_rows(labels: NDArray[np.int64], per_class: int, seed: int) -> NDArr
         labels: int64 [n]; -1 is left out.
         per_class: samples of each class.
         seed: number of the subset.
+        names: of the classes that there must be, also if no label says so.
 
     Raises:
-        UserError: a class has too few samples.
+        UserError: a class has too few samples, or none.
     """
     classes, counts, rows = _shuffled(labels, seed)
-    if counts.min() < per_class:
-        few = int(counts.argmin())
-        raise UserError(f"class {classes[few]}: {counts[few]} samples, {per_class} wanted")
+    wanted = np.union1d(classes, np.arange(len(names)))
+    found = np.bincount(labels[rows], minlength=len(names))[wanted]
+    if found.min() < per_class:
+        few = int(wanted[found.argmin()])
+        name = names[few] if few < len(names) else few
+        raise UserError(f"class {name}: {found.min()} samples, {per_class} wanted")
     return _firsts(rows, counts, np.full(len(counts), per_class))
 
 

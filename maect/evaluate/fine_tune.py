@@ -121,7 +121,7 @@ def evaluate(context: Context, job: Job, settings: FineTune) -> dict[str, Any]:
 
 def trainings(train: Index, settings: FineTune) -> list[Training]:
     """All trainings of a job, in order."""
-    split = Labelled(train.directory, train.labels, train.keys)
+    split = Labelled(train.directory, train.labels, train.keys, train.class_names)
     seed, folder = settings.seed, settings.subsets
     if settings.shots:
         return [

@@ -72,4 +72,4 @@ def choose(train: Features, shots: int, split: int, settings: LowShot) -> NDArra
 
 def labelled(train: Features) -> Labelled:
     """A features file as a split to choose samples from."""
-    return Labelled(train.path, train.labels, train.names)
+    return Labelled(train.path, train.labels, train.names, train.record["class_names"])

@@ -5,7 +5,7 @@ fine-tuning see the same images.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,13 @@ class Labelled:
         place: its file or folder, for messages.
         labels: int64 [n].
         names: gives the names of the samples, in order.
+        class_names: every class that there is, with or without a sample.
     """
 
     place: Path
     labels: NDArray[np.int64]
     names: Callable[[], list[str]]
+    class_names: Sequence[str]
 
 
 def shots_rows(
@@ -42,14 +44,16 @@ def shots_rows(
     Seeded subsets are nested like MSN's: the samples for 1 shot are among those for 2 and 5.
 
     Raises:
-        UserError: a class has fewer samples, or a list does not fit the split.
+        UserError: a class has fewer samples or none, or a list does not fit the split.
     """
     if folder is not None:
         return _listed(train, _path(folder, SHOTS_LIST.format(shots=shots, split=split)))
     try:
-        return balanced_rows(train.labels, shots, (seed << 16) + split)
+        return balanced_rows(train.labels, shots, (seed << 16) + split, train.class_names)
     except UserError as error:
-        raise UserError(f"{train.place}: {error}") from None
+        raise UserError(
+            f"{train.place}: {error}; ask for fewer shots, or leave the class out (kind: view)"
+        ) from None
 
 
 def fraction_name(fraction: float) -> str:

@@ -78,6 +78,9 @@ def test_balanced_subsets_need_enough_labels(index: Index) -> None:
         balanced_rows(np.full(5, -1), 1, 0)
     some = np.array([0, 0, -1, 1, 1, -1])
     assert set(balanced_rows(some, 2, 3)) == {0, 1, 3, 4}
+    assert set(balanced_rows(some, 2, 3, ["a", "b"])) == {0, 1, 3, 4}
+    with pytest.raises(UserError, match="class c: 0 samples, 1 wanted"):
+        balanced_rows(some, 1, 3, ["a", "b", "c"])
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "empty"), ("a.jpg\nb.jpg\na.jpg\n", "repeat")])

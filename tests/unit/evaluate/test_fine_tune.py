@@ -63,6 +63,22 @@ def test_the_images_are_those_of_logistic_regression(
         fine_tune.trainings(index, FineTune(fraction=0.01, subsets=str(tmp_path)))
 
 
+def test_shots_need_images_of_every_class_that_the_split_names(
+    images: Path, tmp_path: Path
+) -> None:
+    """A view names its own classes, so those that it leaves out are not missed."""
+    from maect.data.subsets import class_view
+
+    class_view(images / "shards" / "train", tmp_path / "view", ["3", "1"])
+    view, settings = open_index(tmp_path / "view"), FineTune(shots=(2,), splits=1)
+    (plan,) = fine_tune.trainings(view, settings)
+    assert np.bincount(view.labels[plan.rows]).tolist() == [2, 2]
+    whole = open_index(images / "shards" / "train")
+    without = replace(whole, rows=whole.rows[whole.labels != 7])
+    with pytest.raises(UserError, match=r"train: class 7: 0 samples, 2 wanted"):
+        fine_tune.trainings(without, settings)
+
+
 def test_fractions_of_every_class() -> None:
     labels = np.repeat([0, 1, 2, -1], [100, 37, 3, 20])
     tenth, half = fraction_rows(labels, 0.1, 7), fraction_rows(labels, 0.5, 7)

@@ -161,6 +161,17 @@ def test_too_few_samples_of_a_class(tmp_path: Path) -> None:
         low_shot.choose(train, 5, 1, LowShot())
 
 
+def test_a_named_class_without_samples_is_an_error(tmp_path: Path, job: Job, rank: Rank) -> None:
+    names = ["ant", "bee", "cat"]
+    rows, labels = blobs(12, 4, 2, 0)[0], [0] * 8 + [2] * 4
+    path = store(tmp_path / "a.safetensors", rows, labels, class_names=names)
+    with pytest.raises(UserError, match=r"a\.safetensors: class bee: 0 samples, 1 wanted; ask for"):
+        low_shot.evaluate(rank, replace(job, train=path, test=path), LowShot())
+    # What a fraction of a class is can be said of none.
+    both = replace(job, train=path, test=path)
+    low_shot.evaluate(rank, both, LowShot(shots=(), fractions=(1.0,), solver="lbfgs"))
+
+
 def test_lists_name_the_samples(tmp_path: Path, job: Job, rank: Rank) -> None:
     features, labels = blobs(30, 6, 3, 0)
     keys = [f"n{label:08d}/n{label:08d}_{i}" for i, label in enumerate(labels)]
