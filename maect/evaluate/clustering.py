@@ -4,6 +4,7 @@ Standardised features, mini-batch k-means from many seeds; the run of lowest ine
 and the mean and deviation of all runs. Labels are used for the score only.
 """
 
+import json
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def evaluate(context: Context, job: Job, settings: Clustering) -> dict[str, Any]
     """Scores in percent, of the best run and over all, and the silhouette of the true classes.
 
     Metrics of a class subset carry its name as a prefix. Beside the JSON, `clustering.safetensors`
-    keeps clusters, centres (standardised) and confusion matrix of each best run.
+    keeps clusters, centres (standardised) and confusion matrix of each best run, and its `origin`.
 
     Raises:
         UserError: fewer than two classes, or fewer distinct samples than classes.
@@ -44,8 +45,13 @@ def evaluate(context: Context, job: Job, settings: Clustering) -> dict[str, Any]
         metrics |= {prefix + key: value for key, value in found.items()}
         tensors |= {prefix + key: value for key, value in arrays.items()}
     with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
-        save_file(tensors, temporary)
+        save_file(tensors, temporary, {"maect": json.dumps(origin(test))})
     return metrics
+
+
+def origin(test: Features) -> dict[str, str]:
+    """What clusters are of: the encoder and the images."""
+    return {key: test.record[key] for key in ("encoder_sha256", "index_digest")}
 
 
 def members(features: Features, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 Thumbnails are stored with the result, so that drawing needs no images.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from maect.data.decode import render
 from maect.data.geometry import center_crops
 from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
 from maect.errors import UserError
-from maect.evaluate.clustering import assign, contingency, standardize
+from maect.evaluate.clustering import assign, contingency, origin, standardize
 from maect.evaluate.job import Context, Job, idle_cpus
 from maect.evaluate.neighbors import nearest
 from maect.evaluate.store import Features
@@ -88,12 +89,20 @@ def _clusters(path: Path, test: Features, settings: Retrieval) -> tuple[Ids, Ids
     Euclidean distance between standardised features, those that were clustered.
 
     Raises:
-        UserError: clusters of other features, or too few samples.
+        UserError: clusters of another encoder or other images, or too few samples.
     """
+    from safetensors import safe_open
     from safetensors.numpy import load_file
 
     if not path.exists():
         raise UserError(f"{path}: no such clusters; evaluate clustering first")
+    with safe_open(path, framework="numpy") as file:
+        made = json.loads((file.metadata() or {}).get("maect", "null"))
+    if made != origin(test):
+        raise UserError(
+            f"{path}: clusters of another encoder or other images than {test.path}; evaluate "
+            "clustering again"
+        )
     arrays = load_file(path)
     prefix = f"{settings.subset}_" if settings.subset else ""
     try:
@@ -101,8 +110,6 @@ def _clusters(path: Path, test: Features, settings: Retrieval) -> tuple[Ids, Ids
     except KeyError as error:
         raise UserError(f"{path}: has no {error}; evaluate clustering with that subset") from None
     ids = np.flatnonzero(np.isin(test.labels, np.unique(labels)))
-    if not np.array_equal(test.labels[ids], labels) or centers.shape[1] != test.width:
-        raise UserError(f"{path}: clusters of other features than {test.path}; cluster them again")
     if len(ids) < settings.neighbors:
         raise UserError(f"{path}: {len(ids)} samples for {settings.neighbors} neighbors")
     names, dense = np.unique(labels, return_inverse=True)

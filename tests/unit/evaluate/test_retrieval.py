@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -98,14 +99,20 @@ def test_what_does_not_belong_together_is_refused(
     other = replace(clustered, test_shards=images / "shards" / "train")
     with pytest.raises(UserError, match="features of other images"):
         retrieval.evaluate(rank, other, Retrieval())
-    arrays = load_file(clustered.clusters)
-    arrays["centers"] = np.ascontiguousarray(arrays["centers"][:, :5])
-    save_file(arrays, tmp_path / "c.safetensors")
-    with pytest.raises(UserError, match="clusters of other features"):
-        retrieval.evaluate(
-            rank, replace(clustered, clusters=tmp_path / "c.safetensors"), Retrieval()
-        )
     with pytest.raises(UserError, match="no such clusters"):
         retrieval.evaluate(
             rank, replace(clustered, clusters=tmp_path / "none.safetensors"), Retrieval()
         )
+
+
+@pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", None])
+def test_clusters_of_another_encoder_are_refused(
+    clustered: Job, rank: Rank, tmp_path: Path, other: str | None
+) -> None:
+    """Of equal shape and labels: nothing but what the file says of its origin tells them apart."""
+    path = tmp_path / "c.safetensors"
+    made = clustering.origin(open_features(clustered.test))
+    texts = {"maect": json.dumps(made | {other: "f" * 64})} if other else None
+    save_file(load_file(clustered.clusters), path, texts)
+    with pytest.raises(UserError, match=r"c\.safetensors: clusters of another encoder or other im"):
+        retrieval.evaluate(rank, replace(clustered, clusters=path), Retrieval(neighbors=4))
