@@ -94,7 +94,12 @@ KNN = (
     Metric("knn_standardized", "k-NN, standardised", "knn", paper="knn", group=FEATURES),
 )
 _SHOTS = ("fine_tune_low_shot",)
-_1PCT = ("fine_tune_1pct_crop_flip", "fine_tune_1pct_mae", "low_shot_pct")
+_1PCT = (
+    "fine_tune_1pct_crop_flip",
+    "fine_tune_1pct_crop_flip_high_lr",
+    "fine_tune_1pct_mae",
+    "low_shot_pct",
+)
 _10PCT = ("fine_tune_10pct_mae", "low_shot_pct")
 SHOTS = (
     Metric("low_shot_1", "1 shot", "low_shot", group=LOW_SHOT, instead=_SHOTS),

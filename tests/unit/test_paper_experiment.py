@@ -55,6 +55,24 @@ def test_an_evaluation_behind_every_number_of_the_papers_tables(table):
                 )
 
 
+def test_one_percent_for_mae_with_vit_h14_has_the_higher_rate():
+    """Appendix B: "we use a higher lr (1e-2) for MAE with ViT-H/14"."""
+    experiment = load("paper")
+    columns = layout("huge14")
+    one_percent = next(m for m in columns.metrics if m.name == "low_shot_1pct")
+    rates = {}
+    for size, method, (run,) in experiment.rows("huge14"):
+        found = [
+            n
+            for n in columns.protocols_of(one_percent, method)
+            if (run, n) in experiment.evaluations
+        ]
+        assert len(found) == 1, run
+        rates[size, method] = experiment.evaluation(run, found[0])[1].base_lr
+    assert rates.pop(("huge14", "mae")) == 1e-2
+    assert set(rates.values()) == {3e-5}
+
+
 # Snakemake with a last line about itself: seconds of CPU and kilobytes of memory. Not ru_maxrss,
 # which begins at what the process that forked it had.
 SNAKEMAKE = """

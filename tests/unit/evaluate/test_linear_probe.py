@@ -110,7 +110,14 @@ def test_a_restart_ends_with_the_same_numbers(
 
 @pytest.mark.parametrize(
     ("images", "batch", "epochs"),
-    [(150, 32, 4), (600, 1024, 2), (600, 1024, 50), (784, 96, 30), (96, 32, 3), (1_281_167, 1024, 50)],
+    [
+        (150, 32, 4),
+        (600, 1024, 2),
+        (600, 1024, 50),
+        (784, 96, 30),
+        (96, 32, 3),
+        (1_281_167, 1024, 50),
+    ],
 )
 def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) -> None:
     steps, ends = probing.updates(images, batch, epochs)
