@@ -70,6 +70,7 @@ def test_the_other_low_shot_recipes_differ_as_the_text_says(letter: str, size: s
         return {k: v for k, v in recipe(name, size).model_dump().items() if v != ten[k]}
 
     assert changes("fine_tune_1pct") == {"fraction": 0.01}
+    assert changes("fine_tune_10pct_crop_flip") == {"randaugment_layers": 0}
     few_crop_flip = {"fraction": 0.01, "randaugment_layers": 0}
     assert changes("fine_tune_1pct_crop_flip") == few_crop_flip
     assert changes("fine_tune_1pct_crop_flip_high_lr") == few_crop_flip | {"base_lr": 1e-2}
