@@ -18,7 +18,10 @@ from maect.recipes.protocols import Robustness
 
 INPUTS = ("probe", "splits")
 ON_EVERY_RANK = True
-TEST_DATA = "the probe's epoch and learning rate were chosen on the unshifted test split"
+TEST_DATA = (
+    "the probe's epoch and learning rate were chosen on the unshifted test split; of a shifted "
+    "split only the classes among its labels can be predicted"
+)
 
 
 def evaluate(context: Context, job: Job, settings: Robustness) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from maect.files import atomic_write
 from maect.recipes.protocols import Umap
 
 INPUTS = ("test",)
+TEST_DATA = "the embedding is fitted to the test split's features; labels only choose the classes"
 
 
 def evaluate(context: Context, job: Job, settings: Umap) -> dict[str, Any]:

@@ -1,3 +1,4 @@
+import importlib
 import json
 import subprocess
 import sys
@@ -31,6 +32,22 @@ def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
     assert provenance["splits"]["test"]["index_digest"] == "d" * 64
     assert provenance["versions"]["numpy"] == np.__version__
     assert "choose k and T on the test split" in provenance["test_data"]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "used"),
+    [
+        ("umap", "fitted to the test split"),
+        ("robustness", "classes among its labels"),
+        ("clustering", "test split's own mean"),
+        ("effective_invariance", "chosen on the test split"),
+        ("low_shot", None),
+        ("fine_tune", None),
+    ],
+)
+def test_json_says_what_test_data_was_used_for(protocol: str, used: str | None) -> None:
+    found = getattr(importlib.import_module(f"maect.evaluate.{protocol}"), "TEST_DATA", None)
+    assert found is None if used is None else used in found
 
 
 def test_other_ranks_leave_it_to_the_first(job: Job) -> None:
