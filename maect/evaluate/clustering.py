@@ -30,7 +30,8 @@ def evaluate(context: Context, job: Job, settings: Clustering) -> dict[str, Any]
     keeps clusters, centres (standardised) and confusion matrix of each best run, and its `origin`.
 
     Raises:
-        UserError: fewer than two classes, or fewer distinct samples than classes.
+        UserError: fewer than two classes, no class of two samples, or fewer distinct samples than
+            classes.
     """
     from safetensors.numpy import save_file
 
@@ -40,6 +41,8 @@ def evaluate(context: Context, job: Job, settings: Clustering) -> dict[str, Any]
     parts = {"": np.arange(test.n)}
     for name, classes in settings.subsets.items():
         parts[f"{name}_"] = members(test, classes, name)
+    for ids in parts.values():
+        _check(test, ids)
     for prefix, ids in parts.items():
         found, arrays = cluster(test, ids, settings, idle_cpus(context))
         metrics |= {prefix + key: value for key, value in found.items()}
@@ -47,6 +50,18 @@ def evaluate(context: Context, job: Job, settings: Clustering) -> dict[str, Any]
     with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
         save_file(tensors, temporary, {"maect": json.dumps(origin(test))})
     return metrics
+
+
+def _check(test: Features, ids: NDArray[np.int64]) -> None:
+    """Refuse labels that cannot be scored, before anything is computed."""
+    classes = len(np.unique(test.labels[ids]))
+    if classes < 2:
+        raise UserError(f"{test.path}: clustering needs at least two classes")
+    if classes == len(ids):
+        raise UserError(
+            f"{test.path}: one sample of each of {classes} classes; the silhouette needs a class "
+            "of two, so cluster a larger split"
+        )
 
 
 def origin(test: Features) -> dict[str, str]:
@@ -82,8 +97,6 @@ def cluster(
 
     names, labels = np.unique(test.labels[ids], return_inverse=True)
     rows = standardize(test.take(ids))
-    if len(names) < 2:
-        raise UserError(f"{test.path}: clustering needs at least two classes")
     if len(np.unique(rows, axis=0)) < len(names):
         raise UserError(
             f"{test.path}: fewer distinct features than the {len(names)} classes; the encoder "
@@ -208,6 +221,4 @@ def silhouette(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
     """Mean silhouette coefficient of the true classes x 100, euclidean (Rousseeuw 1987)."""
     from sklearn.metrics import silhouette_score
 
-    if not 1 < labels.max() + 1 < len(labels):
-        raise UserError("the silhouette needs at least two classes, and a class of two samples")
     return 100 * float(silhouette_score(rows, labels))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from maect.errors import UserError
 from maect.evaluate import logistic
 from maect.evaluate.job import Context, Job, idle_cpus
 from maect.evaluate.store import Features
@@ -24,7 +25,8 @@ def evaluate(context: Context, job: Job, settings: LowShot) -> dict[str, Any]:
     """Accuracies in percent: `low_shot_N`, the mean over splits, and each of them; `low_shot_Npct`.
 
     Raises:
-        UserError: a class with fewer samples than shots, or a list that does not fit the split.
+        UserError: a class with fewer samples than shots, a list that does not fit the split, or
+            samples of one class only.
     """
     train, test = job.both()
     wanted = [(shots, split) for shots in settings.shots for split in range(1, settings.splits + 1)]
@@ -32,6 +34,11 @@ def evaluate(context: Context, job: Job, settings: LowShot) -> dict[str, Any]:
     for fraction in settings.fractions:
         subsets[fraction] = fraction_rows_of(
             labelled(train), fraction, settings.seed, settings.subsets
+        )
+    if any(len(np.unique(train.labels[ids])) < 2 for ids in subsets.values()):
+        raise UserError(
+            f"{train.path}: low_shot needs at least two classes, and the samples it would train "
+            "on are of one; extract features of a split with more"
         )
     queries = logistic.prepare(test.all())
 

@@ -132,7 +132,16 @@ def test_collapsed_features_and_one_class_are_refused(tmp_path: Path, job: Job, 
     assert not job.out.with_suffix(".safetensors").exists()
 
 
-def test_every_class_once_has_no_silhouette(tmp_path: Path, job: Job, rank: Rank) -> None:
+def test_every_class_once_has_no_silhouette(
+    tmp_path: Path, job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found before anything is clustered, also where only a subset's classes have one each."""
+    monkeypatch.setattr(clustering, "cluster", lambda *_: pytest.fail("clustered before the check"))
     path = store(tmp_path / "a.safetensors", blobs(6, 4, 6, 0)[0], np.arange(6))
-    with pytest.raises(UserError, match="a class of two samples"):
+    with pytest.raises(UserError, match=r"a\.safetensors: one sample of each of 6 classes"):
         clustering.evaluate(rank, replace(job, test=path), Clustering(runs=2))
+    names = ["ant", "bee", "cat"]
+    path = store(tmp_path / "b.safetensors", blobs(4, 4, 3, 0)[0], [0, 0, 1, 2], class_names=names)
+    few = Clustering(runs=2, subsets={"few": ("bee", "cat")})
+    with pytest.raises(UserError, match=r"b\.safetensors: one sample of each of 2 classes"):
+        clustering.evaluate(rank, replace(job, test=path), few)

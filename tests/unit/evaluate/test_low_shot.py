@@ -172,6 +172,13 @@ def test_a_named_class_without_samples_is_an_error(tmp_path: Path, job: Job, ran
     low_shot.evaluate(rank, both, LowShot(shots=(), fractions=(1.0,), solver="lbfgs"))
 
 
+def test_one_class_is_one_line_with_the_file(tmp_path: Path, job: Job, rank: Rank) -> None:
+    path = store(tmp_path / "one.safetensors", blobs(12, 4, 2, 0)[0], [3] * 12)
+    for settings in (LowShot(), LowShot(shots=(), fractions=(0.5,))):
+        with pytest.raises(UserError, match=r"one\.safetensors: low_shot needs at least two"):
+            low_shot.evaluate(rank, replace(job, train=path, test=path), settings)
+
+
 def test_lists_name_the_samples(tmp_path: Path, job: Job, rank: Rank) -> None:
     features, labels = blobs(30, 6, 3, 0)
     keys = [f"n{label:08d}/n{label:08d}_{i}" for i, label in enumerate(labels)]
