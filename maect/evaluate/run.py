@@ -77,6 +77,8 @@ def run_protocol(
     # Protocols on stored features use the cores of rank 0's node, through threads.
     if context.rank and not getattr(module, "ON_EVERY_RANK", False):
         return "done"
+    # Before anything is computed, or a file beside the JSON replaced.
+    encoder = encoder_digest(job) if context.rank == 0 else None
     try:
         metrics = module.evaluate(context, job, values)
     except Interrupted:
@@ -85,7 +87,7 @@ def run_protocol(
         result = {
             "metrics": metrics,
             "settings": values.model_dump(mode="json") | {"resize": resize},
-            "provenance": provenance(job, protocol, context.world_size)
+            "provenance": provenance(job, protocol, context.world_size, encoder)
             | {"test_data": getattr(module, "TEST_DATA", None)}
             | job.notes,
         }
@@ -94,31 +96,40 @@ def run_protocol(
     return "done"
 
 
-def provenance(job: Job, protocol: str, world_size: int) -> dict[str, Any]:
-    """Where a result comes from: run, encoder, data and versions.
+def encoder_digest(job: Job) -> str | None:
+    """sha256 of what is evaluated: the run's encoder or, without its file, that of the features.
 
     Raises:
         UserError: features that were not made from the run's encoder.
     """
+    encoder = job.run / "encoder.safetensors"
+    found: str | None = sha256_file(encoder) if encoder.exists() else None
+    # A file that is missing, or two that do not belong together, the protocol itself refuses.
+    paths = [path for path in (job.train, job.test) if path is not None and path.exists()]
+    made: list[str] = [open_record(path)["encoder_sha256"] for path in paths]
+    for path, digest in zip(paths, made, strict=True):
+        if found not in (None, digest):
+            raise UserError(f"{path}: made from another encoder than {encoder}; extract it again")
+    return found or (made[0] if made else None)
+
+
+def provenance(
+    job: Job, protocol: str, world_size: int, encoder_sha256: str | None
+) -> dict[str, Any]:
+    """Where a result comes from: run, encoder, data and versions."""
     record: dict[str, Any] = {
         "protocol": protocol,
         "run": job.run.name,
-        "encoder_sha256": None,
+        "encoder_sha256": encoder_sha256,
         "splits": {},
         "inputs": {},
         "world_size": world_size,
         "versions": {"maect": __version__, "python": platform.python_version()},
     }
-    encoder = job.run / "encoder.safetensors"
-    if encoder.exists():
-        record["encoder_sha256"] = sha256_file(encoder)
     for name, path in (("train", job.train), ("test", job.test)):
         if path is None:
             continue
         made = open_record(path)
-        if record["encoder_sha256"] not in (None, made["encoder_sha256"]):
-            raise UserError(f"{path}: made from another encoder than {encoder}; extract it again")
-        record["encoder_sha256"] = made["encoder_sha256"]
         keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device")
         record["splits"][name] = {key: made[key] for key in keep if key in made}
     shards = {"train": job.train_shards, "test": job.test_shards, **job.splits}

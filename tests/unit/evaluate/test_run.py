@@ -69,6 +69,28 @@ def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
     assert not job.out.exists()
 
 
+def test_features_of_another_encoder_leave_what_was_there(
+    job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before the evaluation, which writes tensors beside the JSON."""
+    from maect.evaluate import clustering
+
+    monkeypatch.setattr(clustering, "evaluate", lambda *_: pytest.fail("evaluated"))
+    job.run.mkdir()
+    (job.run / "encoder.safetensors").write_bytes(b"another")
+    with pytest.raises(UserError, match=r"test\.safetensors: made from another encoder than"):
+        run_protocol(rank, protocol="clustering", run=job.run, out=job.out, test=job.test)
+    # What is missing, or does not belong together, the protocol says itself.
+    (job.run / "encoder.safetensors").unlink()
+    missing = job.test.with_name("none.safetensors")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"none\.safetensors: no such features file; make it with"):
+        run_protocol(rank, protocol="clustering", run=job.run, out=job.out, test=missing)
+    other = store(missing.with_name("o.safetensors"), *blobs(9, 12, 6, 1), encoder_sha256="f" * 64)
+    with pytest.raises(UserError, match=r"o\.safetensors: encoder_sha256 differs; extract"):
+        run_protocol(rank, protocol="knn", run=job.run, out=job.out, train=job.train, test=other)
+
+
 def test_protocols_on_features_start_without_torch() -> None:
     code = (
         "import sys; from maect.evaluate import run, knn, low_shot, logistic, clustering, umap;"
