@@ -1,11 +1,15 @@
 """What each evaluation can be told, as types, with the paper's values as defaults."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from maect.errors import UserError
 from maect.recipes.settings import Settings
+
+Count = Annotated[int, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 class Protocol(Settings):
@@ -30,8 +34,8 @@ class Knn(Protocol):
 
     k: int = Field(default=10, gt=0)
     temperature: float = Field(default=0.07, gt=0)
-    sweep: tuple[int, ...] = (1, 5, 10, 20, 50, 100, 200)
-    temperatures: tuple[float, ...] = (0.02, 0.07, 0.2)
+    sweep: tuple[Count, ...] = (1, 5, 10, 20, 50, 100, 200)
+    temperatures: tuple[Positive, ...] = (0.02, 0.07, 0.2)
 
 
 class LinearProbe(Protocol):
@@ -39,7 +43,9 @@ class LinearProbe(Protocol):
 
     epochs: int = Field(default=50, gt=0)
     batch_size: int = Field(default=1024, gt=0)
-    learning_rates: tuple[float, ...] = (0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01)
+    learning_rates: tuple[Positive, ...] = Field(
+        default=(0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01), min_length=1
+    )
     momentum: float = 0.9
     warmup_epochs: float = Field(default=5, ge=0)
     crop_scale: tuple[float, float] = (0.08, 1.0)
@@ -54,9 +60,9 @@ class LinearProbe(Protocol):
 class LowShot(Protocol):
     """Logistic regression on 1, 2 and 5 labels per class (paper, B), three splits each."""
 
-    shots: tuple[int, ...] = (1, 2, 5)
+    shots: tuple[Count, ...] = (1, 2, 5)
     splits: int = Field(default=3, gt=0)
-    fractions: tuple[float, ...] = ()
+    fractions: tuple[Fraction, ...] = ()
     """Of the labels, as well: 0.01 and 0.1 in the paper."""
     l2: float = Field(default=0.00025, gt=0)
     """Weight of the penalty, divided by the number of training samples (MSN's default)."""
@@ -66,6 +72,12 @@ class LowShot(Protocol):
     subsets: str | None = None
     """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
 
+    @model_validator(mode="after")
+    def _asked(self) -> "LowShot":
+        if not self.shots and not self.fractions:
+            raise ValueError("neither shots nor fractions: there is nothing to measure")
+        return self
+
 
 class FineTune(Protocol):
     """Supervised fine-tuning of the encoder (paper, B and E); defaults: MAE's recipe for ViT-L.
@@ -73,9 +85,9 @@ class FineTune(Protocol):
     Trains once for every seed, or for every number of shots and split.
     """
 
-    fraction: float = Field(default=1.0, gt=0, le=1)
+    fraction: Fraction = 1.0
     """Of the labels of every class."""
-    shots: tuple[int, ...] = ()
+    shots: tuple[Count, ...] = ()
     """So many labels per class instead, `splits` times each."""
     splits: int = Field(default=3, gt=0)
     subsets: str | None = None

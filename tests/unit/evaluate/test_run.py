@@ -69,6 +69,28 @@ def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
     assert not job.out.exists()
 
 
+@pytest.mark.parametrize(
+    ("protocol", "settings", "message"),
+    [
+        ("knn", {"sweep": [10, 0]}, r"sweep\.1: .* greater than 0 \(given: 0\)"),
+        ("knn", {"temperatures": [0]}, r"temperatures\.0: .* greater than 0"),
+        ("low_shot", {"shots": [0]}, r"shots\.0: .* greater than 0"),
+        ("low_shot", {"fractions": [0.1, 2.0]}, r"fractions\.1: .* less than or equal to 1"),
+        ("low_shot", {"fractions": [0]}, r"fractions\.0: .* greater than 0"),
+        ("low_shot", {"shots": []}, "neither shots nor fractions"),
+        ("fine_tune", {"shots": [-1]}, r"shots\.0: .* greater than 0"),
+        ("linear_probe", {"learning_rates": []}, "learning_rates: .* at least 1 item"),
+        ("linear_probe", {"learning_rates": [0.1, -0.1]}, r"learning_rates\.1: .* greater than 0"),
+    ],
+)
+def test_lists_that_make_no_sense_are_one_line(
+    job: Job, rank: Rank, protocol: str, settings: dict, message: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{protocol}: {message}") as error:
+        run_protocol(rank, protocol=protocol, run=job.run, out=job.out, settings=settings)
+    assert "\n" not in str(error.value)
+
+
 def test_features_of_another_encoder_leave_what_was_there(
     job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
