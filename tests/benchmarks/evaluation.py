@@ -106,7 +106,7 @@ def knn(full: bool, folder: Path) -> None:
         calls["faiss IndexFlatIP"] = lambda: index.search(y, k)[1]
     except ImportError:
         print("faiss is not compared: pip install faiss-cpu")
-    times, found = medians(calls)
+    times, found = medians(calls, 1 if full else 3)
     for name, value in times.items():
         what = f"k-NN, {q} x {n} x {width}, k {k}: maect" if name == "maect" else f"  {name}"
         target = "" if name == "maect" else "target >= 1.00"

@@ -3,10 +3,12 @@
     python tests/benchmarks/orchestration.py waiting [LAUNCHERS] [SECONDS]
     python tests/benchmarks/orchestration.py jobs [JOBS] [SECONDS EACH]
     python tests/benchmarks/orchestration.py latency SHARDS
+    python tests/benchmarks/orchestration.py juwels [KEY=VALUE ...]
 
 waiting   launchers wait at once for jobs that do not start: memory, processor time, questions
 jobs      short jobs on four nodes through Snakemake: wall time against the sum of their own
 latency   from a rule that could start to the first step of its training, in parts
+juwels    `digits` through the unchanged profile, --config as given; Snakemake is killed once
 """
 
 import json
@@ -154,9 +156,46 @@ def latency(cluster: Cluster, shards: str) -> None:
         before = moment
 
 
+def juwels(cluster: Cluster, *config: str) -> None:
+    place = PLACE / "juwels"
+    place.mkdir()
+    (place / "envs").symlink_to(ROOT / "envs")
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
+    command += ["--profile", str(ROOT / "cluster_profiles/juwels"), "--directory", str(place)]
+    command += ["--config", "experiment=digits", *config]
+    # Its jobs ask squeue every half minute as anywhere; evaluations here last seconds.
+    environment = {**os.environ, "MAECT_ACCOUNT": ACCOUNT, "MAECT_SQUEUE_SECONDS": "5"}
+    start = time.monotonic()
+
+    def snakemake() -> "subprocess.Popen[bytes]":
+        with (place / "log").open("ab") as log:
+            return subprocess.Popen(command, cwd=place, stdout=log, stderr=log, env=environment)
+
+    first = snakemake()
+    begun = place / "results/digits/runs/mae_tiny/progress.json"
+    until(lambda: begun.exists() or first.poll() is not None, 600)
+    first.kill()
+    first.wait()
+    status = snakemake().wait()
+    wall = time.monotonic() - start
+    rows = cluster.run("sacct", "-X", "-n", "-P", "-o", "JobName,State,ElapsedRaw,AllocNodes")
+    mine = [row.split("|") for row in rows.splitlines() if row.startswith("maect-")]
+    states = {state: sum(row[1] == state for row in mine) for state in {row[1] for row in mine}}
+    root = place / "results/digits"
+    noted = [json.loads(file.read_text()) for file in root.glob("**/job.json")]
+    jobs = [job for file in noted for job in (file, *file["earlier"]) if job["id"]]
+    tables, figures = len(list(root.glob("tables/*.csv"))), len(list(root.glob("figures/*.png")))
+    print(f"Snakemake ended with {status} after {wall:.0f} s, killed once on the way")
+    print(f"  SLURM's jobs: {len(mine)} {states}; noted in job.json: {len(jobs)}")
+    print(f"  {tables} tables, {figures} figures, report: {(root / 'report.html').exists()}")
+    print(f"  left in the queue: {cluster.run('squeue', '-h').strip() or 'nothing'}")
+    subprocess.run([sys.executable, "-m", "maect", "show", str(root)], check=False)
+
+
 def main() -> None:
     """Start a cluster, measure, stop it."""
-    what = {"waiting": waiting, "jobs": jobs, "latency": latency}.get((sys.argv[1:] or [""])[0])
+    known = {"waiting": waiting, "jobs": jobs, "latency": latency, "juwels": juwels}
+    what = known.get((sys.argv[1:] or [""])[0])
     if what is None:
         sys.exit(__doc__)
     if reason := missing():
@@ -169,7 +208,7 @@ def main() -> None:
     print(f"load of the machine: {os.getloadavg()}, {os.cpu_count()} cores")
     try:
         cluster.start()
-        arguments = sys.argv[2:] if what is latency else map(int, sys.argv[2:])
+        arguments = sys.argv[2:] if what in (latency, juwels) else map(int, sys.argv[2:])
         what(cluster, *arguments)
     finally:
         cluster.stop()
