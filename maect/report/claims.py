@@ -2,8 +2,8 @@
 
 A statement is a list of comparisons, such as `low_shot.*.ct_min.knn > low_shot.*.mae.knn`. A value
 is TABLE.ARCHITECTURE.METHOD.METRIC (`x.large["topk_1"].knn` for names with a dot); `*` is every
-architecture that the experiment has in this table. Allowed beside it: numbers, + - * / and
-parentheses, and one of > >= < <=.
+architecture for which the experiment has all of the comparison's models that are named with it.
+Allowed beside it: numbers, + - * / and parentheses, and one of > >= < <=.
 """
 
 import ast
@@ -198,15 +198,25 @@ def _short(node: ast.expr) -> str:
 
 
 def expand(text: str, tables: Tables) -> list[str]:
-    """One comparison for every architecture that `*` stands for; itself where there is no `*`."""
-    if "*." not in text:
+    """One comparison for every architecture that `*` stands for; itself where there is no `*`.
+
+    That is every one with a row of each model named with `*`: others cannot be compared.
+    """
+    if ".*." not in text:
         return [text]
-    name = text.split(".*.", 1)[0].split()[-1].strip("(")
-    frame = tables.get(name)
-    found = [] if frame is None else list(dict.fromkeys(frame["architecture"]))
-    return [text.replace(".*.", f".{architecture}.") for architecture in found] or [
-        text.replace(".*.", ".any.")
-    ]
+    template = text.replace(".*.", ".any.")
+    needed = [key for key in keys_of(ast.parse(template, mode="eval")) if key[1] == "any"]
+    have = [_architectures(tables, table, method) for table, _, method, _ in needed]
+    found = [one for one in have[0] if all(one in others for others in have)]
+    return [text.replace(".*.", f".{architecture}.") for architecture in found] or [template]
+
+
+def _architectures(tables: Tables, table: str, method: str) -> list[str]:
+    """Architectures for which a table has a row of a method, in its order."""
+    if table not in tables:
+        return []
+    frame = tables[table]
+    return list(dict.fromkeys(frame.loc[frame["method"] == method, "architecture"]))
 
 
 def judge(

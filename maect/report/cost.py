@@ -55,7 +55,8 @@ def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     Returns:
         `architecture`, `method`, then `hours` (all training behind the model) and `overhead`
         (percent of the pre-training), each with `_std` over seeds and `_paper` (empty: not
-        printed), as in the other tables. Rows whose runs are not finished have empty cells.
+        printed), as in the other tables. Rows whose runs are not finished have empty cells; rows
+        whose cost no run will ever tell, since it is that of imported weights, are left out.
 
     Raises:
         UserError: a record that cannot be read.
@@ -64,6 +65,8 @@ def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     for row in rows:
         done = [run for run in row.runs if (runs / run / "run.json").exists()]
         values = [hours_of(chain(run, runs)) for run in done]
+        if done and done == row.runs and all(math.isnan(hours) for hours, _ in values):
+            continue
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
         for position, column in enumerate(COLUMNS):
             numbers = [value[position] for value in values if not math.isnan(value[position])]

@@ -87,6 +87,16 @@ def test_a_star_is_every_architecture_there_is(tables):
     assert "tiny.ct_min.accuracy > tiny.mae.accuracy: +11.00 ± 2.24" in found.numbers
 
 
+def test_a_star_leaves_out_what_has_no_row_of_every_model(tables):
+    tables = tables | {"other": tables["clustering"].drop(index=[0])}  # without MAE at `tiny`
+    both = "other.*.ct_min.accuracy > other.*.mae.accuracy"
+    assert expand(both, tables) == [both.replace("*", "small")]
+    across = "2 * other.*.mae.accuracy > clustering.*.ct_min.accuracy"
+    assert expand(across, tables) == [across.replace(".*.", ".small.")]
+    one = "other.*.ct_min.accuracy > 0"
+    assert expand(one, tables) == [one.replace("*", "tiny"), one.replace("*", "small")]
+
+
 def test_what_is_missing_is_named(tables):
     found = verdict(
         tables,

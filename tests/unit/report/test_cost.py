@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from maect.errors import UserError
-from maect.report.claims import compare
+from maect.experiment import load
+from maect.report.claims import STATEMENTS, compare, expand, judge
 from maect.report.cost import chain, cost_table
 from maect.report.tables import Row
 
@@ -36,10 +37,38 @@ def test_all_training_behind_a_model_is_counted(runs):
     frame = cost_table(rows, runs).set_index("method")
     assert frame.loc["mae", ["hours", "overhead"]].tolist() == [100.0, 0.0]
     assert frame.loc["ct_min", ["hours", "overhead"]].tolist() == [108.0, 8.0]
-    assert math.isnan(frame.loc["public", "hours"])  # what public weights cost is not known
+    assert "public" not in frame.index  # what public weights cost, no run will tell
     assert math.isnan(frame.loc["ct_aug", "hours"])
     tables = {"cost": cost_table(rows, runs)}
     assert compare("cost.base.ct_min.overhead <= 10", tables).holds
+
+
+def test_the_overhead_of_the_papers_runs_is_decided(tmp_path):
+    """Every row of the paper's tables, also of imported encoders and of models without ct_min."""
+    paper = load("paper")
+    hours = {"pretrain": 100.0, "head": 2.0, "tune": 6.0, "import": 0.0}
+    for name, run in paper.runs.items():
+        record(tmp_path, name, run.stage, hours[run.stage], run.source)
+    lines = dict.fromkeys(
+        (size, method, tuple(runs))
+        for name in paper.tables
+        for size, method, runs in paper.rows(name)
+    )
+    frame = cost_table([Row(size, method, list(runs)) for size, method, runs in lines], tmp_path)
+    overhead = next(one for one in STATEMENTS if one.name == "overhead")
+    verdict = judge({"cost": frame}, [overhead])[0]
+    assert verdict.result == "holds"
+    shown = [one.text.split(".")[0] for one in verdict.comparisons]
+    assert sorted(shown) == ["base", "huge", "large"]
+
+
+def test_a_run_that_is_not_finished_is_still_waited_for(runs):
+    rows = [Row("base", "ct_min", ["ct"]), Row("large", "ct_min", ["ct_public", "not_finished"])]
+    text = "cost.*.ct_min.overhead <= 10"
+    assert expand(text, {"cost": cost_table(rows, runs)}) == [
+        "cost.base.ct_min.overhead <= 10",
+        "cost.large.ct_min.overhead <= 10",
+    ]
 
 
 def test_seeds(runs):
