@@ -59,6 +59,16 @@ def test_public_weights_take_the_place_of_pretraining(tmp_path: Path) -> None:
     assert public.root == Path("results/mine-public") != load(write(tmp_path)).root
 
 
+def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path: Path) -> None:
+    asked = [{"runs": ["*"], "protocols": ["linear_probe"]}]
+    file = write(tmp_path, evaluate=asked, figures=["gpu_hours", "pipeline"])
+    scratch = load(file)
+    assert [method for _, method, _ in scratch.rows("gpu_hours")] == ["mae", "mae", "ct", "ct"]
+    public = load(file, starting_from="public")
+    assert public.figures == ["pipeline"]  # with no line left, it could only fail
+    assert "gpu_hours" not in load("paper", starting_from="public").figures
+
+
 def test_in_the_file_or_by_config(tmp_path: Path) -> None:
     assert len(load(write(tmp_path, starting_from="public")).runs) == 3
     with pytest.raises(UserError, match="starting_from"):
