@@ -23,7 +23,7 @@ from maect.experiment_file import (
 )
 from maect.experiment_rows import CHANGES, REPLACED, Line, check_names, lines, matching, restricted
 from maect.experiment_runs import NAME, Run, expand_runs
-from maect.experiment_weights import from_scratch, missing_weights
+from maect.experiment_weights import from_scratch, missing_weights, without_twins
 from maect.recipes import (
     Protocol,
     evaluation_names,
@@ -64,6 +64,8 @@ class Experiment:
         trained = from_scratch(self.runs)
         if spec.starting_from == "public":
             self._leave_out(trained)
+            for name in spec.tables:
+                self._rows[name] = without_twins(self._rows[name], self.runs)
         # What imported weights cost is not known.
         shown = self._rows.get("gpu_hours", [])
         self._rows["gpu_hours"] = [line for line in shown if trained.issuperset(line[2])]

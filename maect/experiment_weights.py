@@ -1,11 +1,11 @@
 """Runs of an experiment that import public weights instead of training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maect.experiment_rows import seedless
+from maect.experiment_rows import Line, seedless
 
 if TYPE_CHECKING:
     from maect.experiment_runs import Run
@@ -27,14 +27,29 @@ def _is_import(run: "Run | None") -> bool:
 
 def from_scratch(runs: Mapping[str, "Run"]) -> set[str]:
     """Pre-trainings, and every run that starts from one, directly or not."""
-    found: set[str] = set()
-    for name in runs:
-        chain: list[str] = [name]
-        while (source := runs[chain[-1]].source) is not None:
-            chain.append(source)
-        if runs[chain[-1]].stage == "pretrain":
-            found.add(name)
-    return found
+    return {name for name in runs if _first(name, runs).stage == "pretrain"}
+
+
+def without_twins(rows: Iterable[Line], runs: Mapping[str, "Run"]) -> list[Line]:
+    """The lines of a table without those that another one, `METHOD_public`, says the same as.
+
+    Both begin with the same file: there is nothing to compare.
+    """
+    rows = list(rows)
+    begins = {(size, method): _first(names[0], runs).weights for size, method, names in rows}
+    return [
+        (size, method, names)
+        for size, method, names in rows
+        if begins[size, method] is None
+        or begins[size, method] != begins.get((size, f"{method}_public"))
+    ]
+
+
+def _first(name: str, runs: Mapping[str, "Run"]) -> "Run":
+    """What a run starts from in the end."""
+    while (source := runs[name].source) is not None:
+        name = source
+    return runs[name]
 
 
 def missing_weights(runs: Mapping[str, "Run"], root: Path) -> list[str]:
