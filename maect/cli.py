@@ -165,6 +165,9 @@ def build_parser() -> argparse.ArgumentParser:
         sub.add_argument("out", type=Path, nargs="+")
         sub.add_argument("--evaluations", type=Path, required=True)
         sub.add_argument("--row", action="append", default=[], metavar="ARCH:METHOD:RUN[,RUN]")
+        sub.add_argument(
+            "--no-paper", action="store_true", help="without the paper's numbers: of other images"
+        )
         if name == "figure":
             sub.add_argument("--classes", type=Path, help="index.json that names the classes")
 

@@ -174,6 +174,8 @@ class ExperimentSpec(Settings):
     """`public`: pre-trainings with `public` weights import them, the others are left out."""
     evaluate: list[Evaluations] = Field(default_factory=list)
     protocols: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    compare_with_paper: bool = True
+    """Whether tables and figures show the paper's numbers; they are of ImageNet-1k."""
     tables: dict[str, Rows] = Field(default_factory=dict)
     figures: dict[str, Rows] = Field(default_factory=dict)
 

@@ -286,6 +286,7 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
                 if probe < 1024 and images.classes
                 else []
             ),
+            "compare_with_paper: false # its numbers are of ImageNet-1k",
             f"tables: {flow(shown)}",
             f"figures: {flow([*drawn, 'training_curves', 'pipeline'])}",
             "",

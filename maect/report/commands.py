@@ -12,7 +12,7 @@ def table(options: argparse.Namespace) -> None:
     from maect.report import page, render, tables
 
     rows = [tables.Row.parse(text) for text in options.row]
-    frame = tables.build_table(options.name, rows, options.evaluations)
+    frame = tables.build_table(options.name, rows, options.evaluations, not options.no_paper)
     for out in options.out:
         if out.suffix == ".csv":
             tables.write_table(frame, out)
@@ -37,7 +37,8 @@ def figure(options: argparse.Namespace) -> None:
         raise UserError(f"figure {options.name}: is drawn to one .pdf and one .png")
     rows = [Row.parse(text) for text in options.row]
     names = class_titles(read_json(options.classes)["class_names"]) if options.classes else None
-    figures.draw(options.name, rows, options.evaluations, out[".pdf"], out[".png"], names)
+    files = out[".pdf"], out[".png"]
+    figures.draw(options.name, rows, options.evaluations, *files, names, not options.no_paper)
 
 
 def claims(options: argparse.Namespace) -> None:

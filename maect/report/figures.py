@@ -1,8 +1,9 @@
 """Each figure by its name, from the rows of an experiment and the folder of its evaluations.
 
 All functions have one signature: rows, the folder `evaluations` (its neighbours are `runs` and the
-rest of an experiment's results), PDF, PNG and the names of the classes. Of several seeds the first
-is drawn where a figure shows one model; rows that have nothing to show are left out.
+rest of an experiment's results), PDF, PNG and the names of the classes; those in `COMPARED` also
+take whether to show the paper's numbers. Of several seeds the first is drawn where a figure shows
+one model; rows that have nothing to show are left out.
 """
 
 from collections.abc import Callable, Sequence
@@ -131,20 +132,30 @@ def color_histogram(
 
 
 def gpu_hours(
-    rows: Sequence[Row], evaluations: Path, pdf: Path, png: Path, names: Names = None
+    rows: Sequence[Row],
+    evaluations: Path,
+    pdf: Path,
+    png: Path,
+    names: Names = None,
+    paper: bool = True,
 ) -> None:
     """Probing accuracy against device hours."""
-    probed = build_table("low_shot", rows, evaluations)
+    probed = build_table("low_shot", rows, evaluations, paper)
     cost = cost_table(rows, evaluations.parent / "runs")
     gpu_hours_figure(points_of(probed, cost), pdf, png)
 
 
 def label_efficiency(
-    rows: Sequence[Row], evaluations: Path, pdf: Path, png: Path, names: Names = None
+    rows: Sequence[Row],
+    evaluations: Path,
+    pdf: Path,
+    png: Path,
+    names: Names = None,
+    paper: bool = True,
 ) -> None:
     """Accuracy against the number of labels."""
-    low_shot = build_table("low_shot", rows, evaluations)
-    label_efficiency_figure(low_shot, build_table("fine_tune", rows, evaluations), pdf, png)
+    low_shot = build_table("low_shot", rows, evaluations, paper)
+    label_efficiency_figure(low_shot, build_table("fine_tune", rows, evaluations, paper), pdf, png)
 
 
 def _runs(rows: Sequence[Row], runs: Path) -> dict[str, Node]:
@@ -179,7 +190,7 @@ def pipeline(
     pipeline_figure(list(_runs(rows, evaluations.parent / "runs").values()), pdf, png)
 
 
-FIGURES: dict[str, Callable[[Sequence[Row], Path, Path, Path, Names], None]] = {
+FIGURES: dict[str, Callable[..., None]] = {
     "gpu_hours": gpu_hours,
     "label_efficiency": label_efficiency,
     "color_histogram": color_histogram,
@@ -191,16 +202,25 @@ FIGURES: dict[str, Callable[[Sequence[Row], Path, Path, Path, Names], None]] = {
     "training_curves": training_curves,
     "pipeline": pipeline,
 }
+# These show the paper's numbers beside what was measured, unless they are told not to.
+COMPARED = ("gpu_hours", "label_efficiency")
 
 
 def draw(
-    name: str, rows: Sequence[Row], evaluations: Path, pdf: Path, png: Path, names: Names = None
+    name: str,
+    rows: Sequence[Row],
+    evaluations: Path,
+    pdf: Path,
+    png: Path,
+    names: Names = None,
+    paper: bool = True,
 ) -> None:
-    """Draw one figure by its name.
+    """Draw one figure by its name, with or without the paper's numbers.
 
     Raises:
         UserError: no such figure, nothing to draw, or a result that cannot be read.
     """
     if name not in FIGURES:
         raise UserError(f"unknown figure {name!r}; known: {', '.join(FIGURES)}")
-    FIGURES[name](rows, evaluations, pdf, png, names)
+    compared = {"paper": paper} if name in COMPARED else {}
+    FIGURES[name](rows, evaluations, pdf, png, names, **compared)

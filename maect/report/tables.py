@@ -136,8 +136,16 @@ def _others(table: Layout, rows: Iterable[Row], evaluations: Path) -> list[Metri
     return list(found.values())
 
 
-def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFrame:
+def build_table(
+    name: str, rows: Iterable[Row], evaluations: Path, paper: bool = True
+) -> pd.DataFrame:
     """One of the paper's tables (`layouts.LAYOUTS`).
+
+    Args:
+        name: which.
+        rows: its lines.
+        evaluations: folder of the results.
+        paper: whether to put the paper's numbers beside them.
 
     Returns:
         `architecture`, `method`, then `M`, `M_std`, `M_paper` for every metric M, in the paper's
@@ -149,7 +157,7 @@ def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFra
     table, rows = layout(name), list(rows)
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
     given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(name).index)
-    if table.whole and not given.isdisjoint(printed):
+    if paper and table.whole and not given.isdisjoint(printed):
         rows += [Row(size, method, []) for size, method in printed if (size, method) not in given]
     lines: list[dict[str, Any]] = []
     seen = set()
@@ -164,9 +172,8 @@ def build_table(name: str, rows: Iterable[Row], evaluations: Path) -> pd.DataFra
                 evaluations, row.runs, names, metric.source, metric.deviation
             )
             line[metric.name], line[f"{metric.name}_std"] = mean, deviation
-            line[f"{metric.name}_paper"] = paper_value(
-                name, row.architecture, row.method, metric.paper or metric.name
-            )
+            key = row.architecture, row.method, metric.paper or metric.name
+            line[f"{metric.name}_paper"] = paper_value(name, *key) if paper else None
         lines.append(line)
     numbers = [f"{m.name}{part}" for m in metrics for part in ("", "_std", "_paper")]
     frame = pd.DataFrame(lines, columns=KEYS + numbers)

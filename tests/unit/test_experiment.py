@@ -12,6 +12,7 @@ import yaml
 from maect.errors import UserError
 from maect.experiment import load
 
+ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
     "datasets": {
         "mine": {"splits": {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}}
@@ -239,6 +240,24 @@ def test_config_asks_for_less(tmp_path: Path) -> None:
         for run in ("mae_tiny", "ct_min_tiny", "ct_aug_tiny")
         for seed in ("", "-s1", "-s2")
     }
+
+
+def test_other_images_than_the_papers_are_not_compared_with_it(tmp_path: Path) -> None:
+    shown = {"tables": ["low_shot"], "figures": ["gpu_hours"], "compare_with_paper": False}
+    for changes, wanted in ((shown, 2), (shown | {"compare_with_paper": True}, 0)):
+        command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
+        command += ["-n", "-p", "--directory", str(tmp_path), "--config"]
+        done = subprocess.run(
+            [*command, f"experiment={write(tmp_path, **changes)}"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        drawn = [
+            line
+            for line in done.stdout.splitlines()
+            if "maect table " in line or "maect figure " in line
+        ]
+        assert len(drawn) == 2
+        assert sum("--no-paper" in line for line in drawn) == wanted
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ def test_folders_of_classes_with_a_split(digits, tmp_path):
     assert "1,297 images to train on in 10 classes" in text and "resize: 16" in text
     assert {name for _, name in experiment.evaluations} >= {"knn", "low_shot", "clustering"}
     assert not experiment.missing_images()
+    assert experiment.spec.compare_with_paper is False  # these are not ImageNet's images
 
 
 def test_a_part_is_held_out_of_every_class(digits, tmp_path):

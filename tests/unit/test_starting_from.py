@@ -79,7 +79,7 @@ def test_weights_are_not_compared_with_themselves() -> None:
     lines = {(size, method) for size, method, _ in paper.rows("extended")}
     assert ("base", "mae_public") in lines and ("base", "mae") not in lines
     assert ("base", "ct_min") in lines
-    assert [method for _, method, _ in paper.rows("ablation")][0] == "ct_min_k1"
+    assert "ct_min_k1" in {method for _, method, _ in paper.rows("ablation")}
     scratch = [method for _, method, _ in load("paper").rows("reimplementation")]
     assert scratch == ["mae_public", "mae", "ct_min_k1_public", "ct_min_k1"]
 

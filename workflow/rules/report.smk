@@ -4,6 +4,9 @@ TABLES = [
     *(n for n in UNPRINTED if n in experiment.figures),
 ]
 
+# Of other images the paper's numbers say nothing.
+PAPER = [] if experiment.spec.compare_with_paper else ["--no-paper"]
+
 
 rule table:
     input:
@@ -28,7 +31,7 @@ rule table:
     conda:
         ENVIRONMENT
     params:
-        rows=lambda w: rows_of(w.table),
+        rows=lambda w: [*PAPER, *rows_of(w.table)],
         evaluations=f"{ROOT}/evaluations",
     message:
         "Table {wildcards.table}"
@@ -62,7 +65,7 @@ rule figure:
     conda:
         ENVIRONMENT
     params:
-        rows=lambda w: rows_of(w.figure),
+        rows=lambda w: [*PAPER, *rows_of(w.figure)],
         evaluations=f"{ROOT}/evaluations",
         classes=lambda w, input: [
             f"--classes={path}" for path in [input.classes] if path

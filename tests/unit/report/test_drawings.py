@@ -11,10 +11,11 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 
+from maect.cli import main
 from maect.errors import UserError
 from maect.report.cost import cost_table
 from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
-from maect.report.figures import FIGURES, draw
+from maect.report.figures import COMPARED, FIGURES, draw
 from maect.report.grids import WRONG
 from maect.report.layouts import LAYOUTS
 from maect.report.schematic import Node, columns_of, rows_of
@@ -95,6 +96,18 @@ def test_every_figure_is_drawn_the_same_twice(name, results, tmp_path):
         assert image.width == 1360 and 150 < image.height < 2200
         extremes = image.convert("L").getextrema()
     assert extremes[0] < 60 and extremes[1] == 255
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_papers_numbers_are_left_out_of_other_images(name, results, tmp_path):
+    rows = [f"--row=base:{row.method}:{','.join(row.runs)}" for row in ROWS]
+    gray = []  # pixels of the colour in which the legend names the paper
+    for words in ([], ["--no-paper"]):
+        out = [str(tmp_path / f"f.{ending}") for ending in ("pdf", "png")]
+        assert main(["figure", name, *out, "--evaluations", str(results), *rows, *words]) == 0
+        with Image.open(tmp_path / "f.png") as image:
+            gray.append(int((np.asarray(image.convert("RGB")) == 0x77).all(axis=-1).sum()))
+    assert gray[0] > gray[1]
 
 
 @pytest.mark.parametrize("name", sorted(set(FIGURES) - {"pipeline"}))

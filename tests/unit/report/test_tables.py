@@ -59,6 +59,16 @@ def test_the_extended_comparison_has_models_without_public_weights(evaluations):
     assert len(own) == 1  # nothing of the paper's is compared
 
 
+def test_other_images_are_not_compared_with_the_paper(result, evaluations):
+    result("mae_base", "knn", knn=33.0)
+    rows = [Row("base", "mae", ["mae_base"])]
+    compared = build_table("extended", rows, evaluations)
+    own = build_table("extended", rows, evaluations, paper=False)
+    assert list(own.columns) == list(compared.columns)
+    assert compared.loc[0, "knn_paper"] == 51.1 and len(compared) > 1
+    assert own.filter(like="_paper").isna().all(axis=None) and list(own["knn"]) == [33.0]
+
+
 def test_a_table_survives_its_file(result, evaluations, tmp_path):
     result("mae_base", "clustering", accuracy=13.123456, silhouette=-5.1)
     frame = build_table("clustering", [Row("base", "mae", ["mae_base"])], evaluations)
