@@ -3,78 +3,21 @@
 import hashlib
 import json
 import math
-import statistics
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image, UnidentifiedImageError
-
 from maect.data.catalogue import CATALOGUE
-from maect.data.sources import UNLABELLED, Entry, list_source, walk_images
 from maect.errors import UserError
 from maect.experiment import load
 from maect.files import write_text
+from maect.new_experiment_images import FEWEST_VAL, Images, descend, find_splits, look_at
 from maect.recipes import load_encoder, load_recipe
 
 PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
-VAL_FOLDERS = ("val", "valid", "validation", "test")
-LOOKED_AT = 200
-GRAY = 8  # levels that the channels of a grey JPEG may differ by
-FEWEST, FEWEST_VAL = 200, 20
 HELD_OUT = 10  # one image in so many
 SHARD_BYTES = 300_000_000
 SEEN = 20_000_000  # images that pre-training shows, all epochs together
 ENOUGH = 500_000  # images from which on the paper's own lengths are kept
-
-
-@dataclass(frozen=True)
-class Images:
-    """One split's images, and what some of them look like."""
-
-    folder: Path
-    kind: str
-    entries: list[Entry]
-    side: int
-    """Median of the shorter sides, in pixels."""
-    colored: bool
-    bytes_each: float
-
-    @property
-    def classes(self) -> Counter[int]:
-        """Number of images of each class; empty without labels."""
-        return Counter(entry.label for entry in self.entries if entry.label != UNLABELLED)
-
-
-def look_at(folder: Path, fewest: int = FEWEST) -> Images:
-    """List a folder's images (`CLASS/IMAGE`, or without classes) and open some of them.
-
-    Raises:
-        UserError: no images, too few, or a file that cannot be read.
-    """
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    top = {name.partition("/")[0] for name, is_image in walk_images(folder) if is_image}
-    classes = [name for name in top if (folder / name).is_dir()]
-    kind = "folder" if len(classes) > 1 and len(classes) == len(top) else "unlabelled"
-    entries = list_source(folder, kind).entries
-    if len(entries) < fewest:
-        raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
-    sides, colors, sizes = [], [], []
-    for entry in entries[:: math.ceil(len(entries) / LOOKED_AT)]:
-        path = folder / entry.path
-        try:
-            with Image.open(path) as image:
-                sides.append(min(image.size))
-                small = np.asarray(image.convert("RGB").resize((8, 8)), np.int16)
-                colors.append(int(np.ptp(small, axis=2).max()) > GRAY)
-        except (OSError, UnidentifiedImageError):
-            raise UserError(f"{path}: not an image that can be read; repair or remove it") from None
-        sizes.append(path.stat().st_size)
-    side = int(statistics.median(sides))
-    return Images(folder, kind, entries, side, any(colors), statistics.fmean(sizes))
 
 
 def held_out(images: Images) -> set[str]:
@@ -225,7 +168,8 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
     """Write an experiment for the images in a folder.
 
     Args:
-        folder: `CLASS/IMAGE` or images without classes; either also in `train` and `val` below it.
+        folder: `CLASS/IMAGE` or images without classes; either also in `train` and `val` below it,
+            by these or similar names.
         out: the file to write. Without a `val`, lists of held-out images are written beside it.
         public: public weights to start from (`PUBLIC`); none: from scratch.
 
@@ -242,10 +186,9 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
     if public is not None and public not in PUBLIC:
         raise UserError(f"--from-public {public}: known are {', '.join(PUBLIC)}")
     folder = folder.resolve()
-    given = [folder / name for name in VAL_FOLDERS if (folder / name).is_dir()]
-    apart = bool(given) and (folder / "train").is_dir()
-    images = look_at(folder / "train" if apart else folder)
-    val = look_at(given[0], FEWEST_VAL) if apart else None
+    train, apart = find_splits(folder)
+    images = look_at(train)
+    val = look_at(descend(apart, images.class_names), FEWEST_VAL) if apart else None
     chosen = set() if val else held_out(images)
     n = len(images.entries) - len(chosen)
     size, pixels, why = encoder_for(images, public)
@@ -264,6 +207,14 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
         [
             "# Written by `maect new-experiment`; change what you know better.",
             f"# {n:,} {' '.join(about)}.",
+            *(
+                [
+                    f"# No labels are used: {images.loose} images lie beside the class folders in",
+                    f"# {flow(str(images.folder))}; sort them into classes or remove them.",
+                ]
+                if images.loose
+                else []
+            ),
             f"# Encoder {size}, {pixels} x {pixels} pixels: {why}.",
             f"description: MAE and contrastive tuning on {name}",
             "datasets:",

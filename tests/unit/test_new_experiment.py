@@ -15,6 +15,7 @@ from PIL import Image
 from maect.errors import UserError
 from maect.experiment import load
 from maect.new_experiment import new_experiment
+from maect.new_experiment_images import find_splits
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,6 +54,52 @@ def test_a_part_is_held_out_of_every_class(digits, tmp_path):
     splits = load(str(tmp_path / "mine.yaml")).datasets["train"].splits
     assert splits["train"].exclude == str(tmp_path / "mine.val.txt")
     assert splits["val"].exclude == str(tmp_path / "mine.train.txt")
+
+
+def linked(folder: Path, **parts: Path) -> Path:
+    """A folder with these sub-folders; `__` in a name stands for /."""
+    for name, target in parts.items():
+        path = folder / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(target)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("parts", "train", "val"),
+    [
+        ({"train": "train"}, "train", None),
+        ({"imgs__all": "train"}, "imgs/all", None),
+        ({"data__train": "train", "data__test": "val"}, "data/train", "data/test"),
+        ({"Training_Set": "train", "Testing": "val"}, "Training_Set", "Testing"),
+        ({"TRAIN": "train", "Test": "val", "Validation": "val"}, "TRAIN", "Validation"),
+        ({"train__images": "train", "val-set": "val"}, "train/images", "val-set"),
+        ({"train": "train", "extra": "val"}, "train", None),
+        ({"train": "train/0", "plane": "train/1"}, "", None),  # a class of trains
+        ({"train": "train/0", "val": "train/1"}, "train", "val"),
+    ],
+)
+def test_where_the_splits_are(digits, tmp_path, parts, train, val):
+    folder = linked(tmp_path / "own", **{name: digits / part for name, part in parts.items()})
+    (folder / "notes").mkdir()
+    (folder / "notes/read.me").write_text("no image")
+    assert find_splits(folder) == (folder / train, folder / val if val else None)
+
+
+def test_a_train_folder_alone_is_not_a_class(digits, tmp_path):
+    text = new_experiment(linked(tmp_path / "own", train=digits / "train"), tmp_path / "mine.yaml")
+    assert "in 10 classes" in text and "linear_probe" in text
+    assert load(str(tmp_path / "mine.yaml")).default_dataset == "own"
+    assert len((tmp_path / "mine.val.txt").read_text().split()) > 100
+
+
+def test_loose_images_are_named_as_the_reason_for_no_labels(digits, tmp_path):
+    folder = linked(tmp_path / "own", **{str(n): digits / f"train/{n}" for n in range(10)})
+    for number, path in enumerate(sorted((digits / "val").rglob("*.png"))[:3]):
+        (folder / f"{number}.png").write_bytes(path.read_bytes())
+    text = new_experiment(folder, tmp_path / "mine.yaml")
+    assert "kind: unlabelled" in text
+    assert f'No labels are used: 3 images lie beside the class folders in\n# "{folder}"' in text
 
 
 def test_without_labels(digits, tmp_path):

@@ -1,0 +1,114 @@
+"""One's own images as they lie: where the splits are, their classes, what some images look like."""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from maect.data.images import SUFFIXES
+from maect.data.sources import UNLABELLED, Entry, list_source, walk_images
+from maect.errors import UserError
+
+# Names of the folders of a split, in any case and with - or blanks for _; the first that is there.
+TRAIN = ("train", "training", "training_set", "train_set")
+VAL = ("val", "valid", "validation", "val_set", "validation_set", "test", "testing", "test_set")
+LOOKED_AT = 200
+GRAY = 8  # levels that the channels of a grey JPEG may differ by
+FEWEST, FEWEST_VAL = 200, 20
+
+
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in a folder that have images, sorted."""
+    inside = sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
+    return [path for path in inside if any(is_image for _, is_image in walk_images(path))]
+
+
+def loose_in(folder: Path) -> int:
+    """Number of images that lie in a folder itself."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name[0] != "."]
+    return sum(path.suffix.lower() in SUFFIXES for path in files)
+
+
+def descend(folder: Path, classes: Collection[str] = ()) -> Path:
+    """Through folders that hold everything in one folder, unless it is a class."""
+    while not loose_in(folder) and len(inside := folders_in(folder)) == 1:
+        if inside[0].name in classes:
+            break
+        folder = inside[0]
+    return folder
+
+
+def find_splits(folder: Path) -> tuple[Path, Path | None]:
+    """Folders of the images to train on and of those to evaluate on; None: some are to be held out.
+
+    Raises:
+        UserError: no such folder.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    folder = descend(folder)
+    inside = {
+        path.name.lower().replace("-", "_").replace(" ", "_"): path for path in folders_in(folder)
+    }
+    train = next((inside[name] for name in TRAIN if name in inside), None)
+    val = next((inside[name] for name in VAL if name in inside), None)
+    # A folder of trains beside planes is a class.
+    if train is None or (val is None and not folders_in(train)):
+        return folder, None
+    return descend(train), val
+
+
+@dataclass(frozen=True)
+class Images:
+    """One split's images, and what some of them look like."""
+
+    folder: Path
+    kind: str
+    entries: list[Entry]
+    class_names: list[str]
+    loose: int
+    """Images beside class folders: for their sake there are no labels."""
+    side: int
+    """Median of the shorter sides, in pixels."""
+    colored: bool
+    bytes_each: float
+
+    @property
+    def classes(self) -> Counter[int]:
+        """Number of images of each class; empty without labels."""
+        return Counter(entry.label for entry in self.entries if entry.label != UNLABELLED)
+
+
+def look_at(folder: Path, fewest: int = FEWEST) -> Images:
+    """List a folder's images (`CLASS/IMAGE`, or without classes) and open some of them.
+
+    Raises:
+        UserError: no images, too few, or a file that cannot be read.
+    """
+    top = {name.partition("/")[0] for name, is_image in walk_images(folder) if is_image}
+    classes = [name for name in top if (folder / name).is_dir()]
+    kind = "folder" if len(classes) > 1 and len(classes) == len(top) else "unlabelled"
+    loose = len(top) - len(classes) if len(classes) > 1 else 0
+    listing = list_source(folder, kind)
+    entries = listing.entries
+    if len(entries) < fewest:
+        raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
+    sides, colors, sizes = [], [], []
+    for entry in entries[:: math.ceil(len(entries) / LOOKED_AT)]:
+        path = folder / entry.path
+        try:
+            with Image.open(path) as image:
+                sides.append(min(image.size))
+                small = np.asarray(image.convert("RGB").resize((8, 8)), np.int16)
+                colors.append(int(np.ptp(small, axis=2).max()) > GRAY)
+        except (OSError, UnidentifiedImageError):
+            raise UserError(f"{path}: not an image that can be read; repair or remove it") from None
+        sizes.append(path.stat().st_size)
+    side = int(statistics.median(sides))
+    size = statistics.fmean(sizes)
+    return Images(folder, kind, entries, listing.class_names, loose, side, any(colors), size)
