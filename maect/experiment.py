@@ -37,10 +37,11 @@ EXPERIMENTS = Path("workflow/experiments")
 class Experiment:
     """A validated experiment. Build it with `load`."""
 
-    def __init__(self, name: str, spec: ExperimentSpec, file: Path) -> None:
+    def __init__(self, name: str, spec: ExperimentSpec, file: Path, partial: bool = False) -> None:
         self.name = name
         self.spec = spec
         self.file = file
+        self.partial = partial  # not all the evaluations that the file asks for
         self.datasets = spec.datasets
         self.default_dataset = next(iter(spec.datasets))
         # Runs of the same names: they must not replace those that began from scratch.
@@ -57,7 +58,7 @@ class Experiment:
         self._check_names("tables", spec.tables, TABLES)
         self._check_names("figures", spec.figures, FIGURES)
         self._rows = {
-            name: lines(f"{file}: {kind}: {name}", rows, self.runs, self.evaluated)
+            name: lines(f"{file}: {kind}: {name}", rows, self.runs, self.evaluated, partial)
             for kind in ("tables", "figures")
             for name, rows in getattr(spec, kind).items()
         }
@@ -236,4 +237,4 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
         spec = ExperimentSpec.model_validate(values)
     except ValidationError as error:
         raise one_line(error, str(path)) from None
-    return Experiment(path.stem, restricted(spec, changes), path)
+    return Experiment(path.stem, restricted(spec, changes), path, "protocols" in changes)

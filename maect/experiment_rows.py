@@ -56,8 +56,12 @@ def restricted(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSp
 
 
 def names(value: Any) -> list[str]:
-    """`a,b` or a list as names."""
-    return [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value)]
+    """`a,b`, a list or a single value as names; nothing (`tables=`): none."""
+    if isinstance(value, str):
+        value = value.split(",")
+    elif not isinstance(value, list | tuple):
+        value = [] if value is None else [value]
+    return [name for item in value if (name := str(item).strip())]
 
 
 def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -90,7 +94,9 @@ def _pairs(rows: Rows) -> Iterator[tuple[str | None, str]]:
         yield from [(None, row)] if isinstance(row, str) else row.items()
 
 
-def lines(place: str, rows: Rows, runs: Mapping[str, Model], shown: Iterable[str]) -> list[Line]:
+def lines(
+    place: str, rows: Rows, runs: Mapping[str, Model], shown: Iterable[str], partial: bool = False
+) -> list[Line]:
     """The lines of a table or figure.
 
     Args:
@@ -98,6 +104,7 @@ def lines(place: str, rows: Rows, runs: Mapping[str, Model], shown: Iterable[str
         rows: as written; runs in the order of the rows, then in that of `shown`.
         runs: all runs by name.
         shown: names of the runs that have anything to show.
+        partial: leave out rows of runs that have nothing to show, since less was asked for.
 
     Raises:
         UserError: a row that matches nothing, or two runs on one line that are not seeds.
@@ -106,7 +113,7 @@ def lines(place: str, rows: Rows, runs: Mapping[str, Model], shown: Iterable[str
     found: dict[tuple[str, str], list[str]] = {}
     for method, pattern in _pairs(rows):
         matched = matching(pattern, shown)
-        if not matched:
+        if not matched and not (partial and matching(pattern, runs)):
             raise UserError(f"{place}: no evaluated run is named {pattern!r}")
         for name in matched:
             key = runs[name].architecture, method or runs[name].method

@@ -1,5 +1,6 @@
 """What each figure reads and how the report lists it; `layouts.py` is the same for the tables."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from maect.report.layouts import SHOTS, layout
@@ -13,17 +14,27 @@ class FigureLayout:
     paper: str
     """Where it is in the paper; empty: nowhere."""
     needs: tuple[str, ...] = ()
-    """The evaluations that it reads."""
+    """The evaluations that it reads: it can be drawn of rows that have one of them,"""
+    besides: tuple[str, ...] = ()
+    """and then also shows these."""
     reads_runs: bool = False
     """Whether it also reads the records of all runs behind its rows."""
     names_classes: bool = False
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All evaluations that it reads."""
+        return (*self.needs, *self.besides)
 
-_CLUSTERS = ("umap", "clustering")
+
 _LABELS = (*(name for metric in SHOTS for name in (metric.protocol, *metric.instead)), "fine_tune")
 FIGURE_LAYOUTS = {
     "cluster_formation": FigureLayout(
-        "Formation of clusters", "Figure 1", ("umap_all", *_CLUSTERS), names_classes=True
+        "Formation of clusters",
+        "Figure 1",
+        ("umap_all", "umap"),
+        ("clustering",),
+        names_classes=True,
     ),
     "gpu_hours": FigureLayout(
         "Probing accuracy against GPU hours", "Figure 2", ("linear_probe",), reads_runs=True
@@ -33,7 +44,9 @@ FIGURE_LAYOUTS = {
     "color_histogram": FigureLayout(
         "Colour histogram error by block", "Figure 5", ("color_histogram",)
     ),
-    "umap": FigureLayout("UMAP embeddings", "Figure 6", _CLUSTERS, names_classes=True),
+    "umap": FigureLayout(
+        "UMAP embeddings", "Figure 6", ("umap",), ("clustering",), names_classes=True
+    ),
     "confusion": FigureLayout(
         "Clusters against classes", "Figure 9", ("clustering",), names_classes=True
     ),
@@ -45,6 +58,31 @@ FIGURE_LAYOUTS = {
     ),
     "training_curves": FigureLayout("Training curves", "", reads_runs=True),
 }
+
+
+def can_show(
+    name: str,
+    figure: bool,
+    rows: Iterable[tuple[str, str, list[str]]],
+    asked: Collection[tuple[str, str]],
+) -> bool:
+    """Whether a table or figure has anything to show.
+
+    Args:
+        name: which.
+        figure: not a table.
+        rows: its lines, as (architecture, method, runs).
+        asked: evaluations that are made, as (run, name).
+    """
+    needs = FIGURE_LAYOUTS[name].needs if figure else ()
+    if figure and not needs:
+        return True
+    return any(
+        (run, need) in asked
+        for _, method, runs in rows
+        for run in runs
+        for need in (needs or layout(name).needs_of(method))
+    )
 
 
 def report_labels(name: str, figure: bool) -> dict[str, str]:

@@ -11,6 +11,7 @@ import yaml
 
 from maect.errors import UserError
 from maect.experiment import load
+from maect.experiment_rows import names
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -240,6 +241,55 @@ def test_config_asks_for_less(tmp_path: Path) -> None:
         for run in ("mae_tiny", "ct_min_tiny", "ct_aug_tiny")
         for seed in ("", "-s1", "-s2")
     }
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("a, b", ["a", "b"]), (["a", "b"], ["a", "b"]), ("a,", ["a"]), ("", []), (None, []),
+        ([], []), (3, ["3"]),
+    ],
+)  # fmt: skip
+def test_names_as_the_command_line_gives_them(value: Any, expected: list[str]) -> None:
+    assert names(value) == expected
+
+
+def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path: Path) -> None:
+    asked = [
+        {"runs": ["mae_tiny", "ct_*"], "protocols": ["knn"]},
+        {"runs": ["mae_tiny"], "protocols": ["umap"]},
+    ]
+    figures = {"umap": ["mae_tiny"], "training_curves": ["ct_*", "mae_tiny"], "pipeline": ["ct_*"]}
+    file = write(tmp_path, evaluate=asked, tables=["low_shot"], figures=figures)
+    less = load(file, protocols="umap")
+    assert [method for _, method, _ in less.rows("training_curves")] == ["mae"]
+    assert less.figures == ["umap", "training_curves"]
+    assert load(file, tables=None, figures="").tables == []
+    wrong = write(tmp_path, evaluate=asked, figures={"umap": ["ma_tiny"]})
+    with pytest.raises(UserError, match="no evaluated run is named 'ma_tiny'"):
+        load(wrong, protocols="umap")
+
+
+def asked_of_digits(*words: str) -> set[str]:
+    """The tables and figures of a dry run of the digits with `--config`."""
+    command = [sys.executable, "-m", "snakemake", "-n", "--config", "experiment=digits", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"(?m): (?:Table|Figure) (\w+)$", done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["protocols=umap"], {"umap", "cluster_formation", "training_curves", "pipeline"}),
+        (["protocols=fine_tune", "tables=oracle,low_shot", "figures=umap,label_efficiency"],
+         {"oracle", "label_efficiency"}),
+        (["tables=", "figures=pipeline"], {"pipeline"}),
+        (["tables=", "figures="], set()),
+    ],
+)  # fmt: skip
+def test_only_what_the_asked_protocols_can_show(words: list[str], shown: set[str]) -> None:
+    assert asked_of_digits(*words) == shown
 
 
 def test_other_images_than_the_papers_are_not_compared_with_it(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from maect.data.subsets import check_classes
 from maect.errors import UserError
 from maect.experiment_file import fill_path, flatten, yaml_scalar
 from maect.launch.owner import SNAKEMAKE, own, this_process
-from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
+from maect.report.figure_layouts import FIGURE_LAYOUTS, can_show, report_labels
 from maect.report.layouts import UNPRINTED, layout
 
 # Held while this Snakemake runs: a second one on the same results folder is refused.
@@ -66,6 +66,25 @@ BENCHMARKS = f"{ROOT}/benchmarks"
 DATASET = experiment.default_dataset
 ASKED = set(experiment.evaluations)
 warned = set()
+
+
+def shown(names, figure):
+    """Of tables or figures those that have anything to show, where less is evaluated than the
+    file asks for."""
+    return [
+        name
+        for name in names
+        if not experiment.partial
+        or can_show(name, figure, experiment.rows(name), ASKED)
+    ]
+
+
+FIGURES = shown(experiment.figures, True)
+# Claims also read, as tables, what the paper shows as figures only.
+TABLES = [
+    *shown(experiment.tables, False),
+    *(name for name in UNPRINTED if name in FIGURES),
+]
 
 # Where and how a command runs: defaults for one machine, set by the profile with `set-resources`.
 # Read in the shell command, not in `params`, so that changing them re-runs nothing.
@@ -281,7 +300,7 @@ def classes_of(figure):
     """The index that names the classes a figure shows, if it shows any."""
     table = FIGURE_LAYOUTS[figure]
     for _, _, runs in experiment.rows(figure) if table.names_classes else ():
-        for run, name in itertools.product(runs, table.needs):
+        for run, name in itertools.product(runs, table.reads):
             if (run, name) in ASKED:
                 split = experiment.evaluation(run, name)[1].test_split
                 return shard_index(DATASET, split)

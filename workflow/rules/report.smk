@@ -1,9 +1,3 @@
-# Claims also read, as tables, what the paper shows as figures only.
-TABLES = [
-    *experiment.tables,
-    *(n for n in UNPRINTED if n in experiment.figures),
-]
-
 # Of other images the paper's numbers say nothing.
 PAPER = [] if experiment.spec.compare_with_paper else ["--no-paper"]
 
@@ -42,7 +36,7 @@ rule table:
 
 rule figure:
     input:
-        lambda w: results_in(w.figure, lambda method: FIGURE_LAYOUTS[w.figure].needs),
+        lambda w: results_in(w.figure, lambda method: FIGURE_LAYOUTS[w.figure].reads),
         lambda w: run_records(
             runs_in(w.figure) if FIGURE_LAYOUTS[w.figure].reads_runs else []
         ),
@@ -60,7 +54,7 @@ rule figure:
     benchmark:
         f"{BENCHMARKS}/figures/{{figure}}.tsv"
     wildcard_constraints:
-        figure=one_of(experiment.figures),
+        figure=one_of(FIGURES),
     localrule: True
     conda:
         ENVIRONMENT
@@ -114,7 +108,7 @@ rule tables:
 
 rule figures:
     input:
-        expand(f"{ROOT}/figures/{{figure}}.png", figure=experiment.figures),
+        expand(f"{ROOT}/figures/{{figure}}.png", figure=FIGURES),
     localrule: True
 
 
@@ -133,7 +127,7 @@ rule report_html:
     conda:
         ENVIRONMENT
     params:
-        config=[f"{key}={value}" for key, value in config.items()],
+        config=[f"{k}={'' if v is None else v}" for k, v in config.items()],
         snakefile=workflow.main_snakefile,
         style=Path(workflow.main_snakefile).parent / "workflow/report/style.css",
     message:

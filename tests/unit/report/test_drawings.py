@@ -124,7 +124,7 @@ def test_names_are_known():
     assert FIGURES.keys() == FIGURE_LAYOUTS.keys()
     known = {protocol for layout in LAYOUTS.values() for protocol in layout.needs}
     extra = {"umap", "umap_all", "retrieval", "color_histogram"}
-    assert {name for one in FIGURE_LAYOUTS.values() for name in one.needs} <= known | extra
+    assert {name for one in FIGURE_LAYOUTS.values() for name in one.reads} <= known | extra
     with pytest.raises(UserError, match="unknown figure 'umpa'; known: gpu_hours"):
         draw("umpa", [], Path(), Path(), Path())
 
