@@ -18,6 +18,7 @@ from maect.experiment_file import (
     FIGURES,
     TABLES,
     ExperimentSpec,
+    check_plain,
     expand_path,
     fill_path,
 )
@@ -48,6 +49,8 @@ class Experiment:
         apart = "-public" if spec.starting_from == "public" else ""
         storage = (spec.storage or f"results/{name}").rstrip("/") + apart
         self.root = Path(expand_path(storage, f"{file}: storage"))
+        check_plain(f"{file}: name", name)
+        check_plain(f"{file}: storage", str(self.root))
         self.runs: dict[str, Run] = expand_runs(spec, file)
         new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
         self.evaluation_names = tuple(dict.fromkeys([*evaluation_names(), *new]))

@@ -222,6 +222,19 @@ def yaml_scalar(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
 
 
+def check_plain(where: str, text: str) -> None:
+    """A name or folder that commands can say without quotes.
+
+    Raises:
+        UserError: a blank, or a sign that a shell reads otherwise.
+    """
+    found = re.search(r"""[\s"'`$&|;<>(){}\[\]*?!#\\]""", text)
+    if found:
+        raise UserError(
+            f"{where}: {text!r} has {found[0]!r}; choose one without blanks and signs of the shell"
+        )
+
+
 def expand_path(text: str, where: str) -> str:
     """`~` and environment variables filled in.
 

@@ -1,14 +1,16 @@
 """Writes an experiment file for one's own images, with what was chosen and why as comments."""
 
 import hashlib
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from maect.data.catalogue import CATALOGUE
 from maect.errors import UserError
 from maect.experiment import load
+from maect.experiment_file import check_plain
 from maect.files import write_text
 from maect.new_experiment_images import FEWEST_VAL, Images, descend, find_splits, look_at
 from maect.recipes import load_encoder, load_recipe
@@ -72,8 +74,34 @@ def flow(value: Any) -> str:
         return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(flow, value)) + "]"
-    plain = isinstance(value, str) and value.replace("_", "a").isalnum()
-    return str(value) if plain or not isinstance(value, str) else json.dumps(value)
+    if not isinstance(value, str):
+        return str(value)
+    # `no` and `2023` alone would be no text.
+    plain = value.replace("_", "a").isalnum() and yaml.safe_load(value) == value
+    options: dict[str, Any] = {"allow_unicode": True, "default_style": '"', "width": 10**6}
+    return value if plain else yaml.safe_dump(value, **options).strip()
+
+
+def list_texts(images: Images, out: Path, chosen: set[str]) -> dict[str, tuple[Path, str]]:
+    """The lists of images of `train` and `val`: where they go and what is in them."""
+    names = [entry.name for entry in images.entries]
+    parts = {"train": [name for name in names if name not in chosen], "val": sorted(chosen)}
+    return {
+        part: (out.resolve().with_suffix(f".{part}.txt"), "".join(f"{name}\n" for name in of))
+        for part, of in parts.items()
+    }
+
+
+def write_all(texts: dict[Path, str], out: Path) -> None:
+    """Write the files and read the experiment; what cannot be read does not stay."""
+    try:
+        for path, text in texts.items():
+            write_text(path, text)
+        load(str(out))
+    except BaseException:
+        for path in texts:
+            path.unlink(missing_ok=True)
+        raise
 
 
 def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) -> list[str]:
@@ -124,8 +152,10 @@ def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) 
     return lines
 
 
-def split_lines(images: Images, val: Images | None, out: Path, chosen: set[str]) -> list[str]:
-    """The lines of `splits`; writes the lists of held-out images where no `val` is given."""
+def split_lines(
+    images: Images, val: Images | None, lists: dict[str, tuple[Path, str]], held: int
+) -> list[str]:
+    """The lines of `splits`; without `val`, lists say which images are held out."""
 
     def split(of: Images, n: int, exclude: Path | None) -> str:
         shards = max(math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1)
@@ -137,15 +167,10 @@ def split_lines(images: Images, val: Images | None, out: Path, chosen: set[str])
             f"      train: {split(images, len(images.entries), None)}",
             f"      val: {split(val, len(val.entries), None)}",
         ]
-    names = [entry.name for entry in images.entries]
-    lists = {part: out.resolve().with_suffix(f".{part}.txt") for part in ("train", "val")}
-    parts = {"val": sorted(chosen), "train": [name for name in names if name not in chosen]}
-    for part, path in lists.items():
-        write_text(path, "".join(f"{name}\n" for name in parts[part]))
     return [
         f"      # One image in {HELD_OUT} of every class is held out: lists beside this file.",
-        f"      train: {split(images, len(parts['train']), lists['val'])}",
-        f"      val: {split(images, len(parts['val']), lists['train'])}",
+        f"      train: {split(images, len(images.entries) - held, lists['val'][0])}",
+        f"      val: {split(images, held, lists['train'][0])}",
     ]
 
 
@@ -183,6 +208,7 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
         raise UserError(
             f"{out}: {'exists already' if out.exists() else 'give it the ending .yaml'}"
         )
+    check_plain(f"{out}: name", out.stem)
     if public is not None and public not in PUBLIC:
         raise UserError(f"--from-public {public}: known are {', '.join(PUBLIC)}")
     folder = folder.resolve()
@@ -190,6 +216,7 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
     images = look_at(train)
     val = look_at(descend(apart, images.class_names), FEWEST_VAL) if apart else None
     chosen = set() if val else held_out(images)
+    lists = {} if val else list_texts(images, out, chosen)
     n = len(images.entries) - len(chosen)
     size, pixels, why = encoder_for(images, public)
     protocols, left_out = evaluated(images, n, len(val.entries if val else chosen))
@@ -218,14 +245,14 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
             f"# Encoder {size}, {pixels} x {pixels} pixels: {why}.",
             f"description: MAE and contrastive tuning on {name}",
             "datasets:",
-            f"  {name}:",
+            f"  {flow(name)}:",
             *(
                 [f"    resize: {pixels} # images are hardly larger: nothing to crop away"]
                 if near
                 else []
             ),
             "    splits:",
-            *split_lines(images, val, out, chosen),
+            *split_lines(images, val, lists, len(chosen)),
             "runs:",
             *runs_of(images, size, pixels, n, public),
             "evaluate:",
@@ -243,6 +270,5 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
             "",
         ]
     )
-    write_text(out, text)
-    load(str(out))
+    write_all(dict(lists.values()) | {out: text}, out)
     return text

@@ -137,6 +137,8 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
         ({"protocols": {"knn": {"test_split": "test"}}}, "splits: unknown 'test'"),
         ({"tables": ["lowshot"]}, "did you mean 'low_shot'?"),
         ({"storage": "$MAECT_NO_SUCH_VARIABLE/x"}, "MAECT_NO_SUCH_VARIABLE"),
+        ({"storage": "/my results"}, "storage: '/my results' has ' '; choose one without blanks"),
+        ({"storage": "/a;b"}, "storage: '/a;b' has ';'"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -102,6 +102,27 @@ def test_loose_images_are_named_as_the_reason_for_no_labels(digits, tmp_path):
     assert f'No labels are used: 3 images lie beside the class folders in\n# "{folder}"' in text
 
 
+@pytest.mark.parametrize(
+    "name", ["2023", "no", "1e5", "a: b", "\U0001f426 birds", 'a"b\\c', "Vögel"]
+)
+def test_any_name_of_a_folder_is_quoted(digits, tmp_path, name):
+    folder = linked(tmp_path / name, **{str(n): digits / f"train/{n}" for n in range(2)})
+    new_experiment(folder, tmp_path / "mine.yaml")
+    experiment = load(str(tmp_path / "mine.yaml"))
+    assert experiment.datasets[experiment.default_dataset].splits["train"].images == str(folder)
+    assert not experiment.missing_images()
+
+
+def test_nothing_is_left_of_what_cannot_be_read(digits, tmp_path, monkeypatch):
+    def refuse(path: str) -> None:
+        raise UserError(f"{path}: wrong")
+
+    monkeypatch.setattr("maect.new_experiment.load", refuse)
+    with pytest.raises(UserError, match="wrong"):
+        new_experiment(digits / "train", tmp_path / "mine.yaml")
+    assert list(tmp_path.glob("mine*")) == []
+
+
 def test_without_labels(digits, tmp_path):
     folder = tmp_path / "flat"
     folder.mkdir()
@@ -129,6 +150,8 @@ def test_mistakes_are_named(digits, tmp_path):
         new_experiment(tmp_path / "none", out)
     with pytest.raises(UserError, match=r"ending \.yaml"):
         new_experiment(digits, tmp_path / "mine.txt")
+    with pytest.raises(UserError, match="name: 'my birds' has ' '; choose one without blanks"):
+        new_experiment(digits, tmp_path / "my birds.yaml")
     with pytest.raises(UserError, match="--from-public mea: known are mae_base"):
         new_experiment(digits, out, "mea")
     (tmp_path / "few/a").mkdir(parents=True)
