@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
-from maect.data.images import SUFFIXES
+from maect.data.images import SUFFIXES, UnreadableError, read_rgb
 from maect.data.sources import UNLABELLED, Entry, list_source, walk_images
 from maect.errors import UserError
 
@@ -84,6 +83,17 @@ class Images:
         return Counter(entry.label for entry in self.entries if entry.label != UNLABELLED)
 
 
+def _check_name(folder: str, name: str) -> None:
+    """A name that an experiment, and a list of names, one a line, can hold."""
+    place = folder.encode(errors="backslashreplace").decode()
+    try:
+        (folder + name).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: {name!r} has a name that is not UTF-8; rename it") from None
+    if (folder + name).splitlines() != [folder + name]:
+        raise UserError(f"{place}: {name!r} has a line break in its name; rename it")
+
+
 def look_at(folder: Path, fewest: int = FEWEST) -> Images:
     """List a folder's images (`CLASS/IMAGE`, or without classes) and open some of them.
 
@@ -96,18 +106,22 @@ def look_at(folder: Path, fewest: int = FEWEST) -> Images:
     loose = len(top) - len(classes) if len(classes) > 1 else 0
     listing = list_source(folder, kind)
     entries = listing.entries
+    for entry in entries:
+        _check_name(str(folder), entry.name)
     if len(entries) < fewest:
         raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
     sides, colors, sizes = [], [], []
     for entry in entries[:: math.ceil(len(entries) / LOOKED_AT)]:
         path = folder / entry.path
         try:
-            with Image.open(path) as image:
-                sides.append(min(image.size))
-                small = np.asarray(image.convert("RGB").resize((8, 8)), np.int16)
-                colors.append(int(np.ptp(small, axis=2).max()) > GRAY)
-        except (OSError, UnidentifiedImageError):
-            raise UserError(f"{path}: not an image that can be read; repair or remove it") from None
+            image = read_rgb(path.read_bytes())
+        except (OSError, UnreadableError) as error:
+            raise UserError(
+                f"{path}: not an image that can be read ({error}); repair or remove it"
+            ) from None
+        sides.append(min(image.size))
+        small = np.asarray(image.resize((8, 8)), np.int16)
+        colors.append(int(np.ptp(small, axis=2).max()) > GRAY)
         sizes.append(path.stat().st_size)
     side = int(statistics.median(sides))
     size = statistics.fmean(sizes)

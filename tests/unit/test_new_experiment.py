@@ -3,9 +3,11 @@
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import tarfile
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -162,6 +164,56 @@ def test_mistakes_are_named(digits, tmp_path):
     out.write_text("mine")
     with pytest.raises(UserError, match="exists already"):
         new_experiment(digits, out)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    """220 colours as images without classes."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for number in range(220):
+        Image.new("RGB", (32, 32), (number, 0, 0)).save(folder / f"{number:03}.png")
+    return folder
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """A part of a PNG file."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def odd_image(what: str) -> bytes:
+    side = 30_000 if what == "bomb" else 8
+    start = b"\x89PNG\r\n\x1a\n" + chunk(
+        b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    )
+    if what == "bad chunk":
+        return start + b"\0\0\0\5\1\2\3\4 no" + b"\0" * 40
+    if what == "bomb":
+        return start + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    buffer = io.BytesIO()
+    Image.new("I", (8, 8)).save(buffer, "TIFF")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("what", ["bad chunk", "bomb", "32-bit TIFF"])
+def test_images_that_sharding_would_refuse_are_named(own, tmp_path, what):
+    (own / "000.png").write_bytes(odd_image(what))
+    with pytest.raises(UserError, match=r"000\.png: not an image that can be read \(.+\); repair"):
+        new_experiment(own, tmp_path / "mine.yaml")
+    assert not list(tmp_path.glob("mine*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [(b"v\xf6gel.png", "not UTF-8"), (b"a\nb.png", "has a line break")]
+)
+def test_names_that_no_list_can_hold_are_named(own, tmp_path, name, words):
+    os.rename(own / "219.png", os.path.join(os.fsencode(own), name))
+    with pytest.raises(UserError, match=words):
+        new_experiment(own, tmp_path / "mine.yaml")
+    folder = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))
+    os.rename(own, folder)
+    with pytest.raises(UserError, match=words):
+        new_experiment(folder, tmp_path / "mine.yaml")
 
 
 @pytest.fixture(scope="module")
