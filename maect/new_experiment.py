@@ -1,35 +1,34 @@
 """Writes an experiment file for one's own images, with what was chosen and why as comments."""
 
-import hashlib
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from maect.data.catalogue import CATALOGUE
+from maect.data.sources import UNLABELLED
 from maect.errors import UserError
 from maect.experiment import load
 from maect.experiment_file import check_plain
 from maect.files import write_text
-from maect.new_experiment_images import FEWEST_VAL, Images, descend, find_splits, look_at
-from maect.recipes import load_encoder, load_recipe
+from maect.new_experiment_images import (
+    FEWEST_VAL,
+    Images,
+    check_same_classes,
+    descend,
+    find_splits,
+    held_out,
+    look_at,
+)
+from maect.plan.work import parameters
+from maect.recipes import load_encoder, load_evaluation, load_recipe
 
 PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
-HELD_OUT = 10  # one image in so many
 SHARD_BYTES = 300_000_000
 SEEN = 20_000_000  # images that pre-training shows, all epochs together
 ENOUGH = 500_000  # images from which on the paper's own lengths are kept
-
-
-def held_out(images: Images) -> set[str]:
-    """Names of about one image in `HELD_OUT` of every class, chosen by a hash of the name."""
-    chosen: set[str] = set()
-    for label in {entry.label for entry in images.entries}:
-        names = [entry.name for entry in images.entries if entry.label == label]
-        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        chosen.update(names[: max(len(names) // HELD_OUT, int(len(names) > 1))])
-    return chosen
 
 
 def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
@@ -39,16 +38,28 @@ def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
         return size, load_encoder(size).image_size, f"the shape of the public weights {public}"
     seen = f"the images' shorter side is {images.side} pixels (median)"
     if images.side < 24:
-        return "tiny", 16, f"{seen}: patches of 4, 0.7 million parameters"
+        return "tiny", 16, f"{seen}: patches of 4, {weights('tiny')} parameters"
     if images.side < 80:
         pixels = min(64, images.side // 4 * 4)
-        return "small", pixels, f"{seen}: patches of 4, 5 million parameters"
+        return "small", pixels, f"{seen}: patches of 4, {weights('small')} parameters"
     size = "large" if len(images.entries) >= ENOUGH else "base"
     pixels = min(224, images.side // 16 * 16)
     which = (
         f"ViT-{size[0].upper()}, as for {'more' if size == 'large' else 'fewer'} than {ENOUGH:,}"
     )
     return size, pixels, f"{seen}: patches of 16; {which} images"
+
+
+def weights(size: str) -> str:
+    """How large an encoder is, in words."""
+    return f"{parameters(load_encoder(size)) / 1e6:.1f} million"
+
+
+def about(number: int) -> str:
+    """A number of images in words, to one or two digits."""
+    if number >= 1e6:
+        return f"{number / 1e6:.0f} million"
+    return f"{round(number, -4 if number >= 1e5 else -3):,}"
 
 
 def power_of_two(number: float) -> int:
@@ -123,11 +134,7 @@ def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) 
             f"  {mae}: {flow({'weights': weights, 'layout': 'mae'} | at)}",
         ]
     else:
-        few = (
-            "the paper's"
-            if n >= ENOUGH
-            else f"shows about {epochs['mae'] * n / 1e6:.0f} million images"
-        )
+        few = "the paper's" if n >= ENOUGH else f"shows about {about(epochs['mae'] * n)} images"
         batch_mae = min(load_recipe("mae", size).batch_size, power_of_two(n / 4))
         changed = {"epochs": epochs["mae"], "batch_size": batch_mae}
         lines = [
@@ -167,26 +174,33 @@ def split_lines(
             f"      train: {split(images, len(images.entries), None)}",
             f"      val: {split(val, len(val.entries), None)}",
         ]
+    one_in = round(len(images.entries) / held)
+    of = " of every class" if images.classes else ""
     return [
-        f"      # One image in {HELD_OUT} of every class is held out: lists beside this file.",
+        f"      # About one image in {one_in}{of} is held out: lists beside this file.",
         f"      train: {split(images, len(images.entries) - held, lists['val'][0])}",
         f"      val: {split(images, held, lists['train'][0])}",
     ]
 
 
-def evaluated(images: Images, n: int, val: int) -> tuple[list[str], list[str]]:
+def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list[str], list[str]]:
     """Evaluations that these images allow, and what is left out and why."""
-    classes = images.classes
+    known = [entry for entry in images.entries if entry.label != UNLABELLED]
+    classes = Counter(entry.label for entry in known if entry.name not in held)
+    protocols, left_out = (["knn", "linear_probe"] if classes else []), []
     if not classes:
-        return ["umap"], ["Without labels there is no accuracy to measure"]
-    left_out = []
-    protocols = ["knn", "linear_probe"]
-    if min(classes.values()) * (1 - 1 / HELD_OUT) >= 5:
+        left_out.append("Without labels there is no accuracy to measure")
+    elif min(classes.values()) >= 5:
         protocols.append("low_shot")
     else:
         left_out.append("No low_shot: it needs 5 images of every class to train on")
-    protocols += ["clustering"] if val > len(classes) else []
-    return [*protocols, "umap"], left_out
+    protocols += ["clustering"] if classes and val > len(classes) else []
+    _, umap = load_evaluation("umap", size)
+    if val > umap.neighbors:  # type: ignore[attr-defined]
+        protocols.append("umap")
+    else:
+        left_out.append("No umap: it needs more images than neighbours")
+    return protocols, left_out
 
 
 def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
@@ -215,12 +229,14 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
     train, apart = find_splits(folder)
     images = look_at(train)
     val = look_at(descend(apart, images.class_names), FEWEST_VAL) if apart else None
+    if val:
+        check_same_classes(images, val)
     chosen = set() if val else held_out(images)
     lists = {} if val else list_texts(images, out, chosen)
     n = len(images.entries) - len(chosen)
     size, pixels, why = encoder_for(images, public)
-    protocols, left_out = evaluated(images, n, len(val.entries if val else chosen))
-    about = [
+    protocols, left_out = evaluated(images, chosen, len(val.entries if val else chosen), size)
+    described = [
         "images to train on",
         f"in {len(images.classes)} classes" if images.classes else "without labels",
     ]
@@ -228,12 +244,13 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
     near = images.side < pixels * 256 / 224
     shown = ["low_shot"] if images.classes else []
     shown += ["clustering"] if "clustering" in protocols else []
-    drawn = ["umap", *(["confusion"] if "clustering" in protocols else [])]
+    drawn = ["umap"] if "umap" in protocols else []
+    drawn += ["confusion"] if "clustering" in protocols else []
     name = "".join(c if c.isalnum() else "_" for c in folder.name) or "images"
     text = "\n".join(
         [
             "# Written by `maect new-experiment`; change what you know better.",
-            f"# {n:,} {' '.join(about)}.",
+            f"# {n:,} {' '.join(described)}.",
             *(
                 [
                     f"# No labels are used: {images.loose} images lie beside the class folders in",

@@ -1,5 +1,6 @@
 """One's own images as they lie: where the splits are, their classes, what some images look like."""
 
+import hashlib
 import math
 import statistics
 from collections import Counter
@@ -19,6 +20,7 @@ VAL = ("val", "valid", "validation", "val_set", "validation_set", "test", "testi
 LOOKED_AT = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
 FEWEST, FEWEST_VAL = 200, 20
+HELD_OUT = (10, 5, 3, 2)  # one image in so many, the first of them that gives enough
 
 
 def folders_in(folder: Path) -> list[Path]:
@@ -126,3 +128,51 @@ def look_at(folder: Path, fewest: int = FEWEST) -> Images:
     side = int(statistics.median(sides))
     size = statistics.fmean(sizes)
     return Images(folder, kind, entries, listing.class_names, loose, side, any(colors), size)
+
+
+def check_same_classes(train: Images, val: Images) -> None:
+    """What is trained on and what is evaluated on have the same classes.
+
+    Raises:
+        UserError: classes on one side only; it says which.
+    """
+    if train.kind == "folder" and val.kind != "folder":
+        raise UserError(
+            f"{val.folder}: no classes, but {train.folder} has some; sort the images into the same "
+            f"class folders, or give --images {train.folder} to hold out some of those"
+        )
+    if train.kind != "folder" or train.class_names == val.class_names:
+        return
+    missing = sorted({*train.class_names} - {*val.class_names})
+    others = sorted({*val.class_names} - {*train.class_names})
+    parts = [f"no {', '.join(missing[:3])}"] if missing else []
+    parts += [f"{', '.join(others[:3])} besides"] if others else []
+    raise UserError(
+        f"{val.folder}: other classes than {train.folder} ({'; '.join(parts)}); "
+        f"make them the same, or give --images {train.folder} to hold out some of those"
+    )
+
+
+def held_out(images: Images) -> set[str]:
+    """Names of about one image in ten of every class, chosen by a hash of the name.
+
+    More of them where the classes are so small that there would be too few to evaluate on.
+
+    Raises:
+        UserError: too few all the same.
+    """
+    by_label: dict[int, list[str]] = {}
+    for entry in images.entries:
+        by_label.setdefault(entry.label, []).append(entry.name)
+    for names in by_label.values():
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    chosen: set[str] = set()
+    for part in HELD_OUT:
+        for names in by_label.values():
+            chosen.update(names[: max(len(names) // part, int(len(names) > 1))])
+        if len(chosen) >= FEWEST_VAL:
+            return chosen
+    raise UserError(
+        f"{images.folder}: only {len(chosen)} images can be held out of {len(by_label)} classes "
+        f"with hardly an image each; {FEWEST_VAL} are needed: give a val folder beside train"
+    )

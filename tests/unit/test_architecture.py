@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "experiment_runs": EVERYONE | {"experiment_file", "experiment_rows", "experiment_weights"},
     "experiment": EVERYONE
     | {"experiment_file", "experiment_rows", "experiment_runs", "experiment_weights"},
-    "new_experiment": EVERYONE | {"experiment", "experiment_file", "data", "new_experiment_images"},
+    "new_experiment": EVERYONE
+    | {"experiment", "experiment_file", "data", "new_experiment_images", "plan"},
     "new_experiment_images": EVERYONE | {"data"},
     "data": EVERYONE,
     "models": EVERYONE,

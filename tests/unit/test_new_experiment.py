@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from PIL import Image
 
 from maect.errors import UserError
 from maect.experiment import load
-from maect.new_experiment import new_experiment
-from maect.new_experiment_images import find_splits
+from maect.new_experiment import about, evaluated, new_experiment, weights
+from maect.new_experiment_images import find_splits, look_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,6 +165,79 @@ def test_mistakes_are_named(digits, tmp_path):
     out.write_text("mine")
     with pytest.raises(UserError, match="exists already"):
         new_experiment(digits, out)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (
+            {str(n): f"val/{n}" for n in range(9)},
+            r"no 9\); make them the same, or give --images \S+/train ",
+        ),
+        ({**{str(n): f"val/{n}" for n in range(10)}, "ten": "val/1"}, r"\(ten besides\); make"),
+        ({"0": "val/0", "1": "val/1"}, r"\(no 2, 3, 4\);"),
+    ],
+)
+def test_other_classes_than_those_trained_on_are_named(digits, tmp_path, parts, words):
+    parts = {f"val__{name}": digits / part for name, part in parts.items()}
+    folder = linked(tmp_path / "own", train=digits / "train", **parts)
+    with pytest.raises(UserError, match=f"val: other classes than .+/train .*{words}"):
+        new_experiment(folder, tmp_path / "mine.yaml")
+    assert not list(tmp_path.glob("mine*"))
+
+
+def test_test_images_without_classes_are_named(digits, tmp_path):
+    """As competitions give them; what is said then works."""
+    folder = linked(tmp_path / "own", train=digits / "train", test=digits / "val/0")
+    with pytest.raises(UserError, match=r"own/test: no classes, but .+/train has some") as caught:
+        new_experiment(folder, tmp_path / "mine.yaml")
+    cure = re.search(r"--images (\S+) to hold", str(caught.value))
+    assert cure and "in 10 classes" in new_experiment(Path(cure[1]), tmp_path / "mine.yaml")
+
+
+def in_classes(own: Path, size: int) -> Path:
+    """The images of `own` in classes of so many."""
+    for number, path in enumerate(sorted(own.iterdir())):
+        (own / f"c{number // size}").mkdir(exist_ok=True)
+        path.rename(own / f"c{number // size}" / path.name)
+    return own
+
+
+def test_small_classes_give_enough_to_evaluate_on(own, tmp_path):
+    text = new_experiment(in_classes(own, 16), tmp_path / "mine.yaml")  # 14 classes
+    held = (tmp_path / "mine.val.txt").read_text().split()
+    assert len({name.split("/")[0] for name in held}) == 14 and len(held) >= 20
+    assert "About one image in 5 of every class is held out" in text
+
+
+def test_classes_of_one_image_each_cannot_be_split(own, tmp_path):
+    with pytest.raises(UserError, match="only 0 images can be held out of 220 classes"):
+        new_experiment(in_classes(own, 1), tmp_path / "mine.yaml")
+    assert not list(tmp_path.glob("mine*"))
+
+
+def test_evaluations_that_the_images_allow(own):
+    images = look_at(in_classes(own, 10))  # 22 classes
+    assert evaluated(images, set(), 23, "tiny")[0] == [
+        "knn", "linear_probe", "low_shot", "clustering", "umap",
+    ]  # fmt: skip
+    kept = {
+        name
+        for n in range(22)
+        for name in sorted(e.name for e in images.entries if e.label == n)[:4]
+    }
+    held = {e.name for e in images.entries} - kept
+    assert evaluated(images, held, 16, "tiny")[0] == ["knn", "linear_probe", "umap"]
+    few, why = evaluated(images, held, 15, "tiny")
+    assert few == ["knn", "linear_probe"] and "No umap: it needs more images than neighbours" in why
+
+
+def test_what_the_comments_say_is_so(own, tmp_path):
+    text = new_experiment(own, tmp_path / "mine.yaml")
+    assert "# About one image in 10 is held out" in text  # no classes to speak of
+    assert "shows about 320,000 images" in text  # 198 images, 1,600 epochs
+    assert [about(n) for n in (5000, 96_400, 20_000_000)] == ["5,000", "96,000", "20 million"]
+    assert (weights("tiny"), weights("small")) == ("0.2 million", "5.3 million")
 
 
 @pytest.fixture
