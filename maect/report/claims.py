@@ -53,7 +53,7 @@ class Comparison:
     right: float
     difference: float
     deviation: float
-    """Standard deviation of the difference over seeds; NaN with one seed."""
+    """Standard deviation of the difference over seeds; NaN with one seed of everything."""
     missing: tuple[Key, ...]
 
     @property
@@ -152,7 +152,8 @@ def _look_up(tables: Tables, key: Key, suffix: str) -> float:
 def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     """Decide one comparison, without `*`.
 
-    The deviation is that of a function of independent values, to first order.
+    The deviation is that of a function of independent values, to first order. A value without one
+    beside others that have one, such as that of an imported encoder, counts as exact.
 
     Args:
         text: the comparison.
@@ -179,9 +180,10 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     if missing:
         return Comparison(label, None, left, right, math.nan, math.nan, missing)
     here = difference(values)
-    variance = 0.0
-    for key in keys:
-        spread = math.nan if suffix else _look_up(tables, key, "_std")
+    spreads = {key: math.nan if suffix else _look_up(tables, key, "_std") for key in keys}
+    known = {key: spread for key, spread in spreads.items() if not math.isnan(spread)}
+    variance = 0.0 if known else math.nan
+    for key, spread in known.items():
         step = 1e-4 * max(1.0, abs(values[key]))
         slope = (difference(values | {key: values[key] + step}) - here) / step
         variance += (slope * spread) ** 2
@@ -241,8 +243,8 @@ def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -
 
     Returns:
         `claim`, `statement`, `paper` (where it is made), `verdict` (holds, fails, not measured),
-        `significant` (yes, no, or empty with one seed), `numbers`, `paper_verdict` (by the paper's
-        own printed numbers), `expression`.
+        `significant` (yes, no, or empty with one seed of everything), `numbers`, `paper_verdict`
+        (by the paper's own printed numbers), `expression`.
     """
     statements = list(statements)
     printed = judge(printed_tables(), statements, "_paper")

@@ -1,5 +1,6 @@
 import math
 
+import pandas as pd
 import pytest
 
 from maect.errors import UserError
@@ -76,6 +77,18 @@ def test_significance_needs_seeds_and_a_difference(tables):
     assert verdict(tables, "clustering.tiny.ct_min.accuracy > 61").significant == "no"
     assert verdict(tables, "clustering.tiny.ct_min.accuracy > 59").significant == "yes"
     assert verdict(tables, "clustering.small.mae.accuracy > 39").significant == ""
+
+
+def test_an_imported_encoder_has_no_seeds_and_counts_as_exact(tables, result, evaluations):
+    result("ibot", "clustering", accuracy=55.0, silhouette=1.0)
+    imported = build_table("clustering", [Row("tiny", "ibot", ["ibot"])], evaluations)
+    tables = {"clustering": pd.concat([tables["clustering"], imported])}
+    text = "clustering.tiny.ct_min.accuracy > {}clustering.tiny.ibot.accuracy"
+    assert compare(text.format(""), tables).deviation == pytest.approx(2.0)
+    assert verdict(tables, text.format("")).significant == "yes"  # 62 ± 2 against 55
+    assert verdict(tables, text.format("6 + ")).significant == "no"
+    alone = "clustering.tiny.ibot.accuracy > clustering.small.mae.accuracy"
+    assert verdict(tables, alone).significant == ""
 
 
 def test_a_star_is_every_architecture_there_is(tables):
