@@ -73,6 +73,13 @@ def test_one_percent_for_mae_with_vit_h14_has_the_higher_rate():
     assert set(rates.values()) == {3e-5}
 
 
+def test_every_line_of_the_label_figure_ends_at_all_labels():
+    experiment = load("paper")
+    for size, method, runs in experiment.rows("label_efficiency"):
+        asked = {name for run, name in experiment.evaluations if run in runs}
+        assert "fine_tune" in asked and any("10pct" in name for name in asked), (size, method)
+
+
 # Snakemake with a last line about itself: seconds of CPU and kilobytes of memory. Not ru_maxrss,
 # which begins at what the process that forked it had.
 SNAKEMAKE = """

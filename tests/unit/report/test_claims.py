@@ -142,6 +142,12 @@ def test_every_statement_holds_for_the_papers_own_numbers():
     assert {name for name, result in results.items() if result != "holds"} == unprinted
 
 
+def test_few_labels_are_part_of_what_extensive_augmentation_gains():
+    found = {v.statement.name: v for v in judge(printed_tables(), suffix="_paper")}
+    assert len(found["large_beats_ibot_with_few_labels"].comparisons) == 5
+    assert len(found["aug_gain"].comparisons) == 7 * 3  # three sizes
+
+
 def test_every_statement_can_fail():
     """Turned round, each is false for the paper's numbers: none is true whatever is measured."""
     turn = str.maketrans("<>", "><")
