@@ -19,7 +19,7 @@ from maect.errors import UserError
 from maect.files import write_text
 from maect.report.statements import RESULTS, Statement
 from maect.report.statements_analysis import ANALYSIS
-from maect.report.tables import printed_tables
+from maect.report.tables import DECIMALS, printed_tables
 
 STATEMENTS = RESULTS + ANALYSIS
 HOLDS, FAILS, OPEN = "holds", "fails", "not measured"
@@ -55,6 +55,8 @@ class Comparison:
     deviation: float
     """Standard deviation of the difference over seeds; NaN with one seed of everything."""
     missing: tuple[Key, ...]
+    decimals: int = 2
+    """To print the difference with."""
 
     @property
     def significant(self) -> bool | None:
@@ -97,9 +99,10 @@ class Verdict:
                 missing.setdefault(table, {})[f"{architecture} {method}"] = None
             if one.holds is None:
                 continue
-            deviation = "" if math.isnan(one.deviation) else f" ± {one.deviation:.2f}"
+            deviation = "" if math.isnan(one.deviation) else f" ± {one.deviation:.{one.decimals}f}"
             mark = "" if one.holds else " (fails)"
-            parts.append(f"{one.text}: {one.left - one.right:+.2f}{deviation}{mark}")
+            difference = f"{one.left - one.right:+.{one.decimals}f}"
+            parts.append(f"{one.text}: {difference}{deviation}{mark}")
         parts += [f"needs {table}: {', '.join(models)}" for table, models in missing.items()]
         return "; ".join(parts)
 
@@ -188,7 +191,17 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
         slope = (difference(values | {key: values[key] + step}) - here) / step
         variance += (slope * spread) ** 2
     holds = here >= -TOLERANCE if sign in "≥≤" else here > TOLERANCE
-    return Comparison(label, holds, left, right, here, math.sqrt(variance), ())
+    decimals = _decimals(here, values.values())
+    return Comparison(label, holds, left, right, here, math.sqrt(variance), (), decimals)
+
+
+def _decimals(difference: float, values: Iterable[float]) -> int:
+    """Two for percents, all there are for parts of 1, and as many as show a difference."""
+    if all(abs(value) <= 1 for value in values):
+        return DECIMALS
+    if abs(difference) <= TOLERANCE:
+        return 2
+    return next((n for n in range(2, DECIMALS) if round(difference, n)), DECIMALS)
 
 
 def _short(node: ast.expr) -> str:

@@ -103,9 +103,10 @@ def to_html(
             parts = cell(line, metric)
             measured = parts.value + (f" ± {parts.deviation}" if parts.deviation else "")
             names = table.protocols_of(metric, line["method"])
-            for run in runs.get((line["architecture"], line["method"]), [])[:1]:
+            for run in runs.get((line["architecture"], line["method"]), []):
                 if path := result_of(evaluations, run, names, metric.source):
                     measured = f'<a href="#{run}-{path.stem}">{measured}</a>'
+                    break
             printed = f"paper {parts.paper}" if parts.paper else ""
             printed += f" ({parts.difference})" if parts.paper and parts.difference else ""
             small = f"<small>{printed}</small>" if printed else ""

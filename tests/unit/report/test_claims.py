@@ -50,6 +50,24 @@ def test_a_comparison_in_numbers(tables):
     assert one.deviation == pytest.approx(math.sqrt(2**2 + 1**2), rel=1e-6)
 
 
+def test_margins_are_printed_so_that_they_show(result, evaluations):
+    for run, color in (("mae", 0.7012), ("ct", 0.7046)):
+        result(run, "effective_invariance", ei_rotation=0.9, ei_color=color)
+        result(run, "clustering", accuracy=50.0 if run == "mae" else 50.0004, silhouette=11.0)
+    rows = [Row("tiny", "mae", ["mae"]), Row("tiny", "ct_min", ["ct"])]
+    names = ("effective_invariance", "clustering")
+    tables = {name: build_table(name, rows, evaluations) for name in names}
+
+    def numbers(value: str) -> str:
+        table, metric = value.split(".")
+        text = f"{table}.tiny.ct_min.{metric} > {table}.tiny.mae.{metric}"
+        return verdict(tables, text).numbers.rpartition(": ")[2]
+
+    assert numbers("effective_invariance.ei_color") == "+0.0034"
+    assert numbers("clustering.accuracy") == "+0.0004"
+    assert numbers("clustering.silhouette") == "+0.00 (fails)"
+
+
 def test_deviations_of_products_and_quotients(tables):
     text = "clustering.tiny.ct_min.accuracy / clustering.tiny.mae.accuracy >= 1"
     one = compare(text, tables)
