@@ -261,7 +261,8 @@ def odd_image(what: str) -> bytes:
         b"IHDR", struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
     )
     if what == "bad chunk":
-        return start + b"\0\0\0\5\1\2\3\4 no" + b"\0" * 40
+        half = zlib.compress(bytes(72))[:5]  # the rest is expected in the next chunk
+        return start + chunk(b"IDAT", half) + b"\0\0\0\5\1\2\3\4 no" + bytes(40)
     if what == "bomb":
         return start + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
     buffer = io.BytesIO()
