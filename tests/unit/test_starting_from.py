@@ -1,5 +1,7 @@
 """`starting_from: public`: import public weights where there are any, leave the rest out."""
 
+import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -85,7 +87,11 @@ def test_weights_are_not_compared_with_themselves() -> None:
 
 
 def test_a_table_without_the_twin_leaves_the_claim_open(tmp_path: Path) -> None:
-    rows = [Row(*line) for line in load("paper", starting_from="public").rows("reimplementation")]
+    paper = load("paper", starting_from="public")
+    rows = [Row(*line) for line in paper.rows("reimplementation")]
+    for run, name in itertools.product(paper.runs, ("linear_probe", "knn")):
+        (tmp_path / run).mkdir(exist_ok=True)
+        (tmp_path / run / f"{name}.json").write_text(json.dumps({"metrics": {name: 75.0}}))
     tables = {"reimplementation": build_table("reimplementation", rows, tmp_path)}
     line = claims_table(tables).set_index("claim").loc["reimplementation"]
     assert line.verdict == "not measured"
