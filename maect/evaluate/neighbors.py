@@ -118,38 +118,57 @@ def _candidates(
 
         def search(number: int, start: int = start, pieces: list[Array] = pieces) -> None:
             block = blocks[number]
+            limit, found = best[block, -1:], []
             for piece in pieces:
-                _merge(best[block], ids[block], units[number] @ piece.T, start)
+                products = units[number] @ piece.T
+                chosen, limit = _above(products, limit, keep)
+                rows = (chosen // len(piece)).astype(np.int16)  # sorted the fastest
+                found.append((rows, chosen % len(piece) + start, products.ravel()[chosen]))
                 start += len(piece)
+            _merge(best[block], ids[block], *map(np.concatenate, zip(*found, strict=True)))
 
         list(pool.map(search, range(len(blocks))))
     return best, ids
 
 
-def _merge(best: Array, ids: NDArray[np.int64], found: Array, start: int) -> None:
-    """Merge products `found` [q, m] with the samples from `start` on into the sorted `best`.
+def _above(products: Array, limit: Array, keep: int) -> tuple[NDArray[np.int64], Array]:
+    """Places of the products [q, m] above the limit [q, 1], and a higher limit if they are many.
+
+    They are many at the start, and if the samples are ever nearer: then the `keep` largest do.
+    """
+    chosen = np.flatnonzero(products > limit)
+    columns = products.shape[1]
+    if len(chosen) > 2 * keep * len(products) and columns > keep:
+        least = np.partition(products, columns - keep, axis=1)[:, [columns - keep]]
+        limit = np.maximum(limit, np.nextafter(least, np.float32(-np.inf)))
+        chosen = np.flatnonzero(products > limit)
+    return chosen, limit
+
+
+def _merge(
+    best: Array,
+    ids: NDArray[np.int64],
+    rows: NDArray[np.int16],
+    samples: NDArray[np.int64],
+    found: Array,
+) -> None:
+    """Merge products `found` of some rows and later samples into the sorted `best` [q, keep].
 
     A sample of equal product does not replace an earlier one.
     """
-    keep, columns = best.shape[1], found.shape[1]
-    limit = best[:, -1:]
-    chosen = np.flatnonzero(found > limit)
-    if len(chosen) > 2 * best.size and columns > keep:  # the first samples, or ever nearer ones
-        least = np.partition(found, columns - keep, axis=1)[:, [columns - keep]]
-        limit = np.maximum(limit, np.nextafter(least, np.float32(-np.inf)))
-        chosen = np.flatnonzero(found > limit)
-    if not len(chosen):
+    if not len(rows):
         return
-    rows = chosen // columns
+    keep = best.shape[1]
+    order = np.argsort(rows, kind="stable")
+    rows = rows[order]
     counts = np.bincount(rows, minlength=len(best))
     touched = np.flatnonzero(counts)
-    slot = np.cumsum(counts > 0) - 1
-    place = np.arange(len(chosen)) - (np.cumsum(counts) - counts)[rows]
+    slot = (np.cumsum(counts > 0) - 1)[rows]
+    place = keep + np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]
     values = np.full((len(touched), keep + counts.max()), -np.inf, np.float32)
     names = np.zeros(values.shape, np.int64)
     values[:, :keep], names[:, :keep] = best[touched], ids[touched]
-    values[slot[rows], keep + place] = found.ravel()[chosen]
-    names[slot[rows], keep + place] = chosen % columns + start
+    values[slot, place], names[slot, place] = found[order], samples[order]
     top = np.argsort(-values, axis=1, kind="stable")[:, :keep]
     best[touched] = np.take_along_axis(values, top, 1)
     ids[touched] = np.take_along_axis(names, top, 1)
