@@ -1,7 +1,7 @@
 """Logistic regression on few labels: some samples per class, or a fraction of them (paper, B).
 
 The setting of DINO and MSN: frozen features, rows centred and scaled to length 1, an L2 penalty,
-no intercept, cyanure's solver.
+no intercept.
 """
 
 import warnings

@@ -66,7 +66,8 @@ class LowShot(Protocol):
     """Of the labels, as well: 0.01 and 0.1 in the paper."""
     l2: float = Field(default=0.00025, gt=0)
     """Weight of the penalty, divided by the number of training samples (MSN's default)."""
-    solver: Literal["cyanure", "lbfgs"] = "cyanure"
+    solver: Literal["lbfgs", "cyanure"] = "lbfgs"
+    """Of the same convex problem, in float64; MSN and the paper used cyanure."""
     seed: int = 0
     """Seed of the subsets where no lists are given."""
     subsets: str | None = None
