@@ -64,7 +64,10 @@ def nearest(
     exact = np.empty((len(queries), k))
     ids = np.empty((len(queries), k), np.int64)
     with threadpool_limits(1), ThreadPoolExecutor(threads) as pool:
-        products, candidates = _candidates(train, queries, min(k + _SPARE, train.n), scale, pool)
+        blocks = _blocks(len(queries), QUERIES)
+        of_queries = np.concatenate([*pool.map(lengths, (queries[b] for b in blocks)), []])
+        units = list(pool.map(_unit, (queries[b] for b in blocks), (of_queries[b] for b in blocks)))
+        products, candidates = _candidates(train, units, min(k + _SPARE, train.n), scale, pool)
         # A product is off by hardly more than width / 2^24: what is farther than the k-th by over
         # twice that is none of the k. Where that leaves no candidate out there may be more of them.
         margin = 3 * (train.width + 4) / 2**24
@@ -72,13 +75,16 @@ def nearest(
         unsettled = near[:, -1] & (near.shape[1] < train.n)
         near[unsettled] = False
         cosines = np.full(products.shape, -np.inf)
-        for start, part in _chunks(train, scale):
-            jobs = (cosines, near, candidates, queries, part, lengths(part), start)
-            list(pool.map(partial(_rank, *jobs), _blocks(len(queries), QUERIES)))
-        order = np.lexsort((candidates, -cosines), axis=1)[:, :k]
-        exact[:] = np.take_along_axis(cosines, order, 1)
-        ids[:] = np.take_along_axis(candidates, order, 1)
+        for chunk in _ahead(train, scale, pool):
+            known = (cosines, near, candidates, queries, of_queries, *chunk)
+            list(pool.map(partial(_rank, *known), blocks))
 
+        def put_in_order(block: slice) -> None:
+            order = np.lexsort((candidates[block], -cosines[block]), axis=1)[:, :k]
+            exact[block] = np.take_along_axis(cosines[block], order, 1)
+            ids[block] = np.take_along_axis(candidates[block], order, 1)
+
+        list(pool.map(put_in_order, blocks))
         slow = np.flatnonzero(unsettled)
 
         def settle(block: slice) -> None:
@@ -93,28 +99,42 @@ def _blocks(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def _chunks(train: Features, scale: Scale | None) -> Iterator[tuple[int, Array]]:
-    for start in range(0, train.n, TRAIN_ROWS):
-        yield start, standardize(train.rows(start, min(start + TRAIN_ROWS, train.n)), scale)
+def _chunk(train: Features, scale: Scale | None, start: int) -> tuple[int, Array, Double]:
+    """First id, standardised rows and their lengths."""
+    part = standardize(train.rows(start, min(start + TRAIN_ROWS, train.n)), scale)
+    return start, part, lengths(part)
 
 
-def _unit(features: Array) -> Array:
-    length = lengths(features)[:, None]
-    return (features / np.where(length > 0, length, 1)).astype(np.float32)
+def _ahead(
+    train: Features, scale: Scale | None, pool: Executor
+) -> Iterator[tuple[int, Array, Double]]:
+    """All chunks, the next one read while the last one is worked on."""
+    coming = pool.submit(_chunk, train, scale, 0)
+    for start in range(TRAIN_ROWS, train.n + TRAIN_ROWS, TRAIN_ROWS):
+        chunk = coming.result()
+        if start < train.n:
+            coming = pool.submit(_chunk, train, scale, start)
+        yield chunk
+
+
+def _unit(features: Array, length: Double) -> Array:
+    return (features / np.where(length > 0, length, 1)[:, None]).astype(np.float32)
 
 
 def _candidates(
-    train: Features, queries: Array, keep: int, scale: Scale | None, pool: Executor
+    train: Features, units: list[Array], keep: int, scale: Scale | None, pool: Executor
 ) -> tuple[Array, NDArray[np.int64]]:
-    """The `keep` largest float32 products of each query, largest first, and whose they are."""
-    best = np.full((len(queries), keep), -np.inf, np.float32)
-    ids = np.full((len(queries), keep), train.n, np.int64)
-    blocks = _blocks(len(queries), QUERIES)
-    units = list(pool.map(lambda block: _unit(queries[block]), blocks))
-    for start, part in _chunks(train, scale):
-        pieces = list(
-            pool.map(lambda piece, part=part: _unit(part[piece]), _blocks(len(part), COLUMNS))
-        )
+    """The `keep` largest float32 products of each query, largest first, and whose they are.
+
+    `units` are the blocks of queries, of length 1.
+    """
+    count = sum(map(len, units))
+    best = np.full((count, keep), -np.inf, np.float32)
+    ids = np.full((count, keep), train.n, np.int64)
+    blocks = _blocks(count, QUERIES)
+    for start, part, of_part in _ahead(train, scale, pool):
+        inside = _blocks(len(part), COLUMNS)
+        pieces = list(pool.map(_unit, (part[i] for i in inside), (of_part[i] for i in inside)))
 
         def search(number: int, start: int = start, pieces: list[Array] = pieces) -> None:
             block = blocks[number]
@@ -195,20 +215,20 @@ def _rank(
     near: NDArray[np.bool_],
     candidates: NDArray[np.int64],
     queries: Array,
+    of_queries: Double,
+    start: int,
     part: Array,
     of_part: Double,
-    start: int,
     block: slice,
 ) -> None:
     """Fill in the cosines of a block's near candidates that lie in the chunk `part`."""
     place = candidates[block] - start
     rows, columns = np.nonzero(near[block] & (place >= 0) & (place < len(part)))
     place = place[rows, columns]
-    of_queries = lengths(queries[block])
     for some in _blocks(len(rows), _PAIRS):
         row, name = rows[some], place[some]
         cosines[block][row, columns[some]] = _cosines(
-            part[name], of_part[name], queries[block][row], of_queries[row]
+            part[name], of_part[name], queries[block][row], of_queries[block][row]
         )
 
 
@@ -218,14 +238,14 @@ def _among_all(
     """As `nearest`, for what is too close together for float32: float64 products of all samples."""
     of_queries = lengths(queries)
     cosines = np.empty((len(queries), train.n))
-    for start, part in _chunks(train, scale):
-        length = of_queries[:, None] * lengths(part)
+    starts = range(0, train.n, TRAIN_ROWS)
+    for start, part, of_part in (_chunk(train, scale, start) for start in starts):
+        length = of_queries[:, None] * of_part
         products = queries.astype(np.float64) @ part.astype(np.float64).T
         cosines[:, start : start + len(part)] = products / np.where(length > 0, length, 1)
     kth = np.partition(cosines, train.n - k, axis=1)[:, [train.n - k]]
     near = cosines >= kth - 3 * (train.width + 4) / 2**53
-    for start, part in _chunks(train, scale):
-        of_part = lengths(part)
+    for start, part, of_part in (_chunk(train, scale, start) for start in starts):
         for number, row in enumerate(near[:, start : start + len(part)]):
             names = np.flatnonzero(row)
             cosines[number, start + names] = _cosines(
