@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from maect.evaluate.store import Features
 
-QUERIES = 512
+QUERIES = 1024
 TRAIN_ROWS = 16384
 COLUMNS = 2048  # of a product at a time: it stays in the cache
 # Candidates beyond k: as many may be as near as the k-th before the slow way is taken.
