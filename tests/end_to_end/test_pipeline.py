@@ -53,7 +53,7 @@ def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
 
 
 def test_killed_three_times_and_started_again(undisturbed: Pipeline, tmp_path: Path) -> None:
-    """A different end in each training; after each, the same command as at the start."""
+    """A different end in each training; after each, the same command as before."""
     pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
     pipeline.command()
     ends = {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"}
@@ -73,7 +73,7 @@ def test_killed_three_times_and_started_again(undisturbed: Pipeline, tmp_path: P
         else:
             os.killpg(started.pid, signal.SIGINT)
         started.wait(timeout=180)
-    pipeline.complete("evaluations")
+    pipeline.complete("encoders")
     assert bits(pipeline) == bits(undisturbed)
     for run in ENCODERS:
         assert metric_lines(pipeline, run) == metric_lines(undisturbed, run)
