@@ -25,7 +25,6 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(VENV)/uv.lock
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode $(LOCK)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation --editable .
-	$(BIN)/python -m compileall -q maect
 	-$(BIN)/python -m maect.data.native.build
 	touch $@
 
