@@ -47,8 +47,9 @@ def nearest(
     """The k most similar training samples of each query, most similar first.
 
     Of equal similarities the smaller id comes first. The result depends neither on `threads` nor
-    on the size of the blocks. Memory: one chunk of the train set, a block of products for each
-    thread, k + 32 candidates for each query.
+    on the size of the blocks. Memory: two chunks of the train set (one is read ahead) and the unit
+    vectors of one, those of the queries, a block of products for each thread, k + 32 candidates for
+    each query.
 
     Args:
         train: the train set, read in chunks.
