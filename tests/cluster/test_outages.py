@@ -126,6 +126,7 @@ def test_controller_away_is_no_verdict(run, seconds):
         assert len(run.jobs()) == 2, words
 
 
+@pytest.mark.slow
 def test_interrupt_while_the_controller_is_away(run):
     """Nobody can cancel the job: it is said, and the next launcher finds it."""
     run.resources["sbatch"] = ["begin=now+1hour"]

@@ -274,7 +274,7 @@ def take_over(run) -> None:
     record.write_job(run.folder, Job("slurm", name, 1, 0, state="submitted", id="7", submitted=0.0))
 
 
-@pytest.mark.parametrize("word", ["NODE_FAIL", "PREEMPTED"])
+@pytest.mark.parametrize("word", ["NODE_FAIL", pytest.param("PREEMPTED", marks=pytest.mark.slow)])
 def test_job_that_slurm_puts_back_is_waited_for(run, commands, word):
     take_over(run)
     row = f"7|{{}}|None|{run.read('job.json')['name']}\n"

@@ -17,6 +17,10 @@ from maect.train.stages import build_objective
 ALWAYS = {"save_every_minutes": 0.0}
 
 
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def start(job, tmp_path):
     """Pre-trained and head runs to tune from."""
@@ -38,7 +42,7 @@ def steps_saved(folder):
     return sorted(int(f.parent.name[5:]) for f in Path(folder).glob("state/step-*/state.json"))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [slow(0), 1, slow(2), 3])
 def test_killed_and_restarted(job, tmp_path, start, zero):
     log = tmp_path / "log"
     stages = [("mae", None), ("head_min", "mae"), ("ct_min", "head")]
