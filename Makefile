@@ -15,7 +15,8 @@ install: $(VENV)/.installed
 
 # The native JPEG decoder is optional: without compiler or headers its line says what is missing.
 # uv installs the lock file in seconds where pip takes minutes; pip brings uv, itself from the lock.
-# Compiling to bytecode takes half a minute once and saves four seconds at every start of a process.
+# Compiling to bytecode takes half a minute once and saves four seconds at every start of a process;
+# as long does Numba at UMAP's first import, whose code it keeps.
 $(VENV)/.installed: $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "maect needs Python 3.11 to 3.13; say which: make install PYTHON=python3.12" >&2; exit 1; }
@@ -26,6 +27,7 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode $(LOCK)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation --editable .
 	-$(BIN)/python -m maect.data.native.build
+	$(BIN)/python -W ignore -c 'import umap'
 	touch $@
 
 demo: install

@@ -88,5 +88,8 @@ def _render_pillow(
             pixels = crop.resize((size, size), Image.Resampling.BICUBIC, box=box)
         else:
             pixels = crop.resize((full_w, full_h), Image.Resampling.BICUBIC)
-            pixels = pixels.crop((left, top, left + size, top + size))
-        target[:] = np.asarray(pixels).transpose(2, 0, 1)
+            if pixels.size != (size, size):
+                pixels = pixels.crop((left, top, left + size, top + size))
+        # Small images: the call of np.asarray would take as long as the resampling.
+        rows = np.frombuffer(pixels.tobytes(), np.uint8).reshape(size, size, 3)
+        target[:] = rows.transpose(2, 0, 1)

@@ -13,9 +13,13 @@ from PIL import Image
 # What a file is called in a shard, by its content and not by its name.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "GIF": "gif"}
 EXTENSIONS |= {"TIFF": "tif", "PPM": "ppm"}
+_FORMATS = list(EXTENSIONS)
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
 )
+# Palette transparency and large pictures deserve a warning elsewhere. Once for the process: the
+# decoding threads share its filters.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class UnreadableError(Exception):
@@ -39,14 +43,11 @@ def open_rgb(data: bytes) -> tuple[Image.Image, str]:
     if not data:
         raise UnreadableError("empty file")
     try:
-        with warnings.catch_warnings():
-            # Palette transparency and large pictures only deserve a warning elsewhere.
-            warnings.simplefilter("ignore")
-            with Image.open(io.BytesIO(data), formats=list(EXTENSIONS)) as image:
-                image.load()
-                # MPO: a JPEG with further frames behind the first.
-                kind = "JPEG" if image.format == "MPO" else str(image.format)
-                return _to_rgb(image), EXTENSIONS[kind]
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            image.load()
+            # MPO: a JPEG with further frames behind the first.
+            kind = "JPEG" if image.format == "MPO" else str(image.format)
+            return _to_rgb(image), EXTENSIONS[kind]
     except UnreadableError:
         raise
     # Pillow's plug-ins raise nearly anything on hostile input.

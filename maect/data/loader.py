@@ -170,9 +170,11 @@ def _decoded(
 
     def submit(job: _Job[_Note]) -> None:
         out = target(job.note)
+        # Few enough for small images, whose decoding is as quick as a task's start.
+        length = max(_PER_TASK, len(job.rows) // (4 * max(1, threads)))
         parts = [
-            pool.submit(_decode, index, job, out, slice(i, i + _PER_TASK))
-            for i in range(0, len(job.rows), _PER_TASK)
+            pool.submit(_decode, index, job, out, slice(i, i + length))
+            for i in range(0, len(job.rows), length)
         ]
         pending.append((job.note, parts))
 
