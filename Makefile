@@ -8,15 +8,15 @@ BIN := $(VENV)/bin
 LOCK := envs/requirements.lock
 DEMO := results/digits
 
-.PHONY: install demo test test-slow check lock docs clean
+.PHONY: install demo test test-slow check packages lock docs clean
 .DELETE_ON_ERROR:
+MAKEFLAGS += --jobs=2
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed $(VENV)/.compiled
 
 # The native JPEG decoder is optional: without compiler or headers its line says what is missing.
 # uv installs the lock file in seconds where pip takes minutes; pip brings uv, itself from the lock.
-# Compiling to bytecode takes half a minute once and saves four seconds at every start of a process;
-# as long does Numba at UMAP's first import, whose code it keeps.
+# Compiling to bytecode takes half a minute once and saves four seconds at every start of a process.
 $(VENV)/.installed: $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "maect needs Python 3.11 to 3.13; say which: make install PYTHON=python3.12" >&2; exit 1; }
@@ -27,6 +27,10 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode $(LOCK)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation --editable .
 	-$(BIN)/python -m maect.data.native.build
+	touch $@
+
+# Numba compiles at UMAP's first import and keeps the code: half a minute once.
+$(VENV)/.compiled: $(VENV)/.installed
 	$(BIN)/python -W ignore -c 'import umap'
 	touch $@
 
@@ -37,14 +41,16 @@ demo: install
 	@$(BIN)/maect show $(DEMO)
 
 # Three workers on two cores: many tests wait for processes, time limits or SLURM.
-test: install check
-	tests/cluster/install.sh
+test: install check packages
 	$(BIN)/pytest tests -n 3 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000
 
-check: install
+packages:
+	tests/cluster/install.sh
+
+check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
