@@ -65,10 +65,15 @@ class Training(SlurmRun):
         }
 
     def trains(self, step: int) -> None:
-        """Wait for a step, and for a state to go on from; note how far it is."""
+        """Wait for a step, and for some steps after a state; note how far it is."""
         wait_for(lambda: self.step() >= step, 300, f"for step {step}", pause=0.2)
-        wait_for(lambda: list(self.folder.glob("state/*/state.json")), 60, "for a state")
+        wait_for(self.saved, 60, "for a state")
+        wait_for(lambda: self.step() > max(self.saved()) + 5, 60, "for steps to repeat")
         self.before = self.read("progress.json")
+
+    def saved(self) -> list[int]:
+        """Steps of the states on disk."""
+        return [int(file.parent.name[5:]) for file in self.folder.glob("state/step-*/state.json")]
 
     def repeated(self) -> float:
         after = self.read("progress.json")

@@ -35,7 +35,7 @@ MINI: dict[str, Any] = {
             "set": {"epochs": 3},
         },
     },
-    "evaluate": [{"runs": ["mae_tiny", "ct_min_tiny"], "protocols": ["knn"]}],
+    "evaluate": [{"runs": ["ct_min_tiny"], "protocols": ["knn"]}],
 }
 
 
