@@ -119,6 +119,7 @@ def test_killed_rank_ends_the_job_and_the_next_goes_on(run):
     assert run.starts()[1]["step"] >= 15
 
 
+@pytest.mark.slow
 def test_all_ranks_killed(run):
     launcher = run.start(steps=100)
     run.reaches(20)

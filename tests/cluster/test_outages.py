@@ -182,7 +182,8 @@ def test_controller_away_at_submission(run):
     assert len(run.jobs()) == 1
 
 
-@pytest.mark.parametrize("seconds", [0, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0, 120])
 def test_accounting_away(run, seconds):
     began = time.monotonic()
     pace = {"steps": 1000, "seconds": 0.1} if seconds else {"steps": 100}
@@ -233,6 +234,7 @@ def test_requeued_by_the_administrator(run):
     assert len(run.jobs()) == 1 and len(run.starts()) == 2
 
 
+@pytest.mark.slow
 def test_full_disk(run):
     run.folder.mkdir()
     run.slurm.run("mount", "-t", "tmpfs", "-o", "size=2m", "none", str(run.folder))
@@ -259,6 +261,7 @@ def test_full_disk(run):
         run.slurm.run("umount", "--lazy", str(run.folder))
 
 
+@pytest.mark.slow
 def test_nodes_whose_clocks_are_off(run):
     nodes = {"jwb0001": 3600, "jwb0002": -3600}
     for node, seconds in nodes.items():

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,8 @@ def test_killed_three_times_and_started_again(undisturbed: Pipeline, tmp_path: P
     """A different end in each training; after each, the same command as before."""
     pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
     pipeline.command()
+    for data in ("images", "shards"):  # only trainings are disturbed
+        shutil.copytree(undisturbed.results / data, pipeline.results / data)
     ends = {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"}
     for stage, kill in ends.items():
         started = pipeline.start("evaluations")

@@ -287,7 +287,7 @@ def asked_of_digits(*words: str) -> set[str]:
         (["protocols=fine_tune", "tables=oracle,low_shot", "figures=umap,label_efficiency"],
          {"oracle", "label_efficiency"}),
         (["tables=", "figures=pipeline"], {"pipeline"}),
-        (["tables=", "figures="], set()),
+        pytest.param(["tables=", "figures="], set(), marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_only_what_the_asked_protocols_can_show(words: list[str], shown: set[str]) -> None:

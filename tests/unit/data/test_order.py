@@ -15,7 +15,7 @@ def test_permutation_is_a_bijection_with_its_inverse(n: int, seed: int) -> None:
     assert (permutation.inverse(image) == np.arange(n)).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(1, 700),
     st.integers(1, 90),

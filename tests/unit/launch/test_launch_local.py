@@ -53,7 +53,7 @@ def test_completed_run_that_is_made_anew_begins_at_zero(run):
     assert len(run.read("job.json")["earlier"]) == 1
 
 
-@pytest.mark.parametrize("moment", range(3))
+@pytest.mark.parametrize("moment", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_killed_launcher_is_followed_by_one_that_reattaches(run, moment):
     # Anywhere from its first import through submission into the middle of the job.
     random.seed(moment)
@@ -98,7 +98,7 @@ def test_job_that_was_replaced_or_given_up_runs_nothing(run, change):
     assert run.starts() == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_killed_rank_does_not_hang_the_others(run, rank):
     launcher = run.start()
     run.reaches(20)

@@ -172,7 +172,7 @@ def test_job_that_lost_a_rank_and_is_not_ended(tmp_path, commands, job, log, pha
     assert slurm.state(tmp_path, job).phase == phase
 
 
-@pytest.mark.parametrize("word", ["RUNNING", "NODE_FAIL"])
+@pytest.mark.parametrize("word", ["RUNNING", pytest.param("NODE_FAIL", marks=pytest.mark.slow)])
 def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, monkeypatch, word):
     """The last answer grows old while the controller is away: that makes nothing of it true."""
     monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)

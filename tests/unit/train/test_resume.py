@@ -42,7 +42,7 @@ def steps_saved(folder):
     return sorted(int(f.parent.name[5:]) for f in Path(folder).glob("state/step-*/state.json"))
 
 
-@pytest.mark.parametrize("zero", [slow(0), 1, slow(2), 3])
+@pytest.mark.parametrize("zero", [slow(0), 1, slow(2), slow(3)])
 def test_killed_and_restarted(job, tmp_path, start, zero):
     log = tmp_path / "log"
     stages = [("mae", None), ("head_min", "mae"), ("ct_min", "head")]
@@ -60,6 +60,7 @@ def test_killed_and_restarted(job, tmp_path, start, zero):
         identical(whole["folder"], broken["folder"])
 
 
+@pytest.mark.slow
 def test_one_rank_killed_at_random_moments(job, tmp_path, start):
     whole, broken = job("whole", "ct_min", "head"), job("broken", "ct_min", "head") | ALWAYS
     log = tmp_path / "log"
