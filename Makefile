@@ -10,7 +10,6 @@ DEMO := results/digits
 
 .PHONY: install demo test test-slow check packages lock docs clean
 .DELETE_ON_ERROR:
-MAKEFLAGS += --jobs=2
 
 install: $(VENV)/.installed $(VENV)/.compiled
 
@@ -41,7 +40,8 @@ demo: install
 	@$(BIN)/maect show $(DEMO)
 
 # Three workers on two cores: many tests wait for processes, time limits or SLURM.
-test: install check packages
+test:
+	@$(MAKE) --no-print-directory --jobs=3 install check packages
 	$(BIN)/pytest tests -n 3 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: install
