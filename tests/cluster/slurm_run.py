@@ -1,9 +1,12 @@
 """A run folder on the test cluster, what must hold at its end, and a line of the fault table."""
 
+import contextlib
+import errno
 import itertools
 import os
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -94,6 +97,27 @@ class SlurmRun(Run):
 
         wait_for(is_over, seconds, what="for the launcher", pause=1.0)
         return finish(launcher)
+
+    @contextlib.contextmanager
+    def small_disk(self, size: str) -> Iterator[None]:
+        """The run folder has a file system of its own."""
+        self.folder.mkdir()
+        self.slurm.run("mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(self.folder))
+        try:
+            yield
+        finally:
+            self.end()
+            self.slurm.run("umount", "--lazy", str(self.folder))
+
+    def fill_disk(self) -> Path:
+        """Leave no byte free; returns the file to delete."""
+        with open(self.folder / "filler", "wb", buffering=0) as filler:
+            try:
+                while True:
+                    filler.write(bytes(4096))
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+        return self.folder / "filler"
 
     def noted(self) -> set[str]:
         """Job ids that `job.json` accounts for."""

@@ -1,6 +1,5 @@
 """What SLURM, its nodes and their disks can do to a job, for real."""
 
-import errno
 import os
 import signal
 import time
@@ -236,29 +235,19 @@ def test_requeued_by_the_administrator(run):
 
 @pytest.mark.slow
 def test_full_disk(run):
-    run.folder.mkdir()
-    run.slurm.run("mount", "-t", "tmpfs", "-o", "size=2m", "none", str(run.folder))
-    try:
+    with run.small_disk("2m"):
         launcher = run.start(steps=150)
         run.reaches(20)
-        with open(run.folder / "filler", "wb", buffering=0) as filler:
-            try:
-                while True:
-                    filler.write(bytes(4096))
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
+        filler = run.fill_disk()
         words = finish(launcher)
         assert launcher.returncode == 2 and "No space left on device" in words
         assert "Traceback" not in words.replace("said:\nTraceback", "")
         wait_for(lambda: not run.live())
-        (run.folder / "filler").unlink()
+        filler.unlink()
         finish(run.start(steps=150))
         run.undisturbed(
             150, "full disk", "stopped, naming the full disk; went on once there was space"
         )
-    finally:
-        run.end()
-        run.slurm.run("umount", "--lazy", str(run.folder))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Real training on the test cluster: a fault changes no bit of the encoder or of its log."""
 
-import errno
 import json
 import signal
 import subprocess
@@ -259,28 +258,18 @@ def test_accounting_away(training, reference):
 
 
 def test_full_disk(training, reference):
-    training.folder.mkdir()
-    training.slurm.run("mount", "-t", "tmpfs", "-o", "size=100m", "none", str(training.folder))
-    try:
+    with training.small_disk("100m"):
         launcher = training.start()
         training.trains(10)
-        with open(training.folder / "filler", "wb", buffering=0) as filler:
-            try:
-                while True:
-                    filler.write(bytes(4096))
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
+        filler = training.fill_disk()
         words = finish(launcher)
         assert launcher.returncode == 2 and "No space left on device" in words
         wait_for(lambda: not training.live())
-        (training.folder / "filler").unlink()
+        filler.unlink()
         training.wait(training.start())
         training.is_the_same_as(
             reference, "full disk", "stopped, naming the full disk; went on once there was space"
         )
-    finally:
-        training.end()
-        training.slurm.run("umount", "--lazy", str(training.folder))
 
 
 def test_nodes_whose_clocks_are_off(training, reference):
