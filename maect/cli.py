@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from maect import __version__, commands
-from maect.doctor import command as doctor_command
-from maect.errors import UserError
-from maect.plan import command as plan_command
+from maect.core.errors import UserError
 from maect.report import commands as reports
+from maect.tools.doctor import command as doctor_command
+from maect.tools.plan import command as plan_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from maect.errors import UserError
-from maect.files import read_json, sha256_file
+from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def launch(
     from maect.launch import Resources, Task
     from maect.launch import launch as launch_task
     from maect.launch.devices import count_devices
-    from maect.plan.nodes import fixed_nodes
+    from maect.tools.plan.nodes import fixed_nodes
 
     if options.account.startswith("$"):
         raise UserError(f"--account {options.account}: this variable is not set; export it")
@@ -130,8 +130,9 @@ def retrieve(options: argparse.Namespace) -> None:
 def train(options: argparse.Namespace) -> None:
     """`maect pretrain`, `init-head` and `tune`: check everything, then run on the devices."""
     from maect.launch.devices import count_devices
-    from maect.plan.nodes import training_nodes
-    from maect.recipes import load_encoder, load_recipe
+    from maect.recipes import load_encoder
+    from maect.stages import load_recipe
+    from maect.tools.plan.nodes import training_nodes
     from maect.train.record import fingerprint, is_finished
 
     settings = load_recipe(options.recipe, options.size, parse_settings(options.overrides))
@@ -214,11 +215,12 @@ def evaluate(options: argparse.Namespace) -> None:
     """`maect evaluate`."""
     from pydantic import ValidationError
 
+    from maect.core.settings import one_line
+    from maect.evaluate import PROTOCOLS
+    from maect.evaluate.protocols import FineTune
     from maect.evaluate.store import open_record
     from maect.launch.devices import count_devices
-    from maect.plan.nodes import fixed_nodes
-    from maect.recipes import PROTOCOLS, one_line
-    from maect.recipes.protocols import FineTune
+    from maect.tools.plan.nodes import fixed_nodes
 
     inputs = {
         "train": options.train_features,
@@ -279,7 +281,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def status(options: argparse.Namespace) -> None:
     """`maect status`: every run, evaluation and cluster job of a results folder."""
-    from maect.status import status as lines_about
+    from maect.tools.status import status as lines_about
 
     roots = options.root or sorted({path.parent for path in Path("results").glob("*/runs")})
     if not roots:
@@ -290,7 +292,7 @@ def status(options: argparse.Namespace) -> None:
 
 def new_experiment(options: argparse.Namespace) -> None:
     """`maect new-experiment`: prints what it wrote, with the reasons, and how to go on."""
-    from maect.new_experiment import new_experiment as write
+    from maect.tools.new_experiment import new_experiment as write
 
     print(write(options.images, options.out, options.from_public))
     print(f"Next: snakemake --profile cluster_profiles/local -n --config experiment={options.out}")

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from maect.core.errors import UserError
 from maect.data.sources import Entry, Listing, class_folders, list_classes, walk_images
-from maect.errors import UserError
 
 _GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
 _META = "data/meta.mat"

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.errors import UserError
-from maect.files import read_json, sha256_file
+from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file
 
 FORMAT = 1
 COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maect.core.errors import UserError
 from maect.data.decode import render
 from maect.data.geometry import center_crops, random_crops
 from maect.data.images import UnreadableError
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.order import Order
-from maect.errors import UserError
 from maect.recipes import View
 
 _IN_FLIGHT = 3

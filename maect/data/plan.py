@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_json, write_text
 from maect.data import random
 from maect.data.sources import Entry, list_source
-from maect.errors import UserError
-from maect.files import read_json, write_json, write_text
 
 _SEED = 0
 # Longer names do not fit a plain tar header together with their extension.

@@ -13,9 +13,9 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from maect.core.errors import UserError
+from maect.core.files import fsync_path, sha256_file, write_text
 from maect.data.catalogue import CATALOGUE, Remote
-from maect.errors import UserError
-from maect.files import fsync_path, sha256_file, write_text
 
 _ATTEMPTS = 5
 _TIMEOUT = 60

@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import Image
 
+from maect.core.errors import UserError
+from maect.core.files import atomic_write, read_json, sha256_file, write_json, write_text
 from maect.data.images import UnreadableError, open_rgb
 from maect.data.index import COLUMNS, FORMAT, open_index
 from maect.data.plan import plan_shards, read_listing, read_plan, record_path, shard_name
 from maect.data.sources import UNLABELLED, Entry, read_entry
-from maect.errors import UserError
-from maect.files import atomic_write, read_json, sha256_file, write_json, write_text
 
 _BLOCK = 512
 _AT_ONCE = 64

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from maect.core.errors import UserError
 from maect.data.images import SUFFIXES
-from maect.errors import UserError
 
 UNLABELLED = -1
 

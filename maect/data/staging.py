@@ -8,9 +8,9 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from maect.core.errors import UserError
+from maect.core.files import atomic_write, write_json
 from maect.data.index import Index, open_index
-from maect.errors import UserError
-from maect.files import atomic_write, write_json
 
 _COPIES_AT_ONCE = 4  # one stream alone does not fill a parallel file system
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from maect.core.errors import UserError
+from maect.core.files import atomic_write, read_json, sha256_file, write_json, write_text
 from maect.data import random
 from maect.data.imagenet import imagenet_classes
 from maect.data.index import LABEL, open_index
 from maect.data.sources import class_folders
-from maect.errors import UserError
-from maect.files import atomic_write, read_json, sha256_file, write_json, write_text
 
 # ImageNet-Dogs-15 as the deep clustering literature uses it (Chang et al. 2017).
 DOGS15 = (

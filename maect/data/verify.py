@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from maect.core.errors import UserError
+from maect.core.files import sha256_file
 from maect.data.images import UnreadableError, read_rgb
 from maect.data.index import HEIGHT, OFFSET, SHARD, SIZE, WIDTH, Index, open_index
-from maect.errors import UserError
-from maect.files import sha256_file
 
 _AT_ONCE = 64
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.errors import UserError
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.evaluate.job import Context, Job, idle_cpus
+from maect.evaluate.protocols import Clustering
 from maect.evaluate.store import Features
-from maect.files import atomic_write
-from maect.recipes.protocols import Clustering
 
 INPUTS = ("test",)
 TEST_DATA = "standardised with the test split's own mean and deviation, as the paper does"

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maect.core.errors import UserError
+from maect.core.files import sha256_file
+from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, evaluation_batches
-from maect.errors import UserError
 from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding, finite
 from maect.evaluate.features import BATCH
 from maect.evaluate.heads import BN_EPS, BN_MOMENTUM
 from maect.evaluate.job import Context, Job
 from maect.evaluate.probing import Probing, check
-from maect.files import sha256_file
+from maect.evaluate.protocols import ColorHistogram
 from maect.models.weights import save_tensors
-from maect.recipes import digest
-from maect.recipes.protocols import ColorHistogram
 
 INPUTS = ("train_shards", "test_shards")
 ON_EVERY_RANK = True

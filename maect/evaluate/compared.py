@@ -8,8 +8,7 @@ from torch import Tensor
 
 from maect.models.encoder import VisionEncoder, build_encoder
 from maect.models.precision import mixed_precision
-from maect.recipes import Encoder
-from maect.recipes.settings import visible_patches
+from maect.recipes import Encoder, visible_patches
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from maect.data.index import open_index
 from maect.evaluate import ranks
 from maect.evaluate.classifier import Classifier
 from maect.evaluate.job import Context, Job
-from maect.recipes.protocols import EffectiveInvariance
+from maect.evaluate.protocols import EffectiveInvariance
 
 INPUTS = ("test_shards", "probe")
 ON_EVERY_RANK = True

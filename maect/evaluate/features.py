@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from maect.core.errors import UserError
+from maect.core.files import atomic_write, sha256_file
+from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, evaluation_parts
-from maect.errors import UserError
 from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.job import Context
 from maect.evaluate.store import write_features
-from maect.files import atomic_write, sha256_file
 from maect.models.precision import Precision
-from maect.recipes import digest
 
 BATCH = 256
 PART_ROWS = 8192

@@ -19,21 +19,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file, write_json
+from maect.core.settings import digest
 from maect.data.augment import normalize
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, train_batches
-from maect.errors import UserError
 from maect.evaluate.features import BATCH
 from maect.evaluate.fine_tune_augment import randaugment
 from maect.evaluate.fine_tune_loop import FineTuneLoop, Part, stage_of
 from maect.evaluate.fine_tune_model import Classifier, parameter_groups
 from maect.evaluate.job import Interrupted, Job
+from maect.evaluate.protocols import FineTune
 from maect.evaluate.ranks import share_of
 from maect.evaluate.subsets import Labelled, fraction_name, fraction_rows_of, shots_rows
-from maect.files import read_json, sha256_file, write_json
 from maect.models.weights import load_encoder_weights
-from maect.recipes import Stage, digest
-from maect.recipes.protocols import FineTune
+from maect.stages import Stage
 from maect.train.distributed import Context as TrainContext
 from maect.train.distributed import from_rank_0, start, summed
 from maect.train.engine import Engine

@@ -22,7 +22,7 @@ from torch import Tensor
 from maect.data import random
 from maect.data.augment import MEAN
 from maect.data.loader import Change
-from maect.recipes.protocols import FineTune
+from maect.evaluate.protocols import FineTune
 
 # timm's `rand-m9-mstd0.5-inc1`: each operation at even odds, strengths normal around 9 of 10.
 PROBABILITY, DEVIATION, HIGHEST = 0.5, 0.5, 10.0

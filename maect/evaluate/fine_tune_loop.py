@@ -12,8 +12,8 @@ from maect.data.augment import augment
 from maect.data.loader import Batch
 from maect.evaluate.fine_tune_augment import apply_mix, draw_mix, erase
 from maect.evaluate.fine_tune_model import Examples, drop_rates
-from maect.recipes import Stage
-from maect.recipes.protocols import FineTune
+from maect.evaluate.protocols import FineTune
+from maect.stages import Stage
 from maect.train.distributed import Context
 from maect.train.loop import Loop
 from maect.train.parameters import warmup_steps

@@ -8,10 +8,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate.fine_tune_augment import partners
+from maect.evaluate.protocols import FineTune
 from maect.models.encoder import VisionEncoder, pool, seeded
-from maect.recipes.protocols import FineTune
 from maect.train.objectives import Objective
 from maect.train.parameters import grouped, layer_scale
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from typing import Protocol as Interface
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate.store import Features, check, open_features, same_encoder
 
 

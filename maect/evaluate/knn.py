@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate.job import Context, Job, idle_cpus
 from maect.evaluate.neighbors import nearest
+from maect.evaluate.protocols import Knn
 from maect.evaluate.store import Features
-from maect.recipes.protocols import Knn
 
 INPUTS = ("train", "test")
 TEST_DATA = "knn_best and knn_standardized_best choose k and T on the test split; knn does not"

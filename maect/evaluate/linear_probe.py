@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maect.core.files import sha256_file
+from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch
 from maect.evaluate import ranks
@@ -17,10 +19,8 @@ from maect.evaluate.features import BATCH, batches
 from maect.evaluate.heads import Heads
 from maect.evaluate.job import Context, Job
 from maect.evaluate.probing import Probing, check
-from maect.files import sha256_file
+from maect.evaluate.protocols import LinearProbe
 from maect.models.weights import save_tensors
-from maect.recipes import digest
-from maect.recipes.protocols import LinearProbe
 
 INPUTS = ("train_shards", "test_shards")
 ON_EVERY_RANK = True

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 
 Matrix = NDArray[np.float64]
 

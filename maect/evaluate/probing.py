@@ -17,15 +17,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.data.augment import augment
 from maect.data.index import Index
 from maect.data.loader import Batch, train_batches
-from maect.errors import UserError
 from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import learning_rate
 from maect.evaluate.job import Context, Interrupted, Job
-from maect.files import atomic_write
 from maect.recipes import View
 
 STATE = "heads.safetensors"

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.data.decode import render
 from maect.data.geometry import center_crops
 from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
-from maect.errors import UserError
 from maect.evaluate.clustering import assign, contingency, origin, standardize
 from maect.evaluate.job import Context, Job, idle_cpus
 from maect.evaluate.neighbors import nearest
+from maect.evaluate.protocols import Retrieval
 from maect.evaluate.store import Features
-from maect.files import atomic_write
-from maect.recipes.protocols import Retrieval
 
 INPUTS = ("test", "test_shards", "clusters")
 TEST_DATA = "queries and neighbours are images of the test split, clusters those of its clustering"

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from maect.core.errors import UserError
 from maect.data.index import Index, open_index
-from maect.errors import UserError
 from maect.evaluate import ranks
 from maect.evaluate.classifier import Classifier
 from maect.evaluate.job import Context, Job
-from maect.recipes.protocols import Robustness
+from maect.evaluate.protocols import Robustness
 
 INPUTS = ("probe", "splits")
 ON_EVERY_RANK = True

@@ -10,12 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from maect import __version__
+from maect.core.errors import UserError
+from maect.core.files import sha256_file, write_json
+from maect.core.settings import one_line
 from maect.data.index import open_index
-from maect.errors import UserError
+from maect.evaluate import PROTOCOLS
 from maect.evaluate.job import Context, Interrupted, Job
 from maect.evaluate.store import open_record
-from maect.files import sha256_file, write_json
-from maect.recipes import PROTOCOLS, one_line
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
 

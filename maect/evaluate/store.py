@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.errors import UserError
-from maect.files import atomic_write
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 
 FORMAT = "1"
 _CHUNK = 16384

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from maect.core.errors import UserError
 from maect.data.subsets import balanced_rows, fraction_rows, read_list, rows_by_name
-from maect.errors import UserError
 
 SHOTS_LIST = "msn_{shots}shot_split{split}.txt"
 FRACTION_LIST = "simclr_{percent:g}percent.txt"

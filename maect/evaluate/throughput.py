@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate import ranks
 from maect.evaluate.compared import METHODS, Views, method_step
 from maect.evaluate.job import Context, Job
+from maect.evaluate.protocols import Throughput
 from maect.models.decoder import Decoder
 from maect.models.encoder import build_encoder
 from maect.models.head import NNCLRHead
 from maect.models.weights import load_encoder_weights
-from maect.recipes import Encoder, Pretrain, Stage, Tune, load_recipe
-from maect.recipes.protocols import Throughput
+from maect.recipes import Encoder
+from maect.stages import Pretrain, Stage, Tune, load_recipe
 from maect.train import objectives
 from maect.train.objectives import ContrastiveObjective, MaskedAutoencoder
 from maect.train.parameters import parameter_groups

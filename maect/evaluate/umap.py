@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from maect.errors import UserError
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.evaluate.clustering import members
 from maect.evaluate.job import Context, Job
-from maect.files import atomic_write
-from maect.recipes.protocols import Umap
+from maect.evaluate.protocols import Umap
 
 INPUTS = ("test",)
 TEST_DATA = "the embedding is fitted to the test split's features; labels only choose the classes"

@@ -14,7 +14,7 @@ from submitit.core.utils import FailedJobError
 from submitit.local.local import LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
-from maect.files import read_json, write_json
+from maect.core.files import read_json, write_json
 from maect.launch import worker
 
 

@@ -3,7 +3,7 @@
 import os
 import subprocess
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 
 
 def count_devices(devices: str) -> int:

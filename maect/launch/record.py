@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maect.files import read_json, write_json
+from maect.core.files import read_json, write_json
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
 

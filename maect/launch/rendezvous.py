@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import IO
 
-from maect.errors import UserError
-from maect.files import write_json
+from maect.core.errors import UserError
+from maect.core.files import write_json
 
 # Below Linux's ephemeral ports (32768 and up), so that no outgoing connection takes one.
 PORTS = range(20000, 30000)

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 
 
 class LaunchError(UserError):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import maect
-from maect.files import read_json, write_json
+from maect.core.files import read_json, write_json
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
 from maect.launch.record import Job

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from maect.files import read_json, write_json
+from maect.core.files import read_json, write_json
 from maect.launch import rendezvous
 from maect.launch.record import is_asked_to_stop
 from maect.launch.squeue import command

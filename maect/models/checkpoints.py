@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.models.weights import load_tensors
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.models.attention import use_attention
 from maect.models.positions import sincos_2d, with_cls
 from maect.recipes import Encoder

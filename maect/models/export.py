@@ -6,7 +6,7 @@ from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from maect.files import read_json, sha256_file, write_json, write_text
+from maect.core.files import read_json, sha256_file, write_json, write_text
 from maect.models.weights import load_encoder_weights, save_tensors
 from maect.recipes import Encoder
 

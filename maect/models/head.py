@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from maect.models.collectives import gather_rows, rank_and_size
 from maect.models.norm import GlobalBatchNorm
-from maect.recipes.settings import Contrastive
+from maect.recipes import Contrastive
 
 
 @dataclass

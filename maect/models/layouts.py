@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.models.encoder import build_encoder
 from maect.models.positions import sincos_2d
 from maect.recipes import Encoder, load_encoder, sizes

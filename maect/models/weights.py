@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from maect.errors import UserError
-from maect.files import atomic_write
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.models.encoder import VisionEncoder, build_encoder
 from maect.recipes import Encoder
 

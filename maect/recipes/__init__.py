@@ -1,44 +1,20 @@
-"""The typed settings of every stage and protocol, and the paper's hyper-parameter tables.
+"""The paper's hyper-parameter tables as data, and the shapes that they speak of.
 
 Imports nothing heavy: a dry run of the pipeline reads these to validate an experiment.
 """
 
-from maect.recipes.evaluations import evaluation_names, load_evaluation
-from maect.recipes.protocols import PROTOCOLS, Protocol
-from maect.recipes.settings import (
-    AUGMENTATIONS,
-    Encoder,
-    Head,
-    Import,
-    Pretrain,
-    Settings,
-    Stage,
-    Tune,
-    View,
-    digest,
-    one_line,
-)
-from maect.recipes.tables import load_encoder, load_import, load_recipe, recipe_names, sizes
+from maect.recipes.settings import AUGMENTATIONS, Contrastive, Encoder, View, visible_patches
+from maect.recipes.tables import column, load_encoder, read_table, recipe_names, sizes
 
 __all__ = [
     "AUGMENTATIONS",
-    "PROTOCOLS",
+    "Contrastive",
     "Encoder",
-    "Head",
-    "Import",
-    "Pretrain",
-    "Protocol",
-    "Settings",
-    "Stage",
-    "Tune",
     "View",
-    "digest",
-    "evaluation_names",
+    "column",
     "load_encoder",
-    "load_evaluation",
-    "load_import",
-    "load_recipe",
-    "one_line",
+    "read_table",
     "recipe_names",
     "sizes",
+    "visible_patches",
 ]

@@ -6,15 +6,7 @@ optimizer). The backward pass of a product costs one more product for each facto
 gradient.
 """
 
-from maect.recipes.settings import (
-    Contrastive,
-    Encoder,
-    Head,
-    Pretrain,
-    Stage,
-    Tune,
-    visible_patches,
-)
+from maect.recipes.settings import Contrastive, Encoder
 
 # Dense bfloat16 rates of one device in FLOP/s (NVIDIA's data sheets), by words of the name that
 # the driver gives; of several that fit, the first.
@@ -42,26 +34,6 @@ def peak_flops(device: str) -> float | None:
     if " MIG " in words:
         return None
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
-
-
-def flops_per_image(stage: Stage, encoder: Encoder) -> float:
-    """Operations of one training step, forward and backward over all views, per image."""
-    patches = encoder.patches
-    tokens = int(encoder.class_token) + visible_patches(patches, stage.mask_ratio)
-    pixels = 3 * encoder.patch_size**2
-    head = getattr(stage, "head", None)
-    embed = 2 * patches * pixels * encoder.width
-    blocks = encoder.depth * block_flops(tokens, encoder.width)
-    frozen = encoder.depth if isinstance(stage, Head) else getattr(stage, "frozen_blocks", 0)
-    trained = 1 - frozen / encoder.depth
-    # The pixels need no gradient: one product in the backward pass, not two.
-    view = (1 if frozen else 2) * embed + (1 + 2 * trained) * blocks
-    if isinstance(stage, Pretrain):
-        view += 3 * decoder_flops(encoder, tokens)
-    if head is not None:
-        reached = isinstance(stage, Tune) or getattr(stage, "contrastive", "") == "combined"
-        view += head_flops(head, encoder.width, stage.batch_size, reached)
-    return stage.views * view
 
 
 def block_flops(tokens: int, width: int) -> float:

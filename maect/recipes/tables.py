@@ -1,6 +1,5 @@
 """Reads the hyper-parameter tables: one YAML file a recipe, one column an encoder size."""
 
-import difflib
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -9,10 +8,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from maect.errors import UserError
-from maect.recipes.settings import Encoder, Head, Import, Pretrain, Stage, Tune, one_line
-
-STAGES: dict[str, type[Stage]] = {"pretrain": Pretrain, "head": Head, "tune": Tune}
+from maect.core.errors import UserError
+from maect.core.settings import one_line
+from maect.recipes.settings import Encoder
 
 
 @cache
@@ -69,46 +67,3 @@ def load_encoder(size: str, image_size: int | None = None) -> Encoder:
         return Encoder.model_validate(values)
     except ValidationError as error:
         raise one_line(error, f"encoder {size}") from None
-
-
-def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Stage:
-    """A recipe's column for an encoder size, with overrides; `head: {topk: 1}` goes one level in.
-
-    Returns:
-        `Pretrain`, `Head` or `Tune`, whichever the recipe is for.
-
-    Raises:
-        UserError: unknown recipe, column or key, or a value out of range.
-    """
-    if name not in recipe_names():
-        near = difflib.get_close_matches(name, recipe_names(), n=1)
-        cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(recipe_names())}"
-        raise UserError(f"unknown recipe {name!r}; {cure}")
-    table = read_table(name)
-    where = f"recipe {name}"
-    values = column(table, size, where)
-    for key, value in (overrides or {}).items():
-        if isinstance(value, Mapping) and isinstance(values.get(key), dict):
-            values[key] = {**values[key], **value}
-        else:
-            values[key] = value
-    try:
-        return STAGES[table["stage"]].model_validate(values)
-    except ValidationError as error:
-        raise one_line(error, where) from None
-
-
-def load_import(
-    layout: str | None, size: str, image_size: int | None = None
-) -> tuple[Import, Encoder]:
-    """An import in place of a recipe, and the encoder that it gives.
-
-    Raises:
-        UserError: unknown layout or size.
-    """
-    try:
-        settings = Import.model_validate({"layout": layout})
-    except ValidationError as error:
-        raise one_line(error, "weights") from None
-    change = {"class_token": settings.layout != "ijepa"}
-    return settings, load_encoder(size, image_size).model_copy(update=change)

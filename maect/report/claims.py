@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from maect.errors import UserError
-from maect.files import write_text
+from maect.core.errors import UserError
+from maect.core.files import write_text
 from maect.report.statements import RESULTS, Statement
 from maect.report.statements_analysis import ANALYSIS
 from maect.report.tables import DECIMALS, printed_tables

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from maect.errors import UserError
-from maect.files import read_json, write_text
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_text
 
 
 def table(options: argparse.Namespace) -> None:

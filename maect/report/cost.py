@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas as pd
 
-from maect.errors import UserError
-from maect.files import read_json
+from maect.core.errors import UserError
+from maect.core.files import read_json
 from maect.report.tables import KEYS, Row
 
 COLUMNS = ("hours", "overhead")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.style import COLORS, LINES, panels, save, styled
 
 POINTS = 200  # more than a page shows: longer curves are averaged down to this

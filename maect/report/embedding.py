@@ -13,7 +13,7 @@ from matplotlib.patheffects import withStroke
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.style import WIDTH, blank, class_style, panels, save, styled
 
 LEGEND_CLASSES = 32  # as many as have a look of their own

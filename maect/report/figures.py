@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from maect.errors import UserError
-from maect.files import read_json
+from maect.core.errors import UserError
+from maect.core.files import read_json
 from maect.report.cost import chain, cost_table
 from maect.report.curves import training_curves as draw_curves
 from maect.report.embedding import Panel, umap_figure

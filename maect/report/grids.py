@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.style import WIDTH, blank, panels, save, styled
 
 COLUMNS = 3

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from maect.files import read_json
+from maect.core.files import read_json
 from maect.report.layouts import architecture_title, layout, method_title
 from maect.report.render import MISSING, cell, legend, shown, table_title
 from maect.report.tables import Row, result_of

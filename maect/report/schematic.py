@@ -6,7 +6,7 @@ from pathlib import Path
 
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.style import WIDTH, blank, panels, save, styled
 
 STAGES = ("pretrain", "import", "head", "tune")

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pandas as pd
 
-from maect.errors import UserError
-from maect.files import read_json, write_text
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_text
 from maect.report.layouts import LAYOUTS, Layout, Metric, layout
 
 KEYS = ["architecture", "method"]

@@ -3,12 +3,12 @@
 import time
 from pathlib import Path
 
-from maect.errors import UserError
-from maect.files import read_json, sha256_file, write_json
+from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file, write_json
+from maect.core.settings import digest
 from maect.models.checkpoints import read_checkpoint
 from maect.models.layouts import LAYOUTS, Converted, convert, find_layout
 from maect.models.weights import save_encoder
-from maect.recipes import digest
 from maect.train.record import origin
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maect.core.errors import UserError
 from maect.data.augment import augment
 from maect.data.loader import Batch
-from maect.errors import UserError
 from maect.models.head import NNCLRHead
-from maect.recipes import Encoder, Stage, Tune
+from maect.recipes import Encoder
+from maect.stages import Stage, Tune
 from maect.train.distributed import Context, summed
 from maect.train.draws import lookup_dice, patch_order
 from maect.train.ema import update_ema

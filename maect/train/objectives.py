@@ -10,7 +10,7 @@ from maect.models.decoder import Decoder, reconstruction_loss
 from maect.models.encoder import VisionEncoder, pool
 from maect.models.head import NNCLRHead
 from maect.models.precision import Precision, mixed_precision
-from maect.recipes.settings import visible_patches
+from maect.recipes import visible_patches
 
 
 @dataclass

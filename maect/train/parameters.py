@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from maect.recipes import Head, Pretrain, Stage, Tune
+from maect.stages import Head, Pretrain, Stage, Tune
 
 
 def layer_scale(name: str, depth: int, decay: float) -> float:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import maect
+from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file, write_json, write_text
+from maect.core.settings import digest
 from maect.data.decode import decoder_name
-from maect.errors import UserError
-from maect.files import read_json, sha256_file, write_json, write_text
-from maect.recipes import Encoder, Stage, digest
+from maect.recipes import Encoder
+from maect.stages import Stage
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = ("state", "metrics.jsonl", "tensorboard", "recipe.json", "run.json")

@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from maect.core.errors import UserError
+from maect.core.files import sha256_file, write_json
 from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.staging import stage as stage_shards
-from maect.errors import UserError
-from maect.files import sha256_file, write_json
-from maect.recipes import Encoder, Head, Pretrain, Stage, Tune
+from maect.recipes import Encoder
+from maect.stages import Head, Pretrain, Stage, Tune
 from maect.train.distributed import Context, from_rank_0, start, summed
 from maect.train.ema import start_ema
 from maect.train.engine import Engine

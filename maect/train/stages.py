@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from maect.errors import UserError
-from maect.files import atomic_write
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.models.decoder import Decoder
 from maect.models.encoder import VisionEncoder, build_encoder, seeded
 from maect.models.head import NNCLRHead
 from maect.models.weights import load_encoder_weights, load_tensors, save_encoder, save_tensors
-from maect.recipes import Encoder, Head, Pretrain, Stage, Tune
+from maect.recipes import Encoder
+from maect.stages import Head, Pretrain, Stage, Tune
 from maect.train.objectives import ContrastiveObjective, MaskedAutoencoder, Objective
 from maect.train.state import StateReader
 

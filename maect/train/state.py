@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from maect.errors import UserError
-from maect.files import atomic_write, sha256_file, write_json
+from maect.core.errors import UserError
+from maect.core.files import atomic_write, sha256_file, write_json
 from maect.train.engine import Fragment
 
 KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "ema": "ema"}

@@ -3,8 +3,10 @@
 import psutil
 import torch
 
-from maect.recipes import Encoder, Stage
-from maect.recipes.flops import flops_per_image, peak_flops
+from maect.recipes import Encoder
+from maect.recipes.flops import peak_flops
+from maect.stages import Stage
+from maect.stages.flops import flops_per_image
 
 GIB = 2**30
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from maect.core.files import sha256_file, write_json
 from maect.data.index import COLUMNS, FORMAT, open_index
 from maect.data.order import Order
-from maect.files import sha256_file, write_json
 
 SIZES = (10**4, 10**5, 1_281_167, 10**7, 10**8, 10**9)
 BATCH = 1024

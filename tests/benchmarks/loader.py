@@ -25,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from photographs import write_folder
 
+from maect.core.files import write_json
 from maect.data import native
 from maect.data.decode import decoder_name, render
 from maect.data.geometry import random_crops
@@ -33,7 +34,6 @@ from maect.data.loader import train_batches
 from maect.data.native.build import compile_c
 from maect.data.order import Order
 from maect.data.shards import shard
-from maect.files import write_json
 from maect.recipes import View
 
 SIZE = 224

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maect.plan.work import parameters
-from maect.recipes import Encoder, Head, Pretrain, Stage, Tune, load_encoder, load_recipe
-from maect.recipes.flops import flops_per_image
+from maect.recipes import Encoder, load_encoder
+from maect.stages import Head, Pretrain, Stage, Tune, load_recipe
+from maect.stages.flops import flops_per_image
+from maect.tools.plan.work import parameters
 
 RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
 GLOO, GLOO_LATENCY = 0.4e9, 200e-6  # bytes/s and seconds of gloo here, from `maect doctor`

@@ -28,8 +28,9 @@ from timm.layers import Attention
 from maect.data.loader import Batch
 from maect.models.encoder import build_encoder, seeded
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder, Stage, Tune, load_encoder, load_recipe
-from maect.recipes.flops import flops_per_image
+from maect.recipes import Encoder, load_encoder
+from maect.stages import Stage, Tune, load_recipe
+from maect.stages.flops import flops_per_image
 from maect.train.distributed import start
 from maect.train.ema import start_ema
 from maect.train.engine import Engine

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from training import clock, in_own_process, join, parser
 
-from maect.recipes import load_recipe
 from maect.recipes.flops import peak_flops
+from maect.stages import load_recipe
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "sdpa": {},

@@ -3,7 +3,7 @@
 import pytest
 from launching import wait_for
 
-from maect.status import columns, look
+from maect.tools.status import columns, look
 
 pytestmark = pytest.mark.cluster
 

@@ -18,9 +18,9 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
+from maect.core.files import write_json
 from maect.data.native import SOURCE, source_hash
 from maect.data.native.build import compile_c
-from maect.files import write_json
 
 SANITIZERS = ("-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
               "-fno-sanitize-recover=all", "-DPLAIN")  # fmt: skip

@@ -9,29 +9,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "maect"
-EVERYONE = {"recipes", "errors", "files"}
+EVERYONE = {"core", "recipes"}
 MAY_IMPORT = {
-    "errors": set(),
-    "files": {"errors"},
-    "recipes": {"errors"},
-    "experiment_file": EVERYONE,
-    "experiment_rows": EVERYONE | {"experiment_file"},
-    "experiment_weights": EVERYONE | {"experiment_rows", "experiment_runs"},
-    "experiment_runs": EVERYONE | {"experiment_file", "experiment_rows", "experiment_weights"},
-    "experiment": EVERYONE
-    | {"experiment_file", "experiment_rows", "experiment_runs", "experiment_weights"},
-    "new_experiment": EVERYONE
-    | {"experiment", "experiment_file", "data", "new_experiment_images", "plan"},
-    "new_experiment_images": EVERYONE | {"data"},
+    "core": set(),
+    "recipes": {"core"},
     "data": EVERYONE,
     "models": EVERYONE,
     "launch": EVERYONE,
-    "train": EVERYONE | {"data", "models"},
-    "evaluate": EVERYONE | {"train", "data", "models"},
-    "status": EVERYONE | {"experiment", "launch"},
-    "doctor": EVERYONE | {"data", "experiment", "launch", "plan"},
-    "plan": EVERYONE | {"experiment", "launch"},
-    "report": EVERYONE | {"experiment", "experiment_file"},
+    "stages": EVERYONE | {"train", "data", "models"},
+    "train": EVERYONE | {"data", "models", "stages"},
+    "evaluate": EVERYONE | {"stages", "train", "data", "models"},
+    "experiment": EVERYONE | {"stages", "evaluate"},
+    "report": EVERYONE | {"stages", "evaluate", "experiment"},
+    "tools": EVERYONE
+    | {"data", "evaluate", "experiment", "launch", "models", "report", "stages", "train"},
 }
 
 

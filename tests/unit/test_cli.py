@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maect import cli, commands
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.launch.devices import count_devices
 
 

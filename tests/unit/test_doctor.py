@@ -7,13 +7,13 @@ import pytest
 import yaml
 
 from maect import cli
-from maect.doctor import login
-from maect.doctor.findings import Finding, lines
-from maect.doctor.probe import judge
-from maect.doctor.site import nodes_of, read_profile, resources
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import Experiment, load
 from maect.launch import Resources
+from maect.tools.doctor import login
+from maect.tools.doctor.findings import Finding, lines
+from maect.tools.doctor.probe import judge
+from maect.tools.doctor.site import nodes_of, read_profile, resources
 
 ROOT = Path(__file__).parents[2]
 TWO_BY_TWO = Resources("slurm", nodes=2, devices=2)

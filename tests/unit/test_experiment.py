@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import load
-from maect.experiment_rows import names
+from maect.experiment.rows import names
 
 ROOT = Path(__file__).parents[2]
 TINY: dict[str, Any] = {
@@ -57,7 +57,7 @@ def test_expansion_and_links(tmp_path: Path) -> None:
 
 def test_arguments_say_the_same_as_the_settings(tmp_path: Path) -> None:
     from maect.commands import parse_settings
-    from maect.recipes import load_recipe
+    from maect.stages import load_recipe
 
     runs = dict(TINY["runs"])
     runs["ct_k{k}_tiny"] = {
@@ -178,7 +178,7 @@ def test_bundled_experiments_are_valid(name: str) -> None:
 
 
 def test_tables_have_layouts() -> None:
-    from maect.experiment_file import FIGURES, TABLES
+    from maect.experiment.schema import FIGURES, TABLES
     from maect.report.figure_layouts import FIGURE_LAYOUTS
     from maect.report.layouts import LAYOUTS
 

@@ -6,9 +6,9 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import Experiment, load
-from maect.recipes import Import
+from maect.stages import Import
 
 RUNS: dict[str, Any] = {
     "mae_large_public": {"weights": "$PUBLIC/mae_{x}.pth", "size": "large", "each": {"x": ["l"]}},

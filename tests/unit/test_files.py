@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from maect.files import UMASK, atomic_write
+from maect.core.files import UMASK, atomic_write
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import load
-from maect.new_experiment import about, evaluated, new_experiment, weights
-from maect.new_experiment_images import find_splits, look_at
+from maect.tools.new_experiment import about, evaluated, new_experiment, weights
+from maect.tools.new_experiment_images import find_splits, look_at
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,7 +120,7 @@ def test_nothing_is_left_of_what_cannot_be_read(digits, tmp_path, monkeypatch):
     def refuse(path: str) -> None:
         raise UserError(f"{path}: wrong")
 
-    monkeypatch.setattr("maect.new_experiment.load", refuse)
+    monkeypatch.setattr("maect.tools.new_experiment.load", refuse)
     with pytest.raises(UserError, match="wrong"):
         new_experiment(digits / "train", tmp_path / "mine.yaml")
     assert list(tmp_path.glob("mine*")) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maect.experiment import load
-from maect.experiment_file import FIGURES, TABLES
+from maect.experiment.schema import FIGURES, TABLES
 from maect.report.layouts import layout
 from maect.report.tables import paper_table
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from maect.cli import build_parser
-from maect.errors import UserError
+from maect.core.errors import UserError
+from maect.evaluate.protocols import EffectiveInvariance, FineTune, Knn, LinearProbe
 from maect.experiment import Experiment, load
-from maect.plan import dag, work
-from maect.plan.jobs import REQUEUED, START, Job, critical_path, make_plan
-from maect.plan.speed import Device, measured
-from maect.plan.text import lines
-from maect.recipes import load_encoder, load_recipe
-from maect.recipes.protocols import EffectiveInvariance, FineTune, Knn, LinearProbe
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+from maect.tools.plan import dag, work
+from maect.tools.plan.jobs import REQUEUED, START, Job, critical_path, make_plan
+from maect.tools.plan.speed import Device, measured
+from maect.tools.plan.text import lines
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
 HEAD = "results/digits/runs/head_min_tiny/encoder.safetensors"
@@ -164,7 +165,7 @@ def test_what_a_run_leaves_is_near_what_it_left() -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys, maect.cli, maect.plan.jobs, maect.plan.text, maect.plan.dag;"
+        "import sys, maect.cli, maect.tools.plan.jobs, maect.tools.plan.text, maect.tools.plan.dag;"
         "assert not {'torch', 'numpy', 'snakemake'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

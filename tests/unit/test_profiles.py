@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from maect.errors import UserError
-from maect.plan.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
-from maect.recipes import load_encoder, load_recipe
-from maect.recipes.flops import flops_per_image
+from maect.core.errors import UserError
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+from maect.stages.flops import flops_per_image
+from maect.tools.plan.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted(path.parent.name for path in (ROOT / "cluster_profiles").glob("*/config.yaml"))

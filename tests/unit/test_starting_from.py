@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import load
 from maect.report.claims import claims_table
 from maect.report.tables import Row, build_table

@@ -8,8 +8,8 @@ from pathlib import Path
 from maect import experiment as experiments
 from maect.data.plan import shard_name
 from maect.data.subsets import check_classes
-from maect.errors import UserError
-from maect.experiment_file import fill_path, flatten, yaml_scalar
+from maect.core.errors import UserError
+from maect.experiment.schema import fill_path, flatten, yaml_scalar
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.report.figure_layouts import FIGURE_LAYOUTS, can_show, report_labels
 from maect.report.layouts import UNPRINTED, layout

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.data.native import LIBRARY, SOURCE, source_hash
-from maect.errors import UserError
-from maect.files import atomic_write
 
 _CURE = (
     "install a C compiler and the headers of libjpeg-turbo (Debian: gcc libjpeg62-turbo-dev, "

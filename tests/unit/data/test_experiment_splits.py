@@ -13,11 +13,11 @@ from sample_images import image_folder
 from test_imagenet import PLACES, WNIDS, devkit, picture, train_tar, val_images, val_labels
 
 from maect.cli import main
+from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.subsets import DOGS15, check_classes, read_classes
-from maect.errors import UserError
 from maect.experiment import Experiment, load
-from maect.experiment_file import CLASS_LISTS
+from maect.experiment.schema import CLASS_LISTS
 
 ROOT = Path(__file__).parents[3]
 

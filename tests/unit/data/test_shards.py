@@ -13,11 +13,11 @@ import webdataset
 from PIL import Image
 from sample_images import image_folder, jpeg, random_crop
 
+from maect.core.errors import UserError
 from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import open_index
 from maect.data.plan import plan_shards
 from maect.data.shards import finish_index, shard, write_shard
-from maect.errors import UserError
 
 
 def tree(folder: Path) -> dict[str, bytes]:

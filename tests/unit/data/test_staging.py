@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from maect.core.errors import UserError
 from maect.data import staging
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.data.staging import stage
 from maect.data.subsets import class_view
-from maect.errors import UserError
 
 
 def test_staged_split_is_the_same(shards: Path, tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
 from maect.data.subsets import balanced_rows, class_view, read_list, rows_by_name
 from maect.data.verify import verify
-from maect.errors import UserError
 
 
 def test_class_view_copies_nothing(shards: Path, tmp_path: Path) -> None:
@@ -106,8 +106,8 @@ def test_official_msn_lists(shots: int, split: int) -> None:
 
 
 def test_official_lists_match_the_catalogue() -> None:
+    from maect.core.files import sha256_file
     from maect.data.catalogue import CATALOGUE
-    from maect.files import sha256_file
 
     folder = official_lists()
     for remote in CATALOGUE["low_shot_lists"]:
@@ -159,7 +159,7 @@ def test_verify_names_a_wrong_count_and_a_moved_image(shards: Path, tmp_path: Pa
     import json
     import shutil
 
-    from maect.files import sha256_file
+    from maect.core.files import sha256_file
 
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     rows = np.load(copy / "index.npy")

@@ -8,11 +8,11 @@ from safetensors.numpy import load_file
 from sklearn.cluster import MiniBatchKMeans
 from sklearn.preprocessing import StandardScaler
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate import clustering
 from maect.evaluate.job import Job
+from maect.evaluate.protocols import Clustering
 from maect.evaluate.store import open_features
-from maect.recipes.protocols import Clustering
 
 from .conftest import Rank, blobs, store
 

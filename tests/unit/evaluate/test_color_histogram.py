@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import nn
 
+from maect.core.errors import UserError
 from maect.data.augment import augment
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
-from maect.errors import UserError
 from maect.evaluate import color_histogram
 from maect.evaluate.color_histogram import HistogramHeads, histograms
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import learning_rate
 from maect.evaluate.job import Interrupted
+from maect.evaluate.protocols import ColorHistogram
 from maect.recipes import View
-from maect.recipes.protocols import ColorHistogram
 
 from .conftest import Rank
 from .test_linear_probe import job_of, refuses_broken_features

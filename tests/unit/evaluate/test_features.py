@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
+from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.errors import UserError
 from maect.evaluate import features
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import extract, part_ranges

@@ -28,7 +28,7 @@ from maect.evaluate.fine_tune_augment import (
     randaugment,
     rectangle,
 )
-from maect.recipes.protocols import FineTune
+from maect.evaluate.protocols import FineTune
 
 HPARAMS = {
     "translate_const": 100,

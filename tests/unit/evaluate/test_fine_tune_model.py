@@ -8,11 +8,11 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate.fine_tune_loop import FineTuneLoop, stage_of
 from maect.evaluate.fine_tune_model import Classifier, Examples, drop_rates, parameter_groups
+from maect.evaluate.protocols import FineTune
 from maect.models.weights import load_encoder_weights
-from maect.recipes.protocols import FineTune
 
 CLASSES = 10
 PLAIN = FineTune(precision="fp32", drop_path=0, pooling="cls")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from maect.core.files import read_json
 from maect.evaluate import fine_tune
+from maect.evaluate.protocols import FineTune
 from maect.evaluate.run import run_protocol
-from maect.files import read_json
-from maect.recipes.protocols import FineTune
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks

@@ -7,8 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 import maect.recipes
-from maect.recipes import load_encoder, load_evaluation
-from maect.recipes.protocols import FineTune
+from maect.evaluate import load_evaluation
+from maect.evaluate.protocols import FineTune
+from maect.recipes import load_encoder
 from maect.report.layouts import layout
 
 PAPER = Path(maect.recipes.__file__).parent / "paper" / "fine_tune_10pct.csv"

@@ -6,11 +6,11 @@ import pytest
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate import knn, neighbors
 from maect.evaluate.job import Job
+from maect.evaluate.protocols import Knn
 from maect.evaluate.store import open_features
-from maect.recipes.protocols import Knn
 
 from .conftest import Rank, blobs, store
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from maect.core.errors import UserError
 from maect.data.augment import augment
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
-from maect.errors import UserError
 from maect.evaluate import linear_probe, probing
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import Heads, learning_rate
 from maect.evaluate.job import Interrupted, Job
+from maect.evaluate.protocols import LinearProbe
 from maect.evaluate.run import run_protocol
 from maect.recipes import View
-from maect.recipes.protocols import LinearProbe
 
 from .conftest import Rank
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
-from maect.errors import UserError
 from maect.evaluate import logistic, low_shot
 from maect.evaluate.job import Job
+from maect.evaluate.protocols import LowShot
 from maect.evaluate.store import open_features
-from maect.recipes.protocols import LowShot
 
 from .conftest import Rank, blobs, store
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import load
 
 BASE = {

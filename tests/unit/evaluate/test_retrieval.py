@@ -8,13 +8,13 @@ import pytest
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 
+from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.errors import UserError
 from maect.evaluate import clustering, retrieval
 from maect.evaluate.features import extract
 from maect.evaluate.job import Job
+from maect.evaluate.protocols import Clustering, Retrieval
 from maect.evaluate.store import open_features
-from maect.recipes.protocols import Clustering, Retrieval
 
 from .conftest import Rank, store
 

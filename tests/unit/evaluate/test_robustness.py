@@ -13,15 +13,15 @@ from safetensors.torch import load_file
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
+from maect.core.errors import UserError
 from maect.data import random
 from maect.data.index import open_index
 from maect.data.shards import shard
-from maect.errors import UserError
 from maect.evaluate import effective_invariance, linear_probe, robustness
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.job import Job
+from maect.evaluate.protocols import EffectiveInvariance, Robustness
 from maect.models.weights import load_tensors, save_tensors
-from maect.recipes.protocols import EffectiveInvariance, Robustness
 
 from .conftest import Rank
 from .test_linear_probe import SETTINGS, job_of

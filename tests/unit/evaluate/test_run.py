@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate import umap
 from maect.evaluate.job import Job
+from maect.evaluate.protocols import Umap
 from maect.evaluate.run import run_protocol
-from maect.recipes.protocols import Umap
 
 from .conftest import Rank, blobs, store
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate.store import check, open_features, same_encoder, write_features
 
 from .conftest import RECORD, blobs, store

@@ -3,14 +3,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.evaluate import throughput
 from maect.evaluate.compared import METHODS, Views, method_step
 from maect.evaluate.job import Job
+from maect.evaluate.protocols import Throughput
 from maect.models.encoder import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder, load_recipe
-from maect.recipes.protocols import Throughput
+from maect.recipes import Encoder
+from maect.stages import load_recipe
 
 from .conftest import Rank
 

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from maect.errors import UserError
-from maect.files import read_json, write_json
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_json
 
 
 def count(

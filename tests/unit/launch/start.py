@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.launch import Resources, Task, launch
 
 

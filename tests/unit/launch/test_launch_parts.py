@@ -10,7 +10,7 @@ import time
 import pytest
 from launching import HERE, finish, wait_for
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.launch import LaunchError, Resources, Task, launch, progress, squeue, submit
 from maect.launch.record import new_job
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from launching import ROOT, Run, finish, wait_for
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import load
-from maect.status import WIDTH, status
+from maect.tools.status import WIDTH, status
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from maect.models.encoder import seeded
 from maect.models.head import NNCLRHead, as_buffers, info_nce, topk_nn
 from maect.models.norm import GlobalBatchNorm
-from maect.recipes.settings import Contrastive
+from maect.recipes import Contrastive
 
 
 def settings(**changes):

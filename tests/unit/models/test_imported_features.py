@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from maect.cli import main
+from maect.core.errors import UserError
 from maect.data.shards import shard
-from maect.errors import UserError
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import extract
 from maect.evaluate.store import open_features

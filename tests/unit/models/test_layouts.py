@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from maect.cli import main
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.models.checkpoints import read_checkpoint
 from maect.models.encoder import pool
 from maect.models.layouts import LAYOUTS, convert, find_layout

@@ -3,7 +3,7 @@ import math
 import pandas as pd
 import pytest
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.claims import (
     STATEMENTS,
     claims_table,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.experiment import load
 from maect.report.claims import STATEMENTS, compare, expand, judge
 from maect.report.cost import chain, cost_table

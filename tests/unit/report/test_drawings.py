@@ -12,7 +12,7 @@ from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 
 from maect.cli import main
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.cost import cost_table
 from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
 from maect.report.figures import COMPARED, FIGURES, draw

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.curves import POINTS, curve, training_curves
 from maect.report.embedding import Panel, read_points, umap_figure
 from maect.report.figures import umap

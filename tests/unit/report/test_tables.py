@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.report.layouts import LAYOUTS, METHODS
 from maect.report.render import to_markdown
 from maect.report.tables import Row, build_table, paper_table, read_table, write_table

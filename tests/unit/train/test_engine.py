@@ -14,10 +14,10 @@ from conftest import ENCODER, losses, metrics
 from ranks import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.models.attention import flash_kernel, use_attention
 from maect.models.encoder import build_encoder, seeded
-from maect.recipes import load_recipe
+from maect.stages import load_recipe
 from maect.train.engine import compile_blocks
 from maect.train.objectives import Objective
 from maect.train.state import Saver, saved

@@ -7,8 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maect.models.encoder import build_encoder
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder, load_encoder, load_recipe
-from maect.recipes.flops import flops_per_image, peak_flops
+from maect.recipes import Encoder, load_encoder
+from maect.recipes.flops import peak_flops
+from maect.stages import load_recipe
+from maect.stages.flops import flops_per_image
 from maect.train.objectives import Views
 from maect.train.stages import build_objective
 

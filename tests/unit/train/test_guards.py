@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from maect.models.encoder import seeded
 from maect.models.head import NNCLRHead
-from maect.recipes import load_recipe
+from maect.stages import load_recipe
 from maect.train.guards import collapse, effective_rank, newest, uniformity
 
 

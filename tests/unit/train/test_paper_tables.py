@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import maect.recipes
-from maect.recipes import Tune, load_encoder, load_recipe
+from maect.recipes import load_encoder
+from maect.stages import Tune, load_recipe
 
 PAPER = Path(maect.recipes.__file__).parent / "paper"
 RESULTS = Path(maect.recipes.__file__).parents[1] / "report" / "paper"

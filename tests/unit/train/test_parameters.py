@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from maect.models.encoder import seeded
-from maect.recipes import Encoder, load_encoder, load_recipe
-from maect.recipes.settings import visible_patches
+from maect.recipes import Encoder, load_encoder, visible_patches
+from maect.stages import load_recipe
 from maect.train.draws import lookup_dice, patch_order
 from maect.train.ema import start_ema, update_ema
 from maect.train.engine import Fragment

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from maect.data.augment import augment
 from maect.data.index import open_index
 from maect.data.loader import train_batches
-from maect.recipes import Encoder, Pretrain, Tune
+from maect.recipes import Encoder
+from maect.stages import Pretrain, Tune
 from maect.train.draws import lookup_dice, patch_order
 from maect.train.objectives import Views
 from maect.train.stages import build_objective

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 from maect.models.precision import bfloat16_on
-from maect.recipes import Encoder, Head, Pretrain
+from maect.recipes import Encoder
+from maect.stages import Head, Pretrain
 from maect.train.objectives import Views
 from maect.train.stages import build_objective
 

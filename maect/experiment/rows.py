@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from maect.errors import UserError
-from maect.experiment_file import ExperimentSpec, Rows
+from maect.core.errors import UserError
+from maect.experiment.schema import ExperimentSpec, Rows
 
 REPLACED = ("seeds", "starting_from")
 CHANGES = (*REPLACED, "tables", "figures", "protocols")

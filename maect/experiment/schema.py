@@ -8,8 +8,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from maect.errors import UserError
-from maect.recipes import Settings
+from maect.core.errors import UserError
+from maect.core.settings import Settings
 
 TABLES = (
     *("low_shot", "clustering", "ablation", "combined", "robustness", "reimplementation"),

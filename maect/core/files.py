@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 
 UMASK = os.umask(0)
 os.umask(UMASK)

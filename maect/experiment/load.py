@@ -13,8 +13,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from maect.errors import UserError
-from maect.experiment_file import (
+from maect.core.errors import UserError
+from maect.core.settings import one_line
+from maect.evaluate import Protocol, evaluation_names, load_evaluation
+from maect.experiment.expand import NAME, Run, expand_runs
+from maect.experiment.rows import CHANGES, REPLACED, Line, check_names, lines, matching, restricted
+from maect.experiment.schema import (
     FIGURES,
     TABLES,
     ExperimentSpec,
@@ -22,15 +26,7 @@ from maect.experiment_file import (
     expand_path,
     fill_path,
 )
-from maect.experiment_rows import CHANGES, REPLACED, Line, check_names, lines, matching, restricted
-from maect.experiment_runs import NAME, Run, expand_runs
-from maect.experiment_weights import from_scratch, missing_weights, without_twins
-from maect.recipes import (
-    Protocol,
-    evaluation_names,
-    load_evaluation,
-    one_line,
-)
+from maect.experiment.weights import from_scratch, missing_weights, without_twins
 
 EXPERIMENTS = Path("workflow/experiments")
 
@@ -222,7 +218,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
-        path = Path(__file__).parent.parent / EXPERIMENTS / f"{name_or_path}.yaml"
+        path = Path(__file__).parents[2] / EXPERIMENTS / f"{name_or_path}.yaml"
         if not path.exists():
             known = sorted(file.stem for file in path.parent.glob("*.yaml"))
             raise UserError(f"unknown experiment {name_or_path!r}; known: {', '.join(known)}")

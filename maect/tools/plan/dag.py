@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import maect
-from maect.errors import UserError
+from maect.core.errors import UserError
 
 COMMAND = "Shell command: maect "
 SNAKEFILE = Path(maect.__file__).parent.parent / "Snakefile"

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maect.experiment_rows import Line, seedless
+from maect.experiment.rows import Line, seedless
 
 if TYPE_CHECKING:
-    from maect.experiment_runs import Run
+    from maect.experiment.expand import Run
 
 
 def shared_by_seeds(runs: Mapping[str, "Run"]) -> dict[str, "Run"]:

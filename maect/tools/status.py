@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maect.errors import UserError
+from maect.core.errors import UserError
+from maect.core.files import read_mapping
 from maect.experiment import load
-from maect.files import read_mapping
 from maect.launch import record
 from maect.launch.launcher import CLUSTERS
 from maect.launch.progress import duration, seconds_left

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from maect.errors import UserError
-from maect.recipes.settings import Settings
+from maect.core.errors import UserError
+from maect.core.settings import Settings
 
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]

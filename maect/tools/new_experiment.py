@@ -7,13 +7,16 @@ from typing import Any
 
 import yaml
 
+from maect.core.errors import UserError
+from maect.core.files import write_text
 from maect.data.catalogue import CATALOGUE
 from maect.data.sources import UNLABELLED
-from maect.errors import UserError
+from maect.evaluate import load_evaluation
 from maect.experiment import load
-from maect.experiment_file import check_plain
-from maect.files import write_text
-from maect.new_experiment_images import (
+from maect.experiment.schema import check_plain
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+from maect.tools.new_experiment_images import (
     FEWEST_VAL,
     Images,
     check_same_classes,
@@ -22,8 +25,7 @@ from maect.new_experiment_images import (
     held_out,
     look_at,
 )
-from maect.plan.work import parameters
-from maect.recipes import load_encoder, load_evaluation, load_recipe
+from maect.tools.plan.work import parameters
 
 PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
 SHARD_BYTES = 300_000_000

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from maect.core.errors import UserError
 from maect.data.images import SUFFIXES, UnreadableError, read_rgb
 from maect.data.sources import UNLABELLED, Entry, list_source, walk_images
-from maect.errors import UserError
 
 # Names of the folders of a split, in any case and with - or blanks for _; the first that is there.
 TRAIN = ("train", "training", "training_set", "train_set")

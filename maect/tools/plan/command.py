@@ -7,8 +7,8 @@ def plan(options: argparse.Namespace) -> None:
     """`maect plan`: what is left to run, what it takes, and how long the longest chain is."""
     from maect import experiment
     from maect.launch.devices import count_devices
-    from maect.plan import dag, jobs, text
-    from maect.plan.speed import Device
+    from maect.tools.plan import dag, jobs, text
+    from maect.tools.plan.speed import Device
 
     changes = dict(pair.partition("=")[::2] for pair in options.config)
     found = experiment.load(options.experiment, **changes)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from maect.errors import UserError
-from maect.experiment_file import (
+from maect.core.errors import UserError
+from maect.core.settings import digest
+from maect.experiment.rows import check_names
+from maect.experiment.schema import (
     ExperimentSpec,
     RunSpec,
     fill_path,
@@ -18,18 +20,9 @@ from maect.experiment_file import (
     flatten,
     yaml_scalar,
 )
-from maect.experiment_rows import check_names
-from maect.experiment_weights import shared_by_seeds
-from maect.recipes import (
-    Encoder,
-    Import,
-    Stage,
-    Tune,
-    digest,
-    load_encoder,
-    load_import,
-    load_recipe,
-)
+from maect.experiment.weights import shared_by_seeds
+from maect.recipes import Encoder, load_encoder
+from maect.stages import Import, Stage, Tune, load_import, load_recipe
 
 STAGE_NAMES = {"Pretrain": "pretrain", "Head": "head", "Tune": "tune", "Import": "import"}
 # What may start from what; the value None means "from nothing".

@@ -10,16 +10,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from maect.doctor.findings import Finding
-from maect.doctor.site import nodes_of, resources
 from maect.experiment import Experiment
 from maect.launch import Resources
 from maect.launch.record import Job
 from maect.launch.squeue import command
 from maect.launch.submit import slurm
-from maect.plan.text import size_text
-from maect.plan.work import feature_bytes, run_bytes, shards
-from maect.recipes import Stage
+from maect.stages import Stage
+from maect.tools.doctor.findings import Finding
+from maect.tools.doctor.site import nodes_of, resources
+from maect.tools.plan.text import size_text
+from maect.tools.plan.work import feature_bytes, run_bytes, shards
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
 FILES_PER_RUN = 200  # states of many ranks, logs, TensorBoard, jobs

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maect.doctor.findings import Finding
-from maect.files import read_json, write_json
+from maect.core.files import read_json, write_json
 from maect.launch import LaunchError, Resources, Task, launch
+from maect.tools.doctor.findings import Finding
 
 SEEN = 60.0  # seconds for a file to become visible on another node
 MEGABYTES = {"cuda": 256, "cpu": 8}
@@ -26,7 +26,7 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     where = f"{wanted.nodes} node{'s' if wanted.nodes > 1 else ''} x {wanted.devices}"
     try:
         launch(
-            Task("maect.doctor.probe:probe", {"folder": str(folder.absolute())}),
+            Task("maect.tools.doctor.probe:probe", {"folder": str(folder.absolute())}),
             folder, wanted, is_done=result.exists, describe=f"doctor on {where}",
         )  # fmt: skip
     except LaunchError as error:

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from maect.errors import UserError
-from maect.recipes.protocols import PROTOCOLS, Protocol
-from maect.recipes.settings import one_line
-from maect.recipes.tables import column, read_table
+from maect.core.errors import UserError
+from maect.core.settings import one_line
+from maect.evaluate.protocols import PROTOCOLS, Protocol
+from maect.recipes import column, read_table
 
 
 def evaluation_names() -> tuple[str, ...]:

@@ -4,16 +4,18 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
-from maect.files import read_mapping
-from maect.recipes import Encoder, Pretrain, Stage, Tune
-from maect.recipes.flops import block_flops, flops_per_image
-from maect.recipes.protocols import (
+from maect.core.files import read_mapping
+from maect.evaluate.protocols import (
     ColorHistogram,
     EffectiveInvariance,
     FineTune,
     LinearProbe,
     Protocol,
 )
+from maect.recipes import Encoder
+from maect.recipes.flops import block_flops
+from maect.stages import Pretrain, Stage, Tune
+from maect.stages.flops import flops_per_image
 
 # Numbers of images of data sets whose shards are not there yet, from their publications.
 KNOWN_IMAGES = {

@@ -2,7 +2,7 @@
 
 import argparse
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 
 
 def doctor(options: argparse.Namespace) -> None:
@@ -11,11 +11,11 @@ def doctor(options: argparse.Namespace) -> None:
     The job needs what the other checks look at: it runs only if they have found no fault.
     """
     from maect import experiment
-    from maect.doctor import login
-    from maect.doctor.findings import Finding, lines
-    from maect.doctor.probe import run_probe
-    from maect.doctor.site import TRIAL_MINUTES, read_profile, resources
     from maect.launch.devices import count_devices
+    from maect.tools.doctor import login
+    from maect.tools.doctor.findings import Finding, lines
+    from maect.tools.doctor.probe import run_probe
+    from maect.tools.doctor.site import TRIAL_MINUTES, read_profile, resources
 
     found: list[Finding] = []
 

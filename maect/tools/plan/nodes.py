@@ -2,9 +2,10 @@
 
 import re
 
-from maect.errors import UserError
-from maect.recipes import Encoder, Stage
-from maect.recipes.flops import flops_per_image
+from maect.core.errors import UserError
+from maect.recipes import Encoder
+from maect.stages import Stage
+from maect.stages.flops import flops_per_image
 
 # Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step
 # costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maect.experiment import Experiment
-from maect.plan import work
-from maect.plan.nodes import fixed_nodes, training_nodes
-from maect.plan.speed import FP32, Device, measured
-from maect.recipes import Stage
+from maect.stages import Stage
+from maect.tools.plan import work
+from maect.tools.plan.nodes import fixed_nodes, training_nodes
+from maect.tools.plan.speed import FP32, Device, measured
 
 START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
 REQUEUED = 120.0  # seconds for which SLURM holds back a job that was put back into the queue
@@ -70,7 +70,7 @@ class Plan:
 
 
 def make_plan(commands: Iterable[Namespace], experiment: Experiment, device: Device) -> Plan:
-    """Price parsed `maect` commands (`maect.plan.dag`), their `devices` already numbers."""
+    """Price parsed `maect` commands (`maect.tools.plan.dag`), their `devices` already numbers."""
     plan = Plan()
     for options in commands:
         if options.command == "shard" and options.only == "index":

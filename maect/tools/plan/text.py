@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from maect.launch.progress import duration
-from maect.plan.jobs import Job, Plan, critical_path, wall
+from maect.tools.plan.jobs import Job, Plan, critical_path, wall
 
 ORDER = ("pretrain", "head", "tune", "features")
 

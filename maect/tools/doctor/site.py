@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from maect.errors import UserError
+from maect.core.errors import UserError
 from maect.launch import Resources
-from maect.plan.nodes import node_range
+from maect.tools.plan.nodes import node_range
 
 TRIAL_MINUTES = 15
 

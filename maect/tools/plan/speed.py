@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from maect.errors import UserError
-from maect.files import read_mapping
+from maect.core.errors import UserError
+from maect.core.files import read_mapping
 from maect.recipes import Encoder
 from maect.recipes.flops import peak_flops
 

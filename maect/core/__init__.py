@@ -1,0 +1,1 @@
+"""What every part of the package shares; nothing here imports torch."""

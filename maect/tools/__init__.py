@@ -1,0 +1,1 @@
+"""Conveniences over everything else; nothing imports them but the command line."""
