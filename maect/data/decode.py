@@ -28,7 +28,7 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
 
     Args:
         data: the file's bytes.
-        geometries: [v, 8] (see `maect.data.geometry`).
+        geometries: [v, 8] (see `maect.data.transforms`).
         out: uint8 [v, 3, S, S], overwritten.
 
     Raises:
@@ -51,7 +51,7 @@ def _render_portable(data: bytes, geometries: NDArray[np.int32], out: NDArray[np
         _, _, colorspace, _ = simplejpeg.decode_jpeg_header(data, strict=True)
         if colorspace not in ("YCbCr", "RGB", "Gray"):
             return False
-        # Strict: a JPEG that libjpeg only warns about is left to Pillow, the referee.
+        # Strict: a JPEG that libjpeg only warns about is left to Pillow, the reference.
         pixels = simplejpeg.decode_jpeg(data, "RGB", strict=True)
     except ValueError:
         return False

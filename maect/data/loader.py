@@ -17,17 +17,15 @@ from torch import Tensor
 
 from maect.core.errors import UserError
 from maect.data.decode import render
-from maect.data.geometry import center_crops, random_crops
 from maect.data.images import UnreadableError
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.order import Order
+from maect.data.transforms import Change, center_crops, random_crops
 from maect.recipes import View
 
 _IN_FLIGHT = 3
 _PER_TASK = 8
 _Note = TypeVar("_Note")
-Change = Callable[[NDArray[np.uint8], int, int], None]
-"""Changes a sample's views, uint8 [views, 3, S, S], in place, given its epoch and its id."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maect.data import random
-from maect.data.augment import jitter, normalize
 from maect.data.index import open_index
+from maect.data.transforms import jitter, normalize
 from maect.evaluate import ranks
 from maect.evaluate.classifier import Classifier
 from maect.evaluate.job import Context, Job

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from maect.core.errors import UserError
-from maect.data.augment import normalize
+from maect.data.transforms import normalize
 from maect.models.encoder import pool
 from maect.models.precision import Precision, mixed_precision
 from maect.models.weights import load_encoder_weights

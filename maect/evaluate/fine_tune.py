@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
 from maect.core.settings import digest
-from maect.data.augment import normalize
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, train_batches
+from maect.data.transforms import normalize, randaugment
 from maect.evaluate.features import BATCH
-from maect.evaluate.fine_tune_augment import randaugment
 from maect.evaluate.fine_tune_loop import FineTuneLoop, Part, stage_of
 from maect.evaluate.fine_tune_model import Classifier, parameter_groups
 from maect.evaluate.job import Interrupted, Job
@@ -206,7 +205,9 @@ def _train(setup: Setup, training: Training, part: Part, steps: int) -> dict[str
                 start_step=step,
                 steps=steps - step,
                 threads=max(1, part.cpus),
-                change=randaugment(settings, training.seed),
+                change=randaugment(
+                    settings.randaugment_layers, settings.randaugment_magnitude, training.seed
+                ),
             )
             if not loop.run(islice(batches, steps - step)):
                 raise Interrupted

@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from maect.data import random
-from maect.data.augment import augment
+from maect.data.draws import drop_path_factors
 from maect.data.loader import Batch
-from maect.evaluate.fine_tune_augment import apply_mix, draw_mix, erase
+from maect.data.transforms import apply_mix, augment, draw_mix, erase
 from maect.evaluate.fine_tune_model import Examples, drop_rates
 from maect.evaluate.protocols import FineTune
 from maect.stages import Stage
@@ -76,18 +74,14 @@ class FineTuneLoop(Loop):
         raw = batch.images[0, rows].to(self.device, non_blocking=True)
         images = augment(raw, self._views[0], 0, self.seed, epochs, ids)
         erase(images, self.settings.random_erasing, self.seed, epochs, ids)
-        mix = draw_mix(self.settings, self.encoder.image_size, self.seed, batch.step)
+        settings, size = self.settings, self.encoder.image_size
+        mix = draw_mix(settings.mixup, settings.cutmix, size, self.seed, batch.step)
         kept = None
         if self.settings.drop_path:
-            kept = torch.from_numpy(self._kept(epochs, ids)).to(self.device)
+            rates = np.array(drop_rates(self.settings, self.encoder.depth))
+            kept = drop_path_factors(rates, self.seed, epochs, ids).to(self.device)
         labels = torch.from_numpy(batch.labels[rows]).to(self.device)
         return Examples(apply_mix(images, mix), labels, mix.share, kept)
-
-    def _kept(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Factors of drop path, [2 * depth, b]."""
-        rates = np.array(drop_rates(self.settings, self.encoder.depth))
-        dice = random.uniform(self.seed, epochs, ids, 0, random.DROP_PATH, len(rates))
-        return ((dice >= rates) / (1 - rates)).T.astype(np.float32)
 
     def _log(self, values: dict[str, float], norm: float) -> None:
         super()._log(values, norm)

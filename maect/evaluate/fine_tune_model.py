@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.evaluate.fine_tune_augment import partners
+from maect.data.transforms import partners
 from maect.evaluate.protocols import FineTune
 from maect.models.encoder import VisionEncoder, pool, seeded
 from maect.train.objectives import Objective

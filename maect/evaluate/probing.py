@@ -19,9 +19,9 @@ from torch import Tensor
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.data.augment import augment
 from maect.data.index import Index
 from maect.data.loader import Batch, train_batches
+from maect.data.transforms import augment
 from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import learning_rate

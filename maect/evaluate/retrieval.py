@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.data.decode import render
-from maect.data.geometry import center_crops
 from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
+from maect.data.transforms import center_crops
 from maect.evaluate.clustering import assign, contingency, origin, standardize
 from maect.evaluate.job import Context, Job, idle_cpus
 from maect.evaluate.neighbors import nearest

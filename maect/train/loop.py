@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from maect.core.errors import UserError
-from maect.data.augment import augment
+from maect.data.draws import ids_shuffle, lookup_numbers
 from maect.data.loader import Batch
+from maect.data.transforms import augment
 from maect.models.head import NNCLRHead
 from maect.recipes import Encoder
 from maect.stages import Stage, Tune
 from maect.train.distributed import Context, summed
-from maect.train.draws import lookup_dice, patch_order
 from maect.train.ema import update_ema
 from maect.train.engine import Engine
 from maect.train.guards import collapse, effective_rank, newest, uniformity
@@ -136,11 +136,13 @@ class Loop:
         )
         order = dice = None
         if self.stage.mask_ratio:
-            order = patch_order(self.encoder.patches, self.seed, epochs, ids, len(self._views))
+            order = ids_shuffle(self.encoder.patches, self.seed, epochs, ids, len(self._views))
             order = order.to(self.device, non_blocking=True)
         head = getattr(self.stage, "head", None)
         if head is not None:
-            dice = lookup_dice(head.topk, self.seed, epochs, ids, len(self._views)).to(self.device)
+            dice = lookup_numbers(head.topk, self.seed, epochs, ids, len(self._views)).to(
+                self.device
+            )
         who = torch.from_numpy(ids).to(self.device)
         labels = torch.from_numpy(batch.labels[rows]).to(self.device)
         return Views(images, order, who, labels, dice)

@@ -28,12 +28,12 @@ from photographs import write_folder
 from maect.core.files import write_json
 from maect.data import native
 from maect.data.decode import decoder_name, render
-from maect.data.geometry import random_crops
 from maect.data.index import ID, Index, open_index
 from maect.data.loader import train_batches
 from maect.data.native.build import compile_c
 from maect.data.order import Order
 from maect.data.shards import shard
+from maect.data.transforms import random_crops
 from maect.recipes import View
 
 SIZE = 224

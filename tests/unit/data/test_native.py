@@ -16,9 +16,9 @@ from sample_images import jpeg, photographs, random_crop
 from maect.core.errors import UserError
 from maect.data import native
 from maect.data.decode import decoder_name, render
-from maect.data.geometry import center_crops, random_crops
 from maect.data.images import UnreadableError, read_rgb
 from maect.data.native import build
+from maect.data.transforms import center_crops, random_crops
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
 

@@ -11,11 +11,11 @@ from sample_images import jpeg, photographs
 
 from maect.core.errors import UserError
 from maect.data.decode import render
-from maect.data.geometry import center_crops
 from maect.data.images import UnreadableError, open_rgb, read_rgb
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.data.shards import shard
+from maect.data.transforms import center_crops
 
 
 def encode(image: Image.Image, kind: str, **options: object) -> bytes:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from maect.core.errors import UserError
-from maect.data.augment import augment
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
+from maect.data.transforms import augment
 from maect.evaluate import color_histogram
 from maect.evaluate.color_histogram import HistogramHeads, histograms
 from maect.evaluate.encoding import Encoding

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from maect.core.errors import UserError
-from maect.data.augment import augment
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
+from maect.data.transforms import augment
 from maect.evaluate import linear_probe, probing
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import Heads, learning_rate

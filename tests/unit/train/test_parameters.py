@@ -9,7 +9,6 @@ import torch
 from maect.models.encoder import seeded
 from maect.recipes import Encoder, load_encoder, visible_patches
 from maect.stages import load_recipe
-from maect.train.draws import lookup_dice, patch_order
 from maect.train.ema import start_ema, update_ema
 from maect.train.engine import Fragment
 from maect.train.parameters import (
@@ -140,39 +139,6 @@ def test_encoder_ema():
     torch.testing.assert_close(fragment.ema, master)
 
 
-def test_masks_depend_on_seed_epoch_id_and_view_alone():
-    ids, epochs = np.arange(40, dtype=np.int64), np.zeros(40, np.int64)
-    order = patch_order(16, 1, epochs, ids, 2)
-    assert order.shape == (2, 40, 16)
-    assert torch.equal(order.sort(2).values, torch.arange(16).expand(2, 40, 16))
-    part = patch_order(16, 1, epochs[30:33], ids[30:33], 2)
-    assert torch.equal(part, order[:, 30:33])
-    for other in (
-        patch_order(16, 2, epochs, ids, 2),
-        patch_order(16, 1, epochs + 1, ids, 2),
-        patch_order(16, 1, epochs, ids + 40, 2),
-        order.flip(0),
-    ):
-        assert (other == order).all(2).float().mean() < 0.05
-
-
-def test_every_patch_is_equally_often_visible():
-    ids = np.arange(20_000, dtype=np.int64)
-    visible = patch_order(16, 0, ids * 0, ids, 1)[0, :, :4]
-    counts = torch.bincount(visible.flatten(), minlength=16) / len(ids)
-    assert (counts - 0.25).abs().max() < 5 * math.sqrt(0.25 * 0.75 / len(ids))
-
-
 def test_visible_patches_are_rounded_down_as_in_mae():
     assert visible_patches(196, 0.75) == 49 and visible_patches(256, 0.75) == 64
     assert visible_patches(load_encoder("tiny").patches, 0.75) == 4
-
-
-def test_dice_are_uniform_and_independent_of_rank():
-    ids = np.arange(30_000, dtype=np.int64)
-    dice = lookup_dice(5, 0, ids * 0, ids, 2)
-    assert dice.min() == 0 and dice.max() == 4
-    counts = torch.bincount(dice[0], minlength=5) / len(ids)
-    assert (counts - 0.2).abs().max() < 5 * math.sqrt(0.2 * 0.8 / len(ids))
-    assert abs((dice[0] == dice[1]).float().mean() - 0.2) < 0.02
-    assert torch.equal(lookup_dice(5, 0, ids[:9] * 0, ids[100:109], 2), dice[:, 100:109])

@@ -10,12 +10,12 @@ from conftest import losses, metrics
 from ranks import run
 from safetensors.torch import load_file
 
-from maect.data.augment import augment
+from maect.data.draws import ids_shuffle, lookup_numbers
 from maect.data.index import open_index
 from maect.data.loader import train_batches
+from maect.data.transforms import augment
 from maect.recipes import Encoder
 from maect.stages import Pretrain, Tune
-from maect.train.draws import lookup_dice, patch_order
 from maect.train.objectives import Views
 from maect.train.stages import build_objective
 
@@ -45,8 +45,8 @@ def plain(value, kind, rates):
                 for i, v in enumerate(views)
             ]
         )
-        order = patch_order(16, seed, batch.epochs, batch.ids, 2) if stage.mask_ratio else None
-        dice = lookup_dice(3, seed, batch.epochs, batch.ids, 2)
+        order = ids_shuffle(16, seed, batch.epochs, batch.ids, 2) if stage.mask_ratio else None
+        dice = lookup_numbers(3, seed, batch.epochs, batch.ids, 2)
         ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
         loss, _ = objective(Views(images, order, ids, labels, dice))
         optimizer.zero_grad()

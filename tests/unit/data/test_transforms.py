@@ -6,9 +6,9 @@ from PIL import Image, ImageFilter, ImageOps
 from sample_images import photographs, random_crop
 from torchvision.transforms import ColorJitter
 
-from maect.data import augment as ours
 from maect.data import random
-from maect.data.augment import augment, normalize
+from maect.data import transforms as ours
+from maect.data.transforms import augment, normalize
 from maect.recipes import AUGMENTATIONS, View
 
 

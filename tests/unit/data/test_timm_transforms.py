@@ -16,7 +16,7 @@ from timm.data.mixup import Mixup, mixup_target
 from timm.data.random_erasing import RandomErasing
 
 from maect.data import random
-from maect.evaluate.fine_tune_augment import (
+from maect.data.transforms import (
     MEAN,
     OPERATIONS,
     Mix,
@@ -28,7 +28,6 @@ from maect.evaluate.fine_tune_augment import (
     randaugment,
     rectangle,
 )
-from maect.evaluate.protocols import FineTune
 
 HPARAMS = {
     "translate_const": 100,
@@ -65,12 +64,12 @@ def test_each_operation_is_timms(name: str, magnitude: float, sign: int) -> None
 
 
 def test_randaugment_depends_on_seed_epoch_and_sample_alone() -> None:
-    change = randaugment(FineTune(), seed=3)
-    assert change is not None and randaugment(FineTune(randaugment_layers=0), 3) is None
+    change = randaugment(2, 9.0, seed=3)
+    assert change is not None and randaugment(0, 9.0, 3) is None
 
     def changed(epoch: int, number: int, seed: int = 3) -> bytes:
         views = picture()[None].copy()
-        randaugment(FineTune(), seed)(views, epoch, number)  # type: ignore[misc]
+        randaugment(2, 9.0, seed)(views, epoch, number)  # type: ignore[misc]
         return views.tobytes()
 
     python_random.seed(1), np.random.seed(1)
@@ -132,14 +131,14 @@ def test_no_rectangle_fits_into_a_line() -> None:
 
 def test_mixing_is_timms() -> None:
     """timm pairs first with last; put each image's partner there and compare pixels and labels."""
-    settings, size, classes = FineTune(label_smoothing=0.1), 20, 5
+    size, classes = 20, 5
     rng = np.random.default_rng(0)
     images = torch.from_numpy(rng.normal(size=(8, 3, size, size)))
     labels = torch.from_numpy(rng.integers(0, classes, 8))
     order = torch.tensor([0, 2, 4, 6, 7, 5, 3, 1])
     kinds = set()
     for step in range(12):
-        mix = draw_mix(settings, size, seed=5, step=step)
+        mix = draw_mix(0.8, 1.0, size, seed=5, step=step)
         kinds.add(mix.box is None)
         theirs = images[order].clone()
         lam = mix.share
@@ -169,11 +168,11 @@ def test_partners_are_each_others_and_stay_in_an_even_share() -> None:
 
 
 def test_shares_have_the_beta_distribution() -> None:
-    shares = [draw_mix(FineTune(cutmix=0), 32, 0, step).share for step in range(2000)]
+    shares = [draw_mix(0.8, 0, 32, 0, step).share for step in range(2000)]
     assert stats.kstest(shares, stats.beta(0.8, 0.8).cdf).pvalue > 0.01
-    cut = [draw_mix(FineTune(mixup=0), 32, 0, step) for step in range(500)]
+    cut = [draw_mix(0, 1.0, 32, 0, step) for step in range(500)]
     assert all(mix.box is not None for mix in cut)
-    both = [draw_mix(FineTune(), 32, 0, step).box is None for step in range(1000)]
+    both = [draw_mix(0.8, 1.0, 32, 0, step).box is None for step in range(1000)]
     assert 440 < sum(both) < 560
-    assert draw_mix(FineTune(mixup=0, cutmix=0), 32, 0, 3) == Mix()
+    assert draw_mix(0, 0, 32, 0, 3) == Mix()
     assert not math.isnan(min(shares)) and min(shares) >= 0 and max(shares) <= 1
