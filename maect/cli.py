@@ -157,8 +157,8 @@ def build_parser() -> argparse.ArgumentParser:
     add_settings(evaluate)
 
     for name, call, help in (
-        ("table", reports.table, "Build one of the paper's tables."),
-        ("figure", reports.figure, "Draw one of the paper's figures."),
+        ("table", reports.table_of, "Build one of the paper's tables."),
+        ("figure", reports.figure_of, "Draw one of the paper's figures."),
     ):
         sub = command(name, call, help)
         sub.add_argument("name")
@@ -171,7 +171,7 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "figure":
             sub.add_argument("--classes", type=Path, help="index.json that names the classes")
 
-    claims = command("claims", reports.claims, "Hold the paper's statements against the tables.")
+    claims = command("claims", reports.claims_of, "Hold the paper's statements against the tables.")
     claims.add_argument("out", type=Path, nargs="+", help="claims.csv, claims.html")
     claims.add_argument("--tables", type=Path, nargs="+", required=True, help="CSV files")
     claims.add_argument("--runs", type=Path, required=True, help="folder of the runs, for the cost")

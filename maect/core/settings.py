@@ -3,18 +3,87 @@
 import difflib
 import hashlib
 import json
+import os
 import typing
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+    ValidationInfo,
+)
 
 from maect.core.errors import UserError
+from maect.core.files import write_text
 
 
 class Settings(BaseModel):
     """Base of all settings: immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def _absolute(path: Path, info: ValidationInfo) -> Path:
+    return Path(os.path.abspath((info.context or {}).get("folder", Path()) / path))
+
+
+def _relative(path: Path, info: SerializationInfo) -> str:
+    folder = (info.context or {}).get("folder")
+    return str(path) if folder is None else os.path.relpath(path, folder)
+
+
+LocalPath = Annotated[Path, AfterValidator(_absolute), PlainSerializer(_relative)]
+"""A path in the same results folder as the file that names it: absolute in memory, in the file
+relative to it, so that the folder can be moved."""
+
+
+class SettingsFile(Settings):
+    """Settings that have a YAML file of their own."""
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Read and check a file.
+
+        Raises:
+            UserError: no such file, not YAML, an unknown key or a wrong value.
+        """
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+        try:
+            folder = Path(path).absolute().parent
+            return cls.model_validate(values, context={"folder": folder})
+        except ValidationError as error:
+            raise one_line(error, str(path)) from None
+
+    def text(self, path: str | Path) -> str:
+        """The content of the file at `path`, whether or not it is there."""
+        values = self.model_dump(mode="json", context={"folder": Path(path).absolute().parent})
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+
+    def write(self, path: str | Path) -> bool:
+        """Write the file atomically; leave one of the same content alone, with its time.
+
+        Returns:
+            Whether it was written.
+        """
+        text = self.text(path)
+        try:
+            if Path(path).read_text(encoding="utf-8") == text:
+                return False
+        except (FileNotFoundError, UnicodeDecodeError):
+            pass
+        write_text(path, text)
+        return True
 
 
 def one_line(error: ValidationError, where: str) -> UserError:

@@ -5,13 +5,69 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
+from maect.report.config import ClaimsConfig, Row, ShownConfig
 
 
-def table(options: argparse.Namespace) -> None:
+def table(path: Path) -> None:
+    """`maect table tables/NAME.yaml`: beside it NAME as CSV, Markdown, LaTeX and a page."""
+    from maect.report import page, render, tables
+
+    config = ShownConfig.read(path)
+    frame = tables.build_table(
+        config.name, config.rows, config.evaluations, config.compare_with_paper
+    )
+    tables.write_table(frame, path.with_suffix(".csv"))
+    write_text(path.with_suffix(".md"), render.to_markdown(frame, config.name))
+    write_text(path.with_suffix(".tex"), render.to_latex(frame, config.name))
+    html = page.to_html(frame, config.name, config.rows, config.evaluations)
+    write_text(path.with_suffix(".html"), html)
+
+
+def figure(path: Path) -> None:
+    """`maect figure figures/NAME.yaml`: beside it NAME as PDF and PNG."""
+    from maect.report import figures
+    from maect.report.class_names import class_titles
+
+    config = ShownConfig.read(path)
+    names = class_titles(read_json(config.classes)["class_names"]) if config.classes else None
+    files = path.with_suffix(".pdf"), path.with_suffix(".png")
+    figures.draw(
+        config.name, config.rows, config.evaluations, *files, names, config.compare_with_paper
+    )
+
+
+def claims(path: Path) -> None:
+    """`maect claims claims.yaml`: beside it the verdicts as CSV and as a page."""
+    from maect.report import claims, cost, page, tables
+
+    config = ClaimsConfig.read(path)
+    frames = {file.stem: tables.read_table(file) for file in config.tables}
+    frames["cost"] = cost.cost_table(config.rows, config.runs)
+    verdicts = claims.claims_table(frames)
+    claims.write_claims(verdicts, path.with_suffix(".csv"))
+    write_text(path.with_suffix(".html"), page.claims_page(verdicts))
+
+
+# The same by options, until the rules write these files.
+
+
+def parse_row(text: str) -> Row:
+    """`ARCHITECTURE:METHOD:RUN[,RUN]`; nothing behind the second colon means not run.
+
+    Raises:
+        UserError: other than three parts, or one of the first two is empty.
+    """
+    parts = text.split(":")
+    if len(parts) != 3 or not parts[0] or not parts[1]:
+        raise UserError(f"row {text!r}: write ARCHITECTURE:METHOD:RUN[,RUN]")
+    return Row(parts[0], parts[1], [run for run in parts[2].split(",") if run])
+
+
+def table_of(options: argparse.Namespace) -> None:
     """`maect table`: CSV, or by the file's ending Markdown, LaTeX or a page (.md, .tex, .html)."""
     from maect.report import page, render, tables
 
-    rows = [tables.Row.parse(text) for text in options.row]
+    rows = [parse_row(text) for text in options.row]
     frame = tables.build_table(options.name, rows, options.evaluations, not options.no_paper)
     for out in options.out:
         if out.suffix == ".csv":
@@ -26,26 +82,25 @@ def table(options: argparse.Namespace) -> None:
             raise UserError(f"{out}: a table is .csv, .md, .tex or .html")
 
 
-def figure(options: argparse.Namespace) -> None:
+def figure_of(options: argparse.Namespace) -> None:
     """`maect figure`: PDF and PNG."""
     from maect.report import figures
     from maect.report.class_names import class_titles
-    from maect.report.tables import Row
 
     out = {path.suffix: path for path in options.out}
     if set(out) != {".pdf", ".png"}:
         raise UserError(f"figure {options.name}: is drawn to one .pdf and one .png")
-    rows = [Row.parse(text) for text in options.row]
+    rows = [parse_row(text) for text in options.row]
     names = class_titles(read_json(options.classes)["class_names"]) if options.classes else None
     files = out[".pdf"], out[".png"]
     figures.draw(options.name, rows, options.evaluations, *files, names, not options.no_paper)
 
 
-def claims(options: argparse.Namespace) -> None:
+def claims_of(options: argparse.Namespace) -> None:
     """`maect claims`: which of the paper's statements these tables support."""
     from maect.report import claims, cost, page, tables
 
-    rows = [tables.Row.parse(text) for text in options.row]
+    rows = [parse_row(text) for text in options.row]
     frames = {path.stem: tables.read_table(path) for path in options.tables}
     frames["cost"] = cost.cost_table(rows, options.runs)
     verdicts = claims.claims_table(frames)

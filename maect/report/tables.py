@@ -5,7 +5,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -15,31 +14,11 @@ import pandas as pd
 
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
+from maect.report.config import Row
 from maect.report.layouts import LAYOUTS, Layout, Metric, layout
 
 KEYS = ["architecture", "method"]
 DECIMALS = 4  # far below any deviation over seeds, and the same text on every platform
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a table: a model, and the runs behind it, one a seed (none: not run)."""
-
-    architecture: str
-    method: str
-    runs: list[str]
-
-    @classmethod
-    def parse(cls, text: str) -> "Row":
-        """`ARCHITECTURE:METHOD:RUN[,RUN]`; nothing behind the second colon means not run.
-
-        Raises:
-            UserError: other than three parts, or one of the first two is empty.
-        """
-        parts = text.split(":")
-        if len(parts) != 3 or not parts[0] or not parts[1]:
-            raise UserError(f"row {text!r}: write ARCHITECTURE:METHOD:RUN[,RUN]")
-        return cls(parts[0], parts[1], [run for run in parts[2].split(",") if run])
 
 
 def read_metrics(path: Path) -> dict[str, Any]:

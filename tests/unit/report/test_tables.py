@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from maect.core.errors import UserError
+from maect.report.commands import parse_row
 from maect.report.layouts import LAYOUTS, METHODS
 from maect.report.render import to_markdown
 from maect.report.tables import Row, build_table, paper_table, read_table, write_table
@@ -103,13 +104,13 @@ def test_the_papers_numbers_fit_the_layout(name):
     ],
 )
 def test_rows_as_text(text, row):
-    assert Row.parse(text) == row
+    assert parse_row(text) == row
 
 
 @pytest.mark.parametrize("text", ["tiny:mae", ":mae:x", "tiny::x", "a:b:c:d"])
 def test_rows_that_are_not(text):
     with pytest.raises(UserError, match="ARCHITECTURE:METHOD:RUN"):
-        Row.parse(text)
+        parse_row(text)
 
 
 def test_wrong_input_is_named(result, evaluations):
