@@ -1,6 +1,5 @@
 """Base of all that can be told: typed, immutable; an unknown key is a spelling mistake."""
 
-import difflib
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from pydantic import (
 
 from maect.core.errors import UserError
 from maect.core.files import write_text
+from maect.core.names import did_you_mean
 
 
 class Settings(BaseModel):
@@ -93,9 +93,8 @@ def one_line(error: ValidationError, where: str) -> UserError:
     if fault["type"] == "extra_forbidden":
         model: Any = error.title
         known = _known_keys(str(model), fault["loc"])
-        near = difflib.get_close_matches(str(fault["loc"][-1]), known, n=1)
-        cure = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
-        return UserError(f"{where}: unknown key {key!r}; {cure}")
+        hint = did_you_mean(str(fault["loc"][-1]), known, "known keys")
+        return UserError(f"{where}: unknown key {key!r}; {hint}")
     message = fault["msg"].removeprefix("Value error, ")
     given = f" (given: {fault['input']!r})" if key and fault["type"] != "missing" else ""
     return UserError(f"{where}: {key + ': ' if key else ''}{message}{given}")

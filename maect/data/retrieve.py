@@ -1,6 +1,5 @@
 """Fetches public files on a machine with internet: resumable, checked, never half there."""
 
-import difflib
 import errno
 import http.client
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import fsync_path, sha256_file, write_text
+from maect.core.names import did_you_mean
 from maect.data.catalogue import CATALOGUE, Remote
 
 _ATTEMPTS = 5
@@ -39,9 +39,8 @@ def retrieve(what: str, out: Path) -> list[Path]:
         UserError: unknown name, no connection, or a checksum that differs.
     """
     if what not in CATALOGUE:
-        near = difflib.get_close_matches(what, CATALOGUE, n=1)
-        cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(CATALOGUE)}"
-        raise UserError(f"nothing known as {what!r} to retrieve; {cure}")
+        hint = did_you_mean(what, CATALOGUE)
+        raise UserError(f"nothing known as {what!r} to retrieve; {hint}")
     return fetch_all(CATALOGUE[what], Path(out))
 
 

@@ -1,12 +1,12 @@
 """Evaluations by name: a protocol, or a variant of one with settings of its own."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from maect.core.errors import UserError
+from maect.core.names import did_you_mean
 from maect.core.settings import one_line
 from maect.evaluate.protocols import PROTOCOLS, Protocol
 from maect.recipes import column, read_table
@@ -39,10 +39,8 @@ def load_evaluation(
     values = column(own, size, f"evaluation {name}") | dict(overrides or {})
     protocol = values.pop("protocol", name)
     if protocol not in PROTOCOLS:
-        known = evaluation_names()
-        near = difflib.get_close_matches(protocol, known, n=1)
-        cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise UserError(f"unknown protocol {protocol!r}; {cure}")
+        hint = did_you_mean(protocol, evaluation_names())
+        raise UserError(f"unknown protocol {protocol!r}; {hint}")
     try:
         return protocol, PROTOCOLS[protocol].model_validate(values)
     except ValidationError as error:

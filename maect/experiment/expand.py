@@ -1,6 +1,5 @@
 """The runs of an experiment: from templates to settings, each with what it starts from, checked."""
 
-import difflib
 import itertools
 import re
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from maect.core.errors import UserError
+from maect.core.names import did_you_mean
 from maect.core.settings import digest
 from maect.experiment.rows import check_names
 from maect.experiment.schema import (
@@ -157,9 +157,8 @@ def _check_source(run: Run, runs: Mapping[str, Run], place: str) -> None:
             raise UserError(f"{place}: stage {run.stage} needs `from`: a run to start from")
         return
     if run.source not in runs:
-        near = difflib.get_close_matches(run.source, list(runs), n=1)
-        cure = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"{place}: starts from unknown run {run.source!r}{cure}")
+        hint = did_you_mean(run.source, runs)
+        raise UserError(f"{place}: starts from unknown run {run.source!r}; {hint}")
     source = runs[run.source]
     if source.stage not in SOURCES[run.stage]:
         allowed = " or ".join(str(s) for s in SOURCES[run.stage] if s) or "nothing"

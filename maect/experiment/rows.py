@@ -1,12 +1,12 @@
 """What an experiment shows: the lines of its tables and figures, and less of it by `--config`."""
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from maect.core.errors import UserError
+from maect.core.names import did_you_mean
 from maect.experiment.schema import ExperimentSpec, Rows
 
 REPLACED = ("seeds", "starting_from")
@@ -70,12 +70,10 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     Raises:
         UserError: the first that is not, with the nearest that is.
     """
-    known = list(dict.fromkeys(known))
+    known = list(known)
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise UserError(f"{where}: unknown {name!r}; {cure}")
+            raise UserError(f"{where}: unknown {name!r}; {did_you_mean(name, known)}")
 
 
 def seedless(run: str) -> str:

@@ -1,12 +1,12 @@
 """The stages: what can be trained or imported, each a module of its own."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from maect.core.errors import UserError
+from maect.core.names import did_you_mean
 from maect.core.settings import one_line
 from maect.recipes import Encoder, column, load_encoder, read_table, recipe_names
 from maect.stages.base import Stage
@@ -30,9 +30,7 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
         UserError: unknown recipe, column or key, or a value out of range.
     """
     if name not in recipe_names():
-        near = difflib.get_close_matches(name, recipe_names(), n=1)
-        cure = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(recipe_names())}"
-        raise UserError(f"unknown recipe {name!r}; {cure}")
+        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, recipe_names())}")
     table = read_table(name)
     where = f"recipe {name}"
     values = column(table, size, where)
