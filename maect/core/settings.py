@@ -2,24 +2,12 @@
 
 import hashlib
 import json
-import os
 import typing
-from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, TypeVar
 
-import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    PlainSerializer,
-    SerializationInfo,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from maect.core.errors import UserError
-from maect.core.files import write_text
 from maect.core.names import did_you_mean
 
 
@@ -29,72 +17,30 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _absolute(path: Path, info: ValidationInfo) -> Path:
-    return Path(os.path.abspath((info.context or {}).get("folder", Path()) / path))
+S = TypeVar("S", bound=Settings)
 
 
-def _relative(path: Path, info: SerializationInfo) -> str:
-    folder = (info.context or {}).get("folder")
-    return str(path) if folder is None else os.path.relpath(path, folder)
+def validated(model: type[S], values: Any, where: str, context: dict[str, Any] | None = None) -> S:
+    """Values as settings of a class.
 
-
-LocalPath = Annotated[Path, AfterValidator(_absolute), PlainSerializer(_relative)]
-"""A path in the same results folder as the file that names it: absolute in memory, in the file
-relative to it, so that the folder can be moved."""
-
-
-class SettingsFile(Settings):
-    """Settings that have a YAML file of their own."""
-
-    @classmethod
-    def read(cls, path: str | Path) -> Self:
-        """Read and check a file.
-
-        Raises:
-            UserError: no such file, not YAML, an unknown key or a wrong value.
-        """
-        try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
-        try:
-            folder = Path(path).absolute().parent
-            return cls.model_validate(values, context={"folder": folder})
-        except ValidationError as error:
-            raise one_line(error, str(path)) from None
-
-    def text(self, path: str | Path) -> str:
-        """The content of the file at `path`, whether or not it is there."""
-        values = self.model_dump(mode="json", context={"folder": Path(path).absolute().parent})
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
-
-    def write(self, path: str | Path) -> bool:
-        """Write the file atomically; leave one of the same content alone, with its time.
-
-        Returns:
-            Whether it was written.
-        """
-        text = self.text(path)
-        try:
-            if Path(path).read_text(encoding="utf-8") == text:
-                return False
-        except (FileNotFoundError, UnicodeDecodeError):
-            pass
-        write_text(path, text)
-        return True
+    Raises:
+        UserError: the first fault, with `where`, its key and a hint.
+    """
+    try:
+        return model.model_validate(values, context=context)
+    except ValidationError as error:
+        raise one_line(error, where) from None
 
 
 def one_line(error: ValidationError, where: str) -> UserError:
-    """The first fault of a validation as one message with its place and, if near, its cure."""
+    """The first fault of a validation as one message with its place and, a hint."""
     fault = error.errors()[0]
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
         model: Any = error.title
         known = _known_keys(str(model), fault["loc"])
-        hint = did_you_mean(str(fault["loc"][-1]), known, "known keys")
-        return UserError(f"{where}: unknown key {key!r}; {hint}")
+        last = str(fault["loc"][-1])
+        return UserError(f"{where}: unknown key {key!r}; {did_you_mean(last, known, 'known keys')}")
     message = fault["msg"].removeprefix("Value error, ")
     given = f" (given: {fault['input']!r})" if key and fault["type"] != "missing" else ""
     return UserError(f"{where}: {key + ': ' if key else ''}{message}{given}")

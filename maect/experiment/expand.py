@@ -9,9 +9,8 @@ from pathlib import Path
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.names import did_you_mean
+from maect.core.names import check_names, did_you_mean
 from maect.core.settings import digest
-from maect.experiment.rows import check_names
 from maect.experiment.schema import (
     ExperimentSpec,
     RunSpec,

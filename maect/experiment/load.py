@@ -14,10 +14,11 @@ import yaml
 from pydantic import ValidationError
 
 from maect.core.errors import UserError
+from maect.core.names import check_names
 from maect.core.settings import one_line
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import NAME, Run, expand_runs
-from maect.experiment.rows import CHANGES, REPLACED, Line, check_names, lines, matching, restricted
+from maect.experiment.rows import CHANGES, REPLACED, Line, lines, matching, restricted
 from maect.experiment.schema import (
     FIGURES,
     TABLES,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from maect.core.errors import UserError
-from maect.core.names import did_you_mean
+from maect.core.names import check_names
 from maect.experiment.schema import ExperimentSpec, Rows
 
 REPLACED = ("seeds", "starting_from")
@@ -62,18 +62,6 @@ def names(value: Any) -> list[str]:
     elif not isinstance(value, list | tuple):
         value = [] if value is None else [value]
     return [name for item in value if (name := str(item).strip())]
-
-
-def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Every given name is known.
-
-    Raises:
-        UserError: the first that is not, with the nearest that is.
-    """
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise UserError(f"{where}: unknown {name!r}; {did_you_mean(name, known)}")
 
 
 def seedless(run: str) -> str:

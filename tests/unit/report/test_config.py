@@ -53,7 +53,7 @@ def test_only_what_changed_is_written(config, tmp_path):
     [
         ("name: a", "rows: Field required"),
         ("[1", "not valid YAML"),
-        ("", "Input should be a valid dictionary"),
+        ("", "not a mapping of keys to values"),
         (
             "{name: a, rows: [], evaluations: e, runs: r, clases: c}",
             r"unknown key 'clases'; did you mean 'classes'\?",

@@ -1,0 +1,46 @@
+"""A run's resolved file, `runs/RUN/config.yaml`: all that a training or an import is told."""
+
+from typing import Any, Self
+
+from pydantic import Field, SerializeAsAny
+
+from maect.core.names import check_names
+from maect.core.settings import Settings, digest, validated
+from maect.core.settings_file import LocalPath, SettingsFile
+from maect.recipes import Encoder
+from maect.stages import STAGES, Import
+
+KINDS: dict[str, type[Settings]] = {**STAGES, "import": Import}
+
+
+class RunConfig(SettingsFile):
+    """One run. It lies in the run's folder, where the run leaves its files."""
+
+    run: str
+    stage: str
+    recipe: str | None = None
+    """Where `settings` come from; nothing reads it."""
+    size: str
+    """The encoder size, a column of the recipe."""
+    seed: int = Field(default=0, ge=0)
+    shards: LocalPath | None = None
+    """Of the train split; none: an import."""
+    source: LocalPath | None = None
+    """Folder of the run that this one starts from."""
+    weights: LocalPath | None = None
+    """The published checkpoint that is imported; its path is no part of the run's identity."""
+    encoder: Encoder
+    settings: SerializeAsAny[Settings]
+
+    @classmethod
+    def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
+        """The run that nested values describe; `settings` are those of its stage."""
+        stage = str(values.get("stage"))
+        check_names(f"{where}: stage", [stage], KINDS)
+        settings = validated(KINDS[stage], values.get("settings", {}), f"{where}: settings")
+        return super().parse(values | {"settings": settings}, where, context)
+
+    @property
+    def digest(self) -> str:
+        """Identity of what the run is told; where its inputs are is not part of it."""
+        return digest(self.stage, self.settings, self.encoder, self.seed)

@@ -1,0 +1,128 @@
+"""Resolved files: what is written is read back, wherever the results are, and mistakes named."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from maect.core.errors import UserError
+from maect.evaluate import load_evaluation
+from maect.evaluate.config import EvaluationConfig
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+from maect.stages.config import RunConfig
+
+
+def tuning(root: Path) -> RunConfig:
+    return RunConfig(
+        run="ct", stage="tune", recipe="ct_min", size="tiny", seed=1,
+        shards=root / "shards/d/train", source=root / "runs/head", encoder=load_encoder("tiny"),
+        settings=load_recipe("ct_min", "tiny", {"head": {"head_weight_decay": 1e-5}}),
+    )  # fmt: skip
+
+
+def probe(root: Path) -> EvaluationConfig:
+    protocol, settings = load_evaluation("linear_probe_concat", "tiny", {"epochs": 3})
+    inputs = {"train": root / "shards/d/train", "many": [root / "runs/a", root / "runs/b"]}
+    return EvaluationConfig(
+        evaluation="linear_probe_concat", protocol=protocol, settings=settings,
+        run=root / "runs/ct", inputs=inputs, resize=16,
+    )  # fmt: skip
+
+
+def written(root: Path) -> tuple[Path, Path]:
+    run, evaluation = root / "runs/ct/config.yaml", root / "evaluations/ct/linear_probe_concat.yaml"
+    tuning(root).write(run)
+    probe(root).write(evaluation)
+    return run, evaluation
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    run, evaluation = written(tmp_path)
+    assert RunConfig.read(run) == tuning(tmp_path)
+    assert EvaluationConfig.read(evaluation) == probe(tmp_path)
+
+
+def test_results_may_move(tmp_path: Path) -> None:
+    written(tmp_path / "here")
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    assert RunConfig.read(tmp_path / "there/runs/ct/config.yaml") == tuning(tmp_path / "there")
+    moved = tmp_path / "there/evaluations/ct/linear_probe_concat.yaml"
+    assert EvaluationConfig.read(moved) == probe(tmp_path / "there")
+
+
+def test_paths_are_those_of_the_file_wherever_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = written(tmp_path)
+    monkeypatch.chdir(run.parent)
+    assert RunConfig.read("config.yaml") == tuning(tmp_path)
+
+
+def test_weights_elsewhere_stay_where_they_are(tmp_path: Path) -> None:
+    root, weights = tmp_path / "results/x", tmp_path / "weights/mae.pth"
+    config = tuning(root).model_copy(update={"weights": weights})
+    config.write(root / "runs/ct/config.yaml")
+    shutil.move(root, tmp_path / "y")
+    assert RunConfig.read(tmp_path / "y/runs/ct/config.yaml").weights == weights
+    assert config.digest == tuning(root).digest
+
+
+def test_written_only_if_changed(tmp_path: Path) -> None:
+    run, _ = written(tmp_path)
+    os.utime(run, (1, 1))
+    assert not tuning(tmp_path).write(run)
+    assert run.stat().st_mtime == 1
+    assert tuning(tmp_path).model_copy(update={"seed": 2}).write(run)
+    assert RunConfig.read(run).seed == 2
+
+
+def test_changes_by_hand(tmp_path: Path) -> None:
+    run, _ = written(tmp_path)
+    changed = RunConfig.read(run, ["settings.head.topk=7", "seed=3", "shards=../../other"])
+    assert changed.settings.head.topk == 7 and changed.seed == 3
+    assert changed.shards == tmp_path / "other"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("settings.head.topkk=1", "settings: unknown key 'head.topkk'; did you mean 'topk'?"),
+        ("sead=1", "unknown key 'sead'; did you mean 'seed'?"),
+        ("stage=tun", "stage: unknown 'tun'; did you mean 'tune'?"),
+        ("settings.epochs=-1", "settings: epochs: Input should be greater than 0 (given: -1)"),
+        ("settings.head.topk=2000", "topk 2000 is larger than queue_size 1024"),
+        ("seed", "seed: write KEY=VALUE"),
+        ("seed.a=1", "seed.a=1: 'seed' has no keys of its own"),
+        ("seed=[", "is not valid YAML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, change: str, fault: str) -> None:
+    run, _ = written(tmp_path)
+    with pytest.raises(UserError) as error:
+        RunConfig.read(run, [change])
+    assert fault in str(error.value) and "\n" not in str(error.value)
+    assert str(run) in str(error.value) or change in str(error.value)
+
+
+def test_an_evaluation_of_an_unknown_protocol(tmp_path: Path) -> None:
+    _, evaluation = written(tmp_path)
+    with pytest.raises(UserError, match=r"concat\.yaml: protocol: unknown 'linear_prob'; did you"):
+        EvaluationConfig.read(evaluation, ["protocol=linear_prob"])
+    with pytest.raises(UserError, match=r"settings: unknown key 'epoch'; did you mean 'epochs'"):
+        EvaluationConfig.read(evaluation, ["settings.epoch=1"])
+
+
+@pytest.mark.parametrize("content", [b"run: [unclosed", b"\xff\xfe\x00", b"- a list", b""])
+def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        RunConfig.read(file)
+    assert str(error.value).startswith(f"{file}: not ") and "\n" not in str(error.value)
+
+
+def test_a_missing_file_says_what_writes_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such file; `maect resolve EXPERIMENT` writes it"):
+        RunConfig.read(tmp_path / "config.yaml")
