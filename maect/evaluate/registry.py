@@ -9,13 +9,12 @@ from maect.core.errors import UserError
 from maect.core.names import did_you_mean
 from maect.core.settings import one_line
 from maect.evaluate.protocols import PROTOCOLS, Protocol
-from maect.recipes import column, read_table
+from maect.recipes import variant_names, variant_values
 
 
 def evaluation_names() -> tuple[str, ...]:
     """Names of all evaluations: every protocol, and the variants of `evaluations.yaml`."""
-    variants = [name for name in read_table("evaluations") if name != "columns"]
-    return tuple(dict.fromkeys([*PROTOCOLS, *variants]))
+    return tuple(dict.fromkeys([*PROTOCOLS, *variant_names()]))
 
 
 def load_evaluation(
@@ -25,7 +24,7 @@ def load_evaluation(
 
     Args:
         name: a protocol or one of its variants; with the key `protocol` in `overrides`, any name.
-        size: a column of `evaluations.yaml`.
+        size: of the encoder.
         overrides: settings that differ.
 
     Returns:
@@ -34,13 +33,13 @@ def load_evaluation(
     Raises:
         UserError: unknown evaluation, protocol or key, or a value out of range.
     """
-    table = read_table("evaluations")
-    own = {"columns": table["columns"], **table.get(name, {})}
-    values = column(own, size, f"evaluation {name}") | dict(overrides or {})
+    values = variant_values(name, size) | dict(overrides or {})
     protocol = values.pop("protocol", name)
     if protocol not in PROTOCOLS:
         hint = did_you_mean(protocol, evaluation_names())
         raise UserError(f"unknown protocol {protocol!r}; {hint}")
+    if "size" in PROTOCOLS[protocol].model_fields:
+        values.setdefault("size", size)  # whose recipes it measures
     try:
         return protocol, PROTOCOLS[protocol].model_validate(values)
     except ValidationError as error:

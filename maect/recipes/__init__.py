@@ -4,17 +4,29 @@ Imports nothing heavy: a dry run of the pipeline reads these to validate an expe
 """
 
 from maect.recipes.settings import AUGMENTATIONS, Contrastive, Encoder, View, visible_patches
-from maect.recipes.tables import column, load_encoder, read_table, recipe_names, sizes
+from maect.recipes.tables import (
+    like,
+    load_encoder,
+    merge,
+    recipe_names,
+    recipe_values,
+    sizes,
+    variant_names,
+    variant_values,
+)
 
 __all__ = [
     "AUGMENTATIONS",
     "Contrastive",
     "Encoder",
     "View",
-    "column",
+    "like",
     "load_encoder",
-    "read_table",
+    "merge",
     "recipe_names",
+    "recipe_values",
     "sizes",
+    "variant_names",
+    "variant_values",
     "visible_patches",
 ]

@@ -1,4 +1,9 @@
-"""Reads the hyper-parameter tables: one YAML file a recipe, one column an encoder size."""
+"""Reads the hyper-parameter tables: recipes that inherit, with a value by encoder size or for all.
+
+`base` names the entry that an entry starts from; what it says itself replaces what the base says,
+`head` key by key. A mapping whose keys are encoder sizes gives one value for each of them, and a
+size that is not among them has the value of the size which it is `like` (`encoders.yaml`).
+"""
 
 from collections.abc import Mapping
 from functools import cache
@@ -9,47 +14,61 @@ import yaml
 from pydantic import ValidationError
 
 from maect.core.errors import UserError
+from maect.core.names import did_you_mean
 from maect.core.settings import one_line
 from maect.recipes.settings import Encoder
 
 
 @cache
-def read_table(name: str) -> dict[str, Any]:
-    """A YAML file of this package."""
+def _read(name: str) -> dict[str, Any]:
     text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
 
 
 @cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    """Every recipe's file by its name, and files that only serve as bases."""
+    files = (file.name for file in resources.files(__package__).iterdir())
+    names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+    return {name: _read(name) for name in names if name not in ("encoders", "evaluations")}
+
+
 def recipe_names() -> tuple[str, ...]:
     """Names of the recipes that come with the package."""
-    files = resources.files(__package__).iterdir()
-    names = {file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml")}
-    return tuple(sorted(names - {"encoders", "evaluations"}))
+    recipes = _recipes()
+    return tuple(name for name in recipes if "stage" in _inherit(recipes, name))
+
+
+def variant_names() -> tuple[str, ...]:
+    """Names of the evaluations in `evaluations.yaml`."""
+    return tuple(_read("evaluations"))
 
 
 def sizes() -> tuple[str, ...]:
     """Names of the encoder sizes, smallest first."""
-    return tuple(read_table("encoders")["columns"])
+    return tuple(_read("encoders"))
 
 
-def column(table: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
-    """One column of a table: a list gives a value per column, anything else is for all."""
-    columns = table["columns"]
-    if column not in columns:
-        raise UserError(f"{where}: no column {column!r}; it has {', '.join(columns)}")
-    index = columns.index(column)
+def recipe_values(name: str, size: str) -> dict[str, Any]:
+    """All that a recipe says for an encoder size, its stage among it.
 
-    def pick(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: pick(inner) for key, inner in value.items()}
-        if not isinstance(value, list):
-            return value
-        if len(value) != len(columns):
-            raise UserError(f"{where}: {value} has {len(value)} values for {len(columns)} columns")
-        return value[index]
+    Raises:
+        UserError: unknown recipe or size.
+    """
+    if name not in recipe_names():
+        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, recipe_names())}")
+    return _at_size(_inherit(_recipes(), name), size, f"recipe {name}")
 
-    return {key: pick(value) for key, value in table.items() if key not in ("columns", "stage")}
+
+def variant_values(name: str, size: str) -> dict[str, Any]:
+    """All that `evaluations.yaml` says for an evaluation and an encoder size; {} if nothing.
+
+    Raises:
+        UserError: unknown size.
+    """
+    variants = _read("evaluations")
+    values = _inherit(variants, name) if name in variants else {}
+    return _at_size(values, size, f"evaluation {name}")
 
 
 def load_encoder(size: str, image_size: int | None = None) -> Encoder:
@@ -59,11 +78,85 @@ def load_encoder(size: str, image_size: int | None = None) -> Encoder:
         UserError: unknown size, or an image size that the patches do not tile.
     """
     if size not in sizes():
-        raise UserError(f"unknown encoder size {size!r}; known: {', '.join(sizes())}")
-    values = column(read_table("encoders"), size, "encoders")
+        raise UserError(f"unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
+    values: dict[str, Any] = {}
+    for name in reversed(like(size)):
+        values |= _read("encoders")[name]
+    values.pop("like", None)
     if image_size is not None:
         values["image_size"] = image_size
     try:
         return Encoder.model_validate(values)
     except ValidationError as error:
         raise one_line(error, f"encoder {size}") from None
+
+
+def like(size: str) -> tuple[str, ...]:
+    """A size, the one that it is like, the one that this is like, and so on."""
+    other = _read("encoders")[size].get("like")
+    return (size,) if other is None else (size, *like(other))
+
+
+def table_of(name: str) -> str:
+    """A recipe or an evaluation as the paper prints it: a row a setting, a column a size.
+
+    Raises:
+        UserError: unknown name.
+    """
+    read = variant_values if name in variant_names() else recipe_values
+    columns = [_flat(read(name, size)) for size in sizes()]
+    rows = [[name, *sizes()], *([key, *(str(c[key]) for c in columns)] for key in columns[0])]
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(
+        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows
+    )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of nested mappings joined by dots."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{inner}": v for inner, v in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with changes; a mapping such as `head: {topk: 1}` changes single keys of one."""
+    merged = dict(values)
+    for key, value in changes.items():
+        old: Any = merged.get(key)
+        nested = isinstance(value, Mapping) and isinstance(old, Mapping) and not _by_size(value)
+        merged[key] = {**old, **value} if nested else value
+    return merged
+
+
+def _inherit(entries: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """An entry with everything that it has from its bases."""
+    own = dict(entries[name])
+    base = own.pop("base", None)
+    return own if base is None else merge(_inherit(entries, base), own)
+
+
+def _by_size(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and value.keys() <= set(sizes())
+
+
+def _at_size(values: Mapping[str, Any], size: str, where: str) -> dict[str, Any]:
+    """What is meant for one size, out of values for all or by size."""
+    if size not in sizes():
+        raise UserError(f"{where}: unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
+
+    def pick(key: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if not _by_size(value):
+            return {inner: pick(f"{key}.{inner}", v) for inner, v in value.items()}
+        for name in like(size):
+            if name in value:
+                return value[name]
+        raise UserError(f"{where}: {key} has no value for {size} or a size that it is like")
+
+    return {key: pick(key, value) for key, value in values.items()}

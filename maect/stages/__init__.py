@@ -5,10 +5,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from maect.core.errors import UserError
-from maect.core.names import did_you_mean
 from maect.core.settings import one_line
-from maect.recipes import Encoder, column, load_encoder, read_table, recipe_names
+from maect.recipes import Encoder, load_encoder, merge, recipe_values
 from maect.stages.base import Stage
 from maect.stages.head import Head
 from maect.stages.imported import Import
@@ -21,28 +19,20 @@ STAGES: dict[str, type[Stage]] = {"pretrain": Pretrain, "head": Head, "tune": Tu
 
 
 def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Stage:
-    """A recipe's column for an encoder size, with overrides; `head: {topk: 1}` goes one level in.
+    """A recipe for an encoder size, with overrides; `head: {topk: 1}` changes one key of `head`.
 
     Returns:
         `Pretrain`, `Head` or `Tune`, whichever the recipe is for.
 
     Raises:
-        UserError: unknown recipe, column or key, or a value out of range.
+        UserError: unknown recipe, size or key, or a value out of range.
     """
-    if name not in recipe_names():
-        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, recipe_names())}")
-    table = read_table(name)
-    where = f"recipe {name}"
-    values = column(table, size, where)
-    for key, value in (overrides or {}).items():
-        if isinstance(value, Mapping) and isinstance(values.get(key), dict):
-            values[key] = {**values[key], **value}
-        else:
-            values[key] = value
+    values = merge(recipe_values(name, size), overrides or {})
+    stage = values.pop("stage")
     try:
-        return STAGES[table["stage"]].model_validate(values)
+        return STAGES[stage].model_validate(values)
     except ValidationError as error:
-        raise one_line(error, where) from None
+        raise one_line(error, f"recipe {name}") from None
 
 
 def load_import(

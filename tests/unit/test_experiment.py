@@ -89,7 +89,7 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
             {"runs": {"m": {"recipe": "mea", "size": "tiny"}}},
             "unknown recipe 'mea'; did you mean 'mae'?",
         ),
-        ({"runs": {"m": {"recipe": "mae", "size": "giant"}}}, "no column 'giant'"),
+        ({"runs": {"m": {"recipe": "mae", "size": "giant"}}}, "unknown encoder size 'giant'"),
         (
             {"runs": {"m": {"recipe": "mae", "size": "tiny", "set": {"epoch": 1}}}},
             "unknown key 'epoch'; did you mean 'epochs'?",

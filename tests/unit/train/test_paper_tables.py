@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 import maect.recipes
-from maect.recipes import load_encoder
+from maect.core.errors import UserError
+from maect.evaluate import evaluation_names, load_evaluation
+from maect.recipes import load_encoder, recipe_names, sizes, tables
 from maect.stages import Tune, load_recipe
 
 PAPER = Path(maect.recipes.__file__).parent / "paper"
@@ -94,6 +96,36 @@ def test_pretraining_as_in_the_text():
         assert stage.scaled_lr(1.0) == 2 * batch / 256
         paper = load_recipe("mae", size, {"lr_counts_views": False})
         assert paper.scaled_lr(1.0) == batch / 256
+
+
+@pytest.fixture
+def own_size(monkeypatch):
+    """One more entry of encoders.yaml."""
+    entries = tables._read("encoders") | {"wide": {"like": "large", "width": 1536}}
+    read = tables._read
+    monkeypatch.setattr(tables, "_read", lambda n: entries if n == "encoders" else read(n))
+
+
+def test_one_entry_is_a_new_encoder_size(own_size):
+    """What it says itself, and everything else, all recipes included, from what it is like."""
+    assert "wide" in sizes()
+    assert load_encoder("wide") == load_encoder("large").model_copy(update={"width": 1536})
+    for name in recipe_names():
+        assert load_recipe(name, "wide") == load_recipe(name, "large")
+    for name in set(evaluation_names()) - {"throughput"}:
+        assert load_evaluation(name, "wide") == load_evaluation(name, "large")
+    assert load_evaluation("throughput", "wide")[1].size == "wide"
+
+
+def test_a_recipe_prints_beside_the_papers_table():
+    rows = [line.split() for line in tables.table_of("ct_min").splitlines()]
+    assert rows[0] == ["ct_min", *sizes()]
+    assert ["head.temperature", "0.15", "0.15", "0.15", "0.2", "0.3", "0.3"] in rows
+    assert ["frozen_blocks", "2", "6", "6", "12", "16", "16"] in rows
+    rows = [line.split() for line in tables.table_of("fine_tune").splitlines()]
+    assert ["drop_path", "0.05", "0.1", "0.1", "0.2", "0.3", "0.3"] in rows
+    with pytest.raises(UserError, match="unknown recipe 'ct_mni'; did you mean 'ct_min'"):
+        tables.table_of("ct_mni")
 
 
 def override(cell: str) -> dict:
