@@ -23,6 +23,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
+from maect.data.labelled import Labelled, fraction_name, fraction_rows_of, shots_rows
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import normalize, randaugment
 from maect.evaluate.features import BATCH
@@ -31,9 +32,8 @@ from maect.evaluate.fine_tune_model import Classifier, parameter_groups
 from maect.evaluate.job import Interrupted, Job
 from maect.evaluate.protocols import FineTune
 from maect.evaluate.ranks import share_of
-from maect.evaluate.subsets import Labelled, fraction_name, fraction_rows_of, shots_rows
 from maect.models.weights import load_encoder_weights
-from maect.stages import Stage
+from maect.stages.base import SelfSupervised as Stage
 from maect.train.distributed import Context as TrainContext
 from maect.train.distributed import from_rank_0, start, summed
 from maect.train.engine import Engine

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
+from maect.data.labelled import Labelled, fraction_name, fraction_rows_of, shots_rows
 from maect.evaluate import logistic
 from maect.evaluate.job import Context, Job, idle_cpus
 from maect.evaluate.protocols import LowShot
 from maect.evaluate.store import Features
-from maect.evaluate.subsets import Labelled, fraction_name, fraction_rows_of, shots_rows
 
 INPUTS = ("train", "test")
 

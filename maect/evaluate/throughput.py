@@ -8,7 +8,7 @@ encoder passes: views that learn, local views, and passes of a momentum teacher.
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,10 @@ from maect.models.encoder import build_encoder
 from maect.models.head import NNCLRHead
 from maect.models.weights import load_encoder_weights
 from maect.recipes import Encoder
-from maect.stages import Pretrain, Stage, Tune, load_recipe
+from maect.stages import load_recipe
+from maect.stages.base import SelfSupervised as Stage
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 from maect.train import objectives
 from maect.train.objectives import ContrastiveObjective, MaskedAutoencoder
 from maect.train.parameters import parameter_groups
@@ -48,7 +51,7 @@ def evaluate(context: Context, job: Job, settings: Throughput) -> dict[str, Any]
         UserError: the run's encoder is not of `settings.size`, or not one step fits.
     """
     encoder = load_encoder_weights(job.run / "encoder.safetensors")[1]
-    stages = {name: load_recipe(recipe, settings.size) for name, recipe in RECIPES.items()}
+    stages = {n: cast(Stage, load_recipe(recipe, settings.size)) for n, recipe in RECIPES.items()}
     frozen = getattr(stages["tune"], "frozen_blocks", 0)
     if frozen >= encoder.depth or not encoder.class_token:
         raise UserError(
@@ -195,7 +198,7 @@ def _objective(stage: Stage, encoder: Encoder) -> MaskedAutoencoder | Contrastiv
         vit.freeze(stage.frozen_blocks)
     return ContrastiveObjective(
         vit,
-        NNCLRHead(encoder.width, stage.head),  # type: ignore[attr-defined]
+        NNCLRHead(encoder.width, stage.head),  # type: ignore[arg-type]
         pooling=encoder.ct_pooling,
         precision=stage.precision,
         mask_ratio=stage.mask_ratio,

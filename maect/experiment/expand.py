@@ -21,7 +21,9 @@ from maect.experiment.schema import (
 )
 from maect.experiment.weights import shared_by_seeds
 from maect.recipes import Encoder, load_encoder
-from maect.stages import Import, Stage, Tune, load_import, load_recipe
+from maect.stages import Stage, load_import, load_recipe
+from maect.stages.imported import Import
+from maect.stages.tune import Tune
 
 STAGE_NAMES = {"Pretrain": "pretrain", "Head": "head", "Tune": "tune", "Import": "import"}
 # What may start from what; the value None means "from nothing".

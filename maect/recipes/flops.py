@@ -41,6 +41,20 @@ def block_flops(tokens: int, width: int) -> float:
     return 24 * tokens * width**2 + 4 * tokens**2 * width
 
 
+def view_flops(encoder: Encoder, tokens: int, frozen: int = 0) -> float:
+    """Forward and backward operations of the encoder for one view, its lowest blocks frozen."""
+    embed = 2 * encoder.patches * (3 * encoder.patch_size**2) * encoder.width
+    blocks = encoder.depth * block_flops(tokens, encoder.width)
+    # The pixels need no gradient: one product in the backward pass, not two.
+    return (1 if frozen else 2) * embed + (1 + 2 * (1 - frozen / encoder.depth)) * blocks
+
+
+def parameters(encoder: Encoder) -> int:
+    """Weights of an encoder, near enough for its size on disk."""
+    embed = 3 * encoder.patch_size**2 * encoder.width
+    return embed + encoder.depth * (12 * encoder.width**2 + 13 * encoder.width)
+
+
 def decoder_flops(encoder: Encoder, visible: int) -> float:
     """Forward operations of MAE's decoder for one view, given so many tokens."""
     tokens, width = 1 + encoder.patches, encoder.decoder_width
@@ -60,3 +74,10 @@ def head_flops(head: Contrastive, width: int, batch_size: int, encoder_learns: b
     if head.lookup != "none":
         total += 2 * head.embedding * head.queue_size
     return total + 2 * (2 * head.embedding * batch_size)  # neighbours get no gradient
+
+
+def head_parameters(head: Contrastive, width: int) -> int:
+    """Weights and queue of the NNCLR head, near enough for their size on disk."""
+    hidden = head.projector_hidden
+    projector = hidden * (width + hidden + head.embedding)
+    return projector + 2 * head.embedding * head.predictor_hidden + head.embedding * head.queue_size

@@ -1,28 +1,28 @@
 """The stages: what can be trained or imported, each a module of its own."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from maect.core.settings import one_line
 from maect.recipes import Encoder, load_encoder, merge, recipe_values
-from maect.stages.base import Stage
+from maect.stages.base import Stage, Training
+from maect.stages.fine_tune import FineTune
 from maect.stages.head import Head
 from maect.stages.imported import Import
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
 
-__all__ = ["STAGES", "Head", "Import", "Pretrain", "Stage", "Tune", "load_import", "load_recipe"]
+__all__ = ["STAGES", "Stage", "Training", "load_import", "load_recipe"]
 
-STAGES: dict[str, type[Stage]] = {"pretrain": Pretrain, "head": Head, "tune": Tune}
+STAGES: dict[str, type[Stage]] = {
+    stage.name: stage for stage in (Pretrain, Head, Tune, FineTune, Import)
+}
 
 
-def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Stage:
+def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Training:
     """A recipe for an encoder size, with overrides; `head: {topk: 1}` changes one key of `head`.
-
-    Returns:
-        `Pretrain`, `Head` or `Tune`, whichever the recipe is for.
 
     Raises:
         UserError: unknown recipe, size or key, or a value out of range.
@@ -30,7 +30,7 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
     values = merge(recipe_values(name, size), overrides or {})
     stage = values.pop("stage")
     try:
-        return STAGES[stage].model_validate(values)
+        return cast(Training, STAGES[stage].model_validate(values))
     except ValidationError as error:
         raise one_line(error, f"recipe {name}") from None
 

@@ -1,42 +1,142 @@
-"""What every training stage has in common."""
+"""What a stage declares, and what all stages that train have in common; no torch at import."""
 
-from typing import Literal
+from abc import abstractmethod
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
+from maect.core.errors import UserError
 from maect.core.settings import Settings
-from maect.recipes import AUGMENTATIONS, Contrastive, View
+from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, View
+from maect.recipes.flops import parameters
+
+STATES = 3  # two are kept and one is being written
 
 
 class Stage(Settings):
-    """What every training stage has in common."""
+    """One way to make an encoder: its settings are the fields of the class.
+
+    Attributes:
+        name: of the stage, and of its rule.
+        title: what a run of it is doing, for messages.
+        starts_from: stages whose runs it may start from; () starts from nothing.
+        trains: whether it trains; else it only converts.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    starts_from: ClassVar[tuple[str, ...]] = ()
+    trains: ClassVar[bool] = True
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Files that a finished run has beside `run.json`."""
+        return ("encoder.safetensors",)
+
+    def takes(self, source: "Stage") -> tuple[str, ...]:
+        """Which of the files that a run of `source` leaves it reads."""
+        return ("encoder.safetensors",) if self.starts_from else ()
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Refuse an encoder that these settings do not fit.
+
+        Raises:
+            ValueError: with the numbers.
+        """
+
+    def check_source(self, encoder: Encoder, source: "Stage", source_encoder: Encoder) -> None:
+        """Refuse a run to start from that does not fit.
+
+        Raises:
+            ValueError: what differs; the message goes on with " of RUN".
+        """
+        if source_encoder != encoder:
+            raise ValueError("its encoder differs from that")
+
+    def flops_per_image(self, encoder: Encoder) -> float:
+        """Operations of one training step, forward and backward over all views, per image."""
+        return 0.0
+
+    def state_bytes(self, encoder: Encoder) -> int:
+        """Bytes that a run leaves: its states and the files that it exports."""
+        return 4 * parameters(encoder)
+
+
+class Training(Stage):
+    """Settings of every stage that trains."""
 
     epochs: int = Field(gt=0)
     batch_size: int = Field(gt=0)
     """Images in the global batch, over all ranks; each gives `views` views."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    precision: Literal["bf16", "fp32"] = "bf16"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    accumulation: int = Field(default=1, gt=0)
+    """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
+    compile: bool = False
+    attention: Literal["sdpa", "flash_attn"] = "sdpa"
+    activation_checkpointing: bool = False
+
+    def images_of(self, images: int, classes: int) -> int:
+        """Images of an epoch, of a training split with so many images and classes."""
+        return images
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of processes that the batch does not split over.
+
+        Raises:
+            UserError: with the numbers.
+        """
+        if self.batch_size % (ranks * self.accumulation):
+            parts = f"{ranks} ranks x accumulation {self.accumulation}"
+            raise UserError(f"batch_size {self.batch_size} is not a multiple of {parts}")
+
+    def total_steps(self, images: int) -> int:
+        """Updates; batches straddle epochs, so nothing is dropped but the last rest."""
+        return self.epochs * images // self.batch_size
+
+    @property
+    @abstractmethod
+    def warmup(self) -> float:
+        """Fraction of the updates in which the learning rate rises."""
+
+    @abstractmethod
+    def view_settings(self) -> tuple[View, ...]:
+        """How each view of an image is made."""
+
+    def _state(self, learnt: int, averaged: int, left: int) -> int:
+        """Bytes of states (weights and AdamW's two moments in fp32; averages) and exports."""
+        return STATES * (12 * learnt + 4 * averaged) + 4 * left
+
+
+class SelfSupervised(Training):
+    """Settings of the stages that learn without labels, from views of images."""
+
     augmentation: Literal["mae", "min", "aug"]
     crop_scale: tuple[float, float] | None = None
     """Replaces the augmentation's crop scale, for images whose object fills the frame."""
     flip: float | None = Field(default=None, ge=0, le=1)
     """Replaces the probability of a horizontal flip (0 where left and right mean something)."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
     warmup_fraction: float = Field(ge=0, lt=1)
     lr_counts_views: bool = True
     """lr = base_lr x batch_size x views / 256 (authors' code); False leaves `views` out."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    accumulation: int = Field(default=1, gt=0)
-    """Forward passes per optimizer step. Only MAE: batch statistics forbid it elsewhere."""
-    compile: bool = False
-    attention: Literal["sdpa", "flash_attn"] = "sdpa"
-    activation_checkpointing: bool = False
-
     views: int = Field(default=2, ge=1, le=2)
     mask_ratio: float = Field(default=0.0, ge=0, lt=1)
+    head: Contrastive | None = None
+
+    @property
+    def warmup(self) -> float:
+        """Fraction of the updates in which the learning rate rises."""
+        return self.warmup_fraction
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The encoder, and the NNCLR head where there is one."""
+        return ("encoder.safetensors", *(["head.safetensors"] if self.head else []))
 
     def view_settings(self) -> tuple[View, ...]:
-        """The views to make of each image, with this stage's overrides applied."""
+        """The augmentation's views with this run's crop scale and flips."""
         changes = {"crop_scale": self.crop_scale, "flip": self.flip}
         changes = {key: value for key, value in changes.items() if value is not None}
         return tuple(view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation])[
@@ -47,20 +147,23 @@ class Stage(Settings):
         """Peak learning rate by the linear scaling rule (paper, A.1)."""
         return base_lr * self.batch_size * (self.views if self.lr_counts_views else 1) / 256
 
-
-def check_contrastive(stage: Stage, head: Contrastive) -> None:
-    """Refuse what the contrastive loss cannot be computed with."""
-    if stage.views != 2:
-        raise ValueError("the contrastive loss needs views: 2")
-    if head.queue_size % stage.batch_size:
-        raise ValueError(
-            f"batch_size {stage.batch_size} does not divide queue_size {head.queue_size}: "
-            "the queue is filled in whole batches"
-        )
-    if head.topk > head.queue_size:
-        raise ValueError(f"topk {head.topk} is larger than queue_size {head.queue_size}")
-    if stage.accumulation != 1:
-        raise ValueError(
-            "accumulation must be 1 in contrastive stages: batch statistics and negatives are "
-            "those of the whole global batch"
-        )
+    def check_contrastive(self) -> Self:
+        """Refuse what the contrastive loss cannot be computed with."""
+        head = self.head
+        if head is None:
+            return self
+        if self.views != 2:
+            raise ValueError("the contrastive loss needs views: 2")
+        if head.queue_size % self.batch_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not divide queue_size {head.queue_size}: "
+                "the queue is filled in whole batches"
+            )
+        if head.topk > head.queue_size:
+            raise ValueError(f"topk {head.topk} is larger than queue_size {head.queue_size}")
+        if self.accumulation != 1:
+            raise ValueError(
+                "accumulation must be 1 in contrastive stages: batch statistics and negatives are "
+                "those of the whole global batch"
+            )
+        return self

@@ -5,12 +5,10 @@ from typing import Any, Self
 from pydantic import Field, SerializeAsAny
 
 from maect.core.names import check_names
-from maect.core.settings import Settings, digest, validated
+from maect.core.settings import digest, validated
 from maect.core.settings_file import LocalPath, SettingsFile
 from maect.recipes import Encoder
-from maect.stages import STAGES, Import
-
-KINDS: dict[str, type[Settings]] = {**STAGES, "import": Import}
+from maect.stages import STAGES, Stage
 
 
 class RunConfig(SettingsFile):
@@ -30,14 +28,14 @@ class RunConfig(SettingsFile):
     weights: LocalPath | None = None
     """The published checkpoint that is imported; its path is no part of the run's identity."""
     encoder: Encoder
-    settings: SerializeAsAny[Settings]
+    settings: SerializeAsAny[Stage]
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
         """The run that nested values describe; `settings` are those of its stage."""
         stage = str(values.get("stage"))
-        check_names(f"{where}: stage", [stage], KINDS)
-        settings = validated(KINDS[stage], values.get("settings", {}), f"{where}: settings")
+        check_names(f"{where}: stage", [stage], STAGES)
+        settings = validated(STAGES[stage], values.get("settings", {}), f"{where}: settings")
         return super().parse(values | {"settings": settings}, where, context)
 
     @property

@@ -1,15 +1,19 @@
 """MAE pre-training."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from maect.recipes import Contrastive
-from maect.stages.base import Stage, check_contrastive
+from maect.recipes import Encoder, visible_patches
+from maect.recipes.flops import decoder_flops, head_flops, head_parameters, parameters, view_flops
+from maect.stages.base import SelfSupervised
 
 
-class Pretrain(Stage):
+class Pretrain(SelfSupervised):
     """MAE pre-training, alone or together with an NNCLR head."""
+
+    name: ClassVar[str] = "pretrain"
+    title: ClassVar[str] = "Pre-training {run}"
 
     base_lr: float = Field(gt=0)
     weight_decay: float = Field(ge=0)
@@ -18,12 +22,25 @@ class Pretrain(Stage):
     contrastive: Literal["none", "combined", "detached"] = "none"
     """`detached` trains the head on the encoder's output without changing the encoder."""
     contrastive_weight: float = Field(default=0.001, gt=0)
-    head: Contrastive | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> "Pretrain":
         if (self.contrastive == "none") != (self.head is None):
             raise ValueError("`head` settings belong to contrastive: combined or detached")
+        return self.check_contrastive()
+
+    def flops_per_image(self, encoder: Encoder) -> float:
+        """Operations of one training step, forward and backward over all views, per image."""
+        tokens = int(encoder.class_token) + visible_patches(encoder.patches, self.mask_ratio)
+        view = view_flops(encoder, tokens) + 3 * decoder_flops(encoder, tokens)
         if self.head is not None:
-            check_contrastive(self, self.head)
-        return self
+            combined = self.contrastive == "combined"
+            view += head_flops(self.head, encoder.width, self.batch_size, combined)
+        return self.views * view
+
+    def state_bytes(self, encoder: Encoder) -> int:
+        """Bytes that a run leaves: its states and the files that it exports."""
+        learnt = parameters(encoder) + encoder.decoder_depth * 12 * encoder.decoder_width**2
+        if self.head is not None:
+            learnt += head_parameters(self.head, encoder.width)
+        return self._state(learnt, 0, learnt)

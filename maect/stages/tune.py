@@ -1,13 +1,20 @@
 """Contrastive tuning."""
 
+from typing import ClassVar
+
 from pydantic import Field, model_validator
 
-from maect.recipes import Contrastive
-from maect.stages.base import Stage, check_contrastive
+from maect.recipes import Contrastive, Encoder, visible_patches
+from maect.recipes.flops import head_flops, head_parameters, parameters, view_flops
+from maect.stages.base import SelfSupervised, Stage
 
 
-class Tune(Stage):
+class Tune(SelfSupervised):
     """Contrastive tuning of the upper part of the encoder (paper, tables 7 and 8)."""
+
+    name: ClassVar[str] = "tune"
+    title: ClassVar[str] = "Contrastive tuning {run}"
+    starts_from: ClassVar[tuple[str, ...]] = ("head", "pretrain", "import")
 
     base_lr: float = Field(gt=0)
     weight_decay: float = Field(ge=0)
@@ -18,5 +25,37 @@ class Tune(Stage):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Tune":
-        check_contrastive(self, self.head)
-        return self
+        return self.check_contrastive()
+
+    def takes(self, source: Stage) -> tuple[str, ...]:
+        """The encoder, and the head where the source leaves one."""
+        return source.leaves
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Refuse to freeze every block."""
+        if self.frozen_blocks >= encoder.depth:
+            raise ValueError(
+                f"frozen_blocks {self.frozen_blocks} leaves none of the "
+                f"{encoder.depth} blocks to tune"
+            )
+
+    def check_source(self, encoder: Encoder, source: Stage, source_encoder: Encoder) -> None:
+        """Refuse another encoder, and a head of another shape."""
+        super().check_source(encoder, source, source_encoder)
+        if isinstance(source, SelfSupervised) and source.head is not None:
+            for key in ("queue_size", "projector_hidden", "predictor_hidden", "embedding"):
+                ours, theirs = getattr(self.head, key), getattr(source.head, key)
+                if ours != theirs:
+                    raise ValueError(f"head.{key} {ours} differs from {theirs}")
+
+    def flops_per_image(self, encoder: Encoder) -> float:
+        """Operations of one training step, forward and backward over all views, per image."""
+        tokens = int(encoder.class_token) + visible_patches(encoder.patches, self.mask_ratio)
+        view = view_flops(encoder, tokens, self.frozen_blocks)
+        return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, True))
+
+    def state_bytes(self, encoder: Encoder) -> int:
+        """Bytes that a run leaves: its states, with the averages, and the files that it exports."""
+        body = parameters(encoder)
+        learnt = body + head_parameters(self.head, encoder.width)
+        return self._state(learnt, body, learnt)

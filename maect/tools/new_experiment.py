@@ -15,6 +15,7 @@ from maect.evaluate import load_evaluation
 from maect.experiment import load
 from maect.experiment.schema import check_plain
 from maect.recipes import load_encoder
+from maect.recipes.flops import parameters
 from maect.stages import load_recipe
 from maect.tools.new_experiment_images import (
     FEWEST_VAL,
@@ -25,7 +26,6 @@ from maect.tools.new_experiment_images import (
     held_out,
     look_at,
 )
-from maect.tools.plan.work import parameters
 
 PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
 SHARD_BYTES = 300_000_000

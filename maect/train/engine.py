@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maect.models.attention import use_attention
-from maect.stages import Stage
+from maect.stages.base import SelfSupervised as Stage
 from maect.train.objectives import Objective
 
 _BUCKET = 50_000_000

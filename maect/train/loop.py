@@ -15,7 +15,8 @@ from maect.data.loader import Batch
 from maect.data.transforms import augment
 from maect.models.head import NNCLRHead
 from maect.recipes import Encoder
-from maect.stages import Stage, Tune
+from maect.stages.base import SelfSupervised as Stage
+from maect.stages.tune import Tune
 from maect.train.distributed import Context, summed
 from maect.train.ema import update_ema
 from maect.train.engine import Engine

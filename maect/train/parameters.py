@@ -6,7 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from maect.stages import Head, Pretrain, Stage, Tune
+from maect.stages.base import SelfSupervised as Stage
+from maect.stages.head import Head
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 
 
 def layer_scale(name: str, depth: int, decay: float) -> float:

@@ -14,7 +14,10 @@ from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.staging import stage as stage_shards
 from maect.recipes import Encoder
-from maect.stages import Head, Pretrain, Stage, Tune
+from maect.stages.base import SelfSupervised as Stage
+from maect.stages.head import Head
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 from maect.train.distributed import Context, from_rank_0, start, summed
 from maect.train.ema import start_ema
 from maect.train.engine import Engine

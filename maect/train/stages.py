@@ -14,7 +14,10 @@ from maect.models.encoder import VisionEncoder, build_encoder, seeded
 from maect.models.head import NNCLRHead
 from maect.models.weights import load_encoder_weights, load_tensors, save_encoder, save_tensors
 from maect.recipes import Encoder
-from maect.stages import Head, Pretrain, Stage, Tune
+from maect.stages.base import SelfSupervised as Stage
+from maect.stages.head import Head
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 from maect.train.objectives import ContrastiveObjective, MaskedAutoencoder, Objective
 from maect.train.state import StateReader
 

@@ -5,8 +5,7 @@ import torch
 
 from maect.recipes import Encoder
 from maect.recipes.flops import peak_flops
-from maect.stages import Stage
-from maect.stages.flops import flops_per_image
+from maect.stages.base import SelfSupervised as Stage
 
 GIB = 2**30
 
@@ -21,7 +20,7 @@ def usage(
         `tflops`: model operations a device, 10^12 a second; `utilization`: the same as a fraction
         of the device's dense bfloat16 rate, where that is known and the precision is bfloat16.
     """
-    rate = flops_per_image(stage, encoder) * images_per_second / world_size
+    rate = stage.flops_per_image(encoder) * images_per_second / world_size
     found = {"memory_gib": _memory(device) / GIB, "tflops": rate / 1e12}
     if device.type == "cuda" and stage.precision == "bf16":
         peak = peak_flops(torch.cuda.get_device_name(device))

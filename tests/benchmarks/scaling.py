@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from maect.recipes import Encoder, load_encoder
-from maect.stages import Head, Pretrain, Stage, Tune, load_recipe
-from maect.stages.flops import flops_per_image
-from maect.tools.plan.work import parameters
+from maect.recipes.flops import parameters
+from maect.stages import Stage, load_recipe
+from maect.stages.head import Head
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 
 RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
 GLOO, GLOO_LATENCY = 0.4e9, 200e-6  # bytes/s and seconds of gloo here, from `maect doctor`
@@ -78,7 +80,7 @@ def learning(stage: Stage, encoder: Encoder) -> float:
 def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[str, float]:
     """Seconds of each part of a step."""
     m, images = machine, stage.batch_size / ranks
-    compute = flops_per_image(stage, encoder) * images / m.rate
+    compute = stage.flops_per_image(encoder) * images / m.rate
     blocks = encoder.depth + (encoder.decoder_depth if isinstance(stage, Pretrain) else 0)
     frozen = encoder.depth if isinstance(stage, Head) else getattr(stage, "frozen_blocks", 0)
     kernels = 20 * frozen + 60 * (blocks - frozen) + 300
@@ -170,7 +172,7 @@ def measure(rounds: int) -> list[str]:
     middle = {key: statistics.median(values) for key, values in seconds.items()}
     image = (middle[1, batch] - middle[1, small]) / (batch - small)
     host = middle[1, batch] - image * batch
-    rate = flops_per_image(stage, encoder) / image
+    rate = stage.flops_per_image(encoder) / image
     out_lines = [
         f"host {1000 * host:.1f} ms a step; an image {1000 * image:.3f} ms ({rate / 1e9:.1f} "
         f"GFLOP/s), its decoding {1000 * decode:.3f} ms; {cores} cores",

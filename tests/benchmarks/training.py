@@ -29,8 +29,8 @@ from maect.data.loader import Batch
 from maect.models.encoder import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
-from maect.stages import Stage, Tune, load_recipe
-from maect.stages.flops import flops_per_image
+from maect.stages import Stage, load_recipe
+from maect.stages.tune import Tune
 from maect.train.distributed import start
 from maect.train.ema import start_ema
 from maect.train.engine import Engine
@@ -233,7 +233,7 @@ def measure(value: dict[str, Any]) -> None:
     speed = stage.batch_size / statistics.median(seconds[WARM_UP:])
     found = {
         "images_per_second": speed,
-        "flops": flops_per_image(stage, shape) * speed,
+        "flops": stage.flops_per_image(shape) * speed,
         "gib": (peak_memory(device) - before) / 2**30,
     }
     print(json.dumps(found))

@@ -10,6 +10,7 @@ from maect import cli
 from maect.core.errors import UserError
 from maect.experiment import Experiment, load
 from maect.launch import Resources
+from maect.stages.pretrain import Pretrain
 from maect.tools.doctor import login
 from maect.tools.doctor.findings import Finding, lines
 from maect.tools.doctor.probe import judge
@@ -126,7 +127,7 @@ def test_room_for_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = login.storage(experiment)
     assert not failures(found) and str(tmp_path) in found[0].what
     # The room that is needed is a sum over runs: more than any disk has.
-    monkeypatch.setattr(login, "run_bytes", lambda settings, encoder: 10**18)
+    monkeypatch.setattr(Pretrain, "state_bytes", lambda self, encoder: 10**18)
     monkeypatch.setattr(login, "FILES_PER_RUN", 10**15)
     assert ["TB needed" in what for what in failures(login.storage(experiment))] == [True, False]
 

@@ -8,7 +8,7 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.experiment import Experiment, load
-from maect.stages import Import
+from maect.stages.imported import Import
 
 RUNS: dict[str, Any] = {
     "mae_large_public": {"weights": "$PUBLIC/mae_{x}.pth", "size": "large", "each": {"x": ["l"]}},

@@ -13,6 +13,7 @@ from maect.core.errors import UserError
 from maect.evaluate.protocols import EffectiveInvariance, FineTune, Knn, LinearProbe
 from maect.experiment import Experiment, load
 from maect.recipes import load_encoder
+from maect.recipes.flops import parameters
 from maect.stages import load_recipe
 from maect.tools.plan import dag, work
 from maect.tools.plan.jobs import REQUEUED, START, Job, critical_path, make_plan
@@ -158,8 +159,8 @@ def test_the_critical_path_is_the_longest_chain() -> None:
 def test_what_a_run_leaves_is_near_what_it_left() -> None:
     """ViT-L has 303 million weights (timm: vit_large_patch16_224 without its classifier)."""
     encoder = load_encoder("large", None)
-    assert work.parameters(encoder) == pytest.approx(303.3e6, rel=0.002)
-    size = work.run_bytes(load_recipe("mae", "large", {}), encoder)
+    assert parameters(encoder) == pytest.approx(303.3e6, rel=0.002)
+    size = load_recipe("mae", "large", {}).state_bytes(encoder)
     assert 3 * 12 * 303e6 < size < 4 * 12 * 340e6
 
 

@@ -13,7 +13,6 @@ import yaml
 from maect.core.errors import UserError
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
-from maect.stages.flops import flops_per_image
 from maect.tools.plan.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +99,7 @@ def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
     # 1024 images on 3 nodes of 4: 2 is the largest number that divides them.
     assert training_nodes("1..3", 4, large, shapes[1]) == 2
     many = training_nodes("1..1024", 4, large, shapes[1])
-    step = flops_per_image(large, shapes[1]) * large.batch_size
+    step = large.flops_per_image(shapes[1]) * large.batch_size
     assert step / (4 * many) >= WORTH_A_RANK > step / (4 * 2 * many)
     # One number is what a person wants, whatever it is worth.
     assert training_nodes("8", 4, digits, shapes[0]) == 8

@@ -15,11 +15,10 @@ from maect.launch import Resources
 from maect.launch.record import Job
 from maect.launch.squeue import command
 from maect.launch.submit import slurm
-from maect.stages import Stage
 from maect.tools.doctor.findings import Finding
 from maect.tools.doctor.site import nodes_of, resources
 from maect.tools.plan.text import size_text
-from maect.tools.plan.work import feature_bytes, run_bytes, shards
+from maect.tools.plan.work import feature_bytes, shards
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
 FILES_PER_RUN = 200  # states of many ranks, logs, TensorBoard, jobs
@@ -162,7 +161,7 @@ def _needs(experiment: Experiment) -> tuple[int, int]:
                 size += known.bytes or 0
                 files += 4 * given.shards
     for run in experiment.runs.values():
-        size += run_bytes(run.settings, run.encoder) if isinstance(run.settings, Stage) else 0
+        size += run.settings.state_bytes(run.encoder)
     for name in experiment.evaluated:
         for split in ("train", "val"):
             images = shards(experiment.shards(experiment.default_dataset, split)).images or 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maect.experiment import Experiment
-from maect.stages import Stage
+from maect.stages import Training as Stage
 from maect.tools.plan import work
 from maect.tools.plan.nodes import fixed_nodes, training_nodes
 from maect.tools.plan.speed import FP32, Device, measured
@@ -131,12 +131,12 @@ def _training(plan: Plan, options: Namespace, experiment: Experiment, device: De
         seconds = left * images * settings.epochs / (found[0] * nodes * devices)
         source = f"measured in {found[1]}"
     else:
-        flops = left * work.training_flops(settings, encoder, images)
+        flops = left * settings.flops_per_image(encoder) * images * settings.epochs
         seconds, source = flops / (device.rate * nodes * devices), device.source
     return Job(
         stage, run.name, nodes, devices, seconds, 60.0 * options.minutes, source,
         makes=options.folder, needs=(options.source,) if options.source else (),
-        bytes=work.run_bytes(settings, encoder),
+        bytes=settings.state_bytes(encoder),
     )  # fmt: skip
 
 

@@ -4,8 +4,7 @@ import re
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder
-from maect.stages import Stage
-from maect.stages.flops import flops_per_image
+from maect.stages import Training as Stage
 
 # Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step
 # costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.
@@ -43,6 +42,6 @@ def training_nodes(nodes: str, devices: int, settings: Stage, encoder: Encoder) 
     if not fitting:
         many = f"{least * devices} ranks" if least == most else f"ranks on {nodes} nodes"
         raise UserError(f"batch_size {settings.batch_size} is not a multiple of {many}")
-    step = flops_per_image(settings, encoder) * settings.batch_size
+    step = settings.flops_per_image(encoder) * settings.batch_size
     worth = [n for n in fitting if step / (n * devices) >= WORTH_A_RANK]
     return max(worth, default=min(fitting))

@@ -14,8 +14,6 @@ from maect.evaluate.protocols import (
 )
 from maect.recipes import Encoder
 from maect.recipes.flops import block_flops
-from maect.stages import Pretrain, Stage, Tune
-from maect.stages.flops import flops_per_image
 
 # Numbers of images of data sets whose shards are not there yet, from their publications.
 KNOWN_IMAGES = {
@@ -34,7 +32,6 @@ KNOWN_IMAGES = {
 }
 # Bytes of the archives ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
 KNOWN_BYTES = {"imagenet": {"train": 147_897_477_120, "val": 6_744_924_160}}
-STATES = 3  # two are kept and one is being written
 MINUTES = {"umap": 10.0, "clustering": 30.0, "low_shot": 20.0, "knn": 10.0}  # assumed
 OTHER_MINUTES = 10.0
 
@@ -62,11 +59,6 @@ def encode_flops(encoder: Encoder) -> float:
     """Operations of encoding one whole image."""
     embed = 2 * encoder.patches * 3 * encoder.patch_size**2 * encoder.width
     return embed + encoder.depth * block_flops(1 + encoder.patches, encoder.width)
-
-
-def training_flops(stage: Stage, encoder: Encoder, images: int) -> float:
-    """Operations of a whole training."""
-    return flops_per_image(stage, encoder) * images * stage.epochs
 
 
 def evaluation_flops(
@@ -103,30 +95,6 @@ def evaluation_flops(
     if isinstance(settings, EffectiveInvariance):
         return test * (4 + settings.draws)  # as it is, and turned three times
     return None
-
-
-def parameters(encoder: Encoder) -> int:
-    """Weights of an encoder, near enough for its size on disk."""
-    embed = 3 * encoder.patch_size**2 * encoder.width
-    return embed + encoder.depth * (12 * encoder.width**2 + 13 * encoder.width)
-
-
-def run_bytes(stage: Stage, encoder: Encoder) -> int:
-    """What a training leaves: its states, encoder and head, in bytes.
-
-    A state has fp32 weights and AdamW's two moments of all that learns; tuning adds its averages.
-    """
-    body = parameters(encoder)
-    decoder = encoder.decoder_depth * 12 * encoder.decoder_width**2
-    head = getattr(stage, "head", None)
-    others = decoder if isinstance(stage, Pretrain) else 0
-    if head is not None:
-        hidden = head.projector_hidden
-        others += hidden * (encoder.width + hidden + head.embedding)
-        others += 2 * head.embedding * head.predictor_hidden + head.embedding * head.queue_size
-    learns = body if isinstance(stage, Pretrain | Tune) else 0
-    averages = 4 * body if isinstance(stage, Tune) else 0
-    return STATES * (12 * (learns + others) + averages) + 4 * (body + others)
 
 
 def feature_bytes(encoder: Encoder, images: int) -> int:

@@ -9,6 +9,7 @@ import pytest
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.data.index import open_index
+from maect.data.labelled import fraction_rows_of
 from maect.data.subsets import fraction_rows
 from maect.evaluate import fine_tune
 from maect.evaluate.features import extract
@@ -16,7 +17,6 @@ from maect.evaluate.job import Job
 from maect.evaluate.low_shot import choose, labelled
 from maect.evaluate.protocols import FineTune, LowShot
 from maect.evaluate.store import open_features
-from maect.evaluate.subsets import fraction_rows_of
 
 from .conftest import Rank
 

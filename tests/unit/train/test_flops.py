@@ -10,7 +10,6 @@ from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.flops import peak_flops
 from maect.stages import load_recipe
-from maect.stages.flops import flops_per_image
 from maect.train.objectives import Views
 from maect.train.stages import build_objective
 
@@ -53,13 +52,13 @@ def test_as_counted_by_torch(case, tmp_path):
     # The plain kernel: the fused ones compute the scores again in the backward pass.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         objective(Views(torch.randn(views, b, 3, 20, 20), order, ids, ids, dice))[0].backward()
-    assert counter.get_total_flops() == b * flops_per_image(stage, SHAPE)
+    assert counter.get_total_flops() == b * stage.flops_per_image(SHAPE)
 
 
 def test_vit_large():
     # The figure that is usually quoted: 61.6 G multiply-adds for an image of 197 tokens.
     stage = load_recipe("ct_min", "large", {"frozen_blocks": 0})
-    assert flops_per_image(stage, load_encoder("large")) == pytest.approx(6 * 2 * 61.6e9, rel=0.01)
+    assert stage.flops_per_image(load_encoder("large")) == pytest.approx(6 * 2 * 61.6e9, rel=0.01)
 
 
 def test_devices_by_name():

@@ -9,7 +9,8 @@ import maect.recipes
 from maect.core.errors import UserError
 from maect.evaluate import evaluation_names, load_evaluation
 from maect.recipes import load_encoder, recipe_names, sizes, tables
-from maect.stages import Tune, load_recipe
+from maect.stages import load_recipe
+from maect.stages.tune import Tune
 
 PAPER = Path(maect.recipes.__file__).parent / "paper"
 RESULTS = Path(maect.recipes.__file__).parents[1] / "report" / "paper"

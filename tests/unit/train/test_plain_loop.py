@@ -15,7 +15,8 @@ from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.transforms import augment
 from maect.recipes import Encoder
-from maect.stages import Pretrain, Tune
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 from maect.train.objectives import Views
 from maect.train.stages import build_objective
 

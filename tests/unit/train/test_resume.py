@@ -11,7 +11,7 @@ from conftest import ENCODER, losses, metrics
 from ranks import Ranks, run
 from safetensors.torch import load_file
 
-from maect.stages import Pretrain
+from maect.stages.pretrain import Pretrain
 from maect.train.stages import build_objective
 
 ALWAYS = {"save_every_minutes": 0.0}

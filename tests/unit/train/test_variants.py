@@ -11,7 +11,8 @@ from timm.models.vision_transformer import VisionTransformer
 
 from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder
-from maect.stages import Head, Pretrain
+from maect.stages.head import Head
+from maect.stages.pretrain import Pretrain
 from maect.train.objectives import Views
 from maect.train.stages import build_objective
 

@@ -24,13 +24,13 @@ class Labelled:
     """A train split as far as subsets need it.
 
     Attributes:
-        place: its file or folder, for messages.
+        path: its file or folder, for messages.
         labels: int64 [n].
         names: gives the names of the samples, in order.
         class_names: every class that there is, with or without a sample.
     """
 
-    place: Path
+    path: Path
     labels: NDArray[np.int64]
     names: Callable[[], list[str]]
     class_names: Sequence[str]
@@ -52,7 +52,7 @@ def shots_rows(
         return balanced_rows(train.labels, shots, (seed << 16) + split, train.class_names)
     except UserError as error:
         raise UserError(
-            f"{train.place}: {error}; ask for fewer shots, or leave the class out (kind: view)"
+            f"{train.path}: {error}; ask for fewer shots, or leave the class out (kind: view)"
         ) from None
 
 
@@ -85,6 +85,6 @@ def _path(folder: str, name: str) -> Path:
 def _listed(train: Labelled, path: Path) -> NDArray[np.int64]:
     """Rows of the samples whose file names a list holds."""
     try:
-        return rows_by_name(train.names(), read_list(path), train.place)
+        return rows_by_name(train.names(), read_list(path), train.path)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
