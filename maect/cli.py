@@ -1,67 +1,34 @@
 """The `maect` command: its options, its log and its exit status."""
 
 import argparse
-import sys
+import logging
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from maect import __version__, commands
 from maect.core.errors import UserError
+from maect.core.log import command_log
 from maect.report import commands as reports
 from maect.tools.doctor import command as doctor_command
 from maect.tools.plan import command as plan_command
+
+log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0 done, 2 wrong input, 130 interrupted."""
     options = build_parser().parse_args(arguments)
-    with ExitStack() as stack:
-        if getattr(options, "log", None):
-            stack.enter_context(redirect_stderr(stack.enter_context(Tee(options.log))))
+    with command_log(getattr(options, "log", None)):
         try:
             options.call(options)
         except UserError as error:
-            print(f"maect {options.command}: {error}", file=sys.stderr)
+            log.error("maect %s: %s", options.command, error)
             return 2
         except KeyboardInterrupt:
-            print(f"maect {options.command}: interrupted", file=sys.stderr)
+            log.error("maect %s: interrupted", options.command)
             return 130
     return 0
-
-
-class Tee:
-    """Standard error that also goes to a log file, line by line."""
-
-    def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self.terminal = sys.stderr
-        self.file: IO[str] = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-
-    def __enter__(self) -> "Tee":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def write(self, text: str) -> int:
-        """Write to both; a terminal that went away must not end a run."""
-        self.file.write(text.replace("\r", "\n"))
-        try:
-            return self.terminal.write(text)
-        except OSError:
-            return len(text)
-
-    def flush(self) -> None:
-        """Flush both."""
-        self.file.flush()
-        with suppress(OSError):
-            self.terminal.flush()
-
-    def isatty(self) -> bool:
-        """Whether a person watches."""
-        return self.terminal.isatty()
 
 
 def build_parser() -> argparse.ArgumentParser:

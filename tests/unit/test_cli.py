@@ -1,13 +1,12 @@
 """The command line: settings, devices, the log beside the terminal, exit statuses."""
 
-import io
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from maect import cli, commands
+from maect import commands
 from maect.core.errors import UserError
 from maect.launch.devices import count_devices
 
@@ -35,20 +34,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("0", "-1", "many"):
         with pytest.raises(UserError, match="devices"):
             count_devices(wrong)
-
-
-def test_the_log_gets_what_the_terminal_gets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    monkeypatch.setattr(sys, "stderr", Gone())
-    with cli.Tee(str(tmp_path / "logs/x.log")) as tee:
-        print("step 1\rstep 2", file=tee)
-        tee.flush()
-    assert (tmp_path / "logs/x.log").read_text() == "step 1\nstep 2\n"
 
 
 @pytest.mark.parametrize(

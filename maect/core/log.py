@@ -1,0 +1,84 @@
+"""The one set-up of `logging`: for commands that people start, and for the ranks of a job.
+
+Modules say `log = logging.getLogger(__name__)` and then `log.info(...)` or `log.warning(...)`.
+`print` is for what a command was asked for (a table, the name of a file), which goes to stdout.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+CLOCK, DATE = "%H:%M:%S", "%Y-%m-%d %H:%M:%S"
+
+
+@contextmanager
+def command_log(file: str | Path | None = None) -> Iterator[None]:
+    """Send messages to stderr, each with its time, and to the end of a log file if there is one."""
+    # On a terminal the date is known; a log may be read weeks later.
+    handlers: list[logging.Handler] = [_Stderr(_Lines(CLOCK if is_watched() else DATE))]
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        handlers[-1].setFormatter(_Lines(DATE))
+    root, ours = logging.getLogger(), logging.getLogger("maect")
+    level = ours.level
+    ours.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        ours.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+def rank_log(rank: int) -> None:
+    """Let every message of this process carry time, level and rank, for the rest of its life."""
+    form = f"%(asctime)s %(levelname)s rank {rank}: %(message)s"
+    logging.getLogger().addHandler(_Stderr(logging.Formatter(form, DATE)))
+    logging.getLogger("maect").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def is_watched() -> bool:
+    """Whether stderr is a terminal: then progress is drawn in place."""
+    return sys.stderr.isatty()
+
+
+class _Lines(logging.Formatter):
+    """`[12:03:04] message`; an error that ends a command begins with the command's name instead."""
+
+    def __init__(self, clock: str) -> None:
+        super().__init__("[%(asctime)s] %(mark)s%(message)s", clock)
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.levelno >= logging.ERROR:
+            return record.getMessage()
+        record.mark = "warning: " if record.levelno == logging.WARNING else ""
+        return super().format(record)
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Whatever stderr is at that moment: rich replaces it while it draws below the messages."""
+
+    def __init__(self, form: logging.Formatter) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(form)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The present stderr."""
+        return sys.stderr
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A terminal that was closed must not end what it showed."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            with suppress(OSError):
+                super().handleError(record)
