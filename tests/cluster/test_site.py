@@ -29,12 +29,10 @@ def doctor(
 def with_changes(folder: Path, **changes: object) -> Path:
     """The profile of JUWELS with other resources for pre-training."""
     profile = yaml.safe_load((JUWELS / "config.yaml").read_text())
-    asked = profile["set-resources"]
-    for rule in asked:
-        script = str(JUWELS.parents[1] / asked[rule]["setup"])
-        asked[rule] = asked[rule] | {"setup": script}
-    asked["pretrain"] |= changes
-    (folder / "config.yaml").write_text(yaml.safe_dump(profile))
+    jobs = profile["__variables__"]["jobs"]
+    jobs["training"]["setup"] = str(JUWELS.parents[1] / jobs["training"]["setup"])
+    jobs["pretrain"] = changes
+    (folder / "config.yaml").write_text(yaml.safe_dump(profile, sort_keys=False))
     return folder
 
 

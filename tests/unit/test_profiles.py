@@ -5,12 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from parsed_workflow import parsed, read_profile
 
 from maect.core.errors import UserError
+from maect.experiment.profile import by_rule, like_slurm
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.tools.plan.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
@@ -21,31 +21,13 @@ SITES = [name for name in PROFILES if name != "local"]
 TRAININGS = {"pretrain", "init_head", "tune"}
 
 
-def read(name: str) -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "cluster_profiles" / name / "config.yaml").read_text())
-
-
-def rules_on_devices() -> set[str]:
-    """Rules whose command runs where the profile says."""
-    texts = [file.read_text() for file in (ROOT / "workflow/rules").glob("*.smk")]
-    blocks = [block for text in texts for block in re.split(r"(?m)^rule ", text)[1:]]
-    return {block.split(":")[0] for block in blocks if "on_devices(" in block}
-
-
-def cluster_settings() -> set[str]:
-    """Names that `workflow/rules/common.smk` gives a default."""
-    text = (ROOT / "workflow/rules/common.smk").read_text()
-    block = re.search(r"(?ms)^CLUSTER = dict\(\n(.*?)^\)", text)
-    assert block is not None
-    return set(re.findall(r"(?m)^    (\w+)=", block[1]))
-
-
 @pytest.mark.parametrize("name", SITES)
-def test_a_site_names_every_rule_that_computes(name: str) -> None:
-    asked = read(name)["set-resources"]
-    assert set(asked) == rules_on_devices()
+def test_a_site_says_where_every_rule_computes(name: str) -> None:
+    asked = read_profile(name)["set-resources"]
+    rules = {key: set(rule["resources"]) for key, rule in parsed()["rules"].items()}
+    assert {key for key, known in rules.items() if "cluster" in known} == set(asked)
     for rule, values in asked.items():
-        assert values.keys() <= cluster_settings(), rule
+        assert values.keys() <= rules[rule], rule
         least, most = node_range(str(values["nodes"]))
         assert least == most or rule in TRAININGS, f"{rule}: only trainings have a range of nodes"
         assert values["cluster"] == "slurm" and values["slurm_account"] == "$MAECT_ACCOUNT"
@@ -57,9 +39,30 @@ def test_a_site_names_every_rule_that_computes(name: str) -> None:
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_a_kill_costs_no_more_than_its_work(name: str) -> None:
-    profile = read(name)
+    profile = read_profile(name)
     assert profile["rerun-incomplete"] and profile["nolock"]
     assert "code" not in profile["rerun-triggers"]
+
+
+def test_a_site_says_only_what_differs() -> None:
+    site = {
+        "training": {"devices": 2, "slurm_partition": "gpu2"},
+        "cpu": {"slurm_partition": "batch", "slurm_extra": "gres=none"},
+        "evaluate": {"runtime": 7},
+    }
+    asked = like_slurm(site)["set-resources"]
+    common = read_profile("slurm")["set-resources"]
+    assert asked["features"] == common["features"] | site["training"]
+    assert asked["throughput"]["slurm_partition"] == "gpu2"
+    assert asked["throughput"]["devices"] == asked["umap"]["devices"] == 1
+    assert asked["evaluate"] == asked["umap"] | {"runtime": 7}
+    assert asked["umap"]["slurm_partition"] == "batch"
+    assert like_slurm(site)["cores"] == read_profile("slurm")["cores"]
+
+
+def test_a_kind_that_is_none() -> None:
+    with pytest.raises(UserError, match="unknown job 'traning'; did you mean 'training'"):
+        by_rule({"traning": {"nodes": 1}})
 
 
 @pytest.mark.parametrize("modules", [False, True], ids=["no modules", "modules"])

@@ -1,4 +1,4 @@
-"""What a cluster profile asks for, read without Snakemake."""
+"""What a cluster profile asks for, read as Snakemake reads it."""
 
 import os
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+import yte
+from yte.exceptions import YteError
 
 from maect.core.errors import UserError
 from maect.launch import Resources
@@ -22,12 +24,12 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
     """
     file = profile / "config.yaml"
     try:
-        rules = yaml.safe_load(file.read_text(encoding="utf-8"))["set-resources"]
+        rules = yte.process_yaml(file.read_text(encoding="utf-8"), require_use_yte=True)
         return {
             rule: {key: _fill(value) for key, value in values.items()}
-            for rule, values in rules.items()
+            for rule, values in rules["set-resources"].items()
         }
-    except (OSError, yaml.YAMLError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, yaml.YAMLError, YteError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: not a cluster profile ({error})") from None
 
 

@@ -1,0 +1,69 @@
+"""Cluster profiles by kind of job: a site says only what differs from the common SLURM profile.
+
+Snakemake reads a profile through YTE, so that a profile may call these functions: what it says by
+kind of job becomes Snakemake's own `set-resources` and `set-threads`, rule by rule. Neither a new
+rule nor a renamed one changes a profile.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maect.core.errors import UserError
+from maect.core.names import did_you_mean
+
+SLURM = Path(__file__).parents[2] / "cluster_profiles/slurm/config.yaml"
+# From the largest to the smallest: each asks for what the one before it does, and says what differs.
+KINDS = ("training", "node", "device", "cpu")
+Jobs = Mapping[str, Mapping[str, Any]]
+
+
+def kinds() -> dict[str, str]:
+    """Kind of job of every rule that computes."""
+    return {
+        **dict.fromkeys(("pretrain", "init_head", "tune", "fine_tune"), "training"),
+        **dict.fromkeys(("features", "linear_probe", "robustness", "effective_invariance"), "node"),
+        **dict.fromkeys(("throughput",), "device"),
+        **dict.fromkeys(("evaluate", "clustering", "retrieval", "umap"), "cpu"),
+    }
+
+
+def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return Snakemake's `set-resources` and `set-threads` for every rule.
+
+    Args:
+        jobs: resources by kind of job (`KINDS`), or for one rule by its name; `threads` is a
+            rule's share of Snakemake's `cores`.
+
+    Raises:
+        UserError: a name that is neither a kind nor a rule that computes.
+    """
+    kind_of, asked = kinds(), dict[str, Mapping[str, Any]]()
+    for name in jobs:
+        if name not in {*KINDS, *kind_of, "write_shard"}:
+            hint = did_you_mean(name, [*KINDS, *kind_of])
+            raise UserError(f"cluster profile: unknown job {name!r}; {hint}")
+    larger: Mapping[str, Any] = {}
+    for kind in KINDS:
+        larger = {**larger, **jobs.get(kind, {})}
+        asked |= {rule: larger for rule, its_kind in kind_of.items() if its_kind == kind}
+    asked |= {name: {**asked.get(name, {}), **jobs[name]} for name in jobs if name not in KINDS}
+    resources = {
+        rule: {key: value for key, value in values.items() if key != "threads"}
+        for rule, values in asked.items()
+    }
+    return {
+        "set-resources": {rule: values for rule, values in resources.items() if values},
+        "set-threads": {r: values["threads"] for r, values in asked.items() if "threads" in values},
+    }
+
+
+def like_slurm(jobs: Jobs) -> dict[str, Any]:
+    """Return all options of the common SLURM profile, with a site's jobs in place of its own."""
+    common = yaml.safe_load(SLURM.read_text(encoding="utf-8"))
+    usual: Jobs = common["__variables__"]["jobs"]
+    options = {key: value for key, value in common.items() if key[:2] != "__" and key != "<"}
+    names = dict.fromkeys((*usual, *jobs))
+    return options | by_rule({name: {**usual.get(name, {}), **jobs.get(name, {})} for name in names})
