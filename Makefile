@@ -54,6 +54,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/snakemake --lint --config experiment=digits
 

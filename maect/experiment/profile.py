@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.core.names import did_you_mean
 
 SLURM = Path(__file__).parents[2] / "cluster_profiles/slurm/config.yaml"
-# From the largest to the smallest: each asks for what the one before it does, and says what differs.
+# From large to small: each asks for what the one before it does, unless the profile says otherwise.
 KINDS = ("training", "node", "device", "cpu")
 Jobs = Mapping[str, Mapping[str, Any]]
 
@@ -66,4 +66,6 @@ def like_slurm(jobs: Jobs) -> dict[str, Any]:
     usual: Jobs = common["__variables__"]["jobs"]
     options = {key: value for key, value in common.items() if key[:2] != "__" and key != "<"}
     names = dict.fromkeys((*usual, *jobs))
-    return options | by_rule({name: {**usual.get(name, {}), **jobs.get(name, {})} for name in names})
+    return options | by_rule(
+        {name: {**usual.get(name, {}), **jobs.get(name, {})} for name in names}
+    )

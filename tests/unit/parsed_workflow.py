@@ -1,4 +1,4 @@
-"""The rules and jobs of an experiment as Snakemake understands them, read in a process of its own."""
+"""The rules and jobs of an experiment as Snakemake understands them."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ def read_profile(name: str) -> dict[str, Any]:
 
 @functools.cache
 def parsed(profile: str | None = None) -> dict[str, Any]:
-    """Rules and jobs of `digits`: their files, parameters and resources."""
+    """Rules and jobs of `digits`, and the modules that reading them has imported."""
     words = [sys.executable, __file__, *([profile] if profile else [])]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -59,7 +59,7 @@ def main(profile: str | None = None) -> None:
             }
             for job in workflow.dag.jobs
         }
-    print(json.dumps({"rules": rules, "jobs": jobs}))
+    print(json.dumps({"rules": rules, "jobs": jobs, "modules": sorted(sys.modules)}))
 
 
 if __name__ == "__main__":

@@ -19,3 +19,7 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
         assert (moved["params"], moved["input"]) == (job["params"], job["input"]), name
         if "cluster" in job["resources"]:
             assert moved["resources"]["cluster"] == "slurm" != job["resources"]["cluster"], name
+
+
+def test_reading_an_experiment_imports_no_torch() -> None:
+    assert "snakemake" in parsed()["modules"] and "torch" not in parsed()["modules"]
