@@ -19,6 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from maect.core.context import Context as TrainContext
+from maect.core.distributed import from_rank_0
+from maect.core.distributed import sum_scalars as summed
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
 from maect.core.settings import digest
@@ -34,8 +37,7 @@ from maect.evaluate.protocols import FineTune
 from maect.evaluate.ranks import share_of
 from maect.models.weights import load_encoder_weights
 from maect.stages.base import SelfSupervised as Stage
-from maect.train.distributed import Context as TrainContext
-from maect.train.distributed import from_rank_0, start, summed
+from maect.train.distributed import start
 from maect.train.engine import Engine
 from maect.train.parameters import total_steps
 from maect.train.run import find_state

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from maect.core.context import Context
 from maect.data.draws import drop_path_factors
 from maect.data.loader import Batch
 from maect.data.transforms import apply_mix, augment, draw_mix, erase
 from maect.evaluate.fine_tune_model import Examples, drop_rates
 from maect.evaluate.protocols import FineTune
 from maect.stages.base import SelfSupervised as Stage
-from maect.train.distributed import Context
 from maect.train.loop import Loop
 from maect.train.parameters import warmup_steps
 
@@ -27,10 +27,12 @@ class Part:
     rank: int = field(init=False)
     local_rank: int = field(init=False)
     world_size: int = field(init=False)
+    local_world_size: int = field(init=False)
     cpus: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rank, self.local_rank = self.whole.rank, self.whole.local_rank
+        self.local_world_size = self.whole.local_world_size
         self.world_size, self.cpus = self.whole.world_size, self.whole.cpus
 
     def stop_requested(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from maect.models.collectives import gather_rows, rank_and_size
+from maect.core.distributed import gather_rows, rank_and_size
 from maect.models.norm import GlobalBatchNorm
 from maect.recipes import Contrastive
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from maect.models.collectives import rank_and_size
+from maect.core.distributed import rank_and_size
 
 
 class GlobalBatchNorm(nn.Module):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maect.core.context import Context
+from maect.core.distributed import sum_scalars as summed
 from maect.core.errors import UserError
 from maect.data.draws import ids_shuffle, lookup_numbers
 from maect.data.loader import Batch
@@ -17,7 +19,6 @@ from maect.models.head import NNCLRHead
 from maect.recipes import Encoder
 from maect.stages.base import SelfSupervised as Stage
 from maect.stages.tune import Tune
-from maect.train.distributed import Context, summed
 from maect.train.ema import update_ema
 from maect.train.engine import Engine
 from maect.train.guards import collapse, effective_rank, newest, uniformity

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from maect.core.context import Context
+from maect.core.distributed import from_rank_0
+from maect.core.distributed import sum_scalars as summed
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_json
 from maect.data.index import open_index
@@ -18,7 +21,7 @@ from maect.stages.base import SelfSupervised as Stage
 from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
-from maect.train.distributed import Context, from_rank_0, start, summed
+from maect.train.distributed import start
 from maect.train.ema import start_ema
 from maect.train.engine import Engine
 from maect.train.loop import Loop

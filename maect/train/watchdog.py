@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from maect.train.distributed import Context
+from maect.core.context import Context
 
 LIMIT = 300.0  # seconds in one place
 LIMIT_VARIABLE = "MAECT_STALL_SECONDS"

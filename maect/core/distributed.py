@@ -1,0 +1,160 @@
+"""The process group: joining it, this rank's device, and what the ranks exchange.
+
+The one module of `core` that imports torch. Without a process group every exchange is a no-op.
+"""
+
+import ctypes
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from maect.core.context import Context
+
+# The last resort: before it, the watchdog ends a stalled step and says which rank is missing.
+STEP_TIMEOUT = timedelta(minutes=30)
+# A rank may wait for another one that works on its share of an evaluation for hours.
+SHARE_TIMEOUT = timedelta(hours=12)
+
+
+def device_of(context: Context) -> torch.device:
+    """This rank's GPU, or the CPU with this rank's threads; float32 means float32 on both."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if torch.cuda.is_available():
+        device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    torch.set_num_threads(max(1, context.cpus))
+    return torch.device("cpu")
+
+
+def join(context: Context, backend: str, timeout: timedelta) -> None:
+    """Join the process group; the launcher has set MASTER_ADDR and MASTER_PORT."""
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend, rank=context.rank, world_size=context.world_size, timeout=timeout
+        )
+
+
+@contextmanager
+def process_group(context: Context) -> Iterator[None]:
+    """Join the other ranks, if there are any, for as long as the block runs."""
+    if context.world_size == 1 or dist.is_initialized():
+        yield
+        return
+    join(context, "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", SHARE_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what a step frees: pages that the kernel clears again cost an eighth of it."""
+    if sys.platform == "linux":
+        trim_threshold, mmap_threshold = -1, -3  # malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, 32 * 2**20)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) without a process group."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def share_of(context: Context, n: int, batch: int) -> range:
+    """This rank's rows of n: whole batches, so that every world size has the same ones."""
+    share = -(-n // (context.world_size * batch)) * batch
+    return range(min(n, share * context.rank), min(n, share * (context.rank + 1)))
+
+
+def gather_rows(x: Tensor) -> Tensor:
+    """Rows of all ranks in rank order, [b, ...] to [world * b, ...]; gradients pass through.
+
+    In the backward pass the gradients that the ranks have for a row are summed: with each rank's
+    loss a mean over its own rows, averaging the parameters' gradients over the ranks then gives
+    the gradient of the global mean.
+    """
+    if rank_and_size()[1] == 1:
+        return x
+    return _GatherRows.apply(x)
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _, size = rank_and_size()
+        out = x.new_empty(size * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0].contiguous()
+        dist.all_reduce(gradient)
+        rank, size = rank_and_size()
+        return gradient.chunk(size)[rank]
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Sum of a tensor over the ranks, in place."""
+    if rank_and_size()[1] > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def sum_scalars(values: Sequence[float | Tensor], device: torch.device) -> list[float]:
+    """Sums of scalars over the ranks, in float64, as Python floats; waits for the device."""
+    parts = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
+    total = torch.stack([part.detach().reshape(()) for part in parts])
+    return [float(v) for v in sum_over_ranks(total).tolist()]
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether any rank says so; waits for all of them."""
+    if rank_and_size()[1] == 1:
+        return flag
+    value = torch.tensor([int(flag)], device=_exchange_device())
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return bool(value)
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    any_rank(False)
+
+
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's value on every rank, as JSON: nothing that arrives is executed.
+
+    The other ranks' argument is not read. Tuples arrive as lists.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return value
+    device = _exchange_device()
+    data = bytearray(json.dumps(value).encode()) if rank == 0 else bytearray()
+    length = torch.tensor([len(data)], device=device)
+    dist.broadcast(length, src=0)
+    if rank == 0:
+        text = torch.frombuffer(data, dtype=torch.uint8).to(device)
+    else:
+        text = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(text, src=0)
+    return json.loads(bytes(text.cpu().numpy()))
+
+
+def _exchange_device() -> torch.device:
+    """Where a tensor has to be that the ranks exchange: NCCL alone knows only GPUs."""
+    only_nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if only_nccl else torch.device("cpu")
