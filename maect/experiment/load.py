@@ -20,14 +20,13 @@ from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import NAME, Run, expand_runs
 from maect.experiment.rows import CHANGES, REPLACED, Line, lines, matching, restricted
 from maect.experiment.schema import (
-    FIGURES,
-    TABLES,
     ExperimentSpec,
     check_plain,
     expand_path,
     fill_path,
 )
 from maect.experiment.weights import from_scratch, missing_weights, without_twins
+from maect.report.registry import FIGURES, TABLE_NAMES
 
 EXPERIMENTS = Path("workflow/experiments")
 
@@ -55,7 +54,7 @@ class Experiment:
         self.evaluations = tuple(dict.fromkeys(self._evaluations()))
         for evaluated, name in self.evaluations:
             self._check_evaluation(evaluated, name)
-        self._check_names("tables", spec.tables, TABLES)
+        self._check_names("tables", spec.tables, TABLE_NAMES)
         self._check_names("figures", spec.figures, FIGURES)
         self._rows = {
             name: lines(f"{file}: {kind}: {name}", rows, self.runs, self.evaluated, partial)

@@ -11,16 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from maect.core.errors import UserError
 from maect.core.settings import Settings
 
-TABLES = (
-    *("low_shot", "clustering", "ablation", "combined", "robustness", "reimplementation"),
-    *("sensitivity", "concat_probe", "fine_tune", "huge14", "effective_invariance", "oracle"),
-    *("extended", "clustering_best", "clustering_mean", "dogs15_best", "dogs15_mean"),
-)
 CLASS_LISTS = ("dogs15",)
-FIGURES = (
-    *("gpu_hours", "label_efficiency", "color_histogram", "umap", "cluster_formation"),
-    *("confusion", "cluster_retrieval", "neighbor_retrieval", "training_curves", "pipeline"),
-)
 
 
 class Split(Settings):

@@ -24,7 +24,7 @@ from maect.report.grids import (
     neighbor_retrieval_figure,
     read_tensors,
 )
-from maect.report.layouts import architecture_title, method_title
+from maect.report.registry import architecture_title, method_title
 from maect.report.schematic import TITLES, Node, pipeline_figure
 from maect.report.series import (
     color_histogram_figure,

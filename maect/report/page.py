@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from maect.core.files import read_json
-from maect.report.layouts import architecture_title, layout, method_title
+from maect.report.registry import architecture_title, method_title, table_of
 from maect.report.render import MISSING, cell, legend, shown, table_title
 from maect.report.tables import Row, result_of
 
@@ -58,11 +58,11 @@ def sources(name: str, rows: Sequence[Row], evaluations: Path) -> str:
     Raises:
         UserError: a result or a completion record that cannot be read.
     """
-    table = layout(name)
+    table = table_of(name)
     results: dict[str, str] = {}
     runs: dict[str, str] = {}
     for row in rows:
-        for run, protocol in itertools.product(row.runs, table.needs_of(row.method)):
+        for run, protocol in itertools.product(row.runs, table.reads(row.method)):
             path = evaluations / run / f"{protocol}.json"
             if not path.exists():
                 continue
@@ -88,7 +88,7 @@ def to_html(
     With the rows it was built from, the page also shows every result behind it, and each number
     leads to its own.
     """
-    table = layout(name)
+    table = table_of(name)
     metrics = shown(frame, table)
     lines = []
     before = None
@@ -102,7 +102,7 @@ def to_html(
         for metric in metrics:
             parts = cell(line, metric)
             measured = parts.value + (f" ± {parts.deviation}" if parts.deviation else "")
-            names = table.protocols_of(metric, line["method"])
+            names = table.evaluations_of(metric, line["method"])
             for run in runs.get((line["architecture"], line["method"]), []):
                 if path := result_of(evaluations, run, names, metric.source):
                     measured = f'<a href="#{run}-{path.stem}">{measured}</a>'

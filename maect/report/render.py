@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from maect.report.layouts import Layout, Metric, architecture_title, layout, method_title
+from maect.report.registry import Metric, Table, architecture_title, method_title, table_of
 
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EN DASH}"
@@ -41,7 +41,7 @@ def cell(line: "pd.Series", metric: Metric) -> Cell:
     )
 
 
-def shown(frame: pd.DataFrame, table: Layout) -> list[Metric]:
+def shown(frame: pd.DataFrame, table: Table) -> list[Metric]:
     """The columns in which anything was measured or printed; the others would only take room."""
     others = [table.other(name) for name in frame.columns if f"{name}_std" in frame.columns]
     return [
@@ -51,7 +51,7 @@ def shown(frame: pd.DataFrame, table: Layout) -> list[Metric]:
     ]
 
 
-def table_title(table: Layout, metrics: list[Metric]) -> str:
+def table_title(table: Table, metrics: list[Metric]) -> str:
     """The table's title; another one if nothing of the paper's sets is shown."""
     stand_ins = metrics and not any(metric in table.metrics for metric in metrics)
     return table.other_title if stand_ins and table.other_title else table.title
@@ -70,7 +70,7 @@ def _inline(parts: Cell) -> str:
 
 def to_markdown(frame: pd.DataFrame, name: str) -> str:
     """A table in GitHub's Markdown, with its title."""
-    table = layout(name)
+    table = table_of(name)
     metrics = shown(frame, table)
     lines = [
         f"**{table_title(table, metrics)}** (paper: {table.paper}). {legend(metrics, frame)}",
@@ -103,7 +103,7 @@ _LATEX = str.maketrans(
 
 def to_latex(frame: pd.DataFrame, name: str) -> str:
     """A table for LaTeX with the booktabs package."""
-    table = layout(name)
+    table = table_of(name)
     metrics = shown(frame, table)
     header = ["Architecture", "Method", *(m.title for m in metrics)]
     lines = [
@@ -135,7 +135,7 @@ def to_latex(frame: pd.DataFrame, name: str) -> str:
 
 def to_text(frame: pd.DataFrame, name: str) -> str:
     """A table for a terminal: aligned columns, no escapes."""
-    table = layout(name)
+    table = table_of(name)
     metrics = shown(frame, table)
     grid = [["", "", *(m.title for m in metrics)]]
     before = None

@@ -10,7 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from maect.core.errors import UserError
-from maect.report.layouts import architecture_title, method_title
+from maect.report.registry import architecture_title, method_title
 from maect.report.style import COLORS, LINES, MARKERS, panels, save, styled
 from maect.report.tables import KEYS, read_metrics
 

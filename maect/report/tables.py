@@ -15,9 +15,10 @@ import pandas as pd
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
 from maect.report.config import Row
-from maect.report.layouts import LAYOUTS, Layout, Metric, layout
+from maect.report.registry import TABLES, Metric, Table, table_of
 
 KEYS = ["architecture", "method"]
+PAPER = resources.files("maect.report") / "paper"
 DECIMALS = 4  # far below any deviation over seeds, and the same text on every platform
 
 
@@ -77,9 +78,10 @@ def measured(
 
 @cache
 def _paper(name: str) -> pd.DataFrame:
-    if layout(name).name not in LAYOUTS:
+    table_of(name)
+    text = PAPER / f"{name}.csv"
+    if not text.is_file():
         return pd.DataFrame(columns=KEYS).set_index(KEYS)
-    text = resources.files("maect.report").joinpath("paper", f"{name}.csv")
     return pd.read_csv(io.StringIO(text.read_text(encoding="utf-8"))).set_index(KEYS)
 
 
@@ -101,11 +103,11 @@ def paper_value(name: str, architecture: str, method: str, column: str) -> float
     return None if math.isnan(value) else value
 
 
-def _others(table: Layout, rows: Iterable[Row], evaluations: Path) -> list[Metric]:
+def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric]:
     """Columns for what was evaluated beside the paper's sets, where the table takes such."""
     found: dict[str, Metric] = {}
     for row in rows if table.others else ():
-        for run, protocol in itertools.product(row.runs, table.needs_of(row.method)):
+        for run, protocol in itertools.product(row.runs, table.reads(row.method)):
             path = evaluations / run / f"{protocol}.json"
             for name, value in read_metrics(path).items() if path.exists() else ():
                 known = {metric.source for metric in table.metrics}
@@ -118,7 +120,7 @@ def _others(table: Layout, rows: Iterable[Row], evaluations: Path) -> list[Metri
 def build_table(
     name: str, rows: Iterable[Row], evaluations: Path, paper: bool = True
 ) -> pd.DataFrame:
-    """One of the paper's tables (`layouts.LAYOUTS`).
+    """A table of the registry.
 
     Args:
         name: which.
@@ -133,7 +135,7 @@ def build_table(
     Raises:
         UserError: unknown table, a model twice, or a result that cannot be read.
     """
-    table, rows = layout(name), list(rows)
+    table, rows = table_of(name), list(rows)
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
     given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(name).index)
     if paper and table.whole and not given.isdisjoint(printed):
@@ -146,7 +148,7 @@ def build_table(
         seen.add((row.architecture, row.method))
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
         for metric in metrics:
-            names = table.protocols_of(metric, row.method)
+            names = table.evaluations_of(metric, row.method)
             mean, deviation = measured(
                 evaluations, row.runs, names, metric.source, metric.deviation
             )
@@ -163,7 +165,8 @@ def printed_tables() -> dict[str, pd.DataFrame]:
     """All of the paper's tables as `build_table` makes them, with nothing measured."""
     return {
         name: build_table(name, [Row(str(a), str(m), []) for a, m in _paper(name).index], Path())
-        for name in LAYOUTS
+        for name in TABLES
+        if len(_paper(name))
     }
 
 

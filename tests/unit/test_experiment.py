@@ -167,23 +167,15 @@ def test_missing_images_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "module", ["maect.experiment", "maect.cli", "maect.recipes", "maect.launch"]
 )
-def test_a_dry_run_needs_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+def test_a_dry_run_imports_nothing_heavy(module: str) -> None:
+    heavy = {"torch", "pandas", "matplotlib"}
+    code = f"import sys, {module}; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["digits", "cifar10", "paper"])
 def test_bundled_experiments_are_valid(name: str) -> None:
     assert load(name).evaluations
-
-
-def test_tables_have_layouts() -> None:
-    from maect.experiment.schema import FIGURES, TABLES
-    from maect.report.figure_layouts import FIGURE_LAYOUTS
-    from maect.report.layouts import LAYOUTS
-
-    assert set(TABLES) == set(LAYOUTS)
-    assert set(FIGURES) == set(FIGURE_LAYOUTS)
 
 
 def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from maect.experiment import load
-from maect.experiment.schema import FIGURES, TABLES
-from maect.report.layouts import layout
+from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
 from maect.report.tables import paper_table
 
 ROOT = Path(__file__).parents[2]
@@ -25,21 +24,21 @@ UNPUBLISHED = {
 @pytest.mark.parametrize("name", ["paper", "digits"])
 def test_every_table_and_figure_is_asked_for(name):
     experiment = load(name)
-    assert set(experiment.tables) == set(TABLES)
+    assert set(experiment.tables) == set(TABLE_NAMES)
     assert set(experiment.figures) == set(FIGURES)
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", TABLE_NAMES)
 def test_a_run_behind_every_line_of_the_papers_tables(table):
     experiment = load("paper")
     lines = {(size, method) for size, method, _ in experiment.rows(table)}
     assert set(paper_table(table).index) - lines == (UNPUBLISHED if table == "extended" else set())
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", TABLE_NAMES)
 def test_an_evaluation_behind_every_number_of_the_papers_tables(table):
     experiment = load("paper")
-    asked, printed, columns = set(experiment.evaluations), paper_table(table), layout(table)
+    asked, printed, columns = set(experiment.evaluations), paper_table(table), TABLES[table]
     for size, method, runs in experiment.rows(table):
         if (size, method) not in printed.index:
             continue
@@ -49,7 +48,7 @@ def test_an_evaluation_behind_every_number_of_the_papers_tables(table):
                 column in printed
                 and printed.at[(size, method), column] == printed.at[(size, method), column]
             ):  # not NaN
-                names = columns.protocols_of(metric, method)
+                names = columns.evaluations_of(metric, method)
                 assert any((run, name) in asked for run in runs for name in names), (
                     f"{size} {method} {metric.name}"
                 )
@@ -58,13 +57,13 @@ def test_an_evaluation_behind_every_number_of_the_papers_tables(table):
 def test_one_percent_for_mae_with_vit_h14_has_the_higher_rate():
     """Appendix B: "we use a higher lr (1e-2) for MAE with ViT-H/14"."""
     experiment = load("paper")
-    columns = layout("huge14")
+    columns = TABLES["huge14"]
     one_percent = next(m for m in columns.metrics if m.name == "low_shot_1pct")
     rates = {}
     for size, method, (run,) in experiment.rows("huge14"):
         found = [
             n
-            for n in columns.protocols_of(one_percent, method)
+            for n in columns.evaluations_of(one_percent, method)
             if (run, n) in experiment.evaluations
         ]
         assert len(found) == 1, run

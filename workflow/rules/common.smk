@@ -11,8 +11,7 @@ from maect.data.subsets import check_classes
 from maect.core.errors import UserError
 from maect.experiment.schema import fill_path, flatten, yaml_scalar
 from maect.launch.owner import SNAKEMAKE, own, this_process
-from maect.report.figure_layouts import FIGURE_LAYOUTS, can_show, report_labels
-from maect.report.layouts import UNPRINTED, layout
+from maect.report import registry
 
 # Held while this Snakemake runs: a second one on the same results folder is refused.
 ownership = ExitStack()
@@ -75,15 +74,15 @@ def shown(names, figure):
         name
         for name in names
         if not experiment.partial
-        or can_show(name, figure, experiment.rows(name), ASKED)
+        or registry.can_show(name, figure, experiment.rows(name), ASKED)
     ]
 
 
 FIGURES = shown(experiment.figures, True)
-# Claims also read, as tables, what the paper shows as figures only.
+# A table of a figure's name has the numbers behind it, for the claims.
 TABLES = [
     *shown(experiment.tables, False),
-    *(name for name in UNPRINTED if name in FIGURES),
+    *(name for name in FIGURES if name in registry.TABLES),
 ]
 
 # Where and how a command runs: defaults for one machine, set by the profile with `set-resources`.
@@ -298,9 +297,9 @@ def rows_of(*shown):
 
 def classes_of(figure):
     """The index that names the classes a figure shows, if it shows any."""
-    table = FIGURE_LAYOUTS[figure]
-    for _, _, runs in experiment.rows(figure) if table.names_classes else ():
-        for run, name in itertools.product(runs, table.reads):
+    shown = registry.FIGURES[figure]
+    for _, method, runs in experiment.rows(figure) if shown.names_classes else ():
+        for run, name in itertools.product(runs, shown.reads(method)):
             if (run, name) in ASKED:
                 split = experiment.evaluation(run, name)[1].test_split
                 return shard_index(DATASET, split)

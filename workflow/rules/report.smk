@@ -4,7 +4,7 @@ PAPER = [] if experiment.spec.compare_with_paper else ["--no-paper"]
 
 rule table:
     input:
-        lambda w: results_in(w.table, layout(w.table).needs_of),
+        lambda w: results_in(w.table, registry.TABLES[w.table].reads),
     output:
         f"{ROOT}/tables/{{table}}.csv",
         f"{ROOT}/tables/{{table}}.md",
@@ -13,7 +13,7 @@ rule table:
             f"{ROOT}/tables/{{table}}.html",
             caption="../report/table.rst",
             category="2 Tables",
-            labels=lambda w: report_labels(w.table, figure=False),
+            labels=lambda w: registry.TABLES[w.table].label,
         ),
     log:
         f"{LOGS}/tables/{{table}}.log",
@@ -26,6 +26,7 @@ rule table:
         ENVIRONMENT
     params:
         rows=lambda w: [*PAPER, *rows_of(w.table)],
+        caption=lambda w: registry.TABLES[w.table].caption,
         evaluations=f"{ROOT}/evaluations",
     message:
         "Table {wildcards.table}"
@@ -36,9 +37,9 @@ rule table:
 
 rule figure:
     input:
-        lambda w: results_in(w.figure, lambda method: FIGURE_LAYOUTS[w.figure].reads),
+        lambda w: results_in(w.figure, registry.FIGURES[w.figure].reads),
         lambda w: run_records(
-            runs_in(w.figure) if FIGURE_LAYOUTS[w.figure].reads_runs else []
+            runs_in(w.figure) if registry.FIGURES[w.figure].reads_runs else []
         ),
         classes=lambda w: classes_of(w.figure),
     output:
@@ -47,7 +48,7 @@ rule figure:
             f"{ROOT}/figures/{{figure}}.png",
             caption="../report/figure.rst",
             category="3 Figures",
-            labels=lambda w: report_labels(w.figure, figure=True),
+            labels=lambda w: registry.FIGURES[w.figure].label,
         ),
     log:
         f"{LOGS}/figures/{{figure}}.log",
@@ -60,6 +61,7 @@ rule figure:
         ENVIRONMENT
     params:
         rows=lambda w: [*PAPER, *rows_of(w.figure)],
+        caption=lambda w: registry.FIGURES[w.figure].caption,
         evaluations=f"{ROOT}/evaluations",
         classes=lambda w, input: [
             f"--classes={path}" for path in [input.classes] if path

@@ -10,7 +10,7 @@ import maect.recipes
 from maect.evaluate import load_evaluation
 from maect.evaluate.protocols import FineTune
 from maect.recipes import load_encoder
-from maect.report.layouts import layout
+from maect.report.registry import TABLES
 
 PAPER = Path(maect.recipes.__file__).parent / "paper" / "fine_tune_10pct.csv"
 SIZES = {"B": ["base"], "L": ["large"], "H": ["huge", "huge14"]}
@@ -106,7 +106,7 @@ def test_all_labels_is_maes_recipe(letter: str, size: str) -> None:
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large", "huge", "huge14"])
 def test_each_row_of_table_16_adds_its_component(size: str) -> None:
-    rows = layout("oracle").protocols
+    rows = TABLES["oracle"].evaluations
     components = {
         "label_smoothing": 0.1, "mixup": 0.8, "cutmix": 1.0, "random_erasing": 0.25,
         "randaugment_layers": 2,

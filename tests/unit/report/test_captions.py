@@ -9,32 +9,33 @@ from jinja2 import Environment, StrictUndefined
 
 from maect.report.claims import STATEMENTS, claims_table
 from maect.report.class_names import class_titles
-from maect.report.figure_layouts import FIGURE_LAYOUTS
-from maect.report.layouts import LAYOUTS, UNPRINTED, layout
 from maect.report.page import claims_page
+from maect.report.registry import FIGURES, TABLES, Figure, Table
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
 
 
-def rendered(name: str, **wildcards: object) -> str:
+def rendered(name: str, **names: object) -> str:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    snakemake = SimpleNamespace(wildcards=SimpleNamespace(**wildcards))
     text = (CAPTIONS / name).read_text(encoding="utf-8")
-    text = environment.from_string(text).render(
-        snakemake=snakemake, **{key: wildcards[key] for key in wildcards}
-    )
+    text = environment.from_string(text).render(**names)
     return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
 
 
-@pytest.mark.parametrize("table", [*LAYOUTS, *UNPRINTED])
+def caption(name: str, shown: Table | Figure) -> str:
+    params = SimpleNamespace(caption=shown.caption)
+    return rendered(name, snakemake=SimpleNamespace(params=params))
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_every_table_has_a_caption(table):
-    text = rendered("table.rst", table=table)
-    assert f"Paper: {layout(table).paper.lower()}" in text.replace("&nbsp;", " ")
+    text = caption("table.rst", table)
+    assert f"Paper: {table.paper.lower()}" in text.replace("&nbsp;", " ")
 
 
 def test_figures_claims_and_the_workflow_have_one():
-    for figure in FIGURE_LAYOUTS:
-        assert "<p>" in rendered("figure.rst", figure=figure)
+    for figure in FIGURES.values():
+        assert "<p>" in caption("figure.rst", figure)
     assert "Contrastive Tuning" in rendered("workflow.rst", files=[])
     assert "not measured" in rendered("claims.rst")
 

@@ -13,11 +13,10 @@ from sklearn.datasets import load_digits
 
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.report import registry
 from maect.report.cost import cost_table
-from maect.report.figure_layouts import FIGURE_LAYOUTS, report_labels
 from maect.report.figures import COMPARED, FIGURES, draw
 from maect.report.grids import WRONG
-from maect.report.layouts import LAYOUTS
 from maect.report.schematic import Node, columns_of, rows_of
 from maect.report.series import points_of
 from maect.report.tables import Row, build_table
@@ -121,19 +120,21 @@ def test_nothing_to_draw_is_said(name, evaluations, tmp_path):
 
 
 def test_names_are_known():
-    assert FIGURES.keys() == FIGURE_LAYOUTS.keys()
-    known = {protocol for layout in LAYOUTS.values() for protocol in layout.needs}
+    assert FIGURES.keys() == registry.FIGURES.keys()
+    known = {name for table in registry.TABLES.values() for name in table.reads("mae")}
     extra = {"umap", "umap_all", "retrieval", "color_histogram"}
-    assert {name for one in FIGURE_LAYOUTS.values() for name in one.reads} <= known | extra
+    assert {name for one in registry.FIGURES.values() for name in one.reads("mae")} <= known | extra
     with pytest.raises(UserError, match="unknown figure 'umpa'; known: gpu_hours"):
         draw("umpa", [], Path(), Path(), Path())
 
 
 def test_the_report_lists_in_the_papers_order():
     """Sorted as text, which is how Snakemake's report does it."""
-    tables = [report_labels(name, figure=False)["table"] for name in LAYOUTS]
+    tables = [
+        table.label["table"] for name, table in registry.TABLES.items() if name not in FIGURES
+    ]
     assert tables == sorted(tables) and len(set(tables)) == len(tables)
-    figures = [report_labels(name, figure=True)["figure"] for name in FIGURE_LAYOUTS]
+    figures = [figure.label["figure"] for figure in registry.FIGURES.values()]
     assert figures == sorted(figures)
     assert [text.split()[1] for text in figures[:3]] == ["1:", "2:", "3:"]
 

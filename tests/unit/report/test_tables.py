@@ -8,9 +8,16 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.report.commands import parse_row
-from maect.report.layouts import LAYOUTS, METHODS
+from maect.report.registry import METHODS, TABLES
 from maect.report.render import to_markdown
-from maect.report.tables import Row, build_table, paper_table, read_table, write_table
+from maect.report.tables import (
+    Row,
+    build_table,
+    paper_table,
+    printed_tables,
+    read_table,
+    write_table,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -85,11 +92,11 @@ def test_rows_may_have_a_protocol_of_their_own(result, evaluations):
     assert frame.fine_tune.to_dict() == {"mixup": 84.4, "randaugment": 85.5}
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", printed_tables())
 def test_the_papers_numbers_fit_the_layout(name):
     table = paper_table(name)
     assert table.index.is_unique
-    columns = {metric.paper or metric.name for metric in LAYOUTS[name].metrics}
+    columns = {metric.paper or metric.name for metric in TABLES[name].metrics}
     extra = {"fine_tune_std", "epochs", "views", "mask_ratio"}
     assert set(table.columns) - extra <= columns
     assert name == "sensitivity" or set(table.index.get_level_values("method")) <= set(METHODS)
@@ -114,7 +121,7 @@ def test_rows_that_are_not(text):
 
 
 def test_wrong_input_is_named(result, evaluations):
-    with pytest.raises(UserError, match="unknown table 'lowshot'; known: low_shot"):
+    with pytest.raises(UserError, match="unknown table 'lowshot'; did you mean 'low_shot'"):
         build_table("lowshot", [], evaluations)
     path = result("r", "clustering", accuracy=1.0)
     row = Row("tiny", "mae", ["r"])

@@ -1,0 +1,579 @@
+"""The tables and figures: one entry each says what it shows, what it reads and how it is called.
+
+The paper's numbers of a table are in `paper/NAME.csv`. The workflow and the experiment read this
+file, so it imports no pandas and no matplotlib.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from maect.core.errors import UserError
+from maect.core.names import did_you_mean
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of a table: `metrics[key]` of `evaluations/RUN/EVALUATION.json`."""
+
+    name: str
+    """Its name in the CSV."""
+    title: str
+    evaluation: str
+    key: str = ""
+    """Name among the JSON's metrics; empty: as the column."""
+    paper: str = ""
+    """Column of the paper's CSV it is compared with; empty: as the column."""
+    digits: int = 1
+    """Decimals, as many as the paper prints."""
+    instead: tuple[str, ...] = ()
+    """Evaluations that give the value for runs without the first: the paper takes for each model
+    the protocol that suits it."""
+    deviation: str = ""
+    """Metric with the standard deviation over the seeds of the evaluation itself, for one run."""
+
+    @property
+    def source(self) -> str:
+        """Name of the value among the JSON's metrics."""
+        return self.key or self.name
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table."""
+
+    title: str
+    paper: str
+    """Where it is in the paper."""
+    metrics: tuple[Metric, ...]
+    caption: str
+    """What the report says of it."""
+    evaluations: Mapping[str, str] = field(default_factory=dict)
+    """Rows (by method) that are evaluated by another evaluation than their column's."""
+    others: str = ""
+    """Pattern of metrics that are columns as well: of sets that stand in for the paper's."""
+    other_title: str = ""
+    """Title where only such columns are shown."""
+    whole: bool = False
+    """Beside one model of the paper's show all that the paper prints, also those whose weights are
+    not public."""
+
+    def other(self, name: str) -> Metric | None:
+        """The column of a metric that stands in for the paper's, titled by its set."""
+        match = re.fullmatch(self.others, name) if self.others else None
+        if match is None or name in {metric.name for metric in self.metrics}:
+            return None
+        parts = {"what": "", **match.groupdict()}
+        title = ", ".join(filter(None, (_SCORES.get(parts["what"], ""), parts["set"])))
+        return Metric(name, title.replace("_", " "), self.metrics[0].evaluation)
+
+    def evaluations_of(self, metric: Metric, method: str) -> tuple[str, ...]:
+        """The evaluations that may give a cell; the first that was run does."""
+        if method in self.evaluations:
+            return (self.evaluations[method],)
+        return (metric.evaluation, *metric.instead)
+
+    def reads(self, method: str) -> tuple[str, ...]:
+        """Every evaluation that a row reads, without repetition."""
+        names = [name for m in self.metrics for name in self.evaluations_of(m, method)]
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def label(self) -> dict[str, str]:
+        """How the report lists it."""
+        return {"table": _label(self.title, self.paper)}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure."""
+
+    title: str
+    paper: str
+    """Where it is in the paper; empty: nowhere."""
+    caption: str
+    """What the report says of it."""
+    needs: tuple[str, ...] = ()
+    """The evaluations that it shows: it can be drawn of rows that have one of them,"""
+    besides: tuple[str, ...] = ()
+    """and then also shows these."""
+    reads_runs: bool = False
+    """Whether it also reads the records of all runs behind its rows."""
+    names_classes: bool = False
+
+    def reads(self, method: str) -> tuple[str, ...]:
+        """Every evaluation that a row reads."""
+        return (*self.needs, *self.besides)
+
+    @property
+    def label(self) -> dict[str, str]:
+        """How the report lists it."""
+        return {"figure": _label(self.title, self.paper)}
+
+
+def can_show(
+    name: str,
+    figure: bool,
+    rows: Iterable[tuple[str, str, list[str]]],
+    made: Collection[tuple[str, str]],
+) -> bool:
+    """Whether a table or figure has anything to show.
+
+    Args:
+        name: which.
+        figure: not a table.
+        rows: its lines, as (architecture, method, runs).
+        made: evaluations that are made, as (run, name).
+    """
+    needs = FIGURES[name].needs if figure else ()
+    if figure and not needs:
+        return True
+    return any(
+        (run, need) in made
+        for _, method, runs in rows
+        for run in runs
+        for need in (needs or TABLES[name].reads(method))
+    )
+
+
+def _label(title: str, paper: str) -> str:
+    """Sorted as text, this is the paper's order.
+
+    One label only: of two, Snakemake makes one a switch where there are two results, and then shows
+    nothing.
+    """
+    kind, _, number = paper.partition(" ")
+    # A space sorts before a digit.
+    return f"{kind} {number:>2}: {title}" if number else f"{title} (not in the paper)"
+
+
+_SCORES = {"accuracy": "ACC", "nmi": "NMI", "ami": "AMI", "ari": "ARI"}
+_SUBSET = rf"(?P<set>(?!dogs15_)\w+)_(?P<what>{'|'.join(_SCORES)})"
+_PROBE = Metric("linear_probe", "Linear probing", "linear_probe")
+_FEATURES = (
+    _PROBE,
+    Metric("knn", "k-NN", "knn"),
+    # The authors' code standardises the features first; the paper does not say so.
+    Metric("knn_standardized", "k-NN, standardised", "knn", paper="knn"),
+)
+_SHOTS = ("fine_tune_low_shot",)
+_1PCT = (
+    "fine_tune_1pct_crop_flip",
+    "fine_tune_1pct_crop_flip_high_lr",
+    "fine_tune_1pct_mae",
+    "low_shot_pct",
+)
+_10PCT = ("fine_tune_10pct_mae", "low_shot_pct")
+_LOW_SHOT = (
+    Metric("low_shot_1", "1 shot", "low_shot", instead=_SHOTS),
+    Metric("low_shot_2", "2 shot", "low_shot", instead=_SHOTS),
+    Metric("low_shot_5", "5 shot", "low_shot", instead=_SHOTS),
+    Metric("low_shot_1pct", "1 %", "fine_tune_1pct", instead=_1PCT),
+    Metric("low_shot_10pct", "10 %", "fine_tune_10pct", instead=_10PCT),
+)
+
+
+def _clustering(prefix: str = "", suffix: str = "") -> tuple[Metric, ...]:
+    return tuple(Metric(n, t, "clustering", key=prefix + n + suffix) for n, t in _SCORES.items())
+
+
+TABLES: dict[str, Table] = {
+    "low_shot": Table(
+        "Low-shot and feature evaluations",
+        "Table 1",
+        (*_LOW_SHOT, *_FEATURES),
+        caption=(
+            "Low-shot classification with 1, 2 and 5 labels a class (logistic regression on "
+            "frozen features, mean of the label subsets) and with 1 % and 10 % of the labels "
+            "(fine-tuning), and evaluations of the frozen features with all labels. k-NN is given "
+            "for the features as they are and standardised with the training set's mean and "
+            "deviation: the paper does not say which it used, its code standardises. Paper: table "
+            "1."
+        ),
+    ),
+    "clustering": Table(
+        "k-means cluster accuracy, and silhouette score of the true classes",
+        "Table 2",
+        (
+            Metric("accuracy", "Cluster accuracy", "clustering"),
+            Metric("silhouette", "Silhouette", "clustering"),
+        ),
+        caption=(
+            "Accuracy of mini-batch k-means on the standardised features of the evaluation split, "
+            "with as many clusters as classes, for the run of lowest inertia; and the silhouette "
+            "score of the true classes (from -100 to 100; below 0 the classes overlap). Paper: "
+            "table 2."
+        ),
+    ),
+    "ablation": Table(
+        "Components of contrastive tuning",
+        "Table 3",
+        _FEATURES,
+        caption=(
+            "What each component of contrastive tuning is worth: with masked inputs, with a head "
+            "that was not trained first, with the sample's own second view in place of its "
+            "neighbour. ViT-L/16, k = 1. Paper: table 3."
+        ),
+    ),
+    "combined": Table(
+        "MAE and NNCLR combined, and tuned afterwards",
+        "Table 4",
+        _FEATURES,
+        caption=(
+            "MAE and NNCLR trained together, without and with contrastive tuning afterwards, "
+            "against one after the other. ViT-L/16, k = 1. Paper: table 4."
+        ),
+    ),
+    "robustness": Table(
+        "Robustness of the linear probe, for the k of the top-k lookup",
+        "Table 5",
+        (
+            # A drop of about 4 points fits the threshold-0.7 set and not the matched-frequency one.
+            Metric("imagenet_v2", "V2", "robustness", key="imagenet_v2_threshold"),
+            Metric("imagenet_r", "R", "robustness"),
+            Metric("imagenet_sketch", "Sketch", "robustness"),
+            Metric("imagenet_a", "A", "robustness"),
+            Metric("imagenet_v2_matched", "V2, matched frequency", "robustness"),
+            Metric("imagenet_v2_top", "V2, top images", "robustness"),
+        ),
+        caption=(
+            "The linear probe, trained on ImageNet, on four shifted test sets, for several k of "
+            "the top-k lookup. V2 is the threshold-0.7 variant, whose difficulty fits the paper's "
+            "numbers; the paper does not name its variant. ViT-L/16. Other test sets are columns "
+            "under their own names. Paper: table 5."
+        ),
+        others=r"(?P<set>(?!imagenet_)\w+)",
+    ),
+    "reimplementation": Table(
+        "Public MAE and our own",
+        "Table 6",
+        _FEATURES,
+        caption=(
+            "MAE as published and as trained here (800 epochs of two views), and each after "
+            "contrastive tuning. ViT-L/16, k = 1. Paper: table 6."
+        ),
+    ),
+    "sensitivity": Table(
+        "Sensitivity to hyper-parameters",
+        "Table 11",
+        tuple(replace(metric, digits=2) for metric in _FEATURES),
+        caption=(
+            "One hyper-parameter changed at a time, from 20 epochs, 12 trainable blocks, encoder "
+            "EMA 0.9999, temperature 0.2, k = 1 and projector EMA 0.99. ViT-L/16. Paper: table "
+            "11."
+        ),
+    ),
+    "concat_probe": Table(
+        "Linear probing of concatenated features",
+        "Table 12",
+        (
+            *(
+                Metric(f"concat_{n}", f"{n} block{'s' * (n > 1)}", "linear_probe_concat")
+                for n in (1, 2, 4, 6)
+            ),
+            Metric("concat_cls_mean", "CLS and mean", "linear_probe_concat"),
+        ),
+        caption=(
+            "Linear probing on the concatenated CLS tokens of the last blocks, and on CLS and "
+            "mean of the patch tokens of the last. Paper: table 12."
+        ),
+    ),
+    "fine_tune": Table(
+        "Fine-tuning with all labels",
+        "Table 13",
+        (Metric("fine_tune", "Accuracy", "fine_tune", digits=2, deviation="fine_tune_std"),),
+        caption="Fine-tuning of the whole encoder with all labels. Paper: table 13.",
+    ),
+    "huge14": Table(
+        "ViT-H with 16 and 14 pixel patches",
+        "Table 14",
+        (*_LOW_SHOT, *_FEATURES),
+        caption="ViT-H with patches of 16 and of 14 pixels. Paper: table 14.",
+    ),
+    "effective_invariance": Table(
+        "Effective invariance",
+        "Table 15",
+        (
+            Metric("ei_rotation", "Rotations", "effective_invariance", digits=3),
+            Metric("ei_color", "Colour", "effective_invariance", digits=3),
+        ),
+        caption=(
+            "Effective invariance, from 0 (no prediction survives the change of the image) to 1, "
+            "to rotations and to changes of colour. Paper: table 15."
+        ),
+    ),
+    "oracle": Table(
+        "Tuning with an oracle against supervised fine-tuning",
+        "Table 16",
+        (_PROBE, Metric("fine_tune", "Fine-tuning", "fine_tune")),
+        caption=(
+            "Linear probing after tuning with an oracle, whose neighbours are always of the same "
+            "class, against fine-tuning with more and more augmentation and regularisation: every "
+            "line adds to the one above. ViT-L/16. Paper: table 16."
+        ),
+        evaluations={
+            "crop_flip": "fine_tune_crop_flip",
+            "label_smoothing": "fine_tune_label_smoothing",
+            "mixup": "fine_tune_mixup",
+            "cutmix": "fine_tune_cutmix",
+            "random_erasing": "fine_tune_random_erasing",
+            "randaugment": "fine_tune",
+        },
+    ),
+    "extended": Table(
+        "Extended comparison",
+        "Table 17",
+        _FEATURES,
+        caption="Linear probing and k-NN beside published models. Paper: table 17.",
+        whole=True,
+    ),
+    "clustering_best": Table(
+        "Clustering, the run with the lowest inertia",
+        "Table 18",
+        _clustering(),
+        caption=(
+            "Cluster accuracy, normalised and adjusted mutual information and adjusted Rand index "
+            "of k-means, for the run of lowest inertia. Paper: table 18."
+        ),
+    ),
+    "clustering_mean": Table(
+        "Clustering, mean of runs",
+        "Table 19",
+        _clustering(suffix="_mean"),
+        caption="The same measures, as the mean over all runs of k-means. Paper: table 19.",
+    ),
+    "dogs15_best": Table(
+        "Clustering of Dogs15, the run with the lowest inertia",
+        "Table 20",
+        _clustering("dogs15_"),
+        caption=(
+            "Clustering of some of the classes, for the run of lowest inertia: in the paper the "
+            "15 dog breeds of ImageNet-Dogs15; another subset is named in its columns. Paper: "
+            "table 20."
+        ),
+        others=_SUBSET,
+        other_title="Clustering of some of the classes, the run with the lowest inertia",
+    ),
+    "dogs15_mean": Table(
+        "Clustering of Dogs15, mean of runs",
+        "Table 21",
+        _clustering("dogs15_", "_mean"),
+        caption=(
+            "Clustering of some of the classes, as the mean over all runs of k-means: in the "
+            "paper the 15 dog breeds of ImageNet-Dogs15; another subset is named in its columns. "
+            "Paper: table 21."
+        ),
+        others=f"{_SUBSET}_mean",
+        other_title="Clustering of some of the classes, mean of runs",
+    ),
+    # A figure only, in the paper; as a table for the claims.
+    "color_histogram": Table(
+        "Error of predicting the colour histogram",
+        "Figure 5",
+        (
+            Metric("error_last", "Last block", "color_histogram"),
+            Metric("error_mean", "Mean of blocks", "color_histogram"),
+        ),
+        caption=(
+            "Error of a linear probe that predicts an image's colour histogram from the CLS "
+            "token, after the last block and as the mean over blocks, in percent of the error of "
+            "a uniform prediction. The numbers behind figure 5, which the paper does not print. "
+            "Paper: figure 5."
+        ),
+    ),
+}
+
+FIGURES: dict[str, Figure] = {
+    "cluster_formation": Figure(
+        "Formation of clusters",
+        "Figure 1",
+        caption=(
+            "UMAP embeddings of all classes before and after contrastive tuning: coarse groups "
+            "come apart into classes. Paper: figure 1."
+        ),
+        needs=("umap_all", "umap"),
+        besides=("clustering",),
+        names_classes=True,
+    ),
+    "gpu_hours": Figure(
+        "Probing accuracy against GPU hours",
+        "Figure 2",
+        caption=(
+            "Linear probing accuracy against the device hours of all training behind a model. "
+            "Paper: figure 2."
+        ),
+        needs=("linear_probe",),
+        reads_runs=True,
+    ),
+    "label_efficiency": Figure(
+        "Accuracy against labels",
+        "Figure 3",
+        caption="Fine-tuning accuracy with 1 %, 10 % and all labels. Paper: figure 3.",
+        needs=(
+            *(name for metric in _LOW_SHOT for name in (metric.evaluation, *metric.instead)),
+            "fine_tune",
+        ),
+    ),
+    "pipeline": Figure(
+        "Runs and what starts from what",
+        "Figure 4",
+        caption="The runs of this experiment and what starts from what.",
+        reads_runs=True,
+    ),
+    "color_histogram": Figure(
+        "Colour histogram error by block",
+        "Figure 5",
+        caption=(
+            "Error of a linear probe that predicts an image's colour histogram from the CLS token "
+            "after each block, in percent of the error of a uniform prediction. A lower error "
+            "means that more of the colours is kept: a sign of shortcut features. Paper: figure "
+            "5."
+        ),
+        needs=("color_histogram",),
+    ),
+    "umap": Figure(
+        "UMAP embeddings",
+        "Figure 6",
+        caption=(
+            "UMAP embeddings of the evaluation split's features, coloured by true class, with the "
+            "accuracy of k-means on the features themselves (not on the picture). Distances "
+            "between groups and their sizes mean little in such an embedding; whether a class is "
+            "one group, does. Paper: figures 6 and 8."
+        ),
+        needs=("umap",),
+        besides=("clustering",),
+        names_classes=True,
+    ),
+    "confusion": Figure(
+        "Clusters against classes",
+        "Figure 9",
+        caption=(
+            "Clusters of k-means (columns, matched to the classes one to one) against true "
+            "classes (rows), in percent of the class. Paper: figure 9."
+        ),
+        needs=("clustering",),
+        names_classes=True,
+    ),
+    "cluster_retrieval": Figure(
+        "Images nearest to cluster centres",
+        "Figure 10",
+        caption=(
+            "The images nearest to each cluster's centre, one row a cluster. A frame marks images "
+            "that are not of the class that the cluster was matched to. Paper: figures 7 and 10."
+        ),
+        needs=("retrieval",),
+        names_classes=True,
+    ),
+    "neighbor_retrieval": Figure(
+        "Nearest neighbours",
+        "Figure 11",
+        caption=(
+            "The nearest neighbours of an image (first column) by cosine similarity, one row a "
+            "model. A frame marks images of another class. Paper: figure 11."
+        ),
+        needs=("retrieval",),
+        names_classes=True,
+    ),
+    "training_curves": Figure(
+        "Training curves",
+        "",
+        caption="Loss over epochs, one panel a stage; long curves are averaged to 200 points.",
+        reads_runs=True,
+    ),
+}
+
+
+TABLE_NAMES = tuple(name for name in TABLES if name not in FIGURES)
+"""Tables that an experiment may ask for: one of a figure's name is made with the figure."""
+
+
+def table_of(name: str) -> Table:
+    """The table of a name.
+
+    Raises:
+        UserError: no such table.
+    """
+    if name not in TABLES:
+        raise UserError(f"unknown table {name!r}; {did_you_mean(name, TABLES)}")
+    return TABLES[name]
+
+
+def figure_of(name: str) -> Figure:
+    """The figure of a name.
+
+    Raises:
+        UserError: no such figure.
+    """
+    if name not in FIGURES:
+        raise UserError(f"unknown figure {name!r}; {did_you_mean(name, FIGURES)}")
+    return FIGURES[name]
+
+
+ARCHITECTURES = {
+    "tiny": "ViT-Tiny/4",
+    "small": "ViT-Small/4",
+    "base": "ViT-B/16",
+    "large": "ViT-L/16",
+    "huge": "ViT-H/16",
+    "huge14": "ViT-H/14",
+    "small8": "ViT-S/8",
+    "base8": "ViT-B/8",
+    "large7": "ViT-L/7",
+    "large7_bn": "ViT-L/7-BN",
+    "huge14_bn": "ViT-H/14-BN",
+    "huge_448": "ViT-H/16 (448 px)",
+}
+METHODS = {
+    "mae": "MAE",
+    "mae_public": "MAE (public weights)",
+    "moco_v3": "MoCo v3",
+    "msn": "MSN",
+    "ibot": "iBOT",
+    "dino": "DINO",
+    "i_jepa": "I-JEPA",
+    "simmim": "SimMIM",
+    "nnclr": "NNCLR",
+    "cmae": "CMAE",
+    "layer_grafting": "Layer Grafting",
+    "ct_min": "MAE-CT min",
+    "ct_aug": "MAE-CT aug",
+    "ct_min_k1": "MAE-CT min, k = 1",
+    "ct_min_k10": "MAE-CT min, k = 10",
+    "ct_min_k30": "MAE-CT min, k = 30",
+    "ct_min_k1_masked": "… with 75 % masking",
+    "ct_min_k1_no_head": "… without head initialisation",
+    "ct_min_k1_no_lookup": "… without nearest-neighbour lookup",
+    "ct_min_k1_public": "MAE-CT min, k = 1 (public weights)",
+    "combined": "combined pre-training",
+    "combined_ct": "combined + CT",
+    "combined_ct_skip": "combined + CT, its own head",
+    "detached_ct_skip": "detached + CT, its own head",
+    "ct_oracle": "MAE-CT oracle",
+    "crop_flip": "MAE fine-tuned, crop and flip",
+    "label_smoothing": "+ label smoothing",
+    "mixup": "+ Mixup",
+    "cutmix": "+ CutMix",
+    "random_erasing": "+ random erasing",
+    "randaugment": "+ RandAugment (full recipe)",
+}
+_SWEEPS = {
+    "epochs": "epochs",
+    "trainable": "trainable blocks",
+    "encoder_ema": "encoder EMA",
+    "temperature": "temperature",
+    "topk": "k of the lookup",
+    "projector_ema": "projector EMA",
+}
+
+
+def method_title(method: str) -> str:
+    """How a method is printed; a name that the paper does not have is printed as it is."""
+    sweep, _, value = method.rpartition("_")
+    if sweep in _SWEEPS:
+        return f"{_SWEEPS[sweep]} = {value}"
+    return METHODS.get(method, method.replace("_", " "))
+
+
+def architecture_title(architecture: str) -> str:
+    """How an architecture is printed."""
+    return ARCHITECTURES.get(architecture, architecture)
