@@ -5,7 +5,7 @@ import json
 import typing
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from maect.core.errors import UserError
 from maect.core.names import did_you_mean
@@ -30,6 +30,11 @@ def validated(model: type[S], values: Any, where: str, context: dict[str, Any] |
         return model.model_validate(values, context=context)
     except ValidationError as error:
         raise one_line(error, where) from None
+
+
+def later(default: Any, **limits: Any) -> Any:
+    """A field that older runs did not have: at its default it is in no dump, file or digest."""
+    return Field(default=default, exclude_if=lambda value: value == default, **limits)
 
 
 def one_line(error: ValidationError, where: str) -> UserError:
@@ -68,7 +73,10 @@ def _types(annotation: Any) -> list[type[Settings]]:
 
 
 def digest(*parts: Any) -> str:
-    """Short hexadecimal identity of settings or JSON values, whatever the order of their keys."""
+    """Short hexadecimal identity of settings or JSON values, whatever the order of their keys.
+
+    What is added to settings that were hashed before must be `later`, or no old run resumes.
+    """
     plain = [p.model_dump(mode="json") if isinstance(p, BaseModel) else p for p in parts]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maect.models.encoder import VisionEncoder, build_encoder
 from maect.models.precision import mixed_precision
+from maect.models.vit import VisionEncoder, build_encoder
 from maect.recipes import Encoder, visible_patches
 
 

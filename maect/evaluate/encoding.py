@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.data.transforms import normalize
-from maect.models.encoder import pool
 from maect.models.precision import Precision, mixed_precision
 from maect.models.weights import load_encoder_weights
 
@@ -71,7 +70,7 @@ class Encoding:
 
     def _pool(self, tokens: Tensor) -> Tensor:
         tokens = tokens if self.pooling == "cls" else tokens.float()  # a mean in full precision
-        return pool(tokens, self.pooling, self.settings.class_token).float()
+        return self.encoder.pool(tokens, self.pooling).float()
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
@@ -91,7 +90,7 @@ class Encoding:
             last = self.encoder(images)
         parts = [*self._earlier, self._pool(last)]
         if self.other is not None:
-            parts.append(pool(last.float(), self.other))
+            parts.append(self.encoder.pool(last.float(), self.other))
         self._earlier.clear()
         return torch.cat(parts, dim=1)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from maect.core.errors import UserError
 from maect.data.transforms import partners
 from maect.evaluate.protocols import FineTune
-from maect.models.encoder import VisionEncoder, pool, seeded
+from maect.models.vit import VisionEncoder, seeded
 from maect.train.objectives import Objective
 from maect.train.parameters import grouped, layer_scale
 
@@ -95,7 +95,7 @@ class Classifier(Objective):
         with self.autocast(images.device):
             tokens = self.encoder(images)
         with torch.autocast(images.device.type, enabled=False):
-            features = pool(tokens.float(), how, self.encoder.settings.class_token)
+            features = self.encoder.pool(tokens.float(), how)
             return self.head(self.fc_norm(features))
 
     def forward(self, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:

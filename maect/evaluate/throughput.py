@@ -19,8 +19,8 @@ from maect.evaluate.compared import METHODS, Views, method_step
 from maect.evaluate.job import Context, Job
 from maect.evaluate.protocols import Throughput
 from maect.models.decoder import Decoder
-from maect.models.encoder import build_encoder
-from maect.models.head import NNCLRHead
+from maect.models.heads import NNCLRHead
+from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
 from maect.recipes import Encoder
 from maect.stages import load_recipe

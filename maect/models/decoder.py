@@ -6,9 +6,8 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from maect.models.attention import use_attention
-from maect.models.encoder import initialize
-from maect.models.positions import sincos_2d, with_cls
+from maect.models.positions import sincos_2d
+from maect.models.vit import initialize, use_attention
 from maect.recipes import Encoder
 
 
@@ -21,10 +20,11 @@ class Decoder(nn.Module):
     def __init__(self, settings: Encoder) -> None:
         super().__init__()
         width = settings.decoder_width
+        self.registers = settings.registers
         self.embed = nn.Linear(settings.width, width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         grid = settings.image_size // settings.patch_size
-        self.register_buffer("pos_embed", with_cls(sincos_2d(width, grid)), persistent=False)
+        self.register_buffer("pos_embed", sincos_2d(width, grid, 1), persistent=False)
         self.pos_embed: Tensor
         self.blocks = nn.ModuleList(
             Block(
@@ -41,22 +41,24 @@ class Decoder(nn.Module):
         initialize(self)
         nn.init.normal_(self.mask_token, std=0.02)
 
-    def forward(self, tokens: Tensor, order: Tensor) -> Tensor:
-        """Decode.
+    def forward(self, tokens: Tensor, ids_shuffle: Tensor) -> Tensor:
+        """Decode; registers are left out.
 
         Args:
-            tokens: encoded [CLS] and visible patches, [b, 1 + K, D].
-            order: patch numbers, int64 [b, L], the K visible ones first, as they were encoded.
+            tokens: encoded [CLS], registers and visible patches, [b, 1 + R + K, D].
+            ids_shuffle: patch numbers, int64 [b, L], the K visible ones first, as encoded.
 
         Returns:
             Pixels [b, L, p * p * 3], patch by patch in raster order.
         """
+        if self.registers:
+            tokens = torch.cat([tokens[:, :1], tokens[:, 1 + self.registers :]], dim=1)
         x = self.embed(tokens)
-        hidden = order.shape[1] - (x.shape[1] - 1)
+        hidden = ids_shuffle.shape[1] - (x.shape[1] - 1)
         mask = self.mask_token.to(x.dtype).expand(len(x), hidden, -1)
         x_shuffled = torch.cat([x[:, 1:], mask], dim=1)
-        restore = order.argsort(dim=1)
-        x_patches = x_shuffled.gather(1, restore[:, :, None].expand(-1, -1, x.shape[2]))
+        ids_restore = ids_shuffle.argsort(dim=1)
+        x_patches = x_shuffled.gather(1, ids_restore[:, :, None].expand(-1, -1, x.shape[2]))
         x = torch.cat([x[:, :1], x_patches], dim=1) + self.pos_embed
         for block in self.blocks:
             x = block(x)
@@ -72,14 +74,14 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 
 def reconstruction_loss(
-    prediction: Tensor, images: Tensor, order: Tensor, visible: int, normalize: bool
+    prediction: Tensor, images: Tensor, ids_shuffle: Tensor, visible: int, normalize: bool
 ) -> Tensor:
     """Mean squared error on the masked patches, in at least float32.
 
     Args:
         prediction: [b, L, p * p * 3].
         images: [b, 3, S, S].
-        order: patch numbers [b, L], the visible ones first.
+        ids_shuffle: patch numbers [b, L], the visible ones first.
         visible: how many are visible.
         normalize: compare with each patch's pixels after removing their mean and dividing by
             their (unbiased) standard deviation: MAE's "normalized pixels".
@@ -89,7 +91,7 @@ def reconstruction_loss(
     """
     exact = torch.promote_types(prediction.dtype, torch.float32)
     patch_size = round((prediction.shape[2] / 3) ** 0.5)
-    masked = order[:, visible:, None].expand(-1, -1, prediction.shape[2])
+    masked = ids_shuffle[:, visible:, None].expand(-1, -1, prediction.shape[2])
     target = patchify(images.to(exact), patch_size).gather(1, masked)
     if normalize:
         variance, mean = torch.var_mean(target, dim=2, keepdim=True)

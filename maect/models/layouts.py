@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.models.encoder import build_encoder
 from maect.models.positions import sincos_2d
+from maect.models.vit import build_encoder
 from maect.recipes import Encoder, load_encoder, sizes
 
 
@@ -159,7 +159,7 @@ def _is_maes(positions: Any) -> bool:
     """Whether a position embedding [1, L or 1 + L, D] is MAE's sine-cosine table."""
     if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[2] % 4:
         return False
-    table = sincos_2d(positions.shape[2], math.isqrt(positions.shape[1]))
+    table = sincos_2d(positions.shape[2], math.isqrt(positions.shape[1]))[0]
     rows = positions[0, positions.shape[1] - len(table) :].float()
     return torch.allclose(rows, table, atol=2e-3)  # also of tables that were stored in float16
 

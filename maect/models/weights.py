@@ -12,7 +12,7 @@ from torch import Tensor
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.models.encoder import VisionEncoder, build_encoder
+from maect.models.vit import VisionEncoder, build_encoder
 from maect.recipes import Encoder
 
 Pooling = Literal["cls", "mean"]

@@ -56,9 +56,9 @@ def parameters(encoder: Encoder) -> int:
 
 
 def decoder_flops(encoder: Encoder, visible: int) -> float:
-    """Forward operations of MAE's decoder for one view, given so many tokens."""
+    """Forward operations of MAE's decoder for one view, given so many tokens; without registers."""
     tokens, width = 1 + encoder.patches, encoder.decoder_width
-    embed = 2 * visible * encoder.width * width
+    embed = 2 * (visible - encoder.registers) * encoder.width * width
     pixels = 2 * tokens * width * 3 * encoder.patch_size**2
     return embed + encoder.decoder_depth * block_flops(tokens, width) + pixels
 

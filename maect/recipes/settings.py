@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from maect.core.settings import Settings
+from maect.core.settings import Settings, later
 
 
 class Encoder(Settings):
@@ -24,11 +24,18 @@ class Encoder(Settings):
     """What the NNCLR head reads, and how evaluations pool a tuned encoder."""
     class_token: bool = True
     """Only some imported encoders (I-JEPA) have none; no stage trains them."""
+    registers: int = later(0, ge=0)
+    """Tokens beside [CLS] that nothing reads (Darcet et al. 2024)."""
 
     @property
     def patches(self) -> int:
         """Number of patch tokens of one image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Number of tokens before the patches: [CLS] and registers."""
+        return int(self.class_token) + self.registers
 
     @model_validator(mode="after")
     def _divisible(self) -> "Encoder":

@@ -140,7 +140,7 @@ class FineTune(Recipe, Training):  # type: ignore[misc]  # zero_stage without 3
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward, per image."""
-        return view_flops(encoder, int(encoder.class_token) + encoder.patches, self.frozen_blocks)
+        return view_flops(encoder, encoder.prefix_tokens + encoder.patches, self.frozen_blocks)
 
     def state_bytes(self, encoder: Encoder) -> int:
         """Bytes that a run leaves: its states and the files that it exports."""

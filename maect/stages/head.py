@@ -24,7 +24,7 @@ class Head(SelfSupervised):
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""
-        tokens = int(encoder.class_token) + visible_patches(encoder.patches, self.mask_ratio)
+        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         view = view_flops(encoder, tokens, frozen=encoder.depth)
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, False))
 

@@ -31,7 +31,7 @@ class Pretrain(SelfSupervised):
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""
-        tokens = int(encoder.class_token) + visible_patches(encoder.patches, self.mask_ratio)
+        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         view = view_flops(encoder, tokens) + 3 * decoder_flops(encoder, tokens)
         if self.head is not None:
             combined = self.contrastive == "combined"

@@ -50,7 +50,7 @@ class Tune(SelfSupervised):
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""
-        tokens = int(encoder.class_token) + visible_patches(encoder.patches, self.mask_ratio)
+        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         view = view_flops(encoder, tokens, self.frozen_blocks)
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, True))
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maect.models.attention import use_attention
+from maect.models.vit import use_attention
 from maect.stages.base import SelfSupervised as Stage
 from maect.train.objectives import Objective
 

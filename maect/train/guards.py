@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from maect.models.head import NNCLRHead
+from maect.models.heads import NNCLRHead
 
 UNIFORMITY_LIMIT = -0.02
 RANK_LIMIT = 1.2

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.data.draws import ids_shuffle, lookup_numbers
 from maect.data.loader import Batch
 from maect.data.transforms import augment
-from maect.models.head import NNCLRHead
+from maect.models.heads import NNCLRHead
 from maect.recipes import Encoder
 from maect.stages.base import SelfSupervised as Stage
 from maect.stages.tune import Tune

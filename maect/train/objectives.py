@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from maect.models.decoder import Decoder, reconstruction_loss
-from maect.models.encoder import VisionEncoder, pool
-from maect.models.head import NNCLRHead
+from maect.models.heads import NNCLRHead
 from maect.models.precision import Precision, mixed_precision
+from maect.models.vit import VisionEncoder
 from maect.recipes import visible_patches
 
 
@@ -92,7 +92,7 @@ class MaskedAutoencoder(Objective):
             loss = reconstruction_loss(prediction, images, order, visible, self.normalize_pixels)
             if self.head is None:
                 return loss, {}
-            features = pool(tokens, self.pooling).unflatten(0, views.images.shape[:2])
+            features = self.encoder.pool(tokens, self.pooling).unflatten(0, views.images.shape[:2])
             features = features.detach() if self.detached else features
             out = self.head(features, views.ids, views.labels, views.dice)
         total = loss + (1.0 if self.detached else self.weight) * out.loss
@@ -132,6 +132,6 @@ class ContrastiveObjective(Objective):
         with self.autocast(images.device):
             with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
                 tokens = self.encoder(images, kept)
-            features = pool(tokens, self.pooling).unflatten(0, views.images.shape[:2])
+            features = self.encoder.pool(tokens, self.pooling).unflatten(0, views.images.shape[:2])
             out = self.head(features, views.ids, views.labels, views.dice)
         return out.loss, out.metrics

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.models.decoder import Decoder
-from maect.models.encoder import VisionEncoder, build_encoder, seeded
-from maect.models.head import NNCLRHead
+from maect.models.heads import NNCLRHead
+from maect.models.vit import VisionEncoder, build_encoder, seeded
 from maect.models.weights import load_encoder_weights, load_tensors, save_encoder, save_tensors
 from maect.recipes import Encoder
 from maect.stages.base import SelfSupervised as Stage
@@ -81,7 +81,7 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
         UserError: it has another shape.
     """
     module, settings, _ = load_encoder_weights(source / "encoder.safetensors")
-    for key in ("image_size", "patch_size", "width", "depth", "heads", "class_token"):
+    for key in ("image_size", "patch_size", "width", "depth", "heads", "class_token", "registers"):
         here, there = getattr(encoder, key), getattr(settings, key)
         if here != there:
             raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")

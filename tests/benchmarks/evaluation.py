@@ -233,7 +233,7 @@ def features(full: bool, folder: Path) -> None:
     from maect.data.shards import shard
     from maect.evaluate import features as ours
     from maect.evaluate.encoding import Encoding
-    from maect.models.encoder import build_encoder
+    from maect.models.vit import build_encoder
     from maect.models.weights import save_encoder
     from maect.recipes import load_encoder
 

@@ -26,7 +26,7 @@ import torch
 from timm.layers import Attention
 
 from maect.data.loader import Batch
-from maect.models.encoder import build_encoder, seeded
+from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
 from maect.stages import Stage, load_recipe

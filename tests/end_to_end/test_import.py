@@ -10,7 +10,7 @@ from conftest import MINI, Pipeline
 from safetensors.torch import load_file
 
 from maect.models.decoder import Decoder
-from maect.models.encoder import build_encoder, seeded
+from maect.models.vit import build_encoder, seeded
 from maect.recipes import load_encoder
 
 FILE = "mae_pretrain_vit_tiny.pth"

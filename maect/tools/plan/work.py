@@ -58,7 +58,8 @@ def shards(folder: Path) -> Shards:
 def encode_flops(encoder: Encoder) -> float:
     """Operations of encoding one whole image."""
     embed = 2 * encoder.patches * 3 * encoder.patch_size**2 * encoder.width
-    return embed + encoder.depth * block_flops(1 + encoder.patches, encoder.width)
+    tokens = encoder.prefix_tokens + encoder.patches
+    return embed + encoder.depth * block_flops(tokens, encoder.width)
 
 
 def evaluation_flops(

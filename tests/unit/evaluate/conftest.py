@@ -84,7 +84,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from sklearn.datasets import load_digits
 
     from maect.data.shards import shard
-    from maect.models.encoder import build_encoder, seeded
+    from maect.models.vit import build_encoder, seeded
     from maect.models.weights import save_encoder
     from maect.recipes import Encoder
 

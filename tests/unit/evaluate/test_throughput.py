@@ -8,7 +8,7 @@ from maect.evaluate import throughput
 from maect.evaluate.compared import METHODS, Views, method_step
 from maect.evaluate.job import Job
 from maect.evaluate.protocols import Throughput
-from maect.models.encoder import VisionEncoder, build_encoder
+from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder
 from maect.stages import load_recipe

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 
 from maect.cli import main
-from maect.models.encoder import build_encoder, pool, seeded
+from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
 
@@ -28,7 +28,7 @@ def finished_run(folder, encoder, pooling, **record):
     (folder / "run.json").write_text(json.dumps(RECORD | {"run": folder.name} | record))
     images = torch.rand(2, 3, encoder.image_size, encoder.image_size)
     with torch.no_grad():
-        return images, pool(module(images), pooling, encoder.class_token)
+        return images, module.pool(module(images), pooling)
 
 
 def same(model, images, features):

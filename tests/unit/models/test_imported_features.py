@@ -14,7 +14,7 @@ from maect.data.shards import shard
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import extract
 from maect.evaluate.store import open_features
-from maect.models.encoder import pool
+from maect.models.weights import load_encoder_weights
 
 
 @dataclass
@@ -65,5 +65,6 @@ def test_what_needs_a_cls_token_says_so(tmp_path):
     assert main(["import", str(tmp_path / "x.pth"), str(tmp_path / "run")]) == 0
     with pytest.raises(UserError, match=r"has no \[CLS\] token"):
         Encoding(tmp_path / "run/encoder.safetensors", torch.device("cpu"), pooling="cls")
+    encoder = load_encoder_weights(tmp_path / "run/encoder.safetensors")[0]
     with pytest.raises(UserError, match=r"no \[CLS\] token"):
-        pool(torch.zeros(2, 16, 64), "cls", class_token=False)
+        encoder.pool(torch.zeros(2, 16, 64), "cls")

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.models.checkpoints import read_checkpoint
-from maect.models.encoder import pool
 from maect.models.layouts import LAYOUTS, convert, find_layout
 from maect.models.weights import load_encoder_weights
 from maect.train.imported import import_weights
@@ -42,11 +41,11 @@ def test_features_are_those_of_a_plain_forward_pass(published, file, layout, poo
     checkpoint, weights = getattr(plain_vit, published)()
     torch.save(checkpoint, tmp_path / file)
     assert import_weights(tmp_path / file, tmp_path / "run")[0] == layout
-    module, settings, found = load_encoder_weights(tmp_path / "run" / "encoder.safetensors")
+    module, _, found = load_encoder_weights(tmp_path / "run" / "encoder.safetensors")
     assert found == pooling
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     with torch.no_grad():
-        features = pool(module.double()(images), found, settings.class_token)
+        features = module.pool(module.double()(images), found)
     tokens = plain_vit.plain_tokens(weights, images)
     patches = tokens[:, 1:] if "cls_token" in weights else tokens
     expected = tokens[:, 0] if pooling == "cls" else patches.mean(dim=1)

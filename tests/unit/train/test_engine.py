@@ -15,8 +15,7 @@ from ranks import run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maect.core.errors import UserError
-from maect.models.attention import flash_kernel, use_attention
-from maect.models.encoder import build_encoder, seeded
+from maect.models.vit import build_encoder, flash_kernel, seeded, use_attention
 from maect.stages import load_recipe
 from maect.train.engine import compile_blocks
 from maect.train.objectives import Objective

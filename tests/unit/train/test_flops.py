@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from maect.models.encoder import build_encoder
+from maect.models.vit import build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.flops import peak_flops

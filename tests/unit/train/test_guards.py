@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from maect.models.encoder import seeded
-from maect.models.head import NNCLRHead
+from maect.models.heads import NNCLRHead
+from maect.models.vit import seeded
 from maect.stages import load_recipe
 from maect.train.guards import collapse, effective_rank, newest, uniformity
 

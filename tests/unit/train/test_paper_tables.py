@@ -7,6 +7,7 @@ import pytest
 
 import maect.recipes
 from maect.core.errors import UserError
+from maect.core.settings import digest
 from maect.evaluate import evaluation_names, load_evaluation
 from maect.recipes import load_encoder, recipe_names, sizes, tables
 from maect.stages import load_recipe
@@ -100,15 +101,19 @@ def test_pretraining_as_in_the_text():
 
 
 @pytest.fixture
-def own_size(monkeypatch):
-    """One more entry of encoders.yaml."""
-    entries = tables._read("encoders") | {"wide": {"like": "large", "width": 1536}}
-    read = tables._read
-    monkeypatch.setattr(tables, "_read", lambda n: entries if n == "encoders" else read(n))
+def add_size(monkeypatch):
+    """Add an entry to encoders.yaml."""
+
+    def add(name, entry):
+        read, entries = tables._read, tables._read("encoders") | {name: entry}
+        monkeypatch.setattr(tables, "_read", lambda n: entries if n == "encoders" else read(n))
+
+    return add
 
 
-def test_one_entry_is_a_new_encoder_size(own_size):
+def test_one_entry_is_a_new_encoder_size(add_size):
     """What it says itself, and everything else, all recipes included, from what it is like."""
+    add_size("wide", {"like": "large", "width": 1536})
     assert "wide" in sizes()
     assert load_encoder("wide") == load_encoder("large").model_copy(update={"width": 1536})
     for name in recipe_names():
@@ -116,6 +121,18 @@ def test_one_entry_is_a_new_encoder_size(own_size):
     for name in set(evaluation_names()) - {"throughput"}:
         assert load_evaluation(name, "wide") == load_evaluation(name, "large")
     assert load_evaluation("throughput", "wide")[1].size == "wide"
+
+
+def test_an_encoder_with_registers_is_one_entry(add_size):
+    add_size("reg", {"like": "large", "registers": 4})
+    large, reg = load_encoder("large"), load_encoder("reg")
+    assert (reg.prefix_tokens, reg.patches) == (5, large.patches)
+    # What had no registers before has the identity that it had then.
+    assert digest(large) != digest(reg)
+    assert reg.model_dump() == large.model_dump() | {"registers": 4}
+    assert "registers" not in large.model_dump_json()
+    mae = load_recipe("mae", "reg")
+    assert mae.flops_per_image(large) < mae.flops_per_image(reg) < 1.2 * mae.flops_per_image(large)
 
 
 def test_a_recipe_prints_beside_the_papers_table():

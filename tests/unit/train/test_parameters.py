@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from maect.models.encoder import seeded
+from maect.models.vit import seeded
 from maect.recipes import Encoder, load_encoder, visible_patches
 from maect.stages import load_recipe
 from maect.train.ema import start_ema, update_ema
@@ -72,7 +72,7 @@ def kind(objective, name):
 
 
 def tuned(stage, tmp_path):
-    from maect.models.encoder import build_encoder
+    from maect.models.vit import build_encoder
     from maect.models.weights import save_encoder
 
     with seeded(0):

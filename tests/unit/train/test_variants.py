@@ -53,6 +53,13 @@ def test_all_variants_train(job, tmp_path):
         "bf16": job("bf16", "ct_min", "head", precision="bf16", **short),
         "saving": job("saving", "ct_min", "head", activation_checkpointing=True, **short),
     }
+    jobs |= {
+        "mae_reg": job("mae_reg", "mae", **short),
+        "head_reg": job("head_reg", "head_min", "mae_reg", **short),
+        "ct_reg": job("ct_reg", "ct_min", "head_reg", **short),
+    }
+    for name in ("mae_reg", "head_reg", "ct_reg"):
+        jobs[name]["encoder"] |= {"registers": 3}
     assert run(2, *jobs.values(), log=tmp_path / "log") == ["done"] * len(jobs)
     at = {name: Path(value["folder"]) for name, value in jobs.items()}
 
@@ -74,6 +81,10 @@ def test_all_variants_train(job, tmp_path):
     for key in before:
         frozen = key.startswith(("patch_embed", "cls_token", "pos_embed", "blocks.0", "blocks.1"))
         assert torch.equal(before[key], after[key]) == frozen, key
+    # Registers are learnt in pre-training and frozen with [CLS] in tuning.
+    register = weights(at["mae_reg"])["reg_token"]
+    assert register.shape == (1, 3, 16)
+    assert torch.equal(register, weights(at["ct_reg"])["reg_token"])
     three = weights(at["six_layers"])
     assert equal(before, three, "blocks.2.") and not equal(before, three, "blocks.3.")
     # Each variant is another experiment: no two tuned encoders are the same ...

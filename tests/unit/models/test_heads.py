@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from maect.models.encoder import seeded
-from maect.models.head import NNCLRHead, as_buffers, info_nce, topk_nn
+from maect.models.heads import NNCLRHead, as_buffers, info_nce, topk_nn
 from maect.models.norm import GlobalBatchNorm
+from maect.models.vit import seeded
 from maect.recipes import Contrastive
 
 

@@ -10,8 +10,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.nn import functional as F
 
 from maect.models.decoder import Decoder, patchify, reconstruction_loss
-from maect.models.encoder import build_encoder, pool, seeded
 from maect.models.positions import sincos_2d
+from maect.models.vit import build_encoder, seeded
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import Encoder
 
@@ -34,7 +34,7 @@ def timm_of_the_same_size():
 
 def test_positions_follow_the_formula():
     width, grid = 16, 3
-    found = sincos_2d(width, grid)
+    found = sincos_2d(width, grid)[0]
     for row in range(grid):
         for column in range(grid):
             expected = []
@@ -49,7 +49,7 @@ def test_state_dict_is_timms_and_so_are_the_features():
     theirs.load_state_dict(ours.state_dict(), strict=True)
     images = torch.randn(5, 3, 16, 16)
     torch.testing.assert_close(ours(images), theirs.forward_features(images), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(pool(ours(images), "cls"), theirs(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.pool(ours(images), "cls"), theirs(images), rtol=1e-5, atol=1e-5)
 
 
 def test_masked_encoding_is_that_of_the_visible_patches_alone():
@@ -63,6 +63,41 @@ def test_masked_encoding_is_that_of_the_visible_patches_alone():
         for block in encoder.blocks:
             x = block(x)
         torch.testing.assert_close(found[i], encoder.norm(x)[0])
+
+
+def test_registers_are_timms_and_no_feature_reads_them():
+    shape = TINY.model_copy(update={"registers": 3})
+    with seeded(0):
+        ours = build_encoder(shape)
+    theirs = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=24, depth=3, num_heads=2, num_classes=0, reg_tokens=3
+    )
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    images = torch.randn(5, 3, 16, 16)
+    tokens = ours(images)
+    torch.testing.assert_close(tokens, theirs.forward_features(images), rtol=1e-5, atol=1e-5)
+    assert tokens.shape == (5, 1 + 3 + 16, 24) and ours.pos_embed[0, :4].abs().max() == 0
+    for how in ("cls", "mean"):
+        other = tokens.clone()
+        other[:, 1:4] = 1e6
+        assert torch.equal(ours.pool(tokens, how), ours.pool(other, how))
+    torch.testing.assert_close(ours.pool(tokens, "mean"), tokens[:, 4:].mean(dim=1))
+
+
+def test_pre_training_with_registers_masks_patches_only():
+    shape = TINY.model_copy(update={"registers": 3})
+    with seeded(0):
+        encoder, decoder = build_encoder(shape), Decoder(shape)
+    images, order = torch.randn(2, 3, 16, 16), torch.stack([torch.randperm(16) for _ in range(2)])
+    tokens = encoder(images, order[:, :4])
+    assert tokens.shape == (2, 1 + 3 + 4, 24)
+    pixels = decoder(tokens, order)
+    assert pixels.shape == (2, 16, 48)
+    without = torch.cat([tokens[:, :1], tokens[:, 4:]], dim=1)
+    decoder.registers = 0
+    assert torch.equal(decoder(without, order), pixels)
+    reconstruction_loss(pixels, images, order, 4, normalize=True).backward()
+    assert encoder.reg_token.grad.abs().max() > 0
 
 
 def test_positions_of_the_cls_token_are_zero_and_nothing_fixed_is_trained():

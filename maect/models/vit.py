@@ -1,0 +1,194 @@
+"""The vision transformer: timm's blocks and names, with masking and frozen lower blocks."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+from timm.layers import Attention, PatchEmbed
+from timm.models.vision_transformer import VisionTransformer, global_pool_nlc
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from maect.core.errors import UserError
+from maect.models.positions import sincos_2d
+from maect.recipes import Encoder
+
+
+class VisionEncoder(VisionTransformer):
+    """timm's `VisionTransformer` without a classifier; its state dict is timm's.
+
+    Its tokens are [CLS] if there is one, the registers (Darcet et al. 2024), then the patches.
+
+    Attributes:
+        frozen_blocks: so many blocks, and what comes before them, run without gradients.
+        checkpointing: recompute the trainable blocks in the backward pass instead of storing them.
+    """
+
+    cls_token: nn.Parameter | None
+    reg_token: nn.Parameter | None
+    pos_embed: Tensor  # type: ignore[assignment]
+
+    def __init__(self, settings: Encoder) -> None:
+        super().__init__(
+            img_size=settings.image_size,
+            patch_size=settings.patch_size,
+            embed_dim=settings.width,
+            depth=settings.depth,
+            num_heads=settings.heads,
+            num_classes=0,
+            class_token=settings.class_token,
+            reg_tokens=settings.registers,
+            global_pool="token" if settings.class_token else "avg",
+            fc_norm=False,
+        )
+        self.settings = settings
+        self.frozen_blocks = 0
+        self.checkpointing = False
+        del self.pos_embed  # learnt in timm, fixed here: a buffer is neither trained nor sharded
+        grid = settings.image_size // settings.patch_size
+        self.register_buffer("pos_embed", sincos_2d(settings.width, grid, self.num_prefix_tokens))
+        use_attention(self, "sdpa")
+        initialize(self)
+        patch = self.patch_embed.proj.weight
+        nn.init.xavier_uniform_(patch.data.view(patch.shape[0], -1))
+        for token in self._prefix():
+            nn.init.normal_(token, std=0.02)
+
+    def _prefix(self) -> list[Tensor]:
+        """[CLS] [1, 1, D] and registers [1, R, D], as far as there are any."""
+        return [token for token in (self.cls_token, self.reg_token) if token is not None]
+
+    def forward(  # type: ignore[override]
+        self, images: Tensor, ids_keep: Tensor | None = None
+    ) -> Tensor:
+        """Encode images.
+
+        Args:
+            images: float [b, 3, S, S], normalized.
+            ids_keep: patches to encode, int64 [b, K]; all L of them if None.
+
+        Returns:
+            All tokens after the final norm, [b, P + K, D], P = `num_prefix_tokens`.
+        """
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_blocks):
+            x = embed_patches(self.patch_embed, images)
+            x = x + self.pos_embed[:, self.num_prefix_tokens :]
+            if ids_keep is not None:
+                x = x.gather(1, ids_keep[:, :, None].expand(-1, -1, x.shape[2]))
+            if self.num_prefix_tokens:
+                prefix = torch.cat(self._prefix(), dim=1)
+                prefix = prefix + self.pos_embed[:, : self.num_prefix_tokens]
+                x = torch.cat([prefix.expand(len(x), -1, -1), x], dim=1)
+            for block in self.blocks[: self.frozen_blocks]:
+                x = block(x)
+        for block in self.blocks[self.frozen_blocks :]:
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return self.norm(x)
+
+    def pool(self, tokens: Tensor, how: Literal["cls", "mean"]) -> Tensor:  # type: ignore[override]
+        """One vector per image, [b, D]: the [CLS] token, or the mean of the patch tokens.
+
+        Args:
+            tokens: [b, P + K, D], of any block.
+            how: "cls" or "mean".
+
+        Raises:
+            UserError: "cls" is asked for and there is none.
+        """
+        if how == "cls" and self.cls_token is None:
+            raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
+        kind = {"cls": "token", "mean": "avg"}[how]
+        return global_pool_nlc(tokens, kind, self.num_prefix_tokens)
+
+    def freeze(self, blocks: int) -> None:
+        """Freeze the lowest blocks, patch embedding, [CLS] and registers (the paper's protocol)."""
+        self.frozen_blocks = blocks
+        for part in [self.patch_embed, *self.blocks[:blocks]] if blocks else []:
+            part.requires_grad_(False).eval()
+        for token in self._prefix():
+            token.requires_grad_(not blocks)
+
+
+def build_encoder(settings: Encoder) -> VisionEncoder:
+    """An encoder of the given shape, initialised from torch's global generator (see `seeded`)."""
+    return VisionEncoder(settings)
+
+
+def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
+    """timm's patch embedding as a matrix product, [b, 3, S, S] to [b, L, D].
+
+    A convolution's gradient need not be the same in every run: cuDNN may sum atomically, and
+    oneDNN's kernel for AVX2 has hung in the barrier between its threads.
+    """
+    b, c, height, width = images.shape
+    p = embed.proj.kernel_size[0]
+    x = images.reshape(b, c, height // p, p, width // p, p)
+    x = x.permute(0, 2, 4, 1, 3, 5).reshape(b, -1, c * p * p)  # channels first, as its weights
+    return F.linear(x, embed.proj.weight.flatten(1), embed.proj.bias)
+
+
+class FusedAttention(Attention):
+    """timm's attention on a chosen kernel."""
+
+    backend: Literal["sdpa", "flash_attn"] = "sdpa"
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Self-attention of tokens [b, N, D], without mask or dropout."""
+        b, n = x.shape[:2]
+        qkv = self.qkv(x).view(b, n, 3, self.num_heads, self.head_dim)
+        flash = flash_kernel() if self.backend == "flash_attn" else None
+        if flash is not None and qkv.dtype != torch.float32 and qkv.is_cuda:
+            out = flash(qkv)
+        else:
+            query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+            if qkv.device.type == "cpu":
+                # In bfloat16 its backward pass takes six times as long as in float32.
+                exact = torch.promote_types(qkv.dtype, torch.float32)
+                query, key, value = query.to(exact), key.to(exact), value.to(exact)
+            with torch.autocast(qkv.device.type, enabled=False):
+                out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        return self.proj(out.reshape(b, n, -1))
+
+
+def use_attention(model: nn.Module, backend: Literal["sdpa", "flash_attn"]) -> None:
+    """Let every attention of timm's blocks in `model` use a kernel."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            # timm's own parameters and names stay, so its state dict does too.
+            module.__class__ = FusedAttention
+            cast(FusedAttention, module).backend = backend
+
+
+@cache
+def flash_kernel() -> Any:
+    """The optional package's kernel for packed [b, N, 3, heads, d]; None, with one warning."""
+    try:
+        from flash_attn import flash_attn_qkvpacked_func  # type: ignore[import-not-found]
+    except ImportError as error:
+        warnings.warn(f"attention: flash_attn is not installed ({error}); using sdpa", stacklevel=2)
+        return None
+    return flash_attn_qkvpacked_func
+
+
+def initialize(module: nn.Module) -> None:
+    """MAE's initialisation of linear layers: Xavier-uniform weights, zero biases."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draw initial values from `seed` on the CPU, whatever was drawn before, and leave no trace."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        yield
