@@ -1,43 +1,25 @@
-"""Checks the paper's statements (`statements*.py`) against measured tables.
+"""Checks the paper's statements (`statements.py`) against measured tables."""
 
-A statement is a list of comparisons, such as `low_shot.*.ct_min.knn > low_shot.*.mae.knn`. A value
-is TABLE.ARCHITECTURE.METHOD.METRIC (`x.large["topk_1"].knn` for names with a dot); `*` is every
-architecture for which the experiment has all of the comparison's models that are named with it.
-Allowed beside it: numbers, + - * / and parentheses, and one of > >= < <=.
-"""
-
-import ast
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+from uncertainties import nominal_value, std_dev, ufloat
 
-from maect.core.errors import UserError
 from maect.core.files import write_text
-from maect.report.statements import RESULTS, Statement
-from maect.report.statements_analysis import ANALYSIS
+from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import DECIMALS, printed_tables
 
-STATEMENTS = RESULTS + ANALYSIS
 HOLDS, FAILS, OPEN = "holds", "fails", "not measured"
 Key = tuple[str, str, str, str]
+"""Table, architecture, method, metric."""
 Tables = Mapping[str, pd.DataFrame]
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_ORDER: dict[type[ast.cmpop], tuple[str, float]] = {
-    ast.Gt: (">", 1.0),
-    ast.GtE: ("≥", 1.0),
-    ast.Lt: ("<", -1.0),
-    ast.LtE: ("≤", -1.0),
-}
+VALUE = re.compile(r"""([a-z]\w*)\.(\w+|\*)(?:\.(\w+)|\["([\w.]+)"\])\.(\w+)""")
 # What the paper prints as equal is equal.
 TOLERANCE = 1e-9
 
@@ -75,10 +57,10 @@ class Verdict:
     @property
     def result(self) -> str:
         """`holds` if all comparisons do, `fails` if one does not, else `not measured`."""
-        found = {comparison.holds for comparison in self.comparisons}
-        if False in found:
+        held = {comparison.holds for comparison in self.comparisons}
+        if False in held:
             return FAILS
-        return HOLDS if found == {True} else OPEN
+        return HOLDS if held == {True} else OPEN
 
     @property
     def significant(self) -> str:
@@ -86,8 +68,8 @@ class Verdict:
         if self.result == OPEN:
             return ""
         decisive = [c for c in self.comparisons if c.holds is (self.result == HOLDS)]
-        found = {comparison.significant for comparison in decisive}
-        return "" if None in found else "no" if False in found else "yes"
+        exceeds = {comparison.significant for comparison in decisive}
+        return "" if None in exceeds else "no" if False in exceeds else "yes"
 
     @property
     def numbers(self) -> str:
@@ -107,40 +89,9 @@ class Verdict:
         return "; ".join(parts)
 
 
-def _key(node: ast.expr) -> Key | None:
-    """The value that a dotted name stands for, or None if it is something else."""
-    parts: list[str] = []
-    while not isinstance(node, ast.Name):
-        if isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            parts.append(str(node.slice.value))
-            node = node.value
-        else:
-            return None
-    parts.append(node.id)
-    return tuple(reversed(parts)) if len(parts) == 4 else None  # type: ignore[return-value]
-
-
-def keys_of(node: ast.AST) -> list[Key]:
-    """Every value that an expression reads."""
-    if isinstance(node, ast.expr) and (key := _key(node)) is not None:
-        return [key]
-    return [key for child in ast.iter_child_nodes(node) for key in keys_of(child)]
-
-
-def _number(node: ast.expr, values: Mapping[Key, float]) -> float:
-    if (key := _key(node)) is not None:
-        return values[key]
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            return float(value)
-        case ast.UnaryOp(op=ast.USub(), operand=inner):
-            return -_number(inner, values)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _ARITHMETIC[type(op)](_number(left, values), _number(right, values))
-    raise ValueError(f"not part of a comparison: {ast.unparse(node)}")
+def _key(match: re.Match[str]) -> Key:
+    table, architecture, method, quoted, metric = match.groups()
+    return table, architecture, method or quoted, metric
 
 
 def _look_up(tables: Tables, key: Key, suffix: str) -> float:
@@ -164,35 +115,34 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
         suffix: `_paper` decides it with the paper's own numbers.
 
     Raises:
-        ValueError: not a comparison in the language above.
+        ValueError: not one of > >= < <= between two sides.
     """
-    body = ast.parse(text, mode="eval").body
-    if not isinstance(body, ast.Compare) or len(body.ops) != 1 or type(body.ops[0]) not in _ORDER:
+    sides = re.split(r" ([<>]=?) ", text)
+    if len(sides) != 3:
         raise ValueError(f"not one comparison: {text}")
-    sign, direction = _ORDER[type(body.ops[0])]
-    keys = list(dict.fromkeys(keys_of(body)))
-    values = {key: _look_up(tables, key, suffix) for key in keys}
-    right_node = body.comparators[0]
+    values = {key: _look_up(tables, key, suffix) for key in map(_key, VALUE.finditer(text))}
+    missing = tuple(key for key, value in values.items() if math.isnan(value))
+    spreads = {key: math.nan if suffix else _look_up(tables, key, "_std") for key in values}
+    known = not all(math.isnan(spread) for spread in spreads.values())
+    varying = {key: ufloat(values[key], spread) for key, spread in spreads.items() if spread > 0}
+    numbers = values | varying
 
-    def difference(values: Mapping[Key, float]) -> float:
-        return direction * (_number(body.left, values) - _number(right_node, values))
+    def number(side: str) -> Any:
+        # Statements are our own text, so Python may read them.
+        code = VALUE.sub(lambda match: f"numbers[{_key(match)!r}]", side)
+        return eval(code, {"__builtins__": {}}, {"numbers": numbers})
 
-    left, right = _number(body.left, values), _number(right_node, values)
-    missing = tuple(key for key in keys if math.isnan(values[key]))
-    label = f"{_short(body.left)} {sign} {_short(right_node)}"
+    left, sign, right = number(sides[0]), sides[1], number(sides[2])
+    label = f"{_short(sides[0])} {sign.replace('>=', '≥').replace('<=', '≤')} {_short(sides[2])}"
+    ends = nominal_value(left), nominal_value(right)
     if missing:
-        return Comparison(label, None, left, right, math.nan, math.nan, missing)
-    here = difference(values)
-    spreads = {key: math.nan if suffix else _look_up(tables, key, "_std") for key in keys}
-    known = {key: spread for key, spread in spreads.items() if not math.isnan(spread)}
-    variance = 0.0 if known else math.nan
-    for key, spread in known.items():
-        step = 1e-4 * max(1.0, abs(values[key]))
-        slope = (difference(values | {key: values[key] + step}) - here) / step
-        variance += (slope * spread) ** 2
-    holds = here >= -TOLERANCE if sign in "≥≤" else here > TOLERANCE
-    decimals = _decimals(here, values.values())
-    return Comparison(label, holds, left, right, here, math.sqrt(variance), (), decimals)
+        return Comparison(label, None, *ends, math.nan, math.nan, missing)
+    difference = left - right if sign.startswith(">") else right - left
+    margin = nominal_value(difference)
+    holds = margin >= -TOLERANCE if sign.endswith("=") else margin > TOLERANCE
+    deviation = std_dev(difference) if known else math.nan
+    decimals = _decimals(margin, values.values())
+    return Comparison(label, holds, *ends, margin, deviation, (), decimals)
 
 
 def _decimals(difference: float, values: Iterable[float]) -> int:
@@ -204,12 +154,9 @@ def _decimals(difference: float, values: Iterable[float]) -> int:
     return next((n for n in range(2, DECIMALS) if round(difference, n)), DECIMALS)
 
 
-def _short(node: ast.expr) -> str:
-    """An expression without the tables' names."""
-    text = ast.unparse(node)
-    for key in sorted(keys_of(node), key=lambda key: -len(key[0])):
-        text = text.replace(f"{key[0]}.{key[1]}", key[1])
-    return text
+def _short(side: str) -> str:
+    """One side of a comparison without the tables' names."""
+    return VALUE.sub(lambda match: match[0].removeprefix(f"{match[1]}."), side).replace('"', "'")
 
 
 def expand(text: str, tables: Tables) -> list[str]:
@@ -217,13 +164,12 @@ def expand(text: str, tables: Tables) -> list[str]:
 
     That is every one with a row of each model named with `*`: others cannot be compared.
     """
-    if ".*." not in text:
+    starred = [key for key in map(_key, VALUE.finditer(text)) if key[1] == "*"]
+    if not starred:
         return [text]
-    template = text.replace(".*.", ".any.")
-    needed = [key for key in keys_of(ast.parse(template, mode="eval")) if key[1] == "any"]
-    have = [_architectures(tables, table, method) for table, _, method, _ in needed]
-    found = [one for one in have[0] if all(one in others for others in have)]
-    return [text.replace(".*.", f".{architecture}.") for architecture in found] or [template]
+    have = [_architectures(tables, table, method) for table, _, method, _ in starred]
+    common = [one for one in have[0] if all(one in others for others in have)]
+    return [text.replace(".*.", f".{architecture}.") for architecture in common or ["any"]]
 
 
 def _architectures(tables: Tables, table: str, method: str) -> list[str]:
@@ -280,15 +226,3 @@ def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -
 def write_claims(frame: pd.DataFrame, path: Path) -> None:
     """Write the verdicts as CSV."""
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
-
-
-def read_claims(path: Path) -> pd.DataFrame:
-    """Read what `write_claims` wrote.
-
-    Raises:
-        UserError: no such file.
-    """
-    try:
-        return pd.read_csv(path, keep_default_na=False)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; build the claims first") from None

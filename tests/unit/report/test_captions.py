@@ -7,10 +7,11 @@ import pytest
 from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
-from maect.report.claims import STATEMENTS, claims_table
+from maect.report.claims import claims_table
 from maect.report.class_names import class_titles
 from maect.report.page import claims_page
 from maect.report.registry import FIGURES, TABLES, Figure, Table
+from maect.report.statements import STATEMENTS
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
 

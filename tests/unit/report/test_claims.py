@@ -1,20 +1,18 @@
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from maect.core.errors import UserError
 from maect.report.claims import (
-    STATEMENTS,
     claims_table,
     compare,
     expand,
     judge,
-    read_claims,
     write_claims,
 )
 from maect.report.page import claims_page
-from maect.report.statements import Statement
+from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import Row, build_table, printed_tables
 
 
@@ -33,6 +31,46 @@ def tables(result, evaluations):
         Row("small", "ct_min", ["ct_small"]),
     ]
     return {"clustering": build_table("clustering", rows, evaluations)}
+
+
+def given() -> dict[str, pd.DataFrame]:
+    """The paper's tables with numbers moved a little, some with a deviation, some lines missing."""
+    tables = {}
+    for name, frame in printed_tables().items():
+        count = 0
+        for column in frame.filter(like="_paper").columns:
+            metric = column.removesuffix("_paper")
+            for line in frame.index:
+                count += 1
+                paper = frame.at[line, column]
+                unit = 0.01 if abs(paper) <= 1 else 1.0
+                frame.at[line, metric] = round(paper + unit * 0.6 * (count * 7 % 11 - 5) / 5, 4)
+                frame.at[line, f"{metric}_std"] = (math.nan, 0.1 * unit, 0.45 * unit)[count * 5 % 3]
+        tables[name] = frame.drop(index=[line for line in frame.index if line % 9 == 8])
+    methods = ("mae", "ct_min", "ct_aug", "combined", "combined_ct")
+    tables["cost"] = pd.DataFrame(
+        {"architecture": size, "method": method, "overhead": cost + n, "overhead_std": 0.25 * m}
+        for n, size in enumerate(("base", "large"))
+        for m, (method, cost) in enumerate(zip(methods, (0, 4.0, 11.5, 3, 2), strict=True))
+    )
+    methods = ("mae", "ct_min", "combined_ct", "combined")
+    tables["color_histogram"] = pd.DataFrame(
+        {
+            "architecture": "large",
+            "method": method,
+            "error_last": 60.0 - 4 * m,
+            "error_last_std": 0.3,
+        }
+        for m, method in enumerate(methods)
+    )
+    return tables
+
+
+def test_every_verdict_text_and_number_on_given_tables(tmp_path):
+    """Once written by comparisons with derivatives of our own; `uncertainties` has to agree."""
+    write_claims(claims_table(given()), tmp_path / "claims.csv")
+    expected = Path(__file__).with_name("claims.csv")
+    assert (tmp_path / "claims.csv").read_text() == expected.read_text()
 
 
 def claim(*comparisons: str) -> Statement:
@@ -146,8 +184,8 @@ def test_methods_with_a_dot():
     assert one.holds and one.left == 77.23
 
 
-@pytest.mark.parametrize("text", ["1", "1 < 2 < 3", "f(1) > 2", "a.b > 1", "1 == 1", "2 ** 3 > 1"])
-def test_only_the_small_language(text, tables):
+@pytest.mark.parametrize("text", ["1", "1 < 2 < 3", "1 == 1"])
+def test_a_statement_is_one_comparison(text, tables):
     with pytest.raises(ValueError):
         compare(text, tables)
 
@@ -185,10 +223,8 @@ def test_the_table_of_claims(tables, tmp_path):
     assert (line.verdict, line.paper_verdict) == ("fails", "holds")
     assert frame.set_index("claim").loc["knn_gain"].verdict == "not measured"
     write_claims(frame, tmp_path / "claims.csv")
-    again = read_claims(tmp_path / "claims.csv")
+    again = pd.read_csv(tmp_path / "claims.csv", keep_default_na=False)
     assert again.to_dict() == frame.to_dict()
     page = claims_page(again)
     assert page.count("<details>") == len(STATEMENTS)
     assert "&gt;" in page and "39.00 > " not in page  # escaped
-    with pytest.raises(UserError, match="build the claims first"):
-        read_claims(tmp_path / "none.csv")

@@ -6,8 +6,9 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.experiment import load
-from maect.report.claims import STATEMENTS, compare, expand, judge
+from maect.report.claims import compare, expand, judge
 from maect.report.cost import chain, cost_table
+from maect.report.statements import STATEMENTS
 from maect.report.tables import Row
 
 
