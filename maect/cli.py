@@ -9,6 +9,7 @@ from typing import Any
 from maect import __version__, commands
 from maect.core.errors import UserError
 from maect.core.log import command_log
+from maect.data.sources import SOURCES
 from maect.report import commands as reports
 from maect.tools.doctor import command as doctor_command
 from maect.tools.plan import command as plan_command
@@ -52,9 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     shard.add_argument(
         "--kind",
         default="folder",
-        help="folder (CLASS/IMAGE, the default), unlabelled, imagenet (folders named by WordNet "
-        "id: ImageNet-1k, -R, -A, -Sketch), imagenet_train_tar, imagenet_val, imagenet_v2, or view "
-        "(some classes of SOURCE's shards, without copying); see docs/data.md",
+        help="what SOURCE is (docs/data.md; folder by default): "
+        + "; ".join(f"{kind}: {source.about}" for kind, source in SOURCES.items()),
     )
     shard.add_argument("--shards", type=int, default=1, help="number of tars (default 1)")
     shard.add_argument("--labels", type=Path, help="labels of the source, for kinds that need them")

@@ -82,9 +82,9 @@ def need(path: Path, what: str) -> Path:
 def shard(options: argparse.Namespace) -> None:
     """`maect shard`: everything, or one step so that a pipeline can run them as separate jobs."""
     from maect.data import shards
-    from maect.data.plan import plan_shards
-    from maect.data.subsets import class_view, read_classes
-    from maect.data.verify import verify
+    from maect.data.sources import find_source
+    from maect.data.sources.view import read_classes
+    from maect.data.subsets import class_view
 
     threads = len(os.sched_getaffinity(0))
     how = {
@@ -93,14 +93,14 @@ def shard(options: argparse.Namespace) -> None:
         "shorter_side": options.shorter_side,
     }
     if options.verify:
-        print(f"{options.out}: {verify(options.out, threads=threads)} samples, all sound")
-    elif options.kind == "view":
+        print(f"{options.out}: {shards.verify(options.out, threads=threads)} samples, all sound")
+    elif not find_source(options.kind).sharded:
         if not options.classes:
-            raise UserError("--kind view: say which classes with --classes")
+            raise UserError(f"--kind {options.kind}: say which classes with --classes")
         count = class_view(options.source, options.out, read_classes(options.classes))
         print(f"{options.out}: {count} samples of {options.source}")
     elif options.only == "plan":
-        plan_shards(options.source, options.kind, options.out, options.shards, **how)
+        shards.plan_shards(options.source, options.kind, options.out, options.shards, **how)
     elif options.only == "index":
         shards.finish_index(options.out)
     elif options.only:

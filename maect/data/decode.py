@@ -1,9 +1,16 @@
-"""Pixels of one or several crops from one decode of an image's bytes.
+"""Pixels of an image's bytes: what is accepted, and one or several crops from one decode.
 
 Three ways lead to the same pixels: the native extension (JPEG; within 1 level of Pillow), the
 portable way (simplejpeg and PyTorch's antialiased bicubic; within 2 levels) and Pillow itself for
-everything that the first two refuse. `docs/data.md` says when which is used.
+everything that the first two refuse. Pillow is the reference: an image that it cannot read in full
+is unreadable. EXIF orientation is not applied, as in torchvision's ImageFolder, with which the
+published numbers were made. `docs/data.md` says when which way is used.
 """
+
+import io
+import threading
+import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import simplejpeg
@@ -11,9 +18,61 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.data import native
-from maect.data.images import read_rgb
 
+# What a file is called in a shard, by its content and not by its name.
+EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "GIF": "gif"}
+EXTENSIONS |= {"TIFF": "tif", "PPM": "ppm"}
+_FORMATS = list(EXTENSIONS)
 _JPEG = b"\xff\xd8"
+# Larger pictures are decoded one at a time: a few kilobytes can declare gigabytes of pixels.
+_LARGE = 1 << 24
+_large = threading.Lock()
+# Palette transparency and large pictures deserve a warning elsewhere. Once for the process: the
+# decoding threads share its filters.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+class UnreadableError(Exception):
+    """An image that cannot be decoded; the text says why."""
+
+
+def read_rgb(data: bytes) -> Image.Image:
+    """Decode the whole image to RGB.
+
+    Grey values are repeated, CMYK is converted, an alpha channel is dropped, 16-bit grey keeps its
+    upper eight bits, of several frames the first is taken.
+
+    Raises:
+        UnreadableError: empty, truncated, corrupt, or of a pixel format without a defined range.
+    """
+    return open_rgb(data)[0]
+
+
+def open_rgb(data: bytes) -> tuple[Image.Image, str]:
+    """Like `read_rgb`, with the extension that the content deserves."""
+    if not data:
+        raise UnreadableError("empty file")
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            # MPO: a JPEG with further frames behind the first.
+            kind = "JPEG" if image.format == "MPO" else str(image.format)
+            with _large if image.width * image.height > _LARGE else nullcontext():
+                image.load()
+                return _to_rgb(image), EXTENSIONS[kind]
+    except UnreadableError:
+        raise
+    # Pillow's plug-ins raise nearly anything on hostile input.
+    except Exception as error:
+        raise UnreadableError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):
+        grey = np.asarray(image, dtype=np.uint16) >> 8
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise UnreadableError(f"pixels of mode {image.mode} have no defined range")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def decoder_name() -> str:

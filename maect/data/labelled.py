@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.data.subsets import balanced_rows, fraction_rows, read_list, rows_by_name
+from maect.data.sources.base import read_list
+from maect.data.subsets import balanced_rows, fraction_rows, rows_by_name
 
 SHOTS_LIST = "msn_{shots}shot_split{split}.txt"
 FRACTION_LIST = "simclr_{percent:g}percent.txt"

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maect.core.errors import UserError
-from maect.data.decode import render
-from maect.data.images import UnreadableError
+from maect.data.decode import UnreadableError, render
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.order import Order
 from maect.data.transforms import Change, center_crops, random_crops

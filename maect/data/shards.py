@@ -1,40 +1,55 @@
-"""Writes a planned split as tars with original bytes, and merges what the jobs left to the index.
+"""Shards of a split: planned, written as tars with original bytes, indexed, and verified.
 
 Layout of `out`: SPLIT-000000.tar … (webdataset: KEY.jpg, KEY.cls), index.npy, keys.txt and, last,
 index.json; plan.json and parts/ belong to the making. Every step can be killed at any moment and
-run again: what is finished stays as it is, what is not starts anew.
+run again: what is finished stays as it is, what is not is made again.
+
+The plan fixes which image goes where before the first byte is written. An image's id is its place
+in a shuffled list, whatever the number of shards, so neither the number of shards nor the order in
+which they are written changes what training sees.
 """
 
+import fcntl
 import hashlib
 import io
+import json
+import os
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_json, sha256_file, write_json, write_text
-from maect.data.images import UnreadableError, open_rgb
-from maect.data.index import COLUMNS, FORMAT, open_index
-from maect.data.plan import plan_shards, read_listing, read_plan, record_path, shard_name
-from maect.data.sources import UNLABELLED, Entry, read_entry
+from maect.data import random, shard_name
+from maect.data.decode import UnreadableError, open_rgb, read_rgb
+from maect.data.index import (
+    COLUMNS,
+    FORMAT,
+    HEIGHT,
+    OFFSET,
+    SHARD,
+    SIZE,
+    WIDTH,
+    Index,
+    open_index,
+)
+from maect.data.sources import UNLABELLED, Entry, ImageSource, open_source
 
+_SEED = 0
+# Longer names do not fit a plain tar header together with their extension.
+_KEY_BYTES = 90
 _BLOCK = 512
 _AT_ONCE = 64
 _QUALITY = 95
-
-
-@dataclass(frozen=True)
-class _Image:
-    data: bytes
-    extension: str
-    width: int
-    height: int
 
 
 def shard(
@@ -52,16 +67,44 @@ def shard(
     Raises:
         UserError: wrong input; all unreadable images of the split are reported together.
     """
-    plan_shards(source, kind, out, shards, **options)
-    faults: list[str] = []
-    for number in range(shards):
-        try:
-            _write(Path(out), number, threads)
-        except _FaultyError as error:
-            faults += error.faults
-    if faults:
-        raise _refusal(Path(out) / "unreadable.txt", faults)
-    return finish_index(out)
+    out = Path(out)
+    plan, listings = _planned(source, kind, out, shards, **options)
+    with _locked(out, alone=True):
+        _store(out, plan, listings)
+        faults: list[str] = []
+        for number in range(shards):
+            try:
+                _write(out, number, threads)
+            except _FaultyError as error:
+                faults += error.faults
+        if faults:
+            raise _refusal(out / "unreadable.txt", faults)
+        return _index(out)
+
+
+def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any) -> dict[str, Any]:
+    """List the source, shuffle it and assign every image to a shard. Repeating it changes nothing.
+
+    Args:
+        source: folder or archive, see `maect.data.sources`.
+        kind: which kind of source.
+        out: folder of this split's shards.
+        shards: how many tars.
+        options: split, their name (that of `out` by default); labels of the source, for the kinds
+            that take them; exclude, a text file of image names to leave out, one a line;
+            shorter_side, to which larger images are recompressed (off by default).
+
+    Returns:
+        The content of `out`/plan.json.
+
+    Raises:
+        UserError: wrong source, or `out` holds shards of another plan.
+    """
+    out = Path(out)
+    plan, listings = _planned(source, kind, out, shards, **options)
+    with _locked(out, alone=True):
+        _store(out, plan, listings)
+    return plan
 
 
 def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
@@ -75,21 +118,206 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
     """
     out = Path(out)
     try:
-        _write(out, number, threads)
+        with _locked(out, alone=False):
+            _write(out, number, threads)
     except _FaultyError as error:
         # A file of its own: other jobs may be writing theirs.
         raise _refusal(out / f"unreadable-{number:06d}.txt", error.faults) from None
     return out / shard_name(read_plan(out)["split"], number)
 
 
-def is_finished(out: Path, number: int) -> bool:
-    """Whether a shard of the present plan is complete."""
-    plan, path = read_plan(out), record_path(out, number)
-    if not path.exists():
-        return False
-    record, tar = read_json(path), out / shard_name(plan["split"], number)
-    same = (record["listing"], record["options"]) == (plan["listings"][number], plan["options"])
-    return same and tar.exists() and tar.stat().st_size == record["size"]
+def finish_index(out: Path) -> int:
+    """Merge the finished shards' parts to index.npy, keys.txt and index.json (written last).
+
+    Returns:
+        Number of samples.
+
+    Raises:
+        UserError: shards are missing, by number.
+    """
+    out = Path(out)
+    read_plan(out)
+    with _locked(out, alone=True):
+        return _index(out)
+
+
+@contextmanager
+def _locked(out: Path, *, alone: bool) -> Iterator[None]:
+    """Keep others from the folder: all of them, or those that must be alone there.
+
+    Raises:
+        UserError: somebody is at work there.
+    """
+    descriptor = None
+    try:
+        (out / "parts").mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out / "parts/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor or -1)
+        raise UserError(
+            f"{out}: another maect shard is at work here; wait for it or choose another folder"
+        ) from None
+    except OSError:
+        pass  # mounted without locks, or read-only because all is done
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+# --- Plan -----------------------------------------------------------------------------------------
+
+
+def _planned(
+    source: Path,
+    kind: str,
+    out: Path,
+    shards: int,
+    *,
+    split: str | None = None,
+    labels: Path | None = None,
+    exclude: Path | None = None,
+    shorter_side: int | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """The plan of `plan_shards`, and the listing of each shard; nothing is written."""
+    if shards < 1:
+        raise UserError(f"shards: {shards}; at least one is needed")
+    images = open_source(kind, source, labels)
+    listing = images.listing()
+    entries, excluded = _without(listing.entries, exclude)
+    if shards > len(entries):
+        raise UserError(f"{source}: {shards} shards for {len(entries)} images; lower the number")
+    keyed = list(zip(_keys(entries), entries, strict=True))
+    order = np.argsort(random.bits(_SEED, 0, np.arange(len(keyed)), 0, random.SHARD, 1)[:, 0])
+    texts = []
+    for number in range(shards):
+        part = order[slice(*_bounds(len(keyed), shards, number))]
+        lines = (json.dumps([keyed[i][0], *astuple(keyed[i][1])]) for i in part)
+        texts.append("".join(f"{line}\n" for line in lines))
+    plan = {
+        "split": split or out.name,
+        "kind": kind,
+        "source": str(images.path.resolve()),
+        "n": len(keyed),
+        "shards": shards,
+        "class_names": listing.class_names,
+        "ignored": {"count": len(listing.ignored), "first": listing.ignored[:10]},
+        "excluded": excluded,
+        "options": {} if shorter_side is None else {"shorter_side": shorter_side},
+        "listings": [hashlib.sha256(text.encode()).hexdigest() for text in texts],
+    }
+    return plan, texts
+
+
+def _store(out: Path, plan: dict[str, Any], listings: list[str]) -> None:
+    """Write the plan, unless it is there.
+
+    Raises:
+        UserError: finished shards of another plan, which are never overwritten.
+    """
+    for path in sorted((out / "parts").glob("[0-9]*.json")):
+        number, record = int(path.stem), read_json(path)
+        planned = plan["listings"][number] if number < plan["shards"] else None
+        if (record.get("listing"), record.get("options")) != (planned, plan["options"]):
+            raise UserError(
+                f"{out}: holds finished shards of other images, options or number of shards; "
+                "choose another folder or delete this one"
+            )
+    if (out / "plan.json").exists() and read_json(out / "plan.json") == plan:
+        return
+    for number, text in enumerate(listings):
+        write_text(_listing_path(out, number), text)
+    write_json(out / "plan.json", plan)
+
+
+def read_plan(out: Path) -> dict[str, Any]:
+    """The plan of a folder of shards.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (out / "plan.json").exists():
+        raise UserError(f"{out}: no plan.json; plan the shards first (maect shard)")
+    return read_json(out / "plan.json")
+
+
+def _read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]:
+    """First id, and (key, entry) of every image of a shard.
+
+    Raises:
+        UserError: no such shard, or its listing is not the planned one.
+    """
+    plan = read_plan(out)
+    if not 0 <= number < plan["shards"]:
+        raise UserError(f"{out}: no shard {number}; there are {plan['shards']}, from 0 on")
+    path = _listing_path(out, number)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; plan the shards again") from None
+    if hashlib.sha256(text.encode()).hexdigest() != plan["listings"][number]:
+        raise UserError(f"{path}: not what plan.json says; plan the shards again")
+    values = [json.loads(line) for line in text.splitlines()]
+    start, _ = _bounds(plan["n"], plan["shards"], number)
+    return start, [(key, Entry(*rest)) for key, *rest in values]
+
+
+def _listing_path(out: Path, number: int) -> Path:
+    """What goes into a shard."""
+    return out / "parts" / f"{number:06d}.jsonl"
+
+
+def _record_path(out: Path, number: int) -> Path:
+    """The record that a shard is finished; beside it, as .npz, its part of the index."""
+    return out / "parts" / f"{number:06d}.json"
+
+
+def _bounds(n: int, shards: int, number: int) -> tuple[int, int]:
+    return number * n // shards, (number + 1) * n // shards
+
+
+def _without(entries: list[Entry], exclude: Path | None) -> tuple[list[Entry], list[str]]:
+    if exclude is None:
+        return entries, []
+    try:
+        names = set(exclude.read_text(encoding="utf-8").splitlines()) - {""}
+    except OSError as error:
+        raise UserError(f"{exclude}: {error.strerror}") from None
+    if unknown := sorted(names - {entry.name for entry in entries}):
+        raise UserError(f"{exclude}: {unknown[0]!r} is not in the source")
+    return [entry for entry in entries if entry.name not in names], sorted(names)
+
+
+def _keys(entries: list[Entry]) -> list[str]:
+    """Unique tar names without extension, as close to the images' names as webdataset allows."""
+    taken: set[str] = set()
+    keys = []
+    for entry in entries:
+        folder, _, base = entry.name.rpartition("/")
+        # webdataset ends the key at the first dot; a sample's members must share it.
+        stem = base.rpartition(".")[0].replace(".", "_")
+        key = f"{folder}/{stem}" if folder else stem
+        key = "".join(c if c.isprintable() and c != "\\" else "_" for c in key)
+        if len(key.encode("utf-8", "replace")) > _KEY_BYTES or key in taken:
+            mark = hashlib.sha256(entry.name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+            short = key.encode("utf-8", "replace")[: _KEY_BYTES - 13].decode("utf-8", "ignore")
+            key = f"{short}-{mark}"
+        taken.add(key)
+        keys.append(key)
+    return keys
+
+
+# --- Tars -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Image:
+    data: bytes
+    extension: str
+    width: int
+    height: int
 
 
 class _FaultyError(Exception):
@@ -98,14 +326,23 @@ class _FaultyError(Exception):
         self.faults = faults
 
 
+def is_finished(out: Path, number: int) -> bool:
+    """Whether a shard of the present plan is complete."""
+    plan, path = read_plan(out), _record_path(out, number)
+    if not (path.exists() and path.with_suffix(".npz").exists()):
+        return False
+    record, tar = read_json(path), out / shard_name(plan["split"], number)
+    same = (record["listing"], record["options"]) == (plan["listings"][number], plan["options"])
+    return same and tar.exists() and tar.stat().st_size == record["size"]
+
+
 def _write(out: Path, number: int, threads: int) -> None:
     """Write a shard unless it is finished; with unreadable images nothing is written."""
-    start, entries = read_listing(out, number)
+    start, entries = _read_listing(out, number)
     if is_finished(out, number):
         return
     plan = read_plan(out)
-    root = Path(plan["source"])
-    root = root if root.is_dir() else root.parent
+    source = open_source(plan["kind"], Path(plan["source"]))
     tar = out / shard_name(plan["split"], number)
     rows: list[tuple[int, ...]] = []
     hashes: list[bytes] = []
@@ -113,8 +350,8 @@ def _write(out: Path, number: int, threads: int) -> None:
     with atomic_write(tar) as temporary:
         with open(temporary, "wb") as raw:
             file = _Hashed(raw)
-            images = _prepare(root, [e for _, e in entries], plan["options"], threads)
-            for place, ((key, entry), image) in enumerate(zip(entries, images, strict=True)):
+            images = _prepare(source, [e for _, e in entries], plan["options"], threads)
+            for position, ((key, entry), image) in enumerate(zip(entries, images, strict=True)):
                 if isinstance(image, str):
                     name = entry.name.encode("utf-8", "backslashreplace").decode()
                     faults.append(f"{name} ({image})")
@@ -125,13 +362,13 @@ def _write(out: Path, number: int, threads: int) -> None:
                     _add(file, f"{key}.cls", str(entry.label).encode())
                 size = len(image.data)
                 rows.append(
-                    (start + place, number, offset, size, entry.label, image.width, image.height)
+                    (start + position, number, offset, size, entry.label, image.width, image.height)
                 )
                 hashes.append(_content(key, entry.label, image.data))
             file.write(bytes(2 * _BLOCK))
         if faults:
             raise _FaultyError(faults)
-    parts = record_path(out, number)
+    parts = _record_path(out, number)
     with atomic_write(parts.with_suffix(".npz")) as temporary, open(temporary, "wb") as stream:
         content = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
         np.savez(stream, rows=np.array(rows, np.int64), content=content)
@@ -148,79 +385,14 @@ def _write(out: Path, number: int, threads: int) -> None:
     )
 
 
-def finish_index(out: Path) -> int:
-    """Merge the finished shards' parts to index.npy, keys.txt and index.json (written last).
-
-    Returns:
-        Number of samples.
-
-    Raises:
-        UserError: shards are missing, by number.
-    """
-    out = Path(out)
-    plan = read_plan(out)
-    missing = [number for number in range(plan["shards"]) if not is_finished(out, number)]
-    if missing:
-        first = ", ".join(map(str, missing[:5]))
-        raise UserError(f"{out}: {len(missing)} shards are not written (number {first} first)")
-    if _is_indexed(out, plan):
-        return plan["n"]
-    digest = hashlib.sha256("\n".join(plan["class_names"]).encode())
-    keys: list[str] = []
-    with atomic_write(out / "index.npy") as temporary:
-        # Opened by name with the suffix that NumPy would otherwise append.
-        rows = np.lib.format.open_memmap(
-            temporary, mode="w+", dtype=np.int64, shape=(plan["n"], len(COLUMNS))
-        )
-        for number in range(plan["shards"]):
-            with np.load(record_path(out, number).with_suffix(".npz")) as part:
-                start = int(part["rows"][0, 0])
-                rows[start : start + len(part["rows"])] = part["rows"]
-                digest.update(part["content"].tobytes())
-            keys += [key for key, _ in read_listing(out, number)[1]]
-        rows.flush()
-    write_text(out / "keys.txt", "".join(f"{key}\n" for key in keys))
-    records = [read_json(record_path(out, number)) for number in range(plan["shards"])]
-    shards = [{name: r[name] for name in ("file", "count", "size", "sha256")} for r in records]
-    same = ("split", "kind", "n", "class_names", "ignored", "excluded", "options", "listings")
-    write_json(
-        out / "index.json",
-        {
-            "format": FORMAT,
-            "digest": digest.hexdigest(),
-            "index_sha256": sha256_file(out / "index.npy"),
-            "keys_sha256": sha256_file(out / "keys.txt"),
-            **{name: plan[name] for name in same},
-            "shards": shards,
-        },
-    )
-    # Of steps that were killed, or refused images that have been repaired since.
-    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
-        for leftover in out.glob(pattern):
-            leftover.unlink(missing_ok=True)
-    return plan["n"]
-
-
-def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
-    if not all((out / name).exists() for name in ("index.json", "index.npy", "keys.txt")):
-        return False
-    if read_json(out / "index.json").get("listings") != plan["listings"]:
-        return False
-    try:
-        open_index(out)
-    except UserError:
-        return False
-    return True
-
-
 def _prepare(
-    root: Path, entries: list[Entry], options: dict[str, Any], threads: int
+    source: ImageSource, entries: list[Entry], options: dict[str, Any], threads: int
 ) -> Iterator[_Image | str]:
     """The images in order, or why one cannot be read; a bounded number in memory."""
 
     def one(entry: Entry) -> _Image | str:
         try:
-            data = read_entry(root, entry)
+            data = source.read(entry)
             picture, extension = open_rgb(data)
         except UnreadableError as error:
             return str(error)
@@ -280,3 +452,150 @@ def _refusal(report: Path, faults: list[str]) -> UserError:
         f"{len(faults)} unreadable image(s): {shown}; all are listed in {report}. Repair or "
         "remove them, or name them in a file for --exclude"
     )
+
+
+# --- Index ----------------------------------------------------------------------------------------
+
+
+def _index(out: Path) -> int:
+    plan = read_plan(out)
+    missing = [number for number in range(plan["shards"]) if not is_finished(out, number)]
+    if missing:
+        first = ", ".join(map(str, missing[:5]))
+        raise UserError(f"{out}: {len(missing)} shards are not written (number {first} first)")
+    if _is_indexed(out, plan):
+        return plan["n"]
+    digest = hashlib.sha256("\n".join(plan["class_names"]).encode())
+    keys: list[str] = []
+    with atomic_write(out / "index.npy") as temporary:
+        # Opened by name with the suffix that NumPy would otherwise append.
+        rows = np.lib.format.open_memmap(
+            temporary, mode="w+", dtype=np.int64, shape=(plan["n"], len(COLUMNS))
+        )
+        for number in range(plan["shards"]):
+            start, entries = _read_listing(out, number)
+            part, content = _read_part(out, number, len(entries))
+            rows[start : start + len(part)] = part
+            digest.update(content.tobytes())
+            keys += [key for key, _ in entries]
+        rows.flush()
+    write_text(out / "keys.txt", "".join(f"{key}\n" for key in keys))
+    records = [read_json(_record_path(out, number)) for number in range(plan["shards"])]
+    shards = [{name: r[name] for name in ("file", "count", "size", "sha256")} for r in records]
+    same = ("split", "kind", "n", "class_names", "ignored", "excluded", "options", "listings")
+    write_json(
+        out / "index.json",
+        {
+            "format": FORMAT,
+            "digest": digest.hexdigest(),
+            "index_sha256": sha256_file(out / "index.npy"),
+            "keys_sha256": sha256_file(out / "keys.txt"),
+            **{name: plan[name] for name in same},
+            "shards": shards,
+        },
+    )
+    # Of steps that were killed, or refused images that have been repaired since.
+    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
+        for leftover in out.glob(pattern):
+            leftover.unlink(missing_ok=True)
+    return plan["n"]
+
+
+def _read_part(out: Path, number: int, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """A shard's rows of the index, and the sha256 of each of its `n` samples, [n, 32].
+
+    Raises:
+        UserError: damaged.
+    """
+    path = _record_path(out, number).with_suffix(".npz")
+    try:
+        with np.load(path) as part:
+            rows, content = part["rows"], part["content"]
+        if (rows.shape, content.shape) != ((n, len(COLUMNS)), (n, 32)):
+            raise ValueError(f"{len(rows)} rows for {n} images")
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        tar = out / shard_name(read_plan(out)["split"], number)
+        raise UserError(f"{path}: damaged ({error}); delete it and {tar} and shard again") from None
+    return rows, content
+
+
+def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
+    if not all((out / name).exists() for name in ("index.json", "index.npy", "keys.txt")):
+        return False
+    if read_json(out / "index.json").get("listings") != plan["listings"]:
+        return False
+    try:
+        open_index(out)
+    except UserError:
+        return False
+    return True
+
+
+# --- Verification ---------------------------------------------------------------------------------
+
+
+def verify(directory: Path, *, threads: int = 1) -> int:
+    """Check checksums and counts of every shard, and decode every image.
+
+    Returns:
+        Number of samples, all of them sound.
+
+    Raises:
+        UserError: the faults, one line; a shard or image is named with each.
+    """
+    index = open_index(directory)
+    faults = _index_faults(index)
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        for number in range(len(index.shards)):
+            faults += _shard_faults(index, number)
+        for start in range(0, index.n, _AT_ONCE):
+            rows = range(start, min(start + _AT_ONCE, index.n))
+            faults += [fault for fault in pool.map(lambda i: _image_fault(index, i), rows) if fault]
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise UserError(f"{directory}: {len(faults)} fault(s): {shown}")
+    return index.n
+
+
+def _index_faults(index: Index) -> list[str]:
+    faults = []
+    for name, recorded in (("index.npy", "index_sha256"), ("keys.txt", "keys_sha256")):
+        path = index.directory / name
+        if not path.exists() or sha256_file(path) != index.record.get(recorded):
+            faults.append(f"{name}: missing or changed")
+    labels = index.labels
+    if len(labels) and (labels.max() >= len(index.class_names) or labels.min() < -1):
+        faults.append("index.npy: labels beyond the class names")
+    return faults
+
+
+def _shard_faults(index: Index, number: int) -> list[str]:
+    path, recorded = index.shards[number], index.record["shards"][number]
+    faults = []
+    if sha256_file(path) != recorded.get("sha256"):
+        faults.append(f"{path.name}: checksum differs")
+    try:
+        with tarfile.open(path, "r:") as tar:
+            images = {m.offset_data: m for m in tar if not m.name.endswith(".cls")}
+    except tarfile.TarError as error:
+        return [*faults, f"{path.name}: not a tar ({error})"]
+    if len(images) != recorded.get("count"):
+        faults.append(f"{path.name}: {len(images)} images, {recorded.get('count')} recorded")
+    rows = np.asarray(index.rows)
+    for row in rows[rows[:, SHARD] == number]:
+        member = images.get(int(row[OFFSET]))
+        if member is None or member.size != row[SIZE]:
+            faults.append(f"{path.name}: no image at byte {row[OFFSET]} (sample {row[0]})")
+    return faults
+
+
+def _image_fault(index: Index, i: int) -> str | None:
+    try:
+        image = read_rgb(index.read(i))
+    except (UnreadableError, UserError) as error:
+        return f"sample {i} ({index.key(i)!r}): {error}"
+    row = index.rows[i]
+    if image.size != (row[WIDTH], row[HEIGHT]):
+        size = f"{image.size[0]} x {image.size[1]}"
+        return f"sample {i} ({index.key(i)!r}): {size}, {row[WIDTH]} x {row[HEIGHT]} recorded"
+    return None

@@ -9,18 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, read_json, sha256_file, write_json, write_text
+from maect.core.files import atomic_write, sha256_file, write_json, write_text
 from maect.data import random
-from maect.data.imagenet import imagenet_classes
 from maect.data.index import LABEL, open_index
-from maect.data.sources import class_folders
-
-# ImageNet-Dogs-15 as the deep clustering literature uses it (Chang et al. 2017).
-DOGS15 = (
-    "n02085936", "n02086646", "n02088238", "n02091467", "n02097130",
-    "n02099601", "n02101388", "n02101556", "n02102177", "n02105056",
-    "n02105412", "n02105855", "n02107142", "n02110958", "n02112137",
-)  # fmt: skip
 
 
 def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
@@ -78,53 +69,6 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     return len(rows)
 
 
-def read_classes(text: str) -> tuple[str, ...]:
-    """Class names: `dogs15`, or those of a text file, one a line."""
-    return DOGS15 if text == "dogs15" else tuple(read_list(Path(text)))
-
-
-def check_classes(classes: str, shards: Path, kind: str, source: Path) -> None:
-    """Look for a view's classes in its whole, as far as that is known before it is sharded.
-
-    Args:
-        classes: as for `read_classes`.
-        shards: where the whole's shards are, or will be.
-        kind, source: what they are made of.
-
-    Raises:
-        UserError: a class that the whole does not have.
-    """
-    if classes != "dogs15" and not Path(classes).exists():
-        return
-    known: Sequence[str]
-    if (shards / "index.json").exists():
-        known = read_json(shards / "index.json")["class_names"]
-    elif kind.startswith("imagenet"):
-        known = imagenet_classes()
-    elif kind == "folder" and source.is_dir():
-        known = class_folders(source)
-    else:
-        return
-    for name in read_classes(classes):
-        if name not in known:
-            raise UserError(f"classes {classes}: {name!r} is no class of {source}")
-
-
-def read_list(path: Path) -> list[str]:
-    """Image names of a text file, one a line, such as SimCLR's and MSN's low-shot lists.
-
-    Raises:
-        UserError: unreadable, empty, or with a repeated name.
-    """
-    try:
-        names = path.read_text(encoding="utf-8").split()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    if not names or len(set(names)) != len(names):
-        raise UserError(f"{path}: {'names repeat' if names else 'empty'}")
-    return names
-
-
 def rows_by_name(keys: Sequence[str], names: Iterable[str], place: Path) -> NDArray[np.int64]:
     """Rows of images given by file name, in increasing order.
 
@@ -159,7 +103,7 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], place: Path) -> NDAr
 
 
 def _folder_and_stem(name: str) -> tuple[str, str]:
-    """A key in a tar has no extension and no dot (see `maect.data.plan`)."""
+    """A key in a tar has no extension and no dot (see `maect.data.shards`)."""
     folder, _, base = name.rpartition("/")
     return folder, (base.rpartition(".")[0] or base).replace(".", "_")
 

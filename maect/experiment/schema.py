@@ -9,9 +9,11 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from maect.core.errors import UserError
+from maect.core.names import did_you_mean
 from maect.core.settings import Settings
-
-CLASS_LISTS = ("dogs15",)
+from maect.data.sources import SOURCES, Source
+from maect.data.sources.folder import Folder
+from maect.data.sources.view import CLASS_LISTS
 
 
 class Split(Settings):
@@ -19,11 +21,8 @@ class Split(Settings):
 
     images: str | None = None
     """The source; `~` and environment variables are filled in where they are set."""
-    kind: Literal[
-        "folder", "unlabelled", "imagenet", "imagenet_train_tar", "imagenet_val", "imagenet_v2",
-        "view",
-    ] = "folder"  # fmt: skip
-    """How the source is laid out (`docs/data.md`)."""
+    kind: str = Folder.kind
+    """Which of `maect.data.sources` the source is (`docs/data.md`)."""
     of: str | None = None
     """For a view: the split of this dataset whose shards it shows a part of."""
     classes: str | None = None
@@ -33,6 +32,18 @@ class Split(Settings):
     exclude: str | None = None
     """File of image names to leave out, one a line."""
     shards: int = Field(default=1, gt=0)
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        if kind not in SOURCES:
+            raise ValueError(f"unknown kind of source; {did_you_mean(kind, SOURCES)}")
+        return kind
+
+    @property
+    def source(self) -> type[Source]:
+        """The kind's declaration."""
+        return SOURCES[self.kind]
 
     def arguments(self) -> list[str]:
         """How the command line says the same, without the place of the images."""
@@ -49,13 +60,11 @@ class Split(Settings):
 
     @model_validator(mode="after")
     def _kind(self) -> "Split":
-        made = {"images", "labels", "exclude", "shards"}
-        foreign = made if self.kind == "view" else {"of", "classes"}
-        needed = {"view": ("of", "classes"), "imagenet_val": ("labels",)}.get(self.kind, ())
-        for name in sorted(foreign & self.model_fields_set):
+        given = self.model_dump(exclude={"kind"}, exclude_unset=True, exclude_none=True)
+        for name in sorted(given.keys() - {*self.source.takes}):
             raise ValueError(f"kind {self.kind} takes no `{name}`")
-        for name in needed:
-            if getattr(self, name) is None:
+        for name in self.source.needs:
+            if name not in given:
                 raise ValueError(f"kind {self.kind} needs `{name}`")
         return self
 
@@ -71,9 +80,9 @@ class Dataset(Settings):
     @model_validator(mode="after")
     def _images(self) -> "Dataset":
         for name, split in self.splits.items():
-            if split.kind == "view":
+            if not split.source.sharded:
                 whole = self.splits.get(str(split.of))
-                if whole is None or whole.kind == "view":
+                if whole is None or not whole.source.sharded:
                     raise ValueError(f"{name}: `of`: {split.of!r} is no split with shards")
                 continue
             given = split.images is not None

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from maect.core.errors import UserError
-from maect.data.images import SUFFIXES, UnreadableError, read_rgb
-from maect.data.sources import UNLABELLED, Entry, list_source, walk_images
+from maect.data.decode import UnreadableError, read_rgb
+from maect.data.sources import UNLABELLED, Entry
+from maect.data.sources.base import SUFFIXES, is_utf8, walk_images
+from maect.data.sources.folder import Folder, Unlabelled
 
 # Names of the folders of a split, in any case and with - or blanks for _; the first that is there.
 TRAIN = ("train", "training", "training_set", "train_set")
@@ -93,13 +95,11 @@ class Images:
 
 def _check_name(folder: str, name: str) -> None:
     """A name that an experiment, and a list of names, one a line, can hold."""
-    place = folder.encode(errors="backslashreplace").decode()
-    try:
-        (folder + name).encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{place}: {name!r} has a name that is not UTF-8; rename it") from None
+    where = folder.encode(errors="backslashreplace").decode()
+    if not is_utf8(folder + name):
+        raise UserError(f"{where}: {name!r} has a name that is not UTF-8; rename it")
     if (folder + name).splitlines() != [folder + name]:
-        raise UserError(f"{place}: {name!r} has a line break in its name; rename it")
+        raise UserError(f"{where}: {name!r} has a line break in its name; rename it")
 
 
 def look_at(folder: Path, fewest: int = FEWEST) -> Images:
@@ -110,9 +110,10 @@ def look_at(folder: Path, fewest: int = FEWEST) -> Images:
     """
     top = {name.partition("/")[0] for name, is_image in walk_images(folder) if is_image}
     classes = [name for name in top if (folder / name).is_dir()]
-    kind = "folder" if len(classes) > 1 and len(classes) == len(top) else "unlabelled"
+    sorted_in = len(classes) > 1 and len(classes) == len(top)
     loose = len(top) - len(classes) if len(classes) > 1 else 0
-    listing = list_source(folder, kind)
+    source = Folder(folder) if sorted_in else Unlabelled(folder)
+    listing = source.listing()
     entries = listing.entries
     for entry in entries:
         _check_name(str(folder), entry.name)
@@ -120,20 +121,19 @@ def look_at(folder: Path, fewest: int = FEWEST) -> Images:
         raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
     sides, colors, sizes = [], [], []
     for entry in entries[:: math.ceil(len(entries) / LOOKED_AT)]:
-        path = folder / entry.path
         try:
-            image = read_rgb(path.read_bytes())
+            data = source.read(entry)
+            image = read_rgb(data)
         except (OSError, UnreadableError) as error:
-            raise UserError(
-                f"{path}: not an image that can be read ({error}); repair or remove it"
-            ) from None
+            fault = f"{folder / entry.name}: not an image that can be read ({error})"
+            raise UserError(f"{fault}; repair or remove it") from None
         sides.append(min(image.size))
         small = np.asarray(image.resize((8, 8)), np.int16)
         colors.append(int(np.ptp(small, axis=2).max()) > GRAY)
-        sizes.append(path.stat().st_size)
+        sizes.append(len(data))
     side = int(statistics.median(sides))
     size = statistics.fmean(sizes)
-    return Images(folder, kind, entries, listing.class_names, loose, side, any(colors), size)
+    return Images(folder, source.kind, entries, listing.class_names, loose, side, any(colors), size)
 
 
 def check_same_classes(train: Images, val: Images) -> None:
@@ -142,12 +142,12 @@ def check_same_classes(train: Images, val: Images) -> None:
     Raises:
         UserError: classes on one side only; it says which.
     """
-    if train.kind == "folder" and val.kind != "folder":
+    if train.class_names and not val.class_names:
         raise UserError(
             f"{val.folder}: no classes, but {train.folder} has some; sort the images into the same "
             f"class folders, or give --images {train.folder} to hold out some of those"
         )
-    if train.kind != "folder" or train.class_names == val.class_names:
+    if not train.class_names or train.class_names == val.class_names:
         return
     missing = sorted({*train.class_names} - {*val.class_names})
     others = sorted({*val.class_names} - {*train.class_names})

@@ -6,8 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from maect import experiment as experiments
-from maect.data.plan import shard_name
-from maect.data.subsets import check_classes
+from maect.data import shard_name
+from maect.data.sources import open_source
+from maect.data.sources.view import check_classes
 from maect.core.errors import UserError
 from maect.experiment.schema import fill_path, flatten, yaml_scalar
 from maect.launch.owner import SNAKEMAKE, own, this_process
@@ -43,12 +44,11 @@ def check_views():
     """Look for the classes of views before anything is sharded."""
     for name, dataset in experiment.datasets.items():
         for view in dataset.splits.values():
-            if view.kind == "view":
+            if not view.source.sharded:
                 check_classes(
                     fill_path(view.classes),
                     experiment.shards(name, view.of),
-                    dataset.splits[view.of].kind,
-                    experiment.images(name, view.of),
+                    open_source(dataset.splits[view.of].kind, experiment.images(name, view.of)),
                 )
 
 
@@ -224,7 +224,7 @@ def split_of(wildcards):
 def parts_of(wildcards):
     """What an index is made of: plan and tars; for a view the whole's index, and its classes."""
     split = split_of(wildcards)
-    if split.kind == "view":
+    if not split.source.sharded:
         return [shard_index(wildcards.dataset, split.of), *split.files()]
     folder = experiment.shards(wildcards.dataset, wildcards.split)
     tars = [shard_name(wildcards.split, number) for number in range(split.shards)]

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from maect.data.sources import find_source
 from maect.experiment import Experiment
 from maect.stages import Training as Stage
 from maect.tools.plan import work
@@ -107,7 +108,7 @@ def wall(jobs: Iterable[Job]) -> float:
 
 def _note_shards(plan: Plan, options: Namespace) -> None:
     known, name = work.shards(options.out), f"{options.out.parent.name} {options.out.name}"
-    if options.kind == "view":
+    if not find_source(options.kind).sharded:
         return
     if known.bytes is None:
         plan.unknown.add(f"bytes of {name}")

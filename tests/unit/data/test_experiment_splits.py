@@ -15,9 +15,10 @@ from test_imagenet import PLACES, WNIDS, devkit, picture, train_tar, val_images,
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.subsets import DOGS15, check_classes, read_classes
+from maect.data.sources import open_source
+from maect.data.sources.folder import Folder
+from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
-from maect.experiment.schema import CLASS_LISTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,7 +91,7 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_place(wnid: str) -> int:
-    from maect.data.imagenet import imagenet_classes
+    from maect.data.sources.imagenet import imagenet_classes
 
     return imagenet_classes().index(wnid)
 
@@ -147,12 +148,12 @@ def test_classes_are_checked_as_early_as_they_are_known(shards: Path, tmp_path: 
     ):
         wrong = "n02085936" if known == "c1" else "c1"
         with pytest.raises(UserError, match=f"'{wrong}' is no class of"):
-            check_classes(str(classes), whole, kind, tmp_path)
-    check_classes(str(classes), tmp_path / "later", "folder", tmp_path / "later")  # not known yet
+            check_classes(str(classes), whole, open_source(kind, tmp_path))
+    check_classes(str(classes), tmp_path / "later", Folder(tmp_path / "later"))  # not known yet
     image_folder(tmp_path / "images", classes=1)
     with pytest.raises(UserError, match="'c1' is no class of"):
-        check_classes(str(classes), tmp_path / "later", "folder", tmp_path / "images")
-    check_classes("dogs15", tmp_path / "later", "imagenet_val", tmp_path)
+        check_classes(str(classes), tmp_path / "later", Folder(tmp_path / "images"))
+    check_classes("dogs15", tmp_path / "later", open_source("imagenet_val", tmp_path))
     assert all(read_classes(name) for name in CLASS_LISTS)
 
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.data import random
-from maect.data.images import read_rgb
+from maect.data.decode import read_rgb
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, evaluation_batches, train_batches
 from maect.data.transforms import random_crops

@@ -15,8 +15,7 @@ from sample_images import jpeg, photographs, random_crop
 
 from maect.core.errors import UserError
 from maect.data import native
-from maect.data.decode import decoder_name, render
-from maect.data.images import UnreadableError, read_rgb
+from maect.data.decode import UnreadableError, decoder_name, read_rgb, render
 from maect.data.native import build
 from maect.data.transforms import center_crops, random_crops
 

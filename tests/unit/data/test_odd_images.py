@@ -10,8 +10,7 @@ from PIL import Image
 from sample_images import jpeg, photographs
 
 from maect.core.errors import UserError
-from maect.data.decode import render
-from maect.data.images import UnreadableError, open_rgb, read_rgb
+from maect.data.decode import UnreadableError, open_rgb, read_rgb, render
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.data.shards import shard

@@ -16,8 +16,7 @@ from sample_images import image_folder, jpeg, random_crop
 from maect.core.errors import UserError
 from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import open_index
-from maect.data.plan import plan_shards
-from maect.data.shards import finish_index, shard, write_shard
+from maect.data.shards import finish_index, plan_shards, shard, write_shard
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -9,8 +9,9 @@ import torch
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
-from maect.data.subsets import balanced_rows, class_view, read_list, rows_by_name
-from maect.data.verify import verify
+from maect.data.shards import verify
+from maect.data.sources.base import read_list
+from maect.data.subsets import balanced_rows, class_view, rows_by_name
 
 
 def test_class_view_copies_nothing(shards: Path, tmp_path: Path) -> None:

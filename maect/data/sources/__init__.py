@@ -1,0 +1,63 @@
+"""Where images come from: each kind lists and reads its own, all else treats them alike.
+
+A new kind is a module here that declares it, and a place in `SOURCES`; experiments, `maect shard`
+and its help know it from there.
+"""
+
+from pathlib import Path
+
+from maect.core.errors import UserError
+from maect.core.names import did_you_mean
+from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, Source
+from maect.data.sources.folder import Folder, Unlabelled
+from maect.data.sources.image_list import ImageList
+from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
+from maect.data.sources.view import View
+
+__all__ = [
+    "SOURCES",
+    "UNLABELLED",
+    "Entry",
+    "ImageSource",
+    "Listing",
+    "Source",
+    "find_source",
+    "open_source",
+]
+
+SOURCES: dict[str, type[Source]] = {
+    source.kind: source
+    for source in (
+        Folder,
+        Unlabelled,
+        ImageList,
+        ImageNet,
+        ImageNetTrainTar,
+        ImageNetVal,
+        ImageNetV2,
+        View,
+    )
+}
+
+
+def find_source(kind: str) -> type[Source]:
+    """The source of a name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if kind not in SOURCES:
+        raise UserError(f"unknown kind of source {kind!r}; {did_you_mean(kind, SOURCES)}")
+    return SOURCES[kind]
+
+
+def open_source(kind: str, path: Path, labels: Path | None = None) -> ImageSource:
+    """The images at a place.
+
+    Raises:
+        UserError: unknown kind, or one without images of its own.
+    """
+    source = find_source(kind)
+    if not issubclass(source, ImageSource):
+        raise UserError(f"kind {kind} has no images of its own")
+    return source(path, labels)

@@ -1,0 +1,243 @@
+"""What a source is: a declaration, and how its images are listed and read."""
+
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from maect.core.errors import UserError
+
+UNLABELLED = -1
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+)
+
+
+@dataclass(frozen=True, slots=True)  # a million of them are in memory at once
+class Entry:
+    """One image: its name below the source, its label, and where its source finds it.
+
+    `path`, `offset` and `size` mean what the source that listed it makes of them. Usually: the
+    bytes of the file `path` below the source's folder, all of them if `offset` is -1.
+    """
+
+    name: str
+    label: int
+    path: str
+    offset: int = -1
+    size: int = -1
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Everything a source holds; `ignored` are files that do not look like images."""
+
+    entries: list[Entry]
+    class_names: list[str]
+    ignored: list[str]
+
+
+class Source(ABC):
+    """A kind of source. Importing one imports neither NumPy nor PyTorch.
+
+    Attributes:
+        kind: its name in experiments and after `--kind`.
+        about: what SOURCE is, for `maect shard --help`.
+        takes: settings of a split that it may be given.
+        needs: those of them that must be given.
+        sharded: whether its images are written to shards; if not, shards of others are shown.
+    """
+
+    kind: ClassVar[str]
+    about: ClassVar[str]
+    takes: ClassVar[tuple[str, ...]]
+    needs: ClassVar[tuple[str, ...]] = ()
+    sharded: ClassVar[bool]
+
+
+class ImageSource(Source):
+    """A source whose images are listed once, shuffled and written to shards.
+
+    Args:
+        path: folder or file.
+        labels: labels of the images, for the kinds that take them.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ("images", "exclude", "shards")
+    sharded = True
+
+    def __init__(self, path: Path, labels: Path | None = None) -> None:
+        self.path, self.labels = Path(path), labels
+        self._root = self.path if self.path.is_dir() else self.path.parent
+
+    @abstractmethod
+    def list_images(self) -> Listing:
+        """All images, in an order that only their names decide.
+
+        Raises:
+            UserError: an empty class, wrong labels, and whatever else cannot be used.
+        """
+
+    def listing(self) -> Listing:
+        """What `list_images` finds, if it can be sharded.
+
+        Raises:
+            UserError: there is nothing, or a name twice.
+        """
+        if not self.path.exists():
+            raise UserError(f"{self.path}: no such file or folder; the images are expected there")
+        listing = self.list_images()
+        if not listing.entries:
+            raise UserError(f"{self.path}: no images found (kind {self.kind})")
+        names = Counter(entry.name for entry in listing.entries)
+        name, times = names.most_common(1)[0]
+        if times > 1:
+            raise UserError(f"{self.path}: holds {name!r} {times} times; leave one of them")
+        return listing
+
+    def read(self, entry: Entry) -> bytes:
+        """The bytes of an image file; several threads read at once.
+
+        Raises:
+            OSError: gone or unreadable.
+        """
+        with open(self._root / entry.path, "rb") as file:
+            if entry.offset < 0:
+                return file.read()
+            return os.pread(file.fileno(), entry.size, entry.offset)
+
+    def known_classes(self) -> Sequence[str] | None:
+        """Class names as far as they are known without listing the images; None: they are not."""
+        return None
+
+
+def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
+    """Names relative to `root`, sorted, and whether each looks like an image; hidden ones not.
+
+    Links are followed.
+
+    Raises:
+        UserError: a folder that cannot be read, a link back to a folder that it lies in, or a pipe
+            or device that is named like an image.
+    """
+    # Folders still to read: the name below `root` with a slash, and all that it lies in.
+    pending: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ())]
+    while pending:
+        below, outer = pending.pop()
+        folder = os.path.join(root, below)
+        try:
+            status = os.stat(folder)
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as error:
+            raise UserError(f"{folder.rstrip('/')}: {error.strerror}") from None
+        chain = (*outer, (status.st_dev, status.st_ino))
+        folders = []
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if _is_folder(entry):
+                if entry.is_symlink() and _leads_back(entry, folder, chain):
+                    raise UserError(f"{entry.path}: a link to a folder that it lies in; remove it")
+                folders.append((f"{below}{entry.name}/", chain))
+                continue
+            is_image = os.path.splitext(entry.name)[1].lower() in SUFFIXES
+            if is_image and _is_special(entry):
+                raise UserError(f"{entry.path}: not a file but a pipe or device; remove it")
+            yield below + entry.name, is_image
+        pending += reversed(folders)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, which leads to no image either
+        return False
+
+
+def _is_special(entry: os.DirEntry[str]) -> bool:
+    """Whether reading could wait for ever; a link to nowhere is an image that cannot be read."""
+    if not entry.is_symlink():
+        return not entry.is_file()  # without asking the disk
+    try:
+        return not stat.S_ISREG(entry.stat().st_mode)
+    except OSError:
+        return False
+
+
+def _leads_back(link: os.DirEntry[str], folder: str, chain: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a link in `folder` leads to one of `chain`, or to what holds the folder itself.
+
+    The second is what `ln -s DATA LINK` leaves inside DATA when LINK exists already.
+    """
+    status = link.stat()
+    inner, outer = os.path.realpath(folder), os.path.realpath(link.path)
+    return (status.st_dev, status.st_ino) in chain or os.path.commonpath([inner, outer]) == outer
+
+
+def read_list(path: Path) -> list[str]:
+    """Names in a text file, one a line, such as SimCLR's and MSN's low-shot lists.
+
+    Raises:
+        UserError: unreadable, empty, or with a repeated name.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
+    names = [line.strip() for line in lines if line.strip()]
+    if not names or len(set(names)) != len(names):
+        raise UserError(f"{path}: {'names repeat' if names else 'empty'}")
+    return names
+
+
+def class_folders(source: Path) -> list[str]:
+    """Sorted names of the folders in `source`.
+
+    Raises:
+        UserError: `source` is no folder, has no folders, or one whose name is not UTF-8.
+    """
+    if not source.is_dir():
+        raise UserError(f"{source}: not a folder")
+    names = sorted(e.name for e in os.scandir(source) if e.is_dir() and not e.name.startswith("."))
+    if not names:
+        raise UserError(f"{source}: no class folders (expected {source}/CLASS/IMAGE)")
+    for name in names:
+        if not is_utf8(name):
+            raise UserError(f"{source}: class folder {name!r}: its name is not UTF-8; rename it")
+    return names
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a file's name can be written to a text file."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list[str]) -> Listing:
+    """Images in class folders, given each folder's label.
+
+    Raises:
+        UserError: a class without images.
+    """
+    entries: list[Entry] = []
+    ignored: list[str] = []
+    for folder, label in folders:
+        before = len(entries)
+        for below, is_image in walk_images(source / folder):
+            name = f"{folder}/{below}"
+            if is_image:
+                entries.append(Entry(name, label, name))
+            else:
+                ignored.append(name)
+        if len(entries) == before:
+            raise UserError(f"{source / folder}: class folder without images; remove or fill it")
+    return Listing(entries, class_names, ignored)

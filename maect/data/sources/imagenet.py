@@ -1,0 +1,214 @@
+"""ImageNet-1k and its relatives as they are distributed; labels are places in the 1,000 classes."""
+
+import csv
+import importlib.util
+import os
+import tarfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+from maect.core.errors import UserError
+from maect.data.sources.base import (
+    Entry,
+    ImageSource,
+    Listing,
+    class_folders,
+    list_classes,
+    walk_images,
+)
+
+_GROUND_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_META = "data/meta.mat"
+_VAL_NAME = "ILSVRC2012_val_{:08d}.JPEG"
+
+
+@cache
+def imagenet_classes() -> tuple[str, ...]:
+    """WordNet ids of the 1,000 classes in the usual (sorted) order, as timm ships them."""
+    # Found without importing timm, which would bring torch along.
+    spec = importlib.util.find_spec("timm")
+    if spec is None or spec.origin is None:
+        raise UserError("timm is not installed; it brings the list of ImageNet's classes")
+    path = Path(spec.origin).parent / "data/_info/imagenet_synsets.txt"
+    names = tuple(path.read_text(encoding="utf-8").split())
+    if len(names) != 1000 or list(names) != sorted(names):
+        raise UserError(f"{path}: not the 1,000 sorted classes of ImageNet-1k")
+    return names
+
+
+def _label(wnid: str, where: str) -> int:
+    try:
+        return _label_of()[wnid]
+    except KeyError:
+        raise UserError(f"{where}: {wnid!r} is none of ImageNet's 1,000 classes") from None
+
+
+@cache
+def _label_of() -> dict[str, int]:
+    return {name: label for label, name in enumerate(imagenet_classes())}
+
+
+class _ImageNet(ImageSource):
+    def known_classes(self) -> Sequence[str] | None:
+        """The 1,000."""
+        return imagenet_classes()
+
+
+class ImageNet(_ImageNet):
+    """Unpacked train or val, ImageNet-R, -A, -Sketch."""
+
+    kind = "imagenet"
+    about = "folders named by WordNet id: ImageNet-1k unpacked, ImageNet-R, -A, -Sketch"
+
+    def list_images(self) -> Listing:
+        """Images class by class."""
+        folders = [(name, _label(name, str(self.path))) for name in class_folders(self.path)]
+        return list_classes(self.path, folders, [*imagenet_classes()])
+
+
+class ImageNetTrainTar(_ImageNet):
+    """ImageNet-1k's training images as they are downloaded; nothing is unpacked."""
+
+    kind = "imagenet_train_tar"
+    about = "ILSVRC2012_img_train.tar as distributed, a tar of one tar per class"
+
+    def list_images(self) -> Listing:
+        """Images class by class."""
+        entries: list[Entry] = []
+        with open(self.path, "rb") as file:
+            inner = sorted(
+                (Path(name).stem, offset) for name, offset, _ in _members(file, 0, str(self.path))
+            )
+            for wnid, offset in inner:
+                label = _label(wnid, str(self.path))
+                images = sorted(_members(file, offset, f"{self.path}: {wnid}.tar"))
+                if not images:
+                    raise UserError(f"{self.path}: {wnid}.tar holds no images")
+                entries += [Entry(f"{wnid}/{n}", label, self.path.name, o, s) for n, o, s in images]
+        return Listing(entries, [*imagenet_classes()], [])
+
+
+class ImageNetVal(_ImageNet):
+    """ImageNet-1k's validation images as they are downloaded; their labels come in the devkit."""
+
+    kind = "imagenet_val"
+    about = "ILSVRC2012_img_val.tar or its images in a folder, with `labels`"
+    takes = (*ImageSource.takes, "labels")
+    needs = ("labels",)
+
+    def list_images(self) -> Listing:
+        """Images by name."""
+        if self.labels is None:
+            raise UserError(
+                f"{self.path}: the validation images carry no labels; give --labels (the devkit "
+                "ILSVRC2012_devkit_t12.tar.gz, or a text file with lines `name label`)"
+            )
+        known = read_labels(self.labels)
+        entries = []
+        for name, path, offset, size in self._images():
+            stem = Path(name).stem
+            if stem not in known:
+                raise UserError(f"{self.labels}: no label for {name}")
+            entries.append(Entry(name, known[stem], path, offset, size))
+        return Listing(entries, [*imagenet_classes()], [])
+
+    def _images(self) -> list[tuple[str, str, int, int]]:
+        """Name, file, offset and size of each image."""
+        if self.path.is_dir():
+            return [(name, name, -1, -1) for name, is_image in walk_images(self.path) if is_image]
+        with open(self.path, "rb") as file:
+            members = sorted(_members(file, 0, str(self.path)))
+        return [(name, self.path.name, offset, size) for name, offset, size in members]
+
+
+class ImageNetV2(_ImageNet):
+    """Folders "0" to "999" are labels; sorted as names they would be wrong."""
+
+    kind = "imagenet_v2"
+    about = "folders 0 to 999 of one of ImageNet-V2's three variants"
+
+    def list_images(self) -> Listing:
+        """Images class by class."""
+        names = class_folders(self.path)
+        wrong = [name for name in names if not name.isdecimal() or int(name) > 999]
+        if wrong:
+            raise UserError(f"{self.path}: folder {wrong[0]!r}; ImageNet-V2 has folders 0 to 999")
+        folders = [(name, label) for label, name in sorted((int(name), name) for name in names)]
+        return list_classes(self.path, folders, [*imagenet_classes()])
+
+
+def _members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int, int]]:
+    """Name, offset in `file` and size of each plain file of a tar that starts at `offset`."""
+    length = os.fstat(file.fileno()).st_size
+    file.seek(offset)
+    members: list[tuple[str, int, int]] = []
+    try:
+        # tarfile counts from where the file stands, so offsets are those of the outer file.
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                # A negative size would lead back, and round and round.
+                if not 0 <= member.size <= length - member.offset_data:
+                    raise tarfile.ReadError(f"{member.name!r} has an impossible size")
+                if member.isfile():
+                    members.append((member.name, member.offset_data, member.size))
+    except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
+        raise UserError(f"{where}: not a whole tar ({error}); download it again") from None
+    return members
+
+
+def read_labels(path: Path) -> dict[str, int]:
+    """Labels by image name without extension.
+
+    Args:
+        path: the devkit as distributed (.tar.gz) or unpacked, or a text file with lines
+            `name label`, separated by white space or commas; a label is 0 to 999 or a WordNet id.
+
+    Raises:
+        UserError: unreadable, or an unknown label.
+    """
+    if path.is_dir():
+        return _devkit(lambda name: open(path / name, "rb"), path)
+    if path.suffix in (".gz", ".tgz", ".tar"):
+        try:
+            with tarfile.open(path) as tar:
+                prefix = {name.split("/data/")[0] for name in tar.getnames() if "/data/" in name}
+                root = min(prefix, default="")
+                return _devkit(lambda name: tar.extractfile(f"{root}/{name}"), path)
+        except (tarfile.TarError, KeyError) as error:
+            raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    labels = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = next(csv.reader([line.replace(",", " ")], delimiter=" ", skipinitialspace=True), [])
+        if not words or words[0] == "ImageId":  # the header of the Kaggle list
+            continue
+        if len(words) < 2:
+            raise UserError(f"{path}:{number}: expected `name label`")
+        name, label = words[0].removesuffix(".JPEG"), words[1]
+        labels[name] = int(label) if label.isdecimal() else _label(label, f"{path}:{number}")
+        if labels[name] > 999:
+            raise UserError(f"{path}:{number}: label {label} is above 999")
+    return labels
+
+
+def _devkit(open_member, path: Path) -> dict[str, int]:  # type: ignore[no-untyped-def]
+    """The devkit numbers classes in an order of its own, resolved by its meta.mat."""
+    from scipy.io import loadmat
+
+    try:
+        with open_member(_META) as file:
+            synsets = loadmat(file, squeeze_me=True)["synsets"]
+        with open_member(_GROUND_TRUTH) as file:
+            numbers = file.read().split()
+    except OSError as error:
+        raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
+    wnids = {int(row["ILSVRC2012_ID"]): str(row["WNID"]) for row in synsets}
+    return {
+        Path(_VAL_NAME.format(i)).stem: _label(wnids[int(number)], str(path))
+        for i, number in enumerate(numbers, 1)
+    }
