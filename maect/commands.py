@@ -216,18 +216,13 @@ def evaluate(options: argparse.Namespace) -> None:
     from pydantic import ValidationError
 
     from maect.core.settings import one_line
-    from maect.evaluate import PROTOCOLS
-    from maect.evaluate.protocols import FineTune
-    from maect.evaluate.store import open_record
+    from maect.evaluate import PROTOCOLS, Features, Shards
+    from maect.evaluate.fine_tune_settings import FineTune
+    from maect.evaluate.job import Job
+    from maect.evaluate.run import is_finished
     from maect.launch.devices import count_devices
     from maect.tools.plan.nodes import fixed_nodes
 
-    inputs = {
-        "train": options.train_features,
-        "test": options.test_features,
-        "train_shards": options.train_shards,
-        "test_shards": options.test_shards,
-    }
     if options.protocol not in PROTOCOLS:
         raise UserError(f"unknown protocol {options.protocol!r}; known: {', '.join(PROTOCOLS)}")
     try:
@@ -236,46 +231,36 @@ def evaluate(options: argparse.Namespace) -> None:
         raise one_line(error, options.protocol) from None
     if isinstance(values, FineTune):
         values.check_ranks(fixed_nodes(options.nodes) * count_devices(options.devices))
-    settings = values.model_dump(mode="json")
-    encoder = sha256_file(need(options.run / "encoder.safetensors", "encoder"))
-
-    splits = parse_splits(options.split)
-    files = {"probe": options.probe, "clusters": options.clusters}
-    files = {name: need(path, name) for name, path in files.items() if path is not None}
-    sums = {name: sha256_file(path) for name, path in files.items()}
-    shards = {name: path for name, path in inputs.items() if name.endswith("_shards")} | splits
-    wanted = {
-        name.removesuffix("_shards"): read_json(need(path, "folder") / "index.json")["digest"]
-        if name in shards
-        else open_record(need(path, "features"))["index_digest"]
-        for name, path in {**inputs, **splits}.items()
-        if path is not None
-    }
-
-    def is_done() -> bool:
-        """Whether the result is there, of this encoder and these settings."""
-        if not options.out.exists():
-            return False
-        result = read_json(options.out)
-        about = result["provenance"]
-        # A protocol names the splits that it used, which may be fewer than it was given.
-        data = {split: about["splits"][split]["index_digest"] for split in about["splits"]}
-        same = result["settings"] == settings | {"resize": options.resize}
-        same = same and about.get("inputs", {}).items() <= sums.items()
-        return same and about["encoder_sha256"] == encoder and data.items() <= wanted.items()
-
+    need(options.run / "encoder.safetensors", "encoder")
+    left = {"probe": options.probe, "clusters": options.clusters}
+    shards = {"train": options.train_shards, "test": options.test_shards}
+    shards |= {"images": options.test_shards} | parse_splits(options.split)
+    features = {"train": options.train_features, "test": options.test_features}
+    inputs = {}
+    for name, kind in values.inputs().items():
+        given = features if isinstance(kind, Features) else left
+        given = shards if isinstance(kind, Shards) else given
+        path = given.get(name)
+        if path is None:
+            raise UserError(f"{options.out.stem}: lacks the input {name!r}")
+        inputs[name] = str(need(path, name).absolute())
+    job = Job(
+        run=options.run,
+        out=options.out,
+        inputs={name: Path(path) for name, path in inputs.items()},
+        resize=options.resize,
+    )
     launch(
         options,
         options.out.with_suffix(".job"),
         "maect.evaluate.run:run_protocol",
-        is_done,
+        lambda: is_finished(job, values),
         protocol=options.protocol,
-        run=str(need(options.run, "run").absolute()),
+        run=str(options.run.absolute()),
         out=str(options.out.absolute()),
+        inputs=inputs,
         resize=options.resize,
-        settings=settings,
-        splits={name: str(path.absolute()) for name, path in splits.items()},
-        **{name: str(p.absolute()) if p else None for name, p in {**inputs, **files}.items()},
+        settings=values.model_dump(mode="json"),
     )
 
 

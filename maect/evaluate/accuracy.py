@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from maect.evaluate.protocols import Protocol
+from maect.evaluate.base import Protocol
 from maect.stages.fine_tune import FineTune, Recipe
 
 Count = Annotated[int, Field(gt=0)]

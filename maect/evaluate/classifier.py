@@ -29,12 +29,12 @@ class Classifier:
     """
 
     def __init__(self, job: Job, device: torch.device, precision: Precision) -> None:
-        """Load the run's encoder and the probe of `job.probe`.
+        """Load the run's encoder and the probe of the job.
 
         Raises:
             UserError: no probe, not one of a single representation, or one of another encoder.
         """
-        path, encoder = job.need("probe"), job.run / "encoder.safetensors"
+        path, encoder = job.path("probe"), job.run / "encoder.safetensors"
         tensors, texts = load_tensors(path)
         if not {"weight", "bias", "mean", "var"} <= tensors.keys() or "class_names" not in texts:
             raise UserError(f"{path}: holds no single linear probe; evaluate linear_probe again")

@@ -8,7 +8,8 @@ from pydantic import Field, SerializeAsAny
 from maect.core.names import check_names
 from maect.core.settings import digest, validated
 from maect.core.settings_file import LocalPath, SettingsFile
-from maect.evaluate.protocols import PROTOCOLS, Protocol
+from maect.evaluate.base import Protocol
+from maect.evaluate.registry import PROTOCOLS
 
 
 class EvaluationConfig(SettingsFile):

@@ -5,56 +5,84 @@ of both probabilities. The authors' code takes the root of the sum of products o
 the paper's text that of the predicted class.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from pydantic import Field
 
-from maect.data import random
-from maect.data.index import open_index
-from maect.data.transforms import jitter, normalize
-from maect.evaluate import ranks
-from maect.evaluate.classifier import Classifier
+from maect.evaluate.base import Encodes, Images, Input, Left, Shards
 from maect.evaluate.job import Context, Job
-from maect.evaluate.protocols import EffectiveInvariance
+from maect.recipes import Encoder
+from maect.recipes.flops import encode_flops
 
-INPUTS = ("test_shards", "probe")
-ON_EVERY_RANK = True
-TEST_DATA = "the probe's epoch and learning rate were chosen on the test split"
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+
+class EffectiveInvariance(Encodes):
+    """How much rotations and colour changes move the probe's prediction (paper, table 15)."""
+
+    name: ClassVar[str] = "effective_invariance"
+    title: ClassVar[str] = "effective invariance"
+    test_data: ClassVar[str | None] = (
+        "the probe's epoch and learning rate were chosen on the test split"
+    )
+
+    probe: str = "linear_probe"
+    """Which evaluation's classifier."""
+    draws: int = Field(default=3, gt=0)
+    """Random colour changes of each image; rotations are three."""
+    seed: int = 0
+
+    def inputs(self) -> dict[str, Input]:
+        """The probe and the test images."""
+        return {"probe": Left(self.probe), "test": Shards(self.test_split)}
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode every test image as it is, turned three times and recoloured."""
+        return encode_flops(encoder) * images(self.test_split) * (4 + self.draws)
+
+    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+        """Means over the test images and changes, 0 to 1.
+
+        `ei_rotation` and `ei_color` by the authors' code; `ei_rotation_paper`, `ei_color_paper` by
+        the paper's formula; `agreement_…` the share of predictions that stay, in percent.
+
+        Raises:
+            UserError: a probe that does not fit the encoder or the images.
+        """
+        import torch
+
+        from maect.data.index import open_index
+        from maect.evaluate import ranks
+        from maect.evaluate.classifier import Classifier
+
+        index = open_index(job.path("test"))
+        classifier = Classifier(job, ranks.device_of(context), self.precision)
+        classifier.check(index)
+        # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.
+        sums = torch.zeros(2, 4, dtype=torch.float64)
+        with ranks.process_group(context):
+            for images, _, ids in classifier.shares(context, job, index):
+                plain = classifier(images)
+                for change, changed in _changed(images, ids, self):
+                    values = invariance(plain, classifier(changed))
+                    sums[CHANGES.index(change), :3] += torch.stack(values).double().sum(dim=1).cpu()
+                    sums[CHANGES.index(change), 3] += len(images)
+            ranks.sum_ranks(context, sums)
+        metrics = {}
+        for change, (code, paper, agreement, images) in zip(CHANGES, sums.tolist(), strict=True):
+            metrics[f"ei_{change}"] = code / images
+            metrics[f"ei_{change}_paper"] = paper / images
+            metrics[f"agreement_{change}"] = 100 * agreement / images
+        return metrics
+
+
 CHANGES = ("rotation", "color")
-
-
-def evaluate(context: Context, job: Job, settings: EffectiveInvariance) -> dict[str, Any]:
-    """Means over the test images and changes, 0 to 1.
-
-    `ei_rotation` and `ei_color` by the authors' code; `ei_rotation_paper`, `ei_color_paper` by
-    the paper's formula; `agreement_…` the share of predictions that stay, in percent.
-
-    Raises:
-        UserError: a probe that does not fit the encoder or the images.
-    """
-    index = open_index(job.need("test_shards"))
-    classifier = Classifier(job, ranks.device_of(context), settings.precision)
-    classifier.check(index)
-    # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.
-    sums = torch.zeros(2, 4, dtype=torch.float64)
-    with ranks.process_group(context):
-        for images, _, ids in classifier.shares(context, job, index):
-            plain = classifier(images)
-            for change, changed in _changed(images, ids, settings):
-                values = invariance(plain, classifier(changed))
-                sums[CHANGES.index(change), :3] += torch.stack(values).double().sum(dim=1).cpu()
-                sums[CHANGES.index(change), 3] += len(images)
-        ranks.sum_ranks(context, sums)
-    metrics = {}
-    for change, (code, paper, agreement, images) in zip(CHANGES, sums.tolist(), strict=True):
-        metrics[f"ei_{change}"] = code / images
-        metrics[f"ei_{change}_paper"] = paper / images
-        metrics[f"agreement_{change}"] = 100 * agreement / images
-    return metrics
 
 
 def invariance(plain: Tensor, changed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,6 +100,11 @@ def invariance(plain: Tensor, changed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _changed(
     images: Tensor, ids: NDArray[np.int64], settings: EffectiveInvariance
 ) -> Iterator[tuple[str, Tensor]]:
+    import numpy as np
+
+    from maect.data import random
+    from maect.data.transforms import jitter, normalize
+
     for quarter in (1, 2, 3):
         yield "rotation", images.rot90(quarter, (2, 3))
     everyone = np.ones(len(ids), bool)

@@ -32,8 +32,8 @@ from maect.data.transforms import normalize, randaugment
 from maect.evaluate.features import BATCH
 from maect.evaluate.fine_tune_loop import FineTuneLoop, Part, stage_of
 from maect.evaluate.fine_tune_model import Classifier, parameter_groups
+from maect.evaluate.fine_tune_settings import FineTune
 from maect.evaluate.job import Interrupted, Job
-from maect.evaluate.protocols import FineTune
 from maect.evaluate.ranks import share_of
 from maect.models.weights import load_encoder_weights
 from maect.stages.base import SelfSupervised as Stage
@@ -45,8 +45,6 @@ from maect.train.stages import restore_module
 from maect.train.state import Saver, remove_incomplete
 from maect.train.watchdog import EVALUATING, Watchdog
 
-INPUTS = ("train_shards", "test_shards")
-ON_EVERY_RANK = True
 SAVE_SECONDS = 600.0
 """How much work a kill may cost."""
 
@@ -92,7 +90,7 @@ def evaluate(context: Context, job: Job, settings: FineTune) -> dict[str, Any]:
         UserError: images without labels, a subset or batch that does not work, or a loss that is
             no longer finite.
     """
-    train, test = open_index(job.need("train_shards")), open_index(job.need("test_shards"))
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
     plan, stage = trainings(train, settings), stage_of(settings)
     check(train, test, plan, settings, context.world_size)
     device = start(context)

@@ -11,7 +11,7 @@ from maect.data.draws import drop_path_factors
 from maect.data.loader import Batch
 from maect.data.transforms import apply_mix, augment, draw_mix, erase
 from maect.evaluate.fine_tune_model import Examples, drop_rates
-from maect.evaluate.protocols import FineTune
+from maect.evaluate.fine_tune_settings import FineTune
 from maect.stages.base import SelfSupervised as Stage
 from maect.train.loop import Loop
 from maect.train.parameters import warmup_steps

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from maect.core.errors import UserError
 from maect.data.transforms import partners
-from maect.evaluate.protocols import FineTune
+from maect.evaluate.fine_tune_settings import FineTune
 from maect.models.vit import VisionEncoder, seeded
 from maect.train.objectives import Objective
 from maect.train.parameters import grouped, layer_scale

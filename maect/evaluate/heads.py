@@ -1,12 +1,17 @@
-"""Many linear classifiers on the same features, trained together as one matrix."""
+"""Heads on frozen features, trained together: linear classifiers and colour histograms."""
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from maect.evaluate.color_histogram import ColorHistogram
+
 BN_EPS = 1e-5
 BN_MOMENTUM = 0.1
+BINS = 64  # of a colour channel
 
 
 def learning_rate(step: int, steps: int, warmup: float) -> float:
@@ -109,3 +114,77 @@ class Heads:
         x = (features - self.mean) * torch.rsqrt(self.var + BN_EPS)
         logits = torch.addmm(self.bias, x, self.weight.T)
         return logits.view(len(features), self.count, self.classes).argmax(dim=2)
+
+
+class HistogramHeads:
+    """A BatchNorm1d(affine=False) and Linear on each block, with SGD on the mean absolute error.
+
+    Each block's loss is the mean over the batch and 192 bins of |softmax over a channel's bins −
+    histogram|; its gradient is written out, one batched product forward and one backward.
+
+    Attributes:
+        weight: [L, D, 192], bias: [L, 192], of this rank's L blocks; the momenta alike.
+        mean, var: running statistics of the features, [L, D].
+        rows: which blocks of all these are.
+    """
+
+    SPLIT: tuple[str, ...] = ("weight", "bias", "weight_momentum", "bias_momentum", "mean", "var")
+    SHARED: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        width: int,
+        blocks: int,
+        settings: "ColorHistogram",
+        device: torch.device,
+        mine: slice = slice(None),
+    ) -> None:
+        """Initialise from a normal distribution of deviation 0.01; biases are 0."""
+        generator = torch.Generator().manual_seed(settings.seed)
+        weight = torch.empty(blocks, width, 3 * BINS)
+        torch.nn.init.trunc_normal_(weight, std=0.01, generator=generator)
+        self.width, self.total, self.rows = width, blocks, mine
+        self.weight = weight[mine].to(device)
+        count = len(self.weight)
+        self.bias = torch.zeros(count, 3 * BINS, device=device)
+        self.weight_momentum = torch.zeros_like(self.weight)
+        self.bias_momentum = torch.zeros_like(self.bias)
+        self.mean = torch.zeros(count, width, device=device)
+        self.var = torch.ones(count, width, device=device)
+        self.momentum = settings.momentum
+        self.peak = settings.learning_rate * settings.batch_size / 256
+
+    @torch.no_grad()
+    def step(self, features: Tensor, targets: Tensor, factor: float) -> Tensor:
+        """One update of every head on the global batch.
+
+        Args:
+            features: float32 [B, all blocks · D], of all ranks.
+            targets: histograms, [B, 3, 64].
+            factor: of the peak rate, at this update.
+
+        Returns:
+            Loss of each head before the update, [L].
+        """
+        size = len(features)
+        x = features.view(size, self.total, self.width)[:, self.rows].transpose(0, 1)
+        var, mean = torch.var_mean(x, dim=1, correction=0)
+        self.mean.lerp_(mean, BN_MOMENTUM)
+        self.var.lerp_(var * size / max(size - 1, 1), BN_MOMENTUM)
+        x = (x - mean[:, None]) * torch.rsqrt(var + BN_EPS)[:, None]
+        p = predict_histograms(x, self.weight, self.bias)
+        difference = p - targets
+        slope = difference.sign() / (size * 3 * BINS)
+        gradient = p * (slope - (p * slope).sum(dim=3, keepdim=True))
+        gradient = gradient.flatten(2)
+        self.weight_momentum.mul_(self.momentum).baddbmm_(x.transpose(1, 2), gradient)
+        self.bias_momentum.mul_(self.momentum).add_(gradient.sum(dim=1))
+        self.weight.sub_(self.weight_momentum, alpha=self.peak * factor)
+        self.bias.sub_(self.bias_momentum, alpha=self.peak * factor)
+        return difference.abs_().mean(dim=(1, 2, 3))
+
+
+def predict_histograms(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Histograms [L, b, 3, 64] from normalized features [L, b, D]."""
+    logits = torch.baddbmm(bias[:, None], x, weight)
+    return logits.unflatten(2, (3, BINS)).softmax(dim=3)

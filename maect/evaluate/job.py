@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from typing import Protocol as Interface
 
 from maect.core.errors import UserError
-from maect.evaluate.store import Features, check, open_features, same_encoder
+
+if TYPE_CHECKING:
+    from maect.evaluate.store import FeatureFile
 
 
 class Context(Interface):
@@ -32,28 +34,18 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """Inputs of an evaluation; a protocol asks for those it needs.
+    """An evaluation of a run, with the inputs that its protocol declares.
 
     Attributes:
         run: folder of the run; its `encoder.safetensors` is evaluated.
         out: the JSON that will be written; other files go beside it under its stem.
-        train, test: features files.
-        train_shards, test_shards: folders of shards.
-        splits: folders of shards of further splits, by name.
-        probe: classifier of a linear probe, `linear_probe.safetensors`.
-        clusters: `clustering.safetensors`.
+        inputs: features files, folders of shards, or what other evaluations left, by name.
         resize: shorter side before the centre crop of test images; none: 256/224 of their size.
     """
 
     run: Path
     out: Path
-    train: Path | None = None
-    test: Path | None = None
-    train_shards: Path | None = None
-    test_shards: Path | None = None
-    splits: Mapping[str, Path] = field(default_factory=dict)
-    probe: Path | None = None
-    clusters: Path | None = None
+    inputs: Mapping[str, Path] = field(default_factory=dict)
     resize: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     """What a protocol adds to the provenance."""
@@ -63,26 +55,28 @@ class Job:
         """Folder of what a killed job goes on from; removed when the JSON is written."""
         return self.out.with_name(f".{self.out.stem}.state")
 
-    def need(self, name: str) -> Path:
-        """The input called `name`.
+    def path(self, name: str) -> Path:
+        """Where the input called `name` is.
 
         Raises:
             UserError: it was not given.
         """
-        value: Path | None = getattr(self, name)
-        if value is None:
-            option = name.replace("_", "-") + ("-features" if name in ("train", "test") else "")
-            raise UserError(f"{self.out.stem}: needs --{option}")
-        return value
+        if name not in self.inputs:
+            raise UserError(f"{self.out.stem}: lacks the input {name!r}")
+        return self.inputs[name]
 
-    def features(self, name: str, *, labelled: bool = True) -> Features:
+    def features(self, name: str, *, labelled: bool = True) -> "FeatureFile":
         """The features file called `name` ("train" or "test"), checked."""
-        features = open_features(self.need(name))
+        from maect.evaluate.store import check, open_features
+
+        features = open_features(self.path(name))
         check(features, labelled=labelled)
         return features
 
-    def both(self) -> tuple[Features, Features]:
+    def both(self) -> tuple["FeatureFile", "FeatureFile"]:
         """Train and test features of one encoder, checked."""
+        from maect.evaluate.store import same_encoder
+
         train, test = self.features("train"), self.features("test")
         same_encoder(train, test)
         return train, test

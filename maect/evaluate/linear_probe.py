@@ -3,70 +3,107 @@
 Heads of all rates, and of all representations, are trained on one pass of the encoder.
 """
 
-import json
-from typing import Any
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
 
 from maect.core.files import sha256_file
 from maect.core.settings import digest
-from maect.data.index import Index, open_index
-from maect.data.loader import Batch
-from maect.evaluate import ranks
-from maect.evaluate.encoding import Encoding, finite
-from maect.evaluate.features import BATCH, batches
-from maect.evaluate.heads import Heads
+from maect.evaluate.base import Encodes, Images, Input, Positive, Shards
 from maect.evaluate.job import Context, Job
-from maect.evaluate.probing import Probing, check
-from maect.evaluate.protocols import LinearProbe
-from maect.models.weights import save_tensors
+from maect.recipes import Encoder
+from maect.recipes.flops import encode_flops
 
-INPUTS = ("train_shards", "test_shards")
-ON_EVERY_RANK = True
-TEST_DATA = (
-    "linear_probe is the best learning rate and epoch on the test split, as the authors' logger "
-    "chooses; linear_probe_last takes the last epoch and the best learning rate on the test split"
-)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from maect.data.index import Index
+    from maect.data.loader import Batch
+    from maect.evaluate.encoding import Encoding
+
+
+class LinearProbe(Encodes):
+    """Linear probing (paper, table 9): ten learning rates, trained together."""
+
+    name: ClassVar[str] = "linear_probe"
+    title: ClassVar[str] = "linear probe"
+    leaves: ClassVar[bool] = True
+    test_data: ClassVar[str | None] = (
+        "linear_probe is the best learning rate and epoch on the test split, as the authors' "
+        "logger chooses; linear_probe_last takes the last epoch and the best learning rate on the "
+        "test split"
+    )
+
+    epochs: int = Field(default=50, gt=0)
+    batch_size: int = Field(default=1024, gt=0)
+    learning_rates: tuple[Positive, ...] = Field(
+        default=(0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01), min_length=1
+    )
+    momentum: float = 0.9
+    warmup_epochs: float = Field(default=5, ge=0)
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    flip: float = Field(default=0.5, ge=0, le=1)
+    concat: bool = False
+    """Probe concatenations instead: of the last 1, 2, 4 and 6 blocks, and of [CLS] and mean."""
+    seed: int = 0
+
+    def inputs(self) -> dict[str, Input]:
+        """Images of both splits."""
+        return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode every training image once an epoch and every test image once."""
+        seen = self.epochs * images(self.train_split) + images(self.test_split)
+        return encode_flops(encoder) * seen
+
+    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+        """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
+
+        With `concat` instead `concat_l` for the last l blocks and `concat_cls_mean`, each
+        with the same details under its name; what the encoder has not is left out.
+
+        Beside the JSON, a safetensors file of the same name keeps the classifier behind each best
+        accuracy: `weight` [C, D] and `bias` [C] for features minus `mean` over the square root of
+        `var` + 1e-5 (with concatenations each as `concat_l.weight` and so on).
+
+        Raises:
+            Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
+            UserError: unlabelled images, classes that differ between the splits, or a batch that is
+                larger than all epochs together or no multiple of the ranks.
+        """
+        from maect.data.index import open_index
+        from maect.evaluate import ranks
+        from maect.evaluate.encoding import Encoding
+        from maect.evaluate.probing import check
+        from maect.models.weights import save_tensors
+
+        train = open_index(job.path("train"))
+        test = open_index(job.path("test"))
+        check(train, test)
+        path = job.run / "encoder.safetensors"
+        encoding = Encoding(
+            path,
+            ranks.device_of(context),
+            self.precision,
+            blocks=max(BLOCKS) if self.concat else 1,
+            other_pooling=self.concat,
+        )
+        sha256 = sha256_file(path)
+        identity = digest(self, sha256, train.digest, test.digest, str(job.resize))
+        with ranks.process_group(context):
+            probe = _Probe(context, job, self, train, encoding, identity)
+            metrics = probe.run(*_test_features(context, job, test, encoding))
+            if context.rank == 0:
+                texts = {"class_names": json.dumps(train.class_names), "encoder_sha256": sha256}
+                save_tensors(job.out.with_suffix(".safetensors"), probe.training.kept, texts)
+        return metrics
+
+
 BLOCKS = (1, 2, 4, 6)
 PLAIN = "linear_probe"
-
-
-def evaluate(context: Context, job: Job, settings: LinearProbe) -> dict[str, Any]:
-    """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
-
-    With `settings.concat` instead `concat_l` for the last l blocks and `concat_cls_mean`, each
-    with the same details under its name; what the encoder has not is left out.
-
-    Called on every rank. Beside the JSON, a safetensors file of the same name keeps the classifier
-    behind each best accuracy: `weight` [C, D] and `bias` [C] for features minus `mean` over the
-    square root of `var` + 1e-5 (with concatenations each as `concat_l.weight` and so on).
-
-    Raises:
-        Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
-        UserError: unlabelled images, classes that differ between the splits, or a batch that is
-            larger than all epochs together or no multiple of the ranks.
-    """
-    train = open_index(job.need("train_shards"))
-    test = open_index(job.need("test_shards"))
-    check(train, test)
-    path = job.run / "encoder.safetensors"
-    encoding = Encoding(
-        path,
-        ranks.device_of(context),
-        settings.precision,
-        blocks=max(BLOCKS) if settings.concat else 1,
-        other_pooling=settings.concat,
-    )
-    sha256 = sha256_file(path)
-    identity = digest(settings, sha256, train.digest, test.digest, str(job.resize))
-    with ranks.process_group(context):
-        probe = _Probe(context, job, settings, train, encoding, identity)
-        metrics = probe.run(*_test_features(context, job, test, encoding))
-        if context.rank == 0:
-            texts = {"class_names": json.dumps(train.class_names), "encoder_sha256": sha256}
-            save_tensors(job.out.with_suffix(".safetensors"), probe.training.kept, texts)
-    return metrics
 
 
 def representations(encoding: Encoding) -> dict[str, slice]:
@@ -94,6 +131,9 @@ class _Probe:
         encoding: Encoding,
         identity: str,
     ) -> None:
+        from maect.evaluate.heads import Heads
+        from maect.evaluate.probing import Probing
+
         self.context, self.rates = context, list(settings.learning_rates)
         self.columns = representations(encoding) if settings.concat else {PLAIN: slice(None)}
         bounds = [len(self.rates) * i // context.world_size for i in range(context.world_size + 1)]
@@ -127,6 +167,8 @@ class _Probe:
         return {k: v for name in self.heads for k, v in self._metrics(name, history[name]).items()}
 
     def _update(self, features: Tensor, labels: Tensor, factor: float) -> Tensor:
+        import torch
+
         losses = [
             heads.step(features[:, self.columns[name]], labels, factor)
             for name, heads in self.heads.items()
@@ -135,6 +177,11 @@ class _Probe:
 
     def _accuracies(self, name: str, features: Tensor, labels: Tensor) -> list[float]:
         """In percent, of each rate."""
+        import torch
+
+        from maect.evaluate import ranks
+        from maect.evaluate.features import BATCH
+
         hits = torch.zeros(len(self.rates), dtype=torch.int64)
         for start in range(0, len(labels), BATCH):
             part = slice(start, start + BATCH)
@@ -144,6 +191,8 @@ class _Probe:
         return [100 * count / len(labels) for count in hits.tolist()]
 
     def _keep(self, name: str, rate: int) -> None:
+        from maect.evaluate.heads import Heads
+
         rows = slice(rate * self.classes, (rate + 1) * self.classes)
         best = {key: self.training.full(name, key, rows) for key in ("weight", "bias")}
         best |= {key: getattr(self.heads[name], key) for key in Heads.SHARED}
@@ -168,6 +217,8 @@ class _Probe:
 
 
 def _labels(batch: Batch, images: Tensor) -> Tensor:
+    import torch
+
     return torch.from_numpy(batch.labels)
 
 
@@ -175,11 +226,17 @@ def _test_features(
     context: Context, job: Job, test: Index, encoding: Encoding
 ) -> tuple[Tensor, Tensor]:
     """Features of the test split on every rank, [n, D], and its labels."""
+    import torch
+
+    from maect.evaluate import ranks
+    from maect.evaluate.encoding import finite
+    from maect.evaluate.features import BATCH, batches
+
     rows = ranks.share_of(context, test.n, BATCH)
     largest = -(-test.n // (context.world_size * BATCH)) * BATCH
     out = torch.zeros(largest, encoding.width, device=encoding.device)
-    for place, part in batches(test, encoding, job.resize, rows, context.cpus):
-        out[place : place + len(part)] = part
+    for start, part in batches(test, encoding, job.resize, rows, context.cpus):
+        out[start : start + len(part)] = part
     features = ranks.gather_rows(context, out)[: test.n]
     finite(features, job.run)
     return features, torch.tensor(test.labels, device=features.device)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from maect.evaluate.store import Features
+from maect.evaluate.store import FeatureFile
 
 QUERIES = 1024
 TRAIN_ROWS = 16384
@@ -20,6 +20,7 @@ COLUMNS = 2048  # of a product at a time: it stays in the cache
 # Candidates beyond k: as many may be as near as the k-th before the slow way is taken.
 _SPARE = 32
 _PAIRS = 512
+_VOTES = 256
 _AT_ONCE = 2**24  # float64 products of the slow way in memory, for each thread
 
 Array = NDArray[np.float32]
@@ -32,6 +33,25 @@ def standardize(features: Array, scale: Scale | None) -> Array:
     return features if scale is None else (features - scale[0]) / scale[1]
 
 
+def moments(train: FeatureFile) -> tuple[Array, Array]:
+    """Mean and standard deviation of each feature over the train set, 1 where it does not vary.
+
+    Biased variance, as scikit-learn's StandardScaler; summed in float64 in chunks.
+    """
+    total = np.zeros(train.width)
+    starts = range(0, train.n, TRAIN_ROWS)
+    for start in starts:
+        total += train.rows(start, min(start + TRAIN_ROWS, train.n)).sum(axis=0, dtype=np.float64)
+    mean = total / train.n
+    total[:] = 0
+    for start in starts:
+        total += np.square(train.rows(start, min(start + TRAIN_ROWS, train.n)) - mean).sum(axis=0)
+    deviation = np.sqrt(total / train.n)
+    # Rounding leaves a trace of a spread on a feature that is the same everywhere.
+    constant = deviation <= 1e-6 * np.abs(mean)
+    return mean.astype(np.float32), np.where(constant, 1, deviation).astype(np.float32)
+
+
 def lengths(features: Array) -> Double:
     """Euclidean length of each row, float64 [n]; the same bits for the same row."""
     out = np.empty(len(features))
@@ -42,7 +62,7 @@ def lengths(features: Array) -> Double:
 
 
 def nearest(
-    train: Features, queries: Array, k: int, scale: Scale | None = None, threads: int = 1
+    train: FeatureFile, queries: Array, k: int, scale: Scale | None = None, threads: int = 1
 ) -> tuple[Double, NDArray[np.int64]]:
     """The k most similar training samples of each query, most similar first.
 
@@ -100,14 +120,14 @@ def _blocks(n: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
 
 
-def _chunk(train: Features, scale: Scale | None, start: int) -> tuple[int, Array, Double]:
+def _chunk(train: FeatureFile, scale: Scale | None, start: int) -> tuple[int, Array, Double]:
     """First id, standardised rows and their lengths."""
     part = standardize(train.rows(start, min(start + TRAIN_ROWS, train.n)), scale)
     return start, part, lengths(part)
 
 
 def _ahead(
-    train: Features, scale: Scale | None, pool: Executor
+    train: FeatureFile, scale: Scale | None, pool: Executor
 ) -> Iterator[tuple[int, Array, Double]]:
     """All chunks, the next one read while the last one is worked on."""
     coming = pool.submit(_chunk, train, scale, 0)
@@ -123,7 +143,7 @@ def _unit(features: Array, length: Double) -> Array:
 
 
 def _candidates(
-    train: Features, units: list[Array], keep: int, scale: Scale | None, pool: Executor
+    train: FeatureFile, units: list[Array], keep: int, scale: Scale | None, pool: Executor
 ) -> tuple[Array, NDArray[np.int64]]:
     """The `keep` largest float32 products of each query, largest first, and whose they are.
 
@@ -234,7 +254,7 @@ def _rank(
 
 
 def _among_all(
-    train: Features, queries: Array, k: int, scale: Scale | None
+    train: FeatureFile, queries: Array, k: int, scale: Scale | None
 ) -> tuple[Double, NDArray[np.int64]]:
     """As `nearest`, for what is too close together for float32: float64 products of all samples."""
     of_queries = lengths(queries)
@@ -259,3 +279,30 @@ def _among_all(
         order = np.lexsort((names, -cosines[number, names]))[:k]
         exact[number], ids[number] = cosines[number, names[order]], names[order]
     return exact, ids
+
+
+def vote(
+    similarity: NDArray[np.float64], labels: NDArray[np.int64], temperature: float
+) -> NDArray[np.int64]:
+    """Class of the largest summed weight exp(s / T); of equal classes the first.
+
+    Args:
+        similarity: [q, k], most similar first.
+        labels: int64 [q, k].
+        temperature: T.
+
+    Returns:
+        int64 [q].
+    """
+    # Relative to the nearest: the same vote, and no overflow at small T.
+    weights = np.exp((similarity - similarity[:, :1]) / temperature)
+    classes = int(labels.max()) + 1
+    out = np.empty(len(labels), np.int64)
+    for start in range(0, len(labels), _VOTES):
+        part = slice(start, start + _VOTES)
+        rows = np.arange(len(labels[part]))[:, None] * classes
+        votes = np.bincount(
+            (rows + labels[part]).ravel(), weights[part].ravel(), minlength=len(rows) * classes
+        )
+        out[part] = votes.reshape(-1, classes).argmax(axis=1)
+    return out

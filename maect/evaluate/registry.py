@@ -8,8 +8,36 @@ from pydantic import ValidationError
 from maect.core.errors import UserError
 from maect.core.names import did_you_mean
 from maect.core.settings import one_line
-from maect.evaluate.protocols import PROTOCOLS, Protocol
+from maect.evaluate.base import Protocol
+from maect.evaluate.clustering import Clustering
+from maect.evaluate.color_histogram import ColorHistogram
+from maect.evaluate.effective_invariance import EffectiveInvariance
+from maect.evaluate.fine_tune_settings import FineTune
+from maect.evaluate.knn import Knn
+from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.low_shot import LowShot
+from maect.evaluate.retrieval import Retrieval
+from maect.evaluate.robustness import Robustness
+from maect.evaluate.throughput import Throughput
+from maect.evaluate.umap import Umap
 from maect.recipes import variant_names, variant_values
+
+PROTOCOLS: dict[str, type[Protocol]] = {
+    protocol.name: protocol
+    for protocol in (
+        Knn,
+        LowShot,
+        LinearProbe,
+        FineTune,
+        ColorHistogram,
+        Clustering,
+        Retrieval,
+        Robustness,
+        EffectiveInvariance,
+        Throughput,
+        Umap,
+    )
+}
 
 
 def evaluation_names() -> tuple[str, ...]:

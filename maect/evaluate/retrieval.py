@@ -3,87 +3,130 @@
 Thumbnails are stored with the result, so that drawing needs no images.
 """
 
-import json
-from pathlib import Path
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import json
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.data.decode import render
-from maect.data.index import HEIGHT, LABEL, WIDTH, Index, open_index
-from maect.data.transforms import center_crops
-from maect.evaluate.clustering import assign, contingency, origin, standardize
+from maect.evaluate.base import Features, Input, Left, Protocol, Shards
 from maect.evaluate.job import Context, Job, idle_cpus
-from maect.evaluate.neighbors import nearest
-from maect.evaluate.protocols import Retrieval
-from maect.evaluate.store import Features
 
-INPUTS = ("test", "test_shards", "clusters")
-TEST_DATA = "queries and neighbours are images of the test split, clusters those of its clustering"
+if TYPE_CHECKING:
+    from pathlib import Path
 
-Ids = NDArray[np.int64]
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.data.index import Index
+    from maect.evaluate.store import FeatureFile
+
+    Ids = NDArray[np.int64]
 
 
-def evaluate(context: Context, job: Job, settings: Retrieval) -> dict[str, Any]:
-    """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.
+class Retrieval(Protocol):
+    """Nearest images of some images and of cluster centres (paper, figures 7, 10 and 11)."""
 
-    Writes `retrieval.safetensors` beside the JSON: `query_images` uint8 [q, S, S, 3],
-    `query_labels` and `query_ids` int64 [q], `neighbor_images` [q, n, S, S, 3], `neighbor_labels`
-    and `neighbor_ids` [q, n]; `cluster_images` [k, n, S, S, 3], `cluster_labels` and `cluster_ids`
-    [k, n], and `cluster_classes` [k], the class that a cluster was matched to or -1.
+    name: ClassVar[str] = "retrieval"
+    title: ClassVar[str] = "nearest images"
+    leaves: ClassVar[bool] = True
+    test_data: ClassVar[str | None] = (
+        "queries and neighbours are images of the test split, clusters those of its clustering"
+    )
 
-    Raises:
-        UserError: fewer images than neighbours, or features, images and clusters that do not
-            belong together.
-    """
-    from safetensors.numpy import save_file
+    clustering: str = "clustering"
+    """Which evaluation's clusters."""
+    subset: str = ""
+    """Clusters of one of its subsets; empty: of the whole split."""
+    clusters: int = Field(default=15, gt=0)
+    """Show at most so many clusters, the first ones."""
+    queries: int = Field(default=3, gt=0)
+    neighbors: int = Field(default=10, gt=0)
+    side: int = Field(default=96, gt=0)
+    """Pixels of a stored thumbnail, at most the encoder's image size."""
 
-    test = job.features("test")
-    index = open_index(job.need("test_shards"))
-    if index.digest != test.record["index_digest"]:
-        raise UserError(f"{test.path}: features of other images than those in {index.directory}")
-    if test.n <= settings.neighbors:
-        raise UserError(
-            f"retrieval: neighbors {settings.neighbors} needs more than the {test.n} images "
-            f"of {test.path}"
-        )
-    queries = choose_queries(test.labels, settings.queries)
-    neighbors = _neighbors(test, queries, settings.neighbors, idle_cpus(context))
-    clusters, classes = _clusters(job.need("clusters"), test, settings)
-    found: dict[str, NDArray[Any]] = {"cluster_classes": classes}
-    for name, ids in (("query", queries), ("neighbor", neighbors), ("cluster", clusters)):
-        found[f"{name}_ids"] = ids
-        found[f"{name}_labels"] = test.labels[ids]
-        found[f"{name}_images"] = _thumbnails(index, ids, test, settings.side)
-    with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
-        save_file({name: np.ascontiguousarray(array) for name, array in found.items()}, temporary)
-    right = found["neighbor_labels"] == found["query_labels"][:, None]
-    matched = found["cluster_labels"] == classes[:, None]
-    return {
-        "query_precision": 100 * float(right.mean()),
-        "cluster_precision": 100 * float(matched.mean()),
-    }
+    def inputs(self) -> dict[str, Input]:
+        """Features and images of the test split, and its clusters."""
+        return {
+            "test": Features(self.test_split),
+            "images": Shards(self.test_split),
+            "clusters": Left(self.clustering),
+        }
+
+    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+        """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.
+
+        Writes `retrieval.safetensors` beside the JSON: `query_images` uint8 [q, S, S, 3],
+        `query_labels` and `query_ids` int64 [q], `neighbor_images` [q, n, S, S, 3],
+        `neighbor_labels` and `neighbor_ids` [q, n]; `cluster_images` [k, n, S, S, 3],
+        `cluster_labels` and `cluster_ids` [k, n], and `cluster_classes` [k], the class that a
+        cluster was matched to or -1.
+
+        Raises:
+            UserError: fewer images than neighbours, or features, images and clusters that do not
+                belong together.
+        """
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        from maect.data.index import open_index
+
+        test = job.features("test")
+        index = open_index(job.path("images"))
+        if index.digest != test.record["index_digest"]:
+            raise UserError(
+                f"{test.path}: features of other images than those in {index.directory}"
+            )
+        if test.n <= self.neighbors:
+            raise UserError(
+                f"retrieval: neighbors {self.neighbors} needs more than the {test.n} images "
+                f"of {test.path}"
+            )
+        queries = choose_queries(test.labels, self.queries)
+        neighbors = _neighbors(test, queries, self.neighbors, idle_cpus(context))
+        clusters, classes = _clusters(job.path("clusters"), test, self)
+        found: dict[str, NDArray[Any]] = {"cluster_classes": classes}
+        for name, ids in (("query", queries), ("neighbor", neighbors), ("cluster", clusters)):
+            found[f"{name}_ids"] = ids
+            found[f"{name}_labels"] = test.labels[ids]
+            found[f"{name}_images"] = _thumbnails(index, ids, test, self.side)
+        with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
+            save_file(
+                {name: np.ascontiguousarray(array) for name, array in found.items()}, temporary
+            )
+        right = found["neighbor_labels"] == found["query_labels"][:, None]
+        matched = found["cluster_labels"] == classes[:, None]
+        return {
+            "query_precision": 100 * float(right.mean()),
+            "cluster_precision": 100 * float(matched.mean()),
+        }
 
 
 def choose_queries(labels: Ids, count: int) -> Ids:
     """The first image of classes that are spread evenly: the same ones for every encoder."""
+    import numpy as np
+
     classes, first = np.unique(labels, return_index=True)
     places = np.arange(count) * len(classes) // count
     return first[np.unique(places)].astype(np.int64)
 
 
-def _neighbors(test: Features, queries: Ids, count: int, threads: int) -> Ids:
+def _neighbors(test: FeatureFile, queries: Ids, count: int, threads: int) -> Ids:
     """Ids of the nearest other images by cosine similarity, [q, n]."""
+    import numpy as np
+
+    from maect.evaluate.neighbors import nearest
+
     _, ids = nearest(test, test.take(queries), count + 1, threads=threads)
     # A copy with a smaller id may come before the query itself.
     others = [row[row != query][:count] for row, query in zip(ids, queries, strict=True)]
     return np.stack(others)
 
 
-def _clusters(path: Path, test: Features, settings: Retrieval) -> tuple[Ids, Ids]:
+def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, Ids]:
     """Ids of the images nearest to centres, [k, n], and the class of each cluster, [k].
 
     Euclidean distance between standardised features, those that were clustered.
@@ -91,8 +134,11 @@ def _clusters(path: Path, test: Features, settings: Retrieval) -> tuple[Ids, Ids
     Raises:
         UserError: clusters of another encoder or other images, or too few samples.
     """
+    import numpy as np
     from safetensors import safe_open
     from safetensors.numpy import load_file
+
+    from maect.evaluate.kmeans import assign, contingency, origin, standardize
 
     if not path.exists():
         raise UserError(f"{path}: no such clusters; evaluate clustering first")
@@ -125,8 +171,14 @@ def _clusters(path: Path, test: Features, settings: Retrieval) -> tuple[Ids, Ids
     return np.stack(nearest_ids), classes[:shown].astype(np.int64)
 
 
-def _thumbnails(index: Index, ids: Ids, test: Features, side: int) -> NDArray[np.uint8]:
+def _thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
     """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
+    import numpy as np
+
+    from maect.data.decode import render
+    from maect.data.index import HEIGHT, LABEL, WIDTH
+    from maect.data.transforms import center_crops
+
     size = test.record["image_size"]
     side = min(side, size)
     resize = max(side, round(test.record["resize"] * side / size))

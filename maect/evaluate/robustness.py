@@ -4,55 +4,92 @@ A set that has only some of the classes (ImageNet-R and -A have 200) is scored a
 other logits do not take part, as in the authors' code.
 """
 
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from maect.core.errors import UserError
-from maect.data.index import Index, open_index
-from maect.evaluate import ranks
-from maect.evaluate.classifier import Classifier
+from maect.evaluate.base import Encodes, Images, Input, Left, Shards
 from maect.evaluate.job import Context, Job
-from maect.evaluate.protocols import Robustness
+from maect.recipes import Encoder
+from maect.recipes.flops import encode_flops
 
-INPUTS = ("probe", "splits")
-ON_EVERY_RANK = True
-TEST_DATA = (
-    "the probe's epoch and learning rate were chosen on the unshifted test split; of a shifted "
-    "split only the classes among its labels can be predicted"
-)
+if TYPE_CHECKING:
+    import torch
+
+    from maect.data.index import Index
+    from maect.evaluate.classifier import Classifier
 
 
-def evaluate(context: Context, job: Job, settings: Robustness) -> dict[str, Any]:
-    """Accuracy in percent on each of `settings.splits`, by its name; and how many classes it has.
+class Robustness(Encodes):
+    """The trained linear probe on shifted data (paper, table 5)."""
 
-    Raises:
-        UserError: a split that was not given, unlabelled images or those of one class only, or a
-            probe that does not fit.
-    """
-    missing = [name for name in settings.splits if name not in job.splits]
-    if missing:
-        raise UserError(f"{job.out.stem}: needs --split {missing[0]}=SHARDS")
-    classifier = Classifier(job, ranks.device_of(context), settings.precision)
-    indexes = {name: open_index(job.splits[name]) for name in settings.splits}
-    for index in indexes.values():
-        classifier.check(index)
-    classes = {name: np.unique(index.labels) for name, index in indexes.items()}
-    single = [name for name, found in classes.items() if len(found) < 2]
-    if single:
-        raise UserError(f"{job.splits[single[0]]}: images of one class, which any classifier finds")
-    with ranks.process_group(context):
-        accuracies = {
-            name: _accuracy(context, job, classifier, index, torch.from_numpy(classes[name]))
-            for name, index in indexes.items()
-        }
-    return {**accuracies, "classes": {name: len(found) for name, found in classes.items()}}
+    name: ClassVar[str] = "robustness"
+    title: ClassVar[str] = "linear probe on shifted data"
+    test_data: ClassVar[str | None] = (
+        "the probe's epoch and learning rate were chosen on the unshifted test split; of a shifted "
+        "split only the classes among its labels can be predicted"
+    )
+
+    splits: tuple[str, ...] = (
+        "imagenet_v2_threshold",
+        "imagenet_v2_matched",
+        "imagenet_v2_top",
+        "imagenet_r",
+        "imagenet_sketch",
+        "imagenet_a",
+    )
+    """Splits of the evaluated dataset; each gives a metric of its name."""
+    probe: str = "linear_probe"
+    """Which evaluation's classifier."""
+
+    def inputs(self) -> Mapping[str, Input]:
+        """The probe, and the images of every split by its name."""
+        return {"probe": Left(self.probe)} | {name: Shards(name) for name in self.splits}
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode every image once."""
+        return encode_flops(encoder) * sum(map(images, self.splits))
+
+    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+        """Accuracy in percent on each of `splits`, by its name; and how many classes it has.
+
+        Raises:
+            UserError: unlabelled images or those of one class only, or a probe that does not fit.
+        """
+        import numpy as np
+        import torch
+
+        from maect.data.index import open_index
+        from maect.evaluate import ranks
+        from maect.evaluate.classifier import Classifier
+
+        classifier = Classifier(job, ranks.device_of(context), self.precision)
+        indexes = {name: open_index(job.path(name)) for name in self.splits}
+        for index in indexes.values():
+            classifier.check(index)
+        classes = {name: np.unique(index.labels) for name, index in indexes.items()}
+        single = [name for name, found in classes.items() if len(found) < 2]
+        if single:
+            raise UserError(
+                f"{indexes[single[0]].directory}: images of one class, which any classifier finds"
+            )
+        with ranks.process_group(context):
+            accuracies = {
+                name: _accuracy(context, job, classifier, index, torch.from_numpy(classes[name]))
+                for name, index in indexes.items()
+            }
+        return {**accuracies, "classes": {name: len(found) for name, found in classes.items()}}
 
 
 def _accuracy(
     context: Context, job: Job, classifier: Classifier, index: Index, classes: torch.Tensor
 ) -> float:
+    import torch
+
+    from maect.evaluate import ranks
+
     classes = classes.to(classifier.weight.device)
     hits = torch.zeros((), dtype=torch.int64)
     for images, labels, _ in classifier.shares(context, job, index):

@@ -1,6 +1,5 @@
 """Run one protocol for one run and write its JSON: metrics, every setting, provenance."""
 
-import importlib
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
@@ -11,11 +10,12 @@ from pydantic import ValidationError
 
 from maect import __version__
 from maect.core.errors import UserError
-from maect.core.files import sha256_file, write_json
+from maect.core.files import read_json, sha256_file, write_json
 from maect.core.settings import one_line
 from maect.data.index import open_index
-from maect.evaluate import PROTOCOLS
+from maect.evaluate.base import Features, Left, Protocol, Shards
 from maect.evaluate.job import Context, Interrupted, Job
+from maect.evaluate.registry import PROTOCOLS
 from maect.evaluate.store import open_record
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
@@ -27,27 +27,18 @@ def run_protocol(
     protocol: str,
     run: str | Path,
     out: str | Path,
-    train: str | Path | None = None,
-    test: str | Path | None = None,
-    train_shards: str | Path | None = None,
-    test_shards: str | Path | None = None,
-    splits: dict[str, str] | None = None,
-    probe: str | Path | None = None,
-    clusters: str | Path | None = None,
+    inputs: dict[str, str] | None = None,
     resize: int | None = None,
     settings: dict[str, Any] | None = None,
 ) -> str:
     """Evaluate and write `out`, atomically; called on every rank.
 
     Args:
-        context: this rank's place.
-        protocol: a key of `maect.recipes.PROTOCOLS`, and a module of this package.
+        context: this rank.
+        protocol: a key of `maect.evaluate.PROTOCOLS`.
         run: folder of the run, with `encoder.safetensors`.
         out: the JSON to write.
-        train, test: features files, for protocols on stored features.
-        train_shards, test_shards: folders of shards, for protocols that run the encoder.
-        splits: folders of shards of further splits, by name.
-        probe, clusters: what a linear probe and a clustering of the same encoder left.
+        inputs: what the protocol declares, by name.
         resize: shorter side before the centre crop of evaluation images.
         settings: what differs from the protocol's defaults.
 
@@ -63,33 +54,24 @@ def run_protocol(
         values = PROTOCOLS[protocol].model_validate(settings or {})
     except ValidationError as error:
         raise one_line(error, protocol) from None
-    module = importlib.import_module(f"maect.evaluate.{protocol}")
-    paths = {
-        **{"train": train, "test": test, "train_shards": train_shards, "test_shards": test_shards},
-        **{"probe": probe, "clusters": clusters},
-    }
     # What a protocol does not read is no part of its provenance.
-    given: dict[str, Any] = {
-        n: Path(path) for n, path in paths.items() if n in module.INPUTS and path is not None
-    }
-    more = {name: Path(path) for name, path in (splits or {}).items()}
-    more = more if "splits" in module.INPUTS else {}
-    job = Job(run=Path(run), out=Path(out), resize=resize, splits=more, **given)
+    given = {n: Path(path) for n, path in (inputs or {}).items() if n in values.inputs()}
+    job = Job(run=Path(run), out=Path(out), inputs=given, resize=resize)
     # Protocols on stored features use the cores of rank 0's node, through threads.
-    if context.rank and not getattr(module, "ON_EVERY_RANK", False):
+    if context.rank and not values.every_rank:
         return "done"
     # Before anything is computed, or a file beside the JSON replaced.
-    encoder = encoder_digest(job) if context.rank == 0 else None
+    encoder = encoder_digest(job, values) if context.rank == 0 else None
     try:
-        metrics = module.evaluate(context, job, values)
+        metrics = values.evaluate(context, job)
     except Interrupted:
         return "requeue"
     if context.rank == 0:
         result = {
             "metrics": metrics,
             "settings": values.model_dump(mode="json") | {"resize": resize},
-            "provenance": provenance(job, protocol, context.world_size, encoder)
-            | {"test_data": getattr(module, "TEST_DATA", None)}
+            "provenance": provenance(job, values, context.world_size, encoder)
+            | {"test_data": values.test_data}
             | job.notes,
         }
         write_json(out, result)
@@ -97,52 +79,81 @@ def run_protocol(
     return "done"
 
 
-def encoder_digest(job: Job) -> str | None:
+def is_finished(job: Job, protocol: Protocol) -> bool:
+    """Whether the result is there, of this encoder, these settings and these inputs.
+
+    Raises:
+        UserError: an input that cannot be read.
+    """
+    if not job.out.exists():
+        return False
+    result = read_json(job.out)
+    about, wanted = result["provenance"], _sources(job, protocol)
+    then, now = (
+        {name: made["index_digest"] for name, made in sources["splits"].items()}
+        for sources in (about, wanted)
+    )
+    return (
+        result["settings"] == protocol.model_dump(mode="json") | {"resize": job.resize}
+        and about["encoder_sha256"] == sha256_file(job.run / "encoder.safetensors")
+        and then == now
+        and about.get("inputs", {}) == wanted["inputs"]
+    )
+
+
+def encoder_digest(job: Job, protocol: Protocol) -> str | None:
     """sha256 of what is evaluated: the run's encoder or, without its file, that of the features.
 
     Raises:
-        UserError: features that were not made from the run's encoder.
+        UserError: an encoder that is not the one that its training left, or features that were
+            not made from it.
     """
     encoder = job.run / "encoder.safetensors"
-    found: str | None = sha256_file(encoder) if encoder.exists() else None
+    actual: str | None = sha256_file(encoder) if encoder.exists() else None
+    features = [name for name, kind in protocol.inputs().items() if isinstance(kind, Features)]
     # A file that is missing, or two that do not belong together, the protocol itself refuses.
-    paths = [path for path in (job.train, job.test) if path is not None and path.exists()]
+    paths = [job.inputs[name] for name in features if name in job.inputs]
+    paths = [path for path in paths if path.exists()]
     made: list[str] = [open_record(path)["encoder_sha256"] for path in paths]
     for path, digest in zip(paths, made, strict=True):
-        if found not in (None, digest):
+        if actual not in (None, digest):
             raise UserError(f"{path}: made from another encoder than {encoder}; extract it again")
-    return found or (made[0] if made else None)
+    return actual or (made[0] if made else None)
 
 
 def provenance(
-    job: Job, protocol: str, world_size: int, encoder_sha256: str | None
+    job: Job, protocol: Protocol, world_size: int, encoder_sha256: str | None
 ) -> dict[str, Any]:
     """Where a result comes from: run, encoder, data and versions."""
-    record: dict[str, Any] = {
-        "protocol": protocol,
-        "run": job.run.name,
-        "encoder_sha256": encoder_sha256,
-        "splits": {},
-        "inputs": {},
-        "world_size": world_size,
-        "versions": {"maect": __version__, "python": platform.python_version()},
-    }
-    for name, path in (("train", job.train), ("test", job.test)):
-        if path is None:
-            continue
-        made = open_record(path)
-        keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device")
-        record["splits"][name] = {key: made[key] for key in keep if key in made}
-    shards = {"train": job.train_shards, "test": job.test_shards, **job.splits}
-    for name, path in shards.items():
-        if path is not None:
-            record["splits"].setdefault(name, {})["index_digest"] = open_index(path).digest
-    for name, path in (("probe", job.probe), ("clusters", job.clusters)):
-        if path is not None:
-            record["inputs"][name] = sha256_file(path)
+    versions = {"maect": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            record["versions"][package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return record
+    return {
+        "protocol": protocol.name,
+        "run": job.run.name,
+        "encoder_sha256": encoder_sha256,
+        **_sources(job, protocol),
+        "world_size": world_size,
+        "versions": versions,
+    }
+
+
+def _sources(job: Job, protocol: Protocol) -> dict[str, dict[str, Any]]:
+    """`splits`, with what is known of their features or images, and `inputs`, with checksums."""
+    splits: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
+    keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device")
+    declared = protocol.inputs()
+    encoded = {kind.split for kind in declared.values() if isinstance(kind, Features)}
+    for name, kind in declared.items():
+        if isinstance(kind, Features):
+            made = open_record(job.path(name))
+            splits[name] = {key: made[key] for key in keep if key in made}
+        elif isinstance(kind, Shards) and kind.split not in encoded:
+            splits[name] = {"index_digest": open_index(job.path(name)).digest}
+        elif isinstance(kind, Left):
+            inputs[name] = sha256_file(job.path(name))
+    return {"splits": splits, "inputs": inputs}

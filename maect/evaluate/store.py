@@ -21,7 +21,7 @@ _CHUNK = 16384
 
 
 @dataclass(frozen=True)
-class Features:
+class FeatureFile:
     """A features file: small parts in memory, the features themselves read when asked for.
 
     Attributes:
@@ -72,7 +72,7 @@ class Features:
             return file.get_tensor("keys").tobytes().decode().split("\n")
 
 
-def open_features(path: str | Path) -> Features:
+def open_features(path: str | Path) -> FeatureFile:
     """Open a features file and check all of it against the checksum in its header.
 
     Raises:
@@ -93,7 +93,7 @@ def open_features(path: str | Path) -> Features:
             n, width = file.get_slice("features").get_shape()
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
-    features = Features(path, n, width, labels, record)
+    features = FeatureFile(path, n, width, labels, record)
     parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
     found = _digest(parts, labels, names)
     if found != record["sha256"]:
@@ -117,7 +117,7 @@ def open_record(path: str | Path) -> dict[str, Any]:
     return record
 
 
-def check(features: Features, *, labelled: bool = True) -> None:
+def check(features: FeatureFile, *, labelled: bool = True) -> None:
     """Refuse what no protocol can evaluate.
 
     Raises:
@@ -138,7 +138,7 @@ def check(features: Features, *, labelled: bool = True) -> None:
         raise UserError(f"{features.path}: sample {row} has no label, and this protocol needs one")
 
 
-def same_encoder(train: Features, test: Features) -> None:
+def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
     """Refuse two files that do not belong together.
 
     Raises:

@@ -5,206 +5,98 @@ a power of 2 and fits, extrapolated to the published number of epochs. Compared 
 encoder passes: views that learn, local views, and passes of a momentum teacher.
 """
 
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any, cast
+from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any, ClassVar, cast
+
+from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.evaluate import ranks
-from maect.evaluate.compared import METHODS, Views, method_step
+from maect.evaluate.base import Input, Protocol
 from maect.evaluate.job import Context, Job
-from maect.evaluate.protocols import Throughput
-from maect.models.decoder import Decoder
-from maect.models.heads import NNCLRHead
-from maect.models.vit import build_encoder
-from maect.models.weights import load_encoder_weights
-from maect.recipes import Encoder
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
-from maect.stages.pretrain import Pretrain
-from maect.stages.tune import Tune
-from maect.train import objectives
-from maect.train.objectives import ContrastiveObjective, MaskedAutoencoder
-from maect.train.parameters import parameter_groups
 
-INPUTS = ()
-TEST_DATA = "no images are read"
 RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
-CPU_BATCH = 16
-SMALLEST, LARGEST = 8, 1024
-
-Step = Callable[[], object]
 
 
-def evaluate(context: Context, job: Job, settings: Throughput) -> dict[str, Any]:
-    """Images per second and device hours, each by stage (`pretrain`, `head`, `tune`) and method.
+class Throughput(Protocol):
+    """Training speed of each stage and of compared methods on one device (paper, B)."""
 
-    `samples_per_second` counts images, not views, from the median step; `fastest` and `slowest`
-    are those of single steps. `device_hours` are epochs x images / speed, for what has a number of
-    epochs at this size; `maect` is the sum of the three stages.
+    name: ClassVar[str] = "throughput"
+    title: ClassVar[str] = "training speed"
+    encoder_input: ClassVar[bool] = True
+    test_data: ClassVar[str | None] = "no images are read"
 
-    Raises:
-        UserError: the run's encoder is not of `settings.size`, or not one step fits.
-    """
-    encoder = load_encoder_weights(job.run / "encoder.safetensors")[1]
-    stages = {n: cast(Stage, load_recipe(recipe, settings.size)) for n, recipe in RECIPES.items()}
-    frozen = getattr(stages["tune"], "frozen_blocks", 0)
-    if frozen >= encoder.depth or not encoder.class_token:
-        raise UserError(
-            f"throughput: recipes of size {settings.size} do not fit the encoder of {job.run}; "
-            "say which with --set size=SIZE"
-        )
-    device = ranks.device_of(context)
-    results: dict[str, dict[str, float]] = {}
-    epochs: dict[str, int] = {}
-    for name, stage in stages.items():
+    size: str = "large"
+    """Column of the recipes that the stages are measured with."""
+    batch_size: int | None = Field(default=None, gt=0)
+    """Images in a step; none: the largest power of 2 that fits, on a CPU 16."""
+    warmup: int = Field(default=3, ge=0)
+    repeats: int = Field(default=10, gt=0)
+    images: int = Field(default=1_281_167, gt=0)
+    """Training images, for the extrapolation to hours."""
 
-        def steps(batch: int, stage: Stage = stage) -> Step:
-            return stage_step(stage, encoder, batch, device)
+    def inputs(self) -> dict[str, Input]:
+        """Nothing beside the encoder's shape."""
+        return {}
 
-        results[name], epochs[name] = measure(steps, settings, device), stage.epochs
-        context.report({"step": len(results), "steps": len(stages) + len(METHODS)})
-    for name, views in METHODS.items():
+    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+        """Images per second and device hours, by stage (`pretrain`, `head`, `tune`) and method.
 
-        def steps(batch: int, views: Views = views) -> Step:  # type: ignore[misc]
-            return method_step(views, encoder, batch, device)
+        `samples_per_second` counts images, not views, from the median step; `fastest` and `slowest`
+        are those of single steps. `device_hours` are epochs x images / speed, for what has a number
+        of epochs at this size; `maect` is the sum of the three stages.
 
-        results[name] = measure(steps, settings, device)
-        if settings.size in views.epochs:
-            epochs[name] = views.epochs[settings.size]
-        context.report({"step": len(results), "steps": len(stages) + len(METHODS)})
-    hours = {
-        name: count * settings.images / results[name]["samples_per_second"] / 3600
-        for name, count in epochs.items()
-    }
-    keys = ("samples_per_second", "fastest", "slowest", "batch_size")
-    metrics: dict[str, Any] = {k: {n: result[k] for n, result in results.items()} for k in keys}
-    cuda = device.type == "cuda"
-    return metrics | {
-        "device_hours": hours | {"maect": sum(hours[name] for name in RECIPES)},
-        "epochs": epochs,
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "threads": None if cuda else torch.get_num_threads(),
-    }
+        Raises:
+            UserError: the run's encoder is not of `size`, or not one step fits.
+        """
+        import torch
 
+        from maect.evaluate import ranks
+        from maect.evaluate.compared import METHODS, Views, method_step
+        from maect.evaluate.speed import Step, measure, stage_step
+        from maect.models.weights import load_encoder_weights
 
-def measure(
-    steps: Callable[[int], Step], settings: Throughput, device: torch.device
-) -> dict[str, float]:
-    """Speed of a training step in images per second: median, fastest and slowest of the repeats.
+        encoder = load_encoder_weights(job.run / "encoder.safetensors")[1]
+        stages = {
+            name: cast(Stage, load_recipe(recipe, self.size)) for name, recipe in RECIPES.items()
+        }
+        frozen = getattr(stages["tune"], "frozen_blocks", 0)
+        if frozen >= encoder.depth or not encoder.class_token:
+            raise UserError(
+                f"throughput: recipes of size {self.size} do not fit the encoder of {job.run}; "
+                "say which with --set size=SIZE"
+            )
+        device = ranks.device_of(context)
+        results: dict[str, dict[str, float]] = {}
+        epochs: dict[str, int] = {}
+        for name, stage in stages.items():
 
-    Args:
-        steps: gives the step for a batch of so many images.
-        settings: batch size, warm-up and repeats.
-        device: what to wait for.
-    """
-    batch = settings.batch_size or largest_batch(steps, device)
-    step = steps(batch)
-    seconds = []
-    for number in range(settings.warmup + settings.repeats):
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= settings.warmup:
-            seconds.append(time.perf_counter() - start)
-    return {
-        "samples_per_second": batch / statistics.median(seconds),
-        "fastest": batch / min(seconds),
-        "slowest": batch / max(seconds),
-        "batch_size": batch,
-    }
+            def steps(batch: int, stage: Stage = stage) -> Step:
+                return stage_step(stage, encoder, batch, device)
 
+            results[name], epochs[name] = measure(steps, self, device), stage.epochs
+            context.report({"step": len(results), "steps": len(stages) + len(METHODS)})
+        for name, views in METHODS.items():
 
-def largest_batch(steps: Callable[[int], Step], device: torch.device) -> int:
-    """The largest power of 2 (8 to 1024) of which a step fits into the device's memory.
+            def steps(batch: int, views: Views = views) -> Step:  # type: ignore[misc]
+                return method_step(views, encoder, batch, device)
 
-    Raises:
-        UserError: not even the smallest does.
-    """
-    if device.type != "cuda":
-        return CPU_BATCH
-    found, size = 0, SMALLEST
-    while size <= LARGEST and _fits(steps, size):
-        found, size = size, 2 * size
-    if not found:
-        raise UserError(f"throughput: {SMALLEST} images do not fit into the device's memory")
-    return found
-
-
-def _fits(steps: Callable[[int], Step], size: int) -> bool:
-    try:
-        step = steps(size)
-        step()  # a second one has the optimizer's moments
-        step()
-    except torch.cuda.OutOfMemoryError:
-        return False
-    finally:
-        torch.cuda.empty_cache()
-    return True
-
-
-def stage_step(stage: Stage, encoder: Encoder, batch: int, device: torch.device) -> Step:
-    """One update of a stage on random views; weights are random, which changes no speed."""
-    objective = _objective(stage, encoder).to(device)
-    averages: list[Tensor] = []
-    if isinstance(stage, Tune):
-        averages = [p.detach().clone() for p in _trained(objective.encoder)]
-    fused = device.type == "cuda"
-    groups = parameter_groups(objective, stage)
-    for group in groups:
-        group["lr"] = group["peak_lr"]
-    optimizer = torch.optim.AdamW(groups, fused=fused)
-    size = encoder.image_size
-    order = dice = None
-    if stage.mask_ratio:
-        order = torch.rand(stage.views, batch, encoder.patches, device=device).argsort(dim=2)
-    head = getattr(stage, "head", None)
-    if head is not None:
-        dice = torch.randint(head.topk, (stage.views, batch), device=device)
-    ids = torch.arange(batch, device=device)
-    images = torch.randn(stage.views, batch, 3, size, size, device=device)
-    views = objectives.Views(images, order, ids, torch.zeros_like(ids), dice)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss, _ = objective(views)
-        loss.backward()
-        optimizer.step()
-        if averages and isinstance(stage, Tune):
-            trained = [p.detach() for p in _trained(objective.encoder)]
-            torch._foreach_lerp_(averages, trained, 1 - stage.encoder_ema)
-        if isinstance(objective, ContrastiveObjective):
-            objective.head.update_ema()
-
-    return step
-
-
-def _objective(stage: Stage, encoder: Encoder) -> MaskedAutoencoder | ContrastiveObjective:
-    vit = build_encoder(encoder)
-    if isinstance(stage, Pretrain):
-        return MaskedAutoencoder(
-            vit,
-            Decoder(encoder),
-            mask_ratio=stage.mask_ratio,
-            normalize_pixels=stage.normalize_pixels,
-            precision=stage.precision,
-        )
-    if isinstance(stage, Tune):
-        vit.freeze(stage.frozen_blocks)
-    return ContrastiveObjective(
-        vit,
-        NNCLRHead(encoder.width, stage.head),  # type: ignore[arg-type]
-        pooling=encoder.ct_pooling,
-        precision=stage.precision,
-        mask_ratio=stage.mask_ratio,
-        train_encoder=isinstance(stage, Tune),
-    )
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
+            results[name] = measure(steps, self, device)
+            if self.size in views.epochs:
+                epochs[name] = views.epochs[self.size]
+            context.report({"step": len(results), "steps": len(stages) + len(METHODS)})
+        hours = {
+            name: count * self.images / results[name]["samples_per_second"] / 3600
+            for name, count in epochs.items()
+        }
+        keys = ("samples_per_second", "fastest", "slowest", "batch_size")
+        metrics: dict[str, Any] = {k: {n: result[k] for n, result in results.items()} for k in keys}
+        cuda = device.type == "cuda"
+        return metrics | {
+            "device_hours": hours | {"maect": sum(hours[name] for name in RECIPES)},
+            "epochs": epochs,
+            "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+            "threads": None if cuda else torch.get_num_threads(),
+        }

@@ -3,52 +3,74 @@
 The authors published no code for it: umap-learn's defaults, with a fixed seed.
 """
 
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.clustering import members
+from maect.evaluate.base import Features, Input, Protocol
 from maect.evaluate.job import Context, Job
-from maect.evaluate.protocols import Umap
-
-INPUTS = ("test",)
-TEST_DATA = "the embedding is fitted to the test split's features; labels only choose the classes"
 
 
-def evaluate(context: Context, job: Job, settings: Umap) -> dict[str, Any]:
-    """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n].
+class Umap(Protocol):
+    """Two-dimensional UMAP embedding of the test split (paper, figures 6 and 8)."""
 
-    Raises:
-        UserError: not more samples than neighbours.
-    """
-    from safetensors.numpy import save_file
+    name: ClassVar[str] = "umap"
+    title: ClassVar[str] = "UMAP embedding"
+    leaves: ClassVar[bool] = True
+    test_data: ClassVar[str | None] = (
+        "the embedding is fitted to the test split's features; labels only choose the classes"
+    )
 
-    test = job.features("test", labelled=False)
-    ids = members(test, settings.classes, "classes") if settings.classes else np.arange(test.n)
-    if len(ids) <= settings.neighbors:
-        raise UserError(
-            f"umap: neighbors {settings.neighbors} needs more than the {len(ids)} samples "
-            f"of {test.path}"
-        )
-    from umap import UMAP
+    neighbors: int = Field(default=15, gt=1)
+    min_dist: float = Field(default=0.1, ge=0)
+    metric: Literal["euclidean", "cosine"] = "euclidean"
+    classes: tuple[str, ...] = ()
+    """Names of the classes to show; empty: all."""
+    seed: int = 0
 
-    points = UMAP(
-        n_components=2,
-        n_neighbors=settings.neighbors,
-        min_dist=settings.min_dist,
-        metric=settings.metric,
-        random_state=settings.seed,
-        n_jobs=1,  # with more, the layout would not be reproducible
-    ).fit_transform(test.take(ids))
-    with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
-        save_file(
-            {
-                "points": np.ascontiguousarray(points, np.float32),
-                "labels": test.labels[ids],
-                "ids": ids,
-            },
-            temporary,
-        )
-    return {"samples": len(ids)}
+    def inputs(self) -> dict[str, Input]:
+        """Features of the test split."""
+        return {"test": Features(self.test_split)}
+
+    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+        """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n].
+
+        Raises:
+            UserError: not more samples than neighbours.
+        """
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        from maect.evaluate.kmeans import members
+
+        test = job.features("test", labelled=False)
+        ids = members(test, self.classes, "classes") if self.classes else np.arange(test.n)
+        if len(ids) <= self.neighbors:
+            raise UserError(
+                f"umap: neighbors {self.neighbors} needs more than the {len(ids)} samples "
+                f"of {test.path}"
+            )
+        from umap import UMAP
+
+        points = UMAP(
+            n_components=2,
+            n_neighbors=self.neighbors,
+            min_dist=self.min_dist,
+            metric=self.metric,
+            random_state=self.seed,
+            n_jobs=1,  # with more, the layout would not be reproducible
+        ).fit_transform(test.take(ids))
+        with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
+            save_file(
+                {
+                    "points": np.ascontiguousarray(points, np.float32),
+                    "labels": test.labels[ids],
+                    "ids": ids,
+                },
+                temporary,
+            )
+        return {"samples": len(ids)}

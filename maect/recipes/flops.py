@@ -55,6 +55,13 @@ def parameters(encoder: Encoder) -> int:
     return embed + encoder.depth * (12 * encoder.width**2 + 13 * encoder.width)
 
 
+def encode_flops(encoder: Encoder) -> float:
+    """Forward operations of encoding one whole image."""
+    embed = 2 * encoder.patches * 3 * encoder.patch_size**2 * encoder.width
+    tokens = encoder.prefix_tokens + encoder.patches
+    return embed + encoder.depth * block_flops(tokens, encoder.width)
+
+
 def decoder_flops(encoder: Encoder, visible: int) -> float:
     """Forward operations of MAE's decoder for one view, given so many tokens; without registers."""
     tokens, width = 1 + encoder.patches, encoder.decoder_width

@@ -194,7 +194,7 @@ def probe(full: bool, folder: Path) -> None:
 def clustering(full: bool, folder: Path) -> None:
     """Runs of mini-batch k-means on all cores against one."""
     from maect.evaluate import clustering as ours
-    from maect.evaluate.protocols import Clustering
+    from maect.evaluate.clustering import Clustering
 
     n, width, classes, runs = (50_000, 1024, 1000, 100) if full else (5_000, 384, 100, 8 * CORES)
     rows, labels = blobs(n, width, classes, 0)

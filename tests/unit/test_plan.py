@@ -10,10 +10,14 @@ import pytest
 
 from maect.cli import build_parser
 from maect.core.errors import UserError
-from maect.evaluate.protocols import EffectiveInvariance, FineTune, Knn, LinearProbe
+from maect.evaluate.effective_invariance import EffectiveInvariance
+from maect.evaluate.fine_tune_settings import FineTune
+from maect.evaluate.knn import Knn
+from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.robustness import Robustness
 from maect.experiment import Experiment, load
 from maect.recipes import load_encoder
-from maect.recipes.flops import parameters
+from maect.recipes.flops import encode_flops, parameters
 from maect.stages import load_recipe
 from maect.tools.plan import dag, work
 from maect.tools.plan.jobs import REQUEUED, START, Job, critical_path, make_plan
@@ -177,25 +181,22 @@ def test_an_unknown_device() -> None:
         _ = Device("Abacus").rate
 
 
-def test_operations_of_evaluations(here: Path) -> None:
+def test_operations_of_evaluations() -> None:
     """Passes over images times what one pass over one image takes."""
     encoder = load_encoder("tiny")
-    one = work.encode_flops(encoder)
-    parse = build_parser().parse_args
-
-    def flops(words: str, settings: Any) -> float | None:
-        return work.evaluation_flops(parse(words.split()), settings, encoder)
-
-    shard = "shards/digits"
-    words = f"runs/r --out o.json --train-shards {shard}/train --test-shards {shard}/val"
-    assert flops(f"features runs/r --shards {shard}/val --out f", None) == 500 * one
-    probe = LinearProbe(epochs=10)
-    assert flops(f"evaluate linear_probe {words}", probe) == pytest.approx((12_970 + 500) * one)
+    one = encode_flops(encoder)
+    images = {"train": 1_297, "val": 500, "a": 30, "b": 40}.__getitem__
+    assert LinearProbe(epochs=10).flops(encoder, images) == pytest.approx((12_970 + 500) * one)
     tuned = FineTune(epochs=4, warmup_epochs=1, fraction=0.1, seeds=2)
     whole = 2 * (3 * 0.1 * 1_297 * 4 + 500)
-    assert flops(f"evaluate fine_tune {words}", tuned) == pytest.approx(whole * one)
-    turned = EffectiveInvariance(draws=3)
-    assert flops(f"evaluate effective_invariance {words}", turned) == 7 * 500 * one
-    assert flops("evaluate knn runs/r --out o.json", Knn()) is None
-    with pytest.raises(KeyError, match="mine train"):
-        flops("features runs/r --shards shards/mine/train --out f", None)
+    assert tuned.flops(encoder, images) == pytest.approx(whole * one)
+    assert EffectiveInvariance(draws=3).flops(encoder, images) == 7 * 500 * one
+    assert Robustness(splits=("a", "b")).flops(encoder, images) == 70 * one
+    assert Knn().flops(encoder, images) is None
+
+
+def test_unknown_numbers_of_images_are_named(here: Path) -> None:
+    experiment = load("digits")
+    words = "features results/digits/runs/mae_tiny --shards shards/mine/train --out f"
+    plan = make_plan([build_parser().parse_args(words.split())], experiment, Device("A100"))
+    assert plan.unknown == {"images of mine train"}

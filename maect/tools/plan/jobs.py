@@ -7,6 +7,7 @@ from pathlib import Path
 
 from maect.data.sources import find_source
 from maect.experiment import Experiment
+from maect.recipes.flops import encode_flops
 from maect.stages import Training as Stage
 from maect.tools.plan import work
 from maect.tools.plan.nodes import fixed_nodes, training_nodes
@@ -144,16 +145,29 @@ def _training(plan: Plan, options: Namespace, experiment: Experiment, device: De
 def _evaluation(plan: Plan, options: Namespace, experiment: Experiment, device: Device) -> Job:
     run = experiment.runs[options.run.name]
     nodes, devices = fixed_nodes(options.nodes), int(options.devices)
-    settings, stage = None, options.command
-    if options.command == "evaluate":
-        settings, stage = experiment.evaluation(run.name, options.out.stem)[1], options.protocol
+    dataset = experiment.default_dataset
+
+    def images(split: str) -> int:
+        count = work.shards(experiment.shards(dataset, split)).images
+        if count is None:
+            raise KeyError(f"{dataset} {split}")
+        return count
+
+    stage = options.command
     seconds, source, left = None, "", 0
     try:
-        flops = work.evaluation_flops(options, settings, run.encoder)
-        if flops is None:
-            seconds, source = 60 * work.MINUTES.get(stage, work.OTHER_MINUTES), "assumed"
+        exact, minutes = True, 0.0
+        if options.command == "evaluate":
+            stage, settings = experiment.evaluation(run.name, options.out.stem)
+            flops = settings.flops(run.encoder, images)
+            exact, minutes = settings.full_precision, settings.minutes
         else:
-            exact = getattr(settings, "precision", "fp32") == "fp32" and device.name != "cpu"
+            dataset = options.shards.parent.name
+            flops = encode_flops(run.encoder) * images(options.shards.name)
+        if flops is None:
+            seconds, source = 60 * minutes, "assumed"
+        else:
+            exact = exact and device.name != "cpu"
             seconds = flops / (device.rate * (FP32 if exact else 1) * nodes * devices)
             source = device.source
         if options.command == "features":

@@ -1,6 +1,6 @@
 """A rank of our own, feature files, and a few real digits as shards with a small encoder."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,13 @@ def job(tmp_path: Path) -> Job:
     """300 train and 90 test samples of 6 overlapping classes."""
     train = store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0))
     test = store(tmp_path / "test.safetensors", *blobs(90, 12, 6, 1))
-    return Job(run=tmp_path / "run", out=tmp_path / "out.json", train=train, test=test)
+    return Job(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
+
+
+def given(job: Job, **inputs: Path | None) -> Job:
+    """The job with other inputs; None takes one away."""
+    every = {**job.inputs, **inputs}
+    return replace(job, inputs={name: path for name, path in every.items() if path is not None})
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -9,12 +8,12 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
-from maect.evaluate import clustering
+from maect.evaluate import kmeans
+from maect.evaluate.clustering import Clustering
 from maect.evaluate.job import Job
-from maect.evaluate.protocols import Clustering
 from maect.evaluate.store import open_features
 
-from .conftest import Rank, blobs, store
+from .conftest import Rank, blobs, given, store
 
 
 def brute_force_accuracy(labels, clusters) -> float:
@@ -35,7 +34,7 @@ def test_scores_by_their_definitions(clusters: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     labels = np.append(np.arange(4), rng.integers(0, 4, 56))
     found = np.where(rng.random(60) < 0.6, labels % clusters, rng.integers(0, clusters, 60))
-    scores = clustering.scores(labels, found)
+    scores = kmeans.scores(labels, found)
     assert scores["accuracy"] == pytest.approx(100 * brute_force_accuracy(labels, found))
     h, g = entropy(labels), entropy(found)
     mutual = h + g - entropy(labels, found)
@@ -54,20 +53,20 @@ def test_scores_by_their_definitions(clusters: int, seed: int) -> None:
 
 def test_perfect_and_useless_clusters() -> None:
     labels = np.repeat(np.arange(5), 10)
-    assert clustering.scores(labels, (labels + 2) % 5) == pytest.approx(
-        dict.fromkeys(clustering.SCORES, 100.0)
+    assert kmeans.scores(labels, (labels + 2) % 5) == pytest.approx(
+        dict.fromkeys(kmeans.SCORES, 100.0)
     )
-    one = clustering.scores(labels, np.zeros(50, np.int64))
+    one = kmeans.scores(labels, np.zeros(50, np.int64))
     assert one == pytest.approx({"accuracy": 20.0, "nmi": 0.0, "ami": 0.0, "ari": 0.0}, abs=1e-9)
 
 
 def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
     settings = Clustering(runs=7, batch_size=32)
-    metrics = clustering.evaluate(rank, job, settings)
-    test = open_features(job.test)
+    metrics = settings.evaluate(rank, job)
+    test = open_features(job.path("test"))
     rows = StandardScaler().fit_transform(test.all().astype(np.float64)).astype(np.float32)
-    np.testing.assert_allclose(clustering.standardize(test.all()), rows, atol=1e-6)
-    rows = clustering.standardize(test.all())  # the same bits: k-means branches on them
+    np.testing.assert_allclose(kmeans.standardize(test.all()), rows, atol=1e-6)
+    rows = kmeans.standardize(test.all())  # the same bits: k-means branches on them
     inertia, accuracy = [], []
     for seed in range(7):
         model = MiniBatchKMeans(6, batch_size=32, n_init=3, random_state=seed).fit(rows)
@@ -100,10 +99,8 @@ def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
 
 def test_processes_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits from this process alone, and from others."""
-    monkeypatch.setattr(clustering, "SMALL", 0)
-    runs = [
-        clustering.evaluate(Rank(cpus=n), job, Clustering(runs=9, batch_size=32)) for n in (1, 2)
-    ]
+    monkeypatch.setattr(kmeans, "SMALL", 0)
+    runs = [Clustering(runs=9, batch_size=32).evaluate(Rank(cpus=n), job) for n in (1, 2)]
     assert runs[0] == runs[1]
 
 
@@ -111,24 +108,24 @@ def test_class_subset(tmp_path: Path, job: Job, rank: Rank) -> None:
     features, labels = blobs(90, 12, 6, 1)
     names = ["ant", "bee", "cat", "dog", "eel", "fox"]
     test = store(tmp_path / "test.safetensors", features, labels, class_names=names)
-    job = replace(job, test=test)
+    job = given(job, test=test)
     settings = Clustering(runs=3, subsets={"pets": ("dog", "cat")})
-    metrics = clustering.evaluate(rank, job, settings)
+    metrics = settings.evaluate(rank, job)
     alone = np.isin(labels, [2, 3])
     only = store(tmp_path / "pets.safetensors", features[alone], labels[alone])
-    expected = clustering.evaluate(rank, replace(job, test=only), Clustering(runs=3))
+    expected = Clustering(runs=3).evaluate(rank, given(job, test=only))
     assert {key: metrics[f"pets_{key}"] for key in expected} == expected
     with pytest.raises(UserError, match=r"subset pets: .* has no class gnu"):
-        clustering.evaluate(rank, job, Clustering(subsets={"pets": ("gnu",)}))
+        Clustering(subsets={"pets": ("gnu",)}).evaluate(rank, job)
 
 
 def test_collapsed_features_and_one_class_are_refused(tmp_path: Path, job: Job, rank: Rank) -> None:
     same = store(tmp_path / "a.safetensors", np.full((20, 4), 0.1), np.arange(20) % 3)
     with pytest.raises(UserError, match="fewer distinct features than the 3 classes"):
-        clustering.evaluate(rank, replace(job, test=same), Clustering(runs=2))
+        Clustering(runs=2).evaluate(rank, given(job, test=same))
     one = store(tmp_path / "b.safetensors", blobs(20, 4, 2, 0)[0], np.full(20, 4))
     with pytest.raises(UserError, match="at least two classes"):
-        clustering.evaluate(rank, replace(job, test=one), Clustering(runs=2))
+        Clustering(runs=2).evaluate(rank, given(job, test=one))
     assert not job.out.with_suffix(".safetensors").exists()
 
 
@@ -136,12 +133,12 @@ def test_every_class_once_has_no_silhouette(
     tmp_path: Path, job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found before anything is clustered, also where only a subset's classes have one each."""
-    monkeypatch.setattr(clustering, "cluster", lambda *_: pytest.fail("clustered before the check"))
+    monkeypatch.setattr(kmeans, "cluster", lambda *_: pytest.fail("clustered before the check"))
     path = store(tmp_path / "a.safetensors", blobs(6, 4, 6, 0)[0], np.arange(6))
     with pytest.raises(UserError, match=r"a\.safetensors: one sample of each of 6 classes"):
-        clustering.evaluate(rank, replace(job, test=path), Clustering(runs=2))
+        Clustering(runs=2).evaluate(rank, given(job, test=path))
     names = ["ant", "bee", "cat"]
     path = store(tmp_path / "b.safetensors", blobs(4, 4, 3, 0)[0], [0, 0, 1, 2], class_names=names)
     few = Clustering(runs=2, subsets={"few": ("bee", "cat")})
     with pytest.raises(UserError, match=r"b\.safetensors: one sample of each of 2 classes"):
-        clustering.evaluate(rank, replace(job, test=path), few)
+        few.evaluate(rank, given(job, test=path))

@@ -9,12 +9,10 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
-from maect.evaluate import color_histogram
-from maect.evaluate.color_histogram import HistogramHeads, histograms
+from maect.evaluate.color_histogram import ColorHistogram, histograms
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.heads import learning_rate
+from maect.evaluate.heads import HistogramHeads, learning_rate
 from maect.evaluate.job import Interrupted
-from maect.evaluate.protocols import ColorHistogram
 from maect.recipes import View
 
 from .conftest import Rank
@@ -97,8 +95,8 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
     images: Path, tmp_path: Path, rank: Rank
 ) -> None:
     job = job_of(images, tmp_path / "color_histogram.json")
-    metrics = color_histogram.evaluate(rank, job, SETTINGS)
-    train, test = open_index(job.train_shards), open_index(job.test_shards)
+    metrics = SETTINGS.evaluate(rank, job)
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
     encoding = Encoding(job.run / "encoder.safetensors", CPU, blocks=3, pooling="cls")
     models = [Model(HistogramHeads(16, 3, SETTINGS, CPU), block) for block in range(3)]
     optimizers = [torch.optim.SGD(m.parameters(), 1.0, 0.9) for m in models]
@@ -134,8 +132,8 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
     for patience in (0, 6, 11):
         again = job_of(images, tmp_path / f"again-{patience}.json")
         with pytest.raises(Interrupted):
-            color_histogram.evaluate(Rank(patience=patience), again, SETTINGS)
-        assert color_histogram.evaluate(rank, again, SETTINGS) == metrics
+            SETTINGS.evaluate(Rank(patience=patience), again)
+        assert SETTINGS.evaluate(rank, again) == metrics
         kept = again.out.with_suffix(".safetensors")
         assert kept.read_bytes() == job.out.with_suffix(".safetensors").read_bytes()
 
@@ -144,7 +142,7 @@ def test_a_broken_feature_in_training_is_one_line(
     images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = job_of(images, tmp_path / "color_histogram.json")
-    refuses_broken_features(color_histogram, job, SETTINGS, monkeypatch)
+    refuses_broken_features(job, SETTINGS, monkeypatch)
 
 
 def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:
@@ -159,6 +157,6 @@ def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) 
     save_encoder(tmp_path / "run" / "encoder.safetensors", state, settings, pooling)
     job = replace(job_of(images, tmp_path / "out.json"), run=tmp_path / "run")
     with pytest.raises(UserError, match=r"run: after 5 updates on .*train the probe is not finite"):
-        color_histogram.evaluate(rank, job, SETTINGS)
+        SETTINGS.evaluate(rank, job)
     with pytest.raises(UserError, match=r"1 epochs of 150 images are less than one batch of 160"):
-        color_histogram.evaluate(rank, job, ColorHistogram(epochs=1, batch_size=160))
+        ColorHistogram(epochs=1, batch_size=160).evaluate(rank, job)

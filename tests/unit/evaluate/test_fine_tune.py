@@ -13,12 +13,12 @@ from maect.data.labelled import fraction_rows_of
 from maect.data.subsets import fraction_rows
 from maect.evaluate import fine_tune
 from maect.evaluate.features import extract
+from maect.evaluate.fine_tune_settings import FineTune
 from maect.evaluate.job import Job
-from maect.evaluate.low_shot import choose, labelled
-from maect.evaluate.protocols import FineTune, LowShot
+from maect.evaluate.low_shot import LowShot, choose, labelled
 from maect.evaluate.store import open_features
 
-from .conftest import Rank
+from .conftest import Rank, given
 
 FEW = {"batch_size": 10, "mixup": 0, "cutmix": 0}
 
@@ -27,8 +27,8 @@ FEW = {"batch_size": 10, "mixup": 0, "cutmix": 0}
 def job(images: Path, tmp_path: Path) -> Job:
     shards = images / "shards"
     return Job(
-        run=images / "runs" / "mae", out=tmp_path / "out.json", train_shards=shards / "train",
-        test_shards=shards / "val", resize=16,
+        run=images / "runs" / "mae", out=tmp_path / "out.json", resize=16,
+        inputs={"train": shards / "train", "test": shards / "val"},
     )  # fmt: skip
 
 
@@ -109,13 +109,13 @@ def test_splits_that_do_not_fit(job: Job, images: Path, tmp_path: Path) -> None:
 
     class_view(images / "shards" / "val", tmp_path / "two", ["3", "4"])
     with pytest.raises(UserError, match="their classes differ"):
-        fine_tune.evaluate(Rank(), replace(job, test_shards=tmp_path / "two"), FineTune(**FEW))
+        fine_tune.evaluate(Rank(), given(job, test=tmp_path / "two"), FineTune(**FEW))
     class_view(images / "shards" / "train", tmp_path / "one", ["3"])
-    one = replace(job, train_shards=tmp_path / "one", test_shards=tmp_path / "one")
+    one = given(job, train=tmp_path / "one", test=tmp_path / "one")
     with pytest.raises(UserError, match="at least two classes"):
         fine_tune.evaluate(Rank(), one, FineTune(**FEW))
-    with pytest.raises(UserError, match="needs --test-shards"):
-        fine_tune.evaluate(Rank(), replace(job, test_shards=None), FineTune(**FEW))
+    with pytest.raises(UserError, match="lacks the input 'test'"):
+        fine_tune.evaluate(Rank(), given(job, test=None), FineTune(**FEW))
 
 
 def test_a_mean_and_what_it_is_the_mean_of() -> None:

@@ -11,7 +11,7 @@ from timm.optim import param_groups_layer_decay
 from maect.core.errors import UserError
 from maect.evaluate.fine_tune_loop import FineTuneLoop, stage_of
 from maect.evaluate.fine_tune_model import Classifier, Examples, drop_rates, parameter_groups
-from maect.evaluate.protocols import FineTune
+from maect.evaluate.fine_tune_settings import FineTune
 from maect.models.weights import load_encoder_weights
 
 CLASSES = 10

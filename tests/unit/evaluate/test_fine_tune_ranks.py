@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from maect.core.files import read_json
 from maect.evaluate import fine_tune
-from maect.evaluate.protocols import FineTune
+from maect.evaluate.fine_tune_settings import FineTune
 from maect.evaluate.run import run_protocol
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
@@ -43,8 +43,10 @@ def job(images: Path, out: Path, settings: FineTune = SETTINGS, save_seconds: fl
         "protocol": "fine_tune",
         "run": str(images / "runs" / "mae"),
         "out": str(out),
-        "train_shards": str(images / "shards" / "train"),
-        "test_shards": str(images / "shards" / "val"),
+        "inputs": {
+            "train": str(images / "shards" / "train"),
+            "test": str(images / "shards" / "val"),
+        },
         "resize": 16,
         "settings": settings.model_dump(mode="json"),
     }

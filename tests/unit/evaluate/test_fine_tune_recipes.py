@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 import maect.recipes
 from maect.evaluate import load_evaluation
-from maect.evaluate.protocols import FineTune
+from maect.evaluate.fine_tune_settings import FineTune
 from maect.recipes import load_encoder
 from maect.report.registry import TABLES
 

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +6,12 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
-from maect.evaluate import knn, neighbors
+from maect.evaluate import neighbors
 from maect.evaluate.job import Job
-from maect.evaluate.protocols import Knn
+from maect.evaluate.knn import Knn
 from maect.evaluate.store import open_features
 
-from .conftest import Rank, blobs, store
+from .conftest import Rank, blobs, given, store
 
 
 def reference(train, labels, test, k: int, temperature: float):
@@ -31,8 +30,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("standardized", [False, True])
 def test_agrees_with_scikit_learn(job: Job, rank: Rank, small_blocks, standardized: bool) -> None:
-    train, test = open_features(job.train), open_features(job.test)
-    metrics = knn.evaluate(rank, job, Knn())
+    train, test = open_features(job.path("train")), open_features(job.path("test"))
+    metrics = Knn().evaluate(rank, job)
     x, y = train.all() + 0, test.all() + 0
     if standardized:
         scaler = StandardScaler().fit(x)
@@ -63,7 +62,7 @@ def exact(train, queries, k: int):
 
 @pytest.mark.parametrize("k", [1, 17, 300])
 def test_neighbours_are_exact(job: Job, small_blocks, k: int) -> None:
-    train, queries = open_features(job.train), open_features(job.test).all()
+    train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
     similarity, ids = neighbors.nearest(train, queries, k)
     expected, names = exact(train.all(), queries, k)
     assert np.array_equal(ids, names)
@@ -82,7 +81,7 @@ def test_ties_go_to_the_smaller_id(tmp_path: Path, small_blocks) -> None:
 
 
 def test_threads_and_blocks_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    train, queries = open_features(job.train), open_features(job.test).all()
+    train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
     whole = neighbors.nearest(train, queries, 20)
     assert all(map(np.array_equal, whole, neighbors.nearest(train, queries, 20, threads=4)))
     for rows, block in ((7, 64), (64, 7), (299, 1)):
@@ -108,7 +107,7 @@ def test_samples_too_close_for_float32(
     }[kind].astype(np.float32)
     queries = np.concatenate([rows[::50], one + rng.normal(size=(20, 192))]).astype(np.float32)
     train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(700)))
-    scale = knn.moments(train) if standardized else None
+    scale = neighbors.moments(train) if standardized else None
     similarity, ids = neighbors.nearest(train, queries, 10, scale)
     wanted, names = exact(*(neighbors.standardize(x, scale) for x in (rows, queries)), 10)
     assert np.array_equal(ids, names)
@@ -129,9 +128,9 @@ def test_order_of_the_train_set_is_no_worst_case(tmp_path: Path, small_blocks) -
 
 
 def test_moments_are_those_of_standard_scaler(job: Job, small_blocks) -> None:
-    train = open_features(job.train)
+    train = open_features(job.path("train"))
     scaler = StandardScaler().fit(train.all().astype(np.float64))
-    mean, deviation = knn.moments(train)
+    mean, deviation = neighbors.moments(train)
     np.testing.assert_allclose(mean, scaler.mean_, rtol=1e-6)
     np.testing.assert_allclose(deviation, scaler.scale_, rtol=1e-6)
 
@@ -143,31 +142,34 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
         rows = np.full((40, 5), value)
         train = store(tmp_path / f"{value}.safetensors", rows, labels)
         test = store(tmp_path / f"{value}-test.safetensors", rows[:4], [2, 1, 0, 2])
-        job = Job(tmp_path, tmp_path / "out.json", train, test)
-        metrics = knn.evaluate(rank, job, Knn(sweep=(1, 10, 40)))
+        job = Job(tmp_path, tmp_path / "out.json", {"train": train, "test": test})
+        metrics = Knn(sweep=(1, 10, 40)).evaluate(rank, job)
         assert metrics["knn"] == metrics["knn_standardized"] == 50.0
-        _, deviation = knn.moments(open_features(train))
+        _, deviation = neighbors.moments(open_features(train))
         assert np.array_equal(deviation, np.ones(5))
 
 
 def test_one_class(tmp_path: Path, rank: Rank) -> None:
     train = store(tmp_path / "a.safetensors", blobs(30, 4, 2, 0)[0], np.full(30, 3))
     test = store(tmp_path / "b.safetensors", blobs(8, 4, 2, 1)[0], [3] * 6 + [1] * 2)
-    assert knn.evaluate(rank, Job(tmp_path, tmp_path / "o", train, test), Knn())["knn"] == 75.0
+    assert (
+        Knn().evaluate(rank, Job(tmp_path, tmp_path / "o", {"train": train, "test": test}))["knn"]
+        == 75.0
+    )
 
 
 def test_more_neighbours_than_samples(job: Job, rank: Rank) -> None:
     with pytest.raises(UserError, match="k 400 is more than the 300 samples"):
-        knn.evaluate(rank, job, Knn(k=400))
+        Knn(k=400).evaluate(rank, job)
     # A sweep leaves out what the train set cannot answer.
-    metrics = knn.evaluate(rank, job, Knn(sweep=(1, 300, 301)))
+    metrics = Knn(sweep=(1, 300, 301)).evaluate(rank, job)
     assert {row["k"] for row in metrics["sweep"]} == {1, 10, 300}
-    with pytest.raises(UserError, match="needs --train-features"):
-        knn.evaluate(rank, replace(job, train=None), Knn())
+    with pytest.raises(UserError, match="lacks the input 'train'"):
+        Knn().evaluate(rank, given(job, train=None))
 
 
 def test_votes_do_not_overflow() -> None:
     similarity = np.array([[1.0, 0.999, 0.998], [0.5, 0.5, -1.0]])
     labels = np.array([[0, 1, 1], [2, 1, 1]])
-    assert knn.vote(similarity, labels, 1e-4).tolist() == [0, 1]
-    assert knn.vote(similarity, labels, 1e4).tolist() == [1, 1]
+    assert neighbors.vote(similarity, labels, 1e-4).tolist() == [0, 1]
+    assert neighbors.vote(similarity, labels, 1e4).tolist() == [1, 1]

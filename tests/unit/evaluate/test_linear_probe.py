@@ -10,11 +10,11 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
-from maect.evaluate import linear_probe, probing
+from maect.evaluate import probing
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import Heads, learning_rate
 from maect.evaluate.job import Interrupted, Job
-from maect.evaluate.protocols import LinearProbe
+from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.run import run_protocol
 from maect.recipes import View
 
@@ -36,8 +36,7 @@ def job_of(images: Path, out: Path) -> Job:
     return Job(
         images / "runs" / "mae",
         out,
-        train_shards=shards / "train",
-        test_shards=shards / "val",
+        {"train": shards / "train", "test": shards / "val"},
         resize=16,
     )
 
@@ -45,9 +44,9 @@ def job_of(images: Path, out: Path) -> Job:
 def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
     """One step after the other with the same parts, written without the protocol's machinery."""
     job = job_of(images, tmp_path / "linear_probe.json")
-    metrics = linear_probe.evaluate(rank, job, SETTINGS)
+    metrics = SETTINGS.evaluate(rank, job)
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
-    train, test = open_index(job.train_shards), open_index(job.test_shards)
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
     parts = list(
         evaluation_batches(
             test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
@@ -92,12 +91,12 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
 def test_a_restart_ends_with_the_same_numbers(
     images: Path, tmp_path: Path, rank: Rank, patience: int
 ) -> None:
-    whole = linear_probe.evaluate(rank, job_of(images, tmp_path / "whole.json"), SETTINGS)
+    whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
     job = job_of(images, tmp_path / "linear_probe.json")
     with pytest.raises(Interrupted):
-        linear_probe.evaluate(Rank(patience=patience), job, SETTINGS)
+        SETTINGS.evaluate(Rank(patience=patience), job)
     again = Rank()
-    assert linear_probe.evaluate(again, job, SETTINGS) == whole
+    assert SETTINGS.evaluate(again, job) == whole
     kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
     assert kept[0].read_bytes() == kept[1].read_bytes()
     first, second = (
@@ -131,7 +130,7 @@ def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) 
 def test_a_kill_loses_no_more_than_an_epoch(
     images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = linear_probe.evaluate(rank, job_of(images, tmp_path / "whole.json"), SETTINGS)
+    whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
     job = job_of(images, tmp_path / "linear_probe.json")
     plain, steps = Heads.step, []
 
@@ -143,17 +142,17 @@ def test_a_kill_loses_no_more_than_an_epoch(
 
     monkeypatch.setattr(Heads, "step", killed)
     with pytest.raises(MemoryError):
-        linear_probe.evaluate(rank, job, SETTINGS)
+        SETTINGS.evaluate(rank, job)
     del steps[:]
     monkeypatch.setattr(Heads, "step", lambda *a: steps.append(a) or plain(*a))
-    assert linear_probe.evaluate(rank, job, SETTINGS) == whole
+    assert SETTINGS.evaluate(rank, job) == whole
     assert len(steps) == 18 - 10  # from the end of the second epoch
 
 
-def refuses_broken_features(protocol, job: Job, settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def refuses_broken_features(job: Job, settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second training batch on one image's features are not finite: nothing is saved."""
     with pytest.raises(Interrupted):
-        protocol.evaluate(Rank(patience=6), job, settings)
+        settings.evaluate(Rank(patience=6), job)
     state = job.state / probing.STATE
     saved, plain, seen = state.read_bytes(), Encoding.__call__, []
 
@@ -168,7 +167,7 @@ def refuses_broken_features(protocol, job: Job, settings, monkeypatch: pytest.Mo
     # At the end of the epoch, and by one that is told to stop before.
     for patience in (10**9, 1):
         with pytest.raises(UserError, match=r"mae: after \d+ updates on .*train the probe is not"):
-            protocol.evaluate(Rank(patience=patience), job, settings)
+            settings.evaluate(Rank(patience=patience), job)
         assert state.read_bytes() == saved
 
 
@@ -177,7 +176,7 @@ def test_a_broken_feature_in_training_is_no_result(
 ) -> None:
     """Of what is not a number the first class is the largest: an accuracy as if by chance."""
     job = job_of(images, tmp_path / "linear_probe.json")
-    refuses_broken_features(linear_probe, job, SETTINGS, monkeypatch)
+    refuses_broken_features(job, SETTINGS, monkeypatch)
 
 
 def test_every_rank_refuses_what_one_finds(
@@ -188,20 +187,20 @@ def test_every_rank_refuses_what_one_finds(
         probing.ranks, "any_rank", lambda context, flag: asked.append(flag) or len(asked) == 6
     )
     with pytest.raises(UserError, match=r"mae: after 5 updates"):
-        linear_probe.evaluate(rank, job_of(images, tmp_path / "linear_probe.json"), SETTINGS)
+        SETTINGS.evaluate(rank, job_of(images, tmp_path / "linear_probe.json"))
     assert not any(asked)
 
 
 def test_another_probes_state_is_not_taken(images: Path, tmp_path: Path, rank: Rank) -> None:
     job = job_of(images, tmp_path / "linear_probe.json")
     with pytest.raises(Interrupted):
-        linear_probe.evaluate(Rank(patience=5), job, SETTINGS)
+        SETTINGS.evaluate(Rank(patience=5), job)
     other = SETTINGS.model_copy(update={"seed": 1})
-    fresh = linear_probe.evaluate(rank, job_of(images, tmp_path / "whole.json"), other)
-    assert linear_probe.evaluate(rank, job, other) == fresh
+    fresh = other.evaluate(rank, job_of(images, tmp_path / "whole.json"))
+    assert other.evaluate(rank, job) == fresh
     # A damaged state is as good as none.
     (job.state / probing.STATE).write_bytes(b"half")
-    assert linear_probe.evaluate(rank, job, other) == fresh
+    assert other.evaluate(rank, job) == fresh
 
 
 def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
@@ -210,8 +209,7 @@ def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
         "protocol": "linear_probe",
         "run": images / "runs" / "mae",
         "out": out,
-        "train_shards": shards / "train",
-        "test_shards": shards / "val",
+        "inputs": {"train": shards / "train", "test": shards / "val"},
         "resize": 16,
         "settings": SETTINGS.model_dump(),
     }
@@ -230,26 +228,26 @@ def test_wrong_input(images: Path, tmp_path: Path, rank: Rank) -> None:
     job = job_of(images, tmp_path / "linear_probe.json")
     huge = SETTINGS.model_copy(update={"batch_size": 1024})
     with pytest.raises(UserError, match="4 epochs of 150 images are less than one batch of 1024"):
-        linear_probe.evaluate(rank, job, huge)
-    with pytest.raises(UserError, match="needs --train-shards"):
-        linear_probe.evaluate(rank, Job(job.run, job.out), SETTINGS)
+        huge.evaluate(rank, job)
+    with pytest.raises(UserError, match="lacks the input 'train'"):
+        SETTINGS.evaluate(rank, Job(job.run, job.out))
 
 
 def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, rank: Rank) -> None:
     """Each as if it were trained alone: the same features, the same initial weights."""
     together = SETTINGS.model_copy(update={"concat": True})
     job = job_of(images, tmp_path / "linear_probe_concat.json")
-    metrics = linear_probe.evaluate(rank, job, together)
+    metrics = together.evaluate(rank, job)
     # Three blocks: no concatenation of 4 or 6.
     named = {"concat_1", "concat_2", "concat_cls_mean"}
     assert named == {name for name in metrics if "last" not in name and "best" not in name}
     assert len(metrics["concat_2_last_by_rate"]) == 3
-    plain = linear_probe.evaluate(rank, job_of(images, tmp_path / "plain.json"), SETTINGS)
+    plain = SETTINGS.evaluate(rank, job_of(images, tmp_path / "plain.json"))
     for mine, alone in (("", ""), ("_last", "_last")):
         assert metrics[f"concat_1{mine}"] == plain[f"linear_probe{alone}"]
     assert metrics["concat_1_best_by_epoch"] == plain["best_by_epoch"]
     # Two blocks, written with modules: BatchNorm, Linear and SGD of one rate.
-    train, test = open_index(job.train_shards), open_index(job.test_shards)
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"), blocks=2)
     torch.manual_seed(0)
     linear = torch.nn.Linear(32, 10)
@@ -281,7 +279,7 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     # Killed in between: the same bits.
     again = job_of(images, tmp_path / "again.json")
     with pytest.raises(Interrupted):
-        linear_probe.evaluate(Rank(patience=7), again, together)
-    assert linear_probe.evaluate(rank, again, together) == metrics
+        together.evaluate(Rank(patience=7), again)
+    assert together.evaluate(rank, again) == metrics
     files = [tmp_path / f"{name}.safetensors" for name in ("linear_probe_concat", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()

@@ -1,5 +1,4 @@
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,10 @@ from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
 from maect.evaluate import logistic, low_shot
 from maect.evaluate.job import Job
-from maect.evaluate.protocols import LowShot
+from maect.evaluate.low_shot import LowShot
 from maect.evaluate.store import open_features
 
-from .conftest import Rank, blobs, store
+from .conftest import Rank, blobs, given, store
 
 
 def problem(n: int = 60, width: int = 10, classes: int = 4, seed: int = 0):
@@ -100,9 +99,9 @@ def test_prepare_is_cyanures_preprocess() -> None:
 
 
 def test_whole_protocol_agrees_with_scikit_learn(job: Job, rank: Rank) -> None:
-    train, test = open_features(job.train), open_features(job.test)
+    train, test = open_features(job.path("train")), open_features(job.path("test"))
     settings = LowShot(l2=0.05, solver="lbfgs")
-    metrics = low_shot.evaluate(rank, job, settings)
+    metrics = settings.evaluate(rank, job)
     for shots in (1, 2, 5):
         expected = []
         for split in (1, 2, 3):
@@ -118,9 +117,9 @@ def test_whole_protocol_agrees_with_scikit_learn(job: Job, rank: Rank) -> None:
 
 
 def test_fractions_of_the_labels(job: Job, rank: Rank) -> None:
-    train, test = open_features(job.train), open_features(job.test)
+    train, test = open_features(job.path("train")), open_features(job.path("test"))
     settings = LowShot(shots=(), fractions=(0.1, 1.0), l2=0.05, solver="lbfgs")
-    metrics = low_shot.evaluate(rank, job, settings)
+    metrics = settings.evaluate(rank, job)
     for name, ids in (
         ("low_shot_10pct", fraction_rows(train.labels, 0.1, 0)),
         ("low_shot_100pct", np.arange(train.n)),
@@ -133,12 +132,12 @@ def test_fractions_of_the_labels(job: Job, rank: Rank) -> None:
 
 
 def test_threads_do_not_matter(job: Job) -> None:
-    runs = [low_shot.evaluate(Rank(cpus=n), job, LowShot()) for n in (1, 4)]
+    runs = [LowShot().evaluate(Rank(cpus=n), job) for n in (1, 4)]
     assert runs[0] == runs[1]
 
 
 def test_seeded_subsets(job: Job) -> None:
-    train = open_features(job.train)
+    train = open_features(job.path("train"))
     chosen = {
         (shots, split): low_shot.choose(train, shots, split, LowShot())
         for shots in (1, 2, 5)
@@ -166,17 +165,17 @@ def test_a_named_class_without_samples_is_an_error(tmp_path: Path, job: Job, ran
     rows, labels = blobs(12, 4, 2, 0)[0], [0] * 8 + [2] * 4
     path = store(tmp_path / "a.safetensors", rows, labels, class_names=names)
     with pytest.raises(UserError, match=r"a\.safetensors: class bee: 0 samples, 1 wanted; ask for"):
-        low_shot.evaluate(rank, replace(job, train=path, test=path), LowShot())
+        LowShot().evaluate(rank, given(job, train=path, test=path))
     # What a fraction of a class is can be said of none.
-    both = replace(job, train=path, test=path)
-    low_shot.evaluate(rank, both, LowShot(shots=(), fractions=(1.0,), solver="lbfgs"))
+    both = given(job, train=path, test=path)
+    LowShot(shots=(), fractions=(1.0,), solver="lbfgs").evaluate(rank, both)
 
 
 def test_one_class_is_one_line_with_the_file(tmp_path: Path, job: Job, rank: Rank) -> None:
     path = store(tmp_path / "one.safetensors", blobs(12, 4, 2, 0)[0], [3] * 12)
     for settings in (LowShot(), LowShot(shots=(), fractions=(0.5,))):
         with pytest.raises(UserError, match=r"one\.safetensors: low_shot needs at least two"):
-            low_shot.evaluate(rank, replace(job, train=path, test=path), settings)
+            settings.evaluate(rank, given(job, train=path, test=path))
 
 
 def test_lists_name_the_samples(tmp_path: Path, job: Job, rank: Rank) -> None:
@@ -190,7 +189,7 @@ def test_lists_name_the_samples(tmp_path: Path, job: Job, rank: Rank) -> None:
     found = low_shot.choose(open_features(train), 1, 1, settings)
     assert found.tolist() == sorted(ids)
     test = store(tmp_path / "u.safetensors", *blobs(30, 6, 3, 1))
-    metrics = low_shot.evaluate(rank, replace(job, train=train, test=test), settings)
+    metrics = settings.evaluate(rank, given(job, train=train, test=test))
     assert metrics["low_shot_1"] > 50
     path.write_text("n1_77.JPEG\n")
     with pytest.raises(UserError, match=r"split1\.txt: .* lacks 1 listed images, n1_77"):

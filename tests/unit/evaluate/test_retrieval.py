@@ -10,13 +10,14 @@ from safetensors.numpy import load_file, save_file
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate import clustering, retrieval
+from maect.evaluate import kmeans, retrieval
+from maect.evaluate.clustering import Clustering
 from maect.evaluate.features import extract
 from maect.evaluate.job import Job
-from maect.evaluate.protocols import Clustering, Retrieval
+from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.store import open_features
 
-from .conftest import Rank, store
+from .conftest import Rank, given, store
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +27,11 @@ def clustered(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     run, shards = images / "runs" / "mae", images / "shards" / "val"
     extract(Rank(), encoder=run / "encoder.safetensors", shards=shards, out=root / "val.st",
             resize=16)  # fmt: skip
-    job = Job(run, root / "clustering.json", test=root / "val.st", test_shards=shards)
+    job = Job(run, root / "clustering.json", {"test": root / "val.st", "images": shards})
     settings = Clustering(runs=3, subsets={"low": ("0", "1", "2")})
-    clustering.evaluate(Rank(), job, settings)
-    return replace(job, out=root / "retrieval.json", clusters=root / "clustering.safetensors")
+    settings.evaluate(Rank(), job)
+    job = replace(job, out=root / "retrieval.json")
+    return given(job, clusters=root / "clustering.safetensors")
 
 
 def picture(index, row: int, side: int) -> np.ndarray:
@@ -39,9 +41,9 @@ def picture(index, row: int, side: int) -> np.ndarray:
 
 def test_neighbours_and_clusters(clustered: Job, rank: Rank) -> None:
     settings = Retrieval(neighbors=4, queries=3, side=8)
-    metrics = retrieval.evaluate(rank, clustered, settings)
+    metrics = settings.evaluate(rank, clustered)
     found = load_file(clustered.out.with_suffix(".safetensors"))
-    test, index = open_features(clustered.test), open_index(clustered.test_shards)
+    test, index = open_features(clustered.path("test")), open_index(clustered.path("images"))
     rows = test.all().astype(np.float64)
     # Queries: the first image of classes 0, 3 and 6. Neighbours by cosine, themselves left out.
     assert found["query_labels"].tolist() == [0, 3, 6]
@@ -52,7 +54,7 @@ def test_neighbours_and_clusters(clustered: Job, rank: Rank) -> None:
         similarity[query] = -2
         assert neighbors.tolist() == np.argsort(-similarity, kind="stable")[:4].tolist()
     # Clusters: the images nearest to each centre among standardised features.
-    arrays = load_file(clustered.clusters)
+    arrays = load_file(clustered.path("clusters"))
     standard = (rows - rows.mean(0)) / rows.std(0)
     assert found["cluster_ids"].shape == (10, 4)
     for center, ids in zip(arrays["centers"], found["cluster_ids"], strict=True):
@@ -75,12 +77,12 @@ def test_neighbours_and_clusters(clustered: Job, rank: Rank) -> None:
 
 def test_clusters_of_a_subset(clustered: Job, rank: Rank) -> None:
     job = replace(clustered, out=clustered.out.with_name("low.json"))
-    retrieval.evaluate(rank, job, Retrieval(neighbors=5, subset="low", clusters=2))
+    Retrieval(neighbors=5, subset="low", clusters=2).evaluate(rank, job)
     found = load_file(job.out.with_suffix(".safetensors"))
     assert found["cluster_ids"].shape == (2, 5)
     assert set(found["cluster_labels"].ravel()) <= {0, 1, 2} >= set(found["cluster_classes"])
     with pytest.raises(UserError, match="has no 'high_centers'"):
-        retrieval.evaluate(rank, job, Retrieval(subset="high"))
+        Retrieval(subset="high").evaluate(rank, job)
 
 
 def test_copies_do_not_hide_the_query(tmp_path: Path) -> None:
@@ -95,14 +97,12 @@ def test_what_does_not_belong_together_is_refused(
     clustered: Job, rank: Rank, tmp_path: Path, images: Path
 ) -> None:
     with pytest.raises(UserError, match="neighbors 70 needs more than the 70 images"):
-        retrieval.evaluate(rank, clustered, Retrieval(neighbors=70))
-    other = replace(clustered, test_shards=images / "shards" / "train")
+        Retrieval(neighbors=70).evaluate(rank, clustered)
+    other = given(clustered, images=images / "shards" / "train")
     with pytest.raises(UserError, match="features of other images"):
-        retrieval.evaluate(rank, other, Retrieval())
+        Retrieval().evaluate(rank, other)
     with pytest.raises(UserError, match="no such clusters"):
-        retrieval.evaluate(
-            rank, replace(clustered, clusters=tmp_path / "none.safetensors"), Retrieval()
-        )
+        Retrieval().evaluate(rank, given(clustered, clusters=tmp_path / "none.safetensors"))
 
 
 @pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", None])
@@ -111,8 +111,8 @@ def test_clusters_of_another_encoder_are_refused(
 ) -> None:
     """Of equal shape and labels: nothing but what the file says of its origin tells them apart."""
     path = tmp_path / "c.safetensors"
-    made = clustering.origin(open_features(clustered.test))
+    made = kmeans.origin(open_features(clustered.path("test")))
     texts = {"maect": json.dumps(made | {other: "f" * 64})} if other else None
-    save_file(load_file(clustered.clusters), path, texts)
+    save_file(load_file(clustered.path("clusters")), path, texts)
     with pytest.raises(UserError, match=r"c\.safetensors: clusters of another encoder or other im"):
-        retrieval.evaluate(rank, replace(clustered, clusters=path), Retrieval(neighbors=4))
+        Retrieval(neighbors=4).evaluate(rank, given(clustered, clusters=path))

@@ -17,13 +17,14 @@ from maect.core.errors import UserError
 from maect.data import random
 from maect.data.index import open_index
 from maect.data.shards import shard
-from maect.evaluate import effective_invariance, linear_probe, robustness
+from maect.evaluate import effective_invariance
+from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.job import Job
-from maect.evaluate.protocols import EffectiveInvariance, Robustness
+from maect.evaluate.robustness import Robustness
 from maect.models.weights import load_tensors, save_tensors
 
-from .conftest import Rank
+from .conftest import Rank, given
 from .test_linear_probe import SETTINGS, job_of
 
 FULL = {"precision": "fp32"}
@@ -34,7 +35,7 @@ def probed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """A trained probe, and further splits: the same images, and with three digits turned around."""
     root = tmp_path_factory.mktemp("probed")
     job = job_of(images, root / "linear_probe.json")
-    linear_probe.evaluate(Rank(), job, SETTINGS)
+    SETTINGS.evaluate(Rank(), job)
     for path in sorted((images / "images" / "val").rglob("*.png")):
         label = int(path.parent.name)
         target = root / "images" / str(label) / path.name
@@ -45,13 +46,13 @@ def probed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
             shutil.copy(path, target)
     shard(root / "images", root / "mixed", "folder", 1)
     shards = {"val": images / "shards" / "val", "mixed": root / "mixed"}
-    return replace(job, probe=root / "linear_probe.safetensors", splits=shards)
+    return given(job, probe=root / "linear_probe.safetensors", **shards)
 
 
 def plain(job: Job, index, change=lambda image: image) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities in float64 and labels, image by image, with the probe as it was saved."""
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
-    kept = {name: value.double() for name, value in load_file(job.probe).items()}
+    kept = {name: value.double() for name, value in load_file(job.path("probe")).items()}
     pictures = []
     for row in range(index.n):
         image = np.asarray(Image.open(BytesIO(index.read(row))).convert("RGB"))
@@ -64,56 +65,56 @@ def plain(job: Job, index, change=lambda image: image) -> tuple[np.ndarray, np.n
 
 def test_accuracy_on_splits(probed: Job, rank: Rank) -> None:
     settings = Robustness(splits=("val", "mixed"), **FULL)
-    metrics = robustness.evaluate(rank, probed, settings)
+    metrics = settings.evaluate(rank, probed)
     for name in settings.splits:
-        p, labels = plain(probed, open_index(probed.splits[name]))
+        p, labels = plain(probed, open_index(probed.path(name)))
         assert metrics[name] == pytest.approx(100 * np.mean(p.argmax(1) == labels))
     assert metrics["mixed"] < metrics["val"]
     # On the unshifted split it is what the probe reported.
-    assert metrics["val"] == linear_probe.evaluate(rank, probed, SETTINGS)["linear_probe"]
+    assert metrics["val"] == SETTINGS.evaluate(rank, probed)["linear_probe"]
 
 
 def test_only_the_classes_that_occur_take_part(
     probed: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index = open_index(probed.splits["val"])
+    index = open_index(probed.path("val"))
     rows = index.rows[np.isin(index.labels, [1, 3, 7])]
-    monkeypatch.setattr(robustness, "open_index", lambda _: replace(index, rows=rows))
-    metrics = robustness.evaluate(rank, probed, Robustness(splits=("val",), **FULL))
+    monkeypatch.setattr("maect.data.index.open_index", lambda _: replace(index, rows=rows))
+    metrics = Robustness(splits=("val",), **FULL).evaluate(rank, probed)
     p, labels = plain(probed, replace(index, rows=rows))
     predicted = np.array([1, 3, 7])[p[:, [1, 3, 7]].argmax(1)]
     assert metrics["val"] == pytest.approx(100 * np.mean(predicted == labels))
     assert metrics["val"] > 100 * np.mean(p.argmax(1) == labels)
     assert metrics["classes"] == {"val": 3}
     single = index.rows[index.labels == 7]
-    monkeypatch.setattr(robustness, "open_index", lambda _: replace(index, rows=single))
+    monkeypatch.setattr("maect.data.index.open_index", lambda _: replace(index, rows=single))
     with pytest.raises(UserError, match="val: images of one class"):
-        robustness.evaluate(rank, probed, Robustness(splits=("val",), **FULL))
+        Robustness(splits=("val",), **FULL).evaluate(rank, probed)
 
 
 def test_what_does_not_belong_together_is_refused(
     probed: Job, rank: Rank, tmp_path: Path, images: Path
 ) -> None:
     settings = Robustness(splits=("val",))
-    with pytest.raises(UserError, match="needs --split inverted=SHARDS"):
-        robustness.evaluate(rank, probed, Robustness(splits=("inverted",)))
-    with pytest.raises(UserError, match="needs --probe"):
-        robustness.evaluate(rank, replace(probed, probe=None), settings)
-    tensors, texts = load_tensors(probed.probe)
+    with pytest.raises(UserError, match="lacks the input 'inverted'"):
+        Robustness(splits=("inverted",)).evaluate(rank, probed)
+    with pytest.raises(UserError, match="lacks the input 'probe'"):
+        settings.evaluate(rank, given(probed, probe=None))
+    tensors, texts = load_tensors(probed.path("probe"))
     other = tmp_path / "other.safetensors"
     save_tensors(other, tensors, texts | {"encoder_sha256": "0" * 64})
     with pytest.raises(UserError, match="trained on another encoder"):
-        robustness.evaluate(rank, replace(probed, probe=other), settings)
+        settings.evaluate(rank, given(probed, probe=other))
     save_tensors(other, tensors, texts | {"class_names": '["a", "b"]'})
     with pytest.raises(UserError, match="not those that the probe was trained on"):
-        robustness.evaluate(rank, replace(probed, probe=other), settings)
+        settings.evaluate(rank, given(probed, probe=other))
     save_tensors(other, {"concat_1.weight": tensors["weight"]}, texts)
     with pytest.raises(UserError, match="holds no single linear probe"):
-        robustness.evaluate(rank, replace(probed, probe=other), settings)
+        settings.evaluate(rank, given(probed, probe=other))
     tensors["bias"][3] = torch.nan
     save_tensors(other, tensors, texts)
     with pytest.raises(UserError, match="predictions are not finite"):
-        robustness.evaluate(rank, replace(probed, probe=other), settings)
+        settings.evaluate(rank, given(probed, probe=other))
 
 
 def both_formulas(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
@@ -128,8 +129,8 @@ def both_formulas(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
 
 def test_effective_invariance(probed: Job, rank: Rank) -> None:
     settings = EffectiveInvariance(draws=2, seed=5, **FULL)
-    metrics = effective_invariance.evaluate(rank, probed, settings)
-    index = open_index(probed.test_shards)
+    metrics = settings.evaluate(rank, probed)
+    index = open_index(probed.path("test"))
     p, _ = plain(probed, index)
     turned = [
         plain(probed, index, lambda x, angle=angle: tv.rotate(x, angle))[0]

@@ -1,4 +1,3 @@
-import importlib
 import json
 import subprocess
 import sys
@@ -10,19 +9,24 @@ import pytest
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
-from maect.evaluate import umap
+from maect.evaluate import PROTOCOLS, load_evaluation
+from maect.evaluate.clustering import Clustering
 from maect.evaluate.job import Job
-from maect.evaluate.protocols import Umap
 from maect.evaluate.run import run_protocol
+from maect.evaluate.umap import Umap
 
-from .conftest import Rank, blobs, store
+from .conftest import Rank, blobs, given, store
 
 
 def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
     verdict = run_protocol(
-        rank, protocol="knn", run=job.run, out=job.out, train=job.train, test=job.test,
-        train_shards="not/read", settings={"k": 5},
-    )  # fmt: skip
+        rank,
+        protocol="knn",
+        run=job.run,
+        out=job.out,
+        inputs={**job.inputs, "probe": "not/read"},
+        settings={"k": 5},
+    )
     assert verdict == "done"
     result = json.loads(job.out.read_text())
     assert set(result) == {"metrics", "settings", "provenance"}
@@ -46,18 +50,18 @@ def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
     ],
 )
 def test_json_says_what_test_data_was_used_for(protocol: str, used: str | None) -> None:
-    found = getattr(importlib.import_module(f"maect.evaluate.{protocol}"), "TEST_DATA", None)
-    assert found is None if used is None else used in found
+    text = PROTOCOLS[protocol].test_data
+    assert text is None if used is None else text is not None and used in text
 
 
 def test_other_ranks_leave_it_to_the_first(job: Job) -> None:
-    arguments = {"protocol": "knn", "run": job.run, "train": job.train, "test": job.test}
+    arguments = {"protocol": "knn", "run": job.run, "inputs": job.inputs}
     assert run_protocol(Rank(rank=1, world_size=2), out=job.out, **arguments) == "done"
     assert not job.out.exists()
 
 
 def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
-    arguments = {"run": job.run, "out": job.out, "train": job.train, "test": job.test}
+    arguments = {"run": job.run, "out": job.out, "inputs": job.inputs}
     with pytest.raises(UserError, match="unknown protocol 'kmn'"):
         run_protocol(rank, protocol="kmn", **arguments)
     with pytest.raises(UserError, match="knn: unknown key 'tempurature'; did you mean"):
@@ -95,30 +99,43 @@ def test_features_of_another_encoder_leave_what_was_there(
     job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before the evaluation, which writes tensors beside the JSON."""
-    from maect.evaluate import clustering
-
-    monkeypatch.setattr(clustering, "evaluate", lambda *_: pytest.fail("evaluated"))
+    monkeypatch.setattr(Clustering, "evaluate", lambda *_: pytest.fail("evaluated"))
     job.run.mkdir()
     (job.run / "encoder.safetensors").write_bytes(b"another")
     with pytest.raises(UserError, match=r"test\.safetensors: made from another encoder than"):
-        run_protocol(rank, protocol="clustering", run=job.run, out=job.out, test=job.test)
+        run_protocol(rank, protocol="clustering", run=job.run, out=job.out, inputs=job.inputs)
     # What is missing, or does not belong together, the protocol says itself.
     (job.run / "encoder.safetensors").unlink()
-    missing = job.test.with_name("none.safetensors")
+    missing = job.path("test").with_name("none.safetensors")
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"none\.safetensors: no such features file; make it with"):
-        run_protocol(rank, protocol="clustering", run=job.run, out=job.out, test=missing)
+        run_protocol(
+            rank, protocol="clustering", run=job.run, out=job.out, inputs={"test": missing}
+        )
     other = store(missing.with_name("o.safetensors"), *blobs(9, 12, 6, 1), encoder_sha256="f" * 64)
     with pytest.raises(UserError, match=r"o\.safetensors: encoder_sha256 differs; extract"):
-        run_protocol(rank, protocol="knn", run=job.run, out=job.out, train=job.train, test=other)
+        run_protocol(
+            rank, protocol="knn", run=job.run, out=job.out, inputs={**job.inputs, "test": other}
+        )
 
 
-def test_protocols_on_features_start_without_torch() -> None:
+def test_declarations_need_nothing_heavy() -> None:
     code = (
-        "import sys; from maect.evaluate import run, knn, low_shot, logistic, clustering, umap;"
-        "assert 'torch' not in sys.modules and 'sklearn' not in sys.modules"
+        "import sys, maect.evaluate;"
+        "assert not {'torch', 'numpy', 'scipy', 'sklearn', 'safetensors'} & set(sys.modules);"
+        "from maect.evaluate import run, neighbors, logistic, kmeans;"
+        "assert not {'torch', 'sklearn'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_protocol_is_declared() -> None:
+    for name, protocol in PROTOCOLS.items():
+        assert name == protocol.name and protocol.title
+        declared = protocol()
+        assert declared.split_names or not declared.inputs()
+        assert all(load_evaluation(needed, "tiny") for needed in declared.needs)
+        assert protocol.minutes > 0
 
 
 def test_umap_is_reproducible(tmp_path: Path, job: Job, rank: Rank) -> None:
@@ -126,8 +143,8 @@ def test_umap_is_reproducible(tmp_path: Path, job: Job, rank: Rank) -> None:
     test = store(tmp_path / "t.safetensors", features, labels, class_names=["a", "b", "c"])
     points = []
     for number in range(2):
-        one = replace(job, test=test, out=tmp_path / f"{number}.json")
-        assert umap.evaluate(rank, one, Umap()) == {"samples": 60}
+        one = replace(given(job, test=test), out=tmp_path / f"{number}.json")
+        assert Umap().evaluate(rank, one) == {"samples": 60}
         points.append(load_file(tmp_path / f"{number}.safetensors"))
     assert points[0]["points"].shape == (60, 2) and np.isfinite(points[0]["points"]).all()
     assert np.array_equal(points[0]["points"], points[1]["points"])
@@ -136,7 +153,7 @@ def test_umap_is_reproducible(tmp_path: Path, job: Job, rank: Rank) -> None:
     centers = np.stack([points[0]["points"][labels == c].mean(0) for c in range(3)])
     own = np.linalg.norm(points[0]["points"] - centers[labels], axis=1).mean()
     assert min(np.linalg.norm(centers[a] - centers[b]) for a, b in ((0, 1), (0, 2), (1, 2))) > own
-    umap.evaluate(rank, replace(job, test=test), Umap(classes=("c", "a")))
+    Umap(classes=("c", "a")).evaluate(rank, given(job, test=test))
     assert set(load_file(job.out.with_suffix(".safetensors"))["labels"]) == {0, 2}
     with pytest.raises(UserError, match="neighbors 60 needs more than the 60 samples"):
-        umap.evaluate(rank, replace(job, test=test), Umap(neighbors=60))
+        Umap(neighbors=60).evaluate(rank, given(job, test=test))

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from maect.core.errors import UserError
-from maect.evaluate import throughput
+from maect.evaluate import speed
 from maect.evaluate.compared import METHODS, Views, method_step
 from maect.evaluate.job import Job
-from maect.evaluate.protocols import Throughput
+from maect.evaluate.throughput import Throughput
 from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder
@@ -26,7 +26,7 @@ def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
     job = Job(tmp_path, tmp_path / "out.json")
     settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
-    metrics = throughput.evaluate(rank, job, settings)
+    metrics = settings.evaluate(rank, job)
     names = {"pretrain", "head", "tune", *METHODS}
     assert set(metrics["samples_per_second"]) == names
     for name in names:
@@ -40,26 +40,26 @@ def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
     assert set(hours) == {"pretrain", "head", "tune", "maect"}
     assert hours["maect"] == pytest.approx(hours["pretrain"] + hours["head"] + hours["tune"])
     with pytest.raises(UserError, match="recipes of size large do not fit"):
-        throughput.evaluate(rank, job, Throughput(batch_size=4))
+        Throughput(batch_size=4).evaluate(rank, job)
 
 
 def test_steps_train_what_the_stage_trains() -> None:
     stage = load_recipe("ct_min", "tiny")
     kept = []
     torch.manual_seed(0)
-    original = throughput._objective
+    original = speed._objective
 
     def remember(*arguments):
         kept.append(original(*arguments))
         return kept[-1]
 
-    throughput._objective, saved = remember, original
+    speed._objective, saved = remember, original
     try:
-        step = throughput.stage_step(stage, SMALL, 8, CPU)
+        step = speed.stage_step(stage, SMALL, 8, CPU)
         before = {name: p.detach().clone() for name, p in kept[0].named_parameters()}
         step()
     finally:
-        throughput._objective = saved
+        speed._objective = saved
     after = dict(kept[0].named_parameters())
     # Peak rates of the first groups may be tiny, but no trained weight stands still.
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -92,6 +92,6 @@ def test_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> 
         return step
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert throughput.largest_batch(steps, torch.device("cuda")) == 64
-    assert throughput.largest_batch(lambda _: lambda: None, torch.device("cuda")) == 1024
-    assert throughput.largest_batch(steps, CPU) == 16
+    assert speed.largest_batch(steps, torch.device("cuda")) == 64
+    assert speed.largest_batch(lambda _: lambda: None, torch.device("cuda")) == 1024
+    assert speed.largest_batch(steps, CPU) == 16

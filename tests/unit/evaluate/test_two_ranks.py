@@ -34,11 +34,11 @@ for split in ("train", "val"):
             out=out / f"{split}.safetensors", resize=16)
 for protocol, settings in json.loads(sys.argv[5]).items():
     run_protocol(rank, protocol=protocol, run=run, out=out / f"{protocol}.json",
-                 train_shards=shards / "train", test_shards=shards / "val", resize=16,
-                 splits={"val": str(shards / "val")}, probe=out.parent / "probe.safetensors",
-                 settings=settings)
+                 inputs={"train": shards / "train", "test": shards / "val",
+                         "val": shards / "val", "probe": out.parent / "probe.safetensors"},
+                 resize=16, settings=settings)
 run_protocol(rank, protocol="knn", run=run, out=out / "knn.json",
-             train=out / "train.safetensors", test=out / "val.safetensors")
+             inputs={"train": out / "train.safetensors", "test": out / "val.safetensors"})
 """
 
 
@@ -64,11 +64,13 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
     alone, together = tmp_path / "alone", tmp_path / "together"
     given = {
         "run": run,
-        "train_shards": shards / "train",
-        "test_shards": shards / "val",
+        "inputs": {
+            "train": shards / "train",
+            "test": shards / "val",
+            "val": shards / "val",
+            "probe": tmp_path / "probe.safetensors",
+        },
         "resize": 16,
-        "splits": {"val": str(shards / "val")},
-        "probe": tmp_path / "probe.safetensors",
     }
     plain = SETTINGS.model_dump(mode="json")
     run_protocol(

@@ -1,0 +1,126 @@
+"""What a protocol declares: its settings, its inputs, what it leaves, its cost; torch-free.
+
+A protocol is its settings class, in a module of this package. Rules, plan and checks read the
+declaration; `evaluate` does the work, and imports what it needs for that itself.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from maect.core.settings import Settings
+from maect.recipes import Encoder
+
+if TYPE_CHECKING:
+    from maect.evaluate.job import Context, Job
+
+Count = Annotated[int, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+Images = Callable[[str], int]
+"""Number of images of a split of the evaluated dataset."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """The features file of a split, made with the run's encoder."""
+
+    split: str
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The folder of a split's shards."""
+
+    split: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """The tensors that another evaluation of the same run leaves beside its JSON."""
+
+    evaluation: str
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The folders of runs that are trained for this evaluation, by their suffixes."""
+
+    runs: tuple[str, ...]
+
+
+Input = Features | Shards | Left | Trained
+
+
+class Protocol(Settings):
+    """Base of all protocols: the settings are fields, the rest is declared."""
+
+    name: ClassVar[str]
+    """Of the protocol, of its rule and of its module."""
+    title: ClassVar[str]
+    """For messages."""
+    leaves: ClassVar[bool] = False
+    """Whether a safetensors file is left beside the JSON."""
+    every_rank: ClassVar[bool] = False
+    """Whether all ranks take part; otherwise rank 0 uses the cores of its node."""
+    encoder_input: ClassVar[bool] = False
+    """Whether `encoder.safetensors` itself is read."""
+    minutes: ClassVar[float] = 10.0
+    """Assumed for a plan where `flops` is not known."""
+    test_data: ClassVar[str | None] = None
+    """What the test split was used for beside the score; goes into the result."""
+
+    train_split: str = "train"
+    test_split: str = "val"
+
+    @abstractmethod
+    def inputs(self) -> Mapping[str, Input]:
+        """Return what `evaluate` reads beside the encoder, by the name that it asks for."""
+
+    @abstractmethod
+    def evaluate(self, context: "Context", job: "Job") -> dict[str, Any]:
+        """Compute the metrics; called on every rank if `every_rank`, otherwise on rank 0.
+
+        Raises:
+            Interrupted: told to stop; the state is saved.
+            UserError: an input that cannot be evaluated.
+        """
+
+    def flops(self, encoder: Encoder, images: Images) -> float | None:
+        """Count the operations on the devices; None if it runs no encoder."""
+        return None
+
+    @property
+    def full_precision(self) -> bool:
+        """Whether those operations are in float32."""
+        return True
+
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        """Splits of the evaluated dataset that are read."""
+        given = self.inputs().values()
+        return tuple(dict.fromkeys(i.split for i in given if isinstance(i, Features | Shards)))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Evaluations of the same run whose files are read."""
+        return tuple(i.evaluation for i in self.inputs().values() if isinstance(i, Left))
+
+
+class Encodes(Protocol):
+    """Base of the protocols that run the encoder on images, on every rank."""
+
+    every_rank: ClassVar[bool] = True
+    encoder_input: ClassVar[bool] = True
+
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Of the frozen encoder; what is trained on it is float32."""
+
+    @property
+    def full_precision(self) -> bool:
+        """Whether the encoder runs in float32."""
+        return self.precision == "fp32"

@@ -1,0 +1,147 @@
+"""Speed of a training step on one device."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from maect.core.errors import UserError
+from maect.models.decoder import Decoder
+from maect.models.heads import NNCLRHead
+from maect.models.vit import build_encoder
+from maect.recipes import Encoder
+from maect.stages.base import SelfSupervised as Stage
+from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
+from maect.train import objectives
+from maect.train.objectives import ContrastiveObjective, MaskedAutoencoder
+from maect.train.parameters import parameter_groups
+
+if TYPE_CHECKING:
+    from maect.evaluate.throughput import Throughput
+
+CPU_BATCH = 16
+SMALLEST, LARGEST = 8, 1024
+
+Step = Callable[[], object]
+
+
+def measure(
+    steps: Callable[[int], Step], settings: "Throughput", device: torch.device
+) -> dict[str, float]:
+    """Speed of a training step in images per second: median, fastest and slowest of the repeats.
+
+    Args:
+        steps: gives the step for a batch of so many images.
+        settings: batch size, warm-up and repeats.
+        device: what to wait for.
+    """
+    batch = settings.batch_size or largest_batch(steps, device)
+    step = steps(batch)
+    seconds = []
+    for number in range(settings.warmup + settings.repeats):
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= settings.warmup:
+            seconds.append(time.perf_counter() - start)
+    return {
+        "samples_per_second": batch / statistics.median(seconds),
+        "fastest": batch / min(seconds),
+        "slowest": batch / max(seconds),
+        "batch_size": batch,
+    }
+
+
+def largest_batch(steps: Callable[[int], Step], device: torch.device) -> int:
+    """The largest power of 2 (8 to 1024) of which a step fits into the device's memory.
+
+    Raises:
+        UserError: not even the smallest does.
+    """
+    if device.type != "cuda":
+        return CPU_BATCH
+    found, size = 0, SMALLEST
+    while size <= LARGEST and _fits(steps, size):
+        found, size = size, 2 * size
+    if not found:
+        raise UserError(f"throughput: {SMALLEST} images do not fit into the device's memory")
+    return found
+
+
+def _fits(steps: Callable[[int], Step], size: int) -> bool:
+    try:
+        step = steps(size)
+        step()  # a second one has the optimizer's moments
+        step()
+    except torch.cuda.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
+
+
+def stage_step(stage: Stage, encoder: Encoder, batch: int, device: torch.device) -> Step:
+    """One update of a stage on random views; weights are random, which changes no speed."""
+    objective = _objective(stage, encoder).to(device)
+    averages: list[Tensor] = []
+    if isinstance(stage, Tune):
+        averages = [p.detach().clone() for p in _trained(objective.encoder)]
+    fused = device.type == "cuda"
+    groups = parameter_groups(objective, stage)
+    for group in groups:
+        group["lr"] = group["peak_lr"]
+    optimizer = torch.optim.AdamW(groups, fused=fused)
+    size = encoder.image_size
+    order = dice = None
+    if stage.mask_ratio:
+        order = torch.rand(stage.views, batch, encoder.patches, device=device).argsort(dim=2)
+    head = getattr(stage, "head", None)
+    if head is not None:
+        dice = torch.randint(head.topk, (stage.views, batch), device=device)
+    ids = torch.arange(batch, device=device)
+    images = torch.randn(stage.views, batch, 3, size, size, device=device)
+    views = objectives.Views(images, order, ids, torch.zeros_like(ids), dice)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss, _ = objective(views)
+        loss.backward()
+        optimizer.step()
+        if averages and isinstance(stage, Tune):
+            trained = [p.detach() for p in _trained(objective.encoder)]
+            torch._foreach_lerp_(averages, trained, 1 - stage.encoder_ema)
+        if isinstance(objective, ContrastiveObjective):
+            objective.head.update_ema()
+
+    return step
+
+
+def _objective(stage: Stage, encoder: Encoder) -> MaskedAutoencoder | ContrastiveObjective:
+    vit = build_encoder(encoder)
+    if isinstance(stage, Pretrain):
+        return MaskedAutoencoder(
+            vit,
+            Decoder(encoder),
+            mask_ratio=stage.mask_ratio,
+            normalize_pixels=stage.normalize_pixels,
+            precision=stage.precision,
+        )
+    if isinstance(stage, Tune):
+        vit.freeze(stage.frozen_blocks)
+    return ContrastiveObjective(
+        vit,
+        NNCLRHead(encoder.width, stage.head),  # type: ignore[arg-type]
+        pooling=encoder.ct_pooling,
+        precision=stage.precision,
+        mask_ratio=stage.mask_ratio,
+        train_encoder=isinstance(stage, Tune),
+    )
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
