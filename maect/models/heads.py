@@ -17,15 +17,16 @@ from maect.recipes import Contrastive
 
 
 @dataclass
-class Outcome:
-    """What one pass through the head gives."""
+class HeadOutput:
+    """Loss and metrics of a batch.
+
+    Attributes:
+        loss: mean over this rank's samples of the symmetrised InfoNCE loss, [].
+        metrics: scalars for logging: lookup accuracy and similarity, how full the queue is.
+    """
 
     loss: Tensor
-    """Mean over this rank's samples of the symmetrised InfoNCE loss."""
-    embedding: Tensor
-    """Normalised vectors of the lookup path, [2, b, E], detached."""
     metrics: dict[str, Tensor]
-    """Scalars for logging: lookup accuracy and similarity, and how full the queue is."""
 
 
 def projector(width: int, hidden: int, out: int) -> nn.Sequential:
@@ -63,13 +64,14 @@ def as_buffers(module: nn.Module) -> nn.Module:
 
 
 class NNCLRHead(nn.Module):
-    """Projector, its EMA, predictor and queue.
+    """Projector, EMA projector, predictor and queue.
 
     Attributes:
+        slow_projector: the EMA projector, or None. States and `head.safetensors` have this name.
         queue: normalised vectors of earlier samples, float32 [Q, E].
         queue_ids: their sample ids, int64 [Q], -1 where the initial noise still is.
         queue_labels: their labels, int64 [Q], -1 if unknown; for logging and the oracle only.
-        pointer: where the next batch goes, int64 [].
+        pointer: index in the queue where the next batch goes, int64 [].
     """
 
     queue: Tensor
@@ -100,39 +102,42 @@ class NNCLRHead(nn.Module):
         """Move the EMA projector's weights towards the projector; its statistics are copied."""
         if self.slow_projector is None:
             return
-        fast = dict(self.projector.named_parameters())
+        weights = dict(self.projector.named_parameters())
         statistics = dict(self.projector.named_buffers())
-        for name, slow in self.slow_projector.named_buffers():
-            if name in fast:
-                slow.lerp_(fast[name].detach().to(slow), 1 - self.settings.projector_ema)
+        for name, average in self.slow_projector.named_buffers():
+            if name in weights:
+                value = weights[name].detach().to(average)
+                average.lerp_(value, 1 - self.settings.projector_ema)
             else:
-                slow.copy_(statistics[name])
+                average.copy_(statistics[name])
 
-    def forward(self, features: Tensor, ids: Tensor, labels: Tensor, dice: Tensor) -> Outcome:
+    def forward(
+        self, features: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
+    ) -> HeadOutput:
         """Loss of a batch; then its first view enters the queue.
 
         Args:
             features: pooled encoder output of both views, [2, b, D].
             ids: stable sample ids, int64 [b].
             labels: int64 [b], -1 where unknown.
-            dice: which of the k nearest neighbours to take, int64 in [0, k), [2, b].
+            lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [2, b].
         """
         z = self.projector(features)
         prediction = F.normalize(exact(self.predictor(z)), dim=2)
         with torch.no_grad():
             anchor = z if self.slow_projector is None else self.slow_projector(features)
             anchor = F.normalize(exact(anchor), dim=2)
-            positive, metrics = self._positives(anchor, ids, labels, dice)
+            positive, metrics = self._positives(anchor, ids, labels, lookup_numbers)
         keys = gather_rows(prediction.transpose(0, 1))
         loss = (
             info_nce(positive[0], keys[:, 1], self.settings.temperature)
             + info_nce(positive[1], keys[:, 0], self.settings.temperature)
         ) / 2
         self._enqueue(anchor[0], ids, labels)
-        return Outcome(loss, anchor, metrics)
+        return HeadOutput(loss, metrics)
 
     def _positives(
-        self, anchor: Tensor, ids: Tensor, labels: Tensor, dice: Tensor
+        self, anchor: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Each anchor's positive, [2, b, E], and scalars about the lookup."""
         filled = (self.queue_ids >= 0).float().mean()
@@ -143,11 +148,11 @@ class NNCLRHead(nn.Module):
             same = (labels[:, None] == self.queue_labels) & (labels[:, None] >= 0)
             similarity = similarity + 2 * same
         similarity = similarity.masked_fill(ids[:, None] == self.queue_ids, -1)
-        place = topk_nn(similarity, self.settings.topk, dice)
-        found = self.queue_labels[place]
-        known = (found >= 0) & (labels >= 0)
-        hits = ((found == labels) & known).sum() / known.sum().clamp(min=1)
-        positive = self.queue[place]
+        neighbor = topk_nn(similarity, self.settings.topk, lookup_numbers)
+        neighbor_labels = self.queue_labels[neighbor]
+        known = (neighbor_labels >= 0) & (labels >= 0)
+        hits = ((neighbor_labels == labels) & known).sum() / known.sum().clamp(min=1)
+        positive = self.queue[neighbor]
         return positive, {
             "lookup_accuracy": 100 * hits.float(),
             "lookup_similarity": (positive * anchor).sum(2).mean(),
@@ -161,12 +166,12 @@ class NNCLRHead(nn.Module):
         size = len(self.queue)
         if size % len(rows):
             raise ValueError(f"global batch {len(rows)} does not divide queue_size {size}")
-        who = gather_rows(torch.stack([ids, labels], dim=1))
+        ids_labels = gather_rows(torch.stack([ids, labels], dim=1))
         # On the device: reading the pointer on the host would wait for the device every step.
-        place = (self.pointer + torch.arange(len(rows), device=rows.device)) % size
-        self.queue[place] = rows
-        self.queue_ids[place] = who[:, 0]
-        self.queue_labels[place] = who[:, 1]
+        oldest = (self.pointer + torch.arange(len(rows), device=rows.device)) % size
+        self.queue[oldest] = rows
+        self.queue_ids[oldest] = ids_labels[:, 0]
+        self.queue_labels[oldest] = ids_labels[:, 1]
         self.pointer.copy_((self.pointer + len(rows)) % size)
 
 
@@ -175,13 +180,13 @@ def exact(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def topk_nn(similarity: Tensor, k: int, dice: Tensor) -> Tensor:
-    """Place of one of the k nearest neighbours (paper, equation 1).
+def topk_nn(similarity: Tensor, k: int, lookup_numbers: Tensor) -> Tensor:
+    """Queue index of one of the k nearest neighbours (paper, equation 1).
 
     Args:
         similarity: to every queue entry, [..., Q].
         k: candidates.
-        dice: which of them, nearest first, int64 in [0, k), [...].
+        lookup_numbers: which of them, nearest first, int64 in [0, k), [...].
 
     Returns:
         int64 [...].
@@ -189,7 +194,7 @@ def topk_nn(similarity: Tensor, k: int, dice: Tensor) -> Tensor:
     if k == 1:
         return similarity.argmax(dim=-1)
     candidates = similarity.topk(k, dim=-1).indices
-    return candidates.gather(-1, dice[..., None]).squeeze(-1)
+    return candidates.gather(-1, lookup_numbers[..., None]).squeeze(-1)
 
 
 def info_nce(positive: Tensor, keys: Tensor, temperature: float) -> Tensor:

@@ -29,8 +29,8 @@ def head_of(**changes):
 def batch(b=8, seed=0):
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(2, b, 10, generator=generator, dtype=torch.float64)
-    dice = torch.randint(0, 3, (2, b), generator=generator)
-    return features, torch.arange(100, 100 + b), torch.arange(b) % 3, dice
+    numbers = torch.randint(0, 3, (2, b), generator=generator)
+    return features, torch.arange(100, 100 + b), torch.arange(b) % 3, numbers
 
 
 def test_batch_norm_is_torchs_for_each_view():
@@ -96,29 +96,34 @@ def unit(rows):
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def reference(head, features, ids, labels, dice):
-    """Paper, equations 1 and 2, sample by sample; returns the loss and the places looked up."""
+def anchors(head, features):
+    """Vectors of the lookup path, [2, b, E]."""
+    ema = head.slow_projector if head.slow_projector is not None else head.projector
+    return np.stack([unit(mlp(ema, view)) for view in features.numpy()])
+
+
+def reference(head, features, ids, labels, numbers):
+    """Paper, equations 1 and 2, sample by sample; the loss and the queue indices looked up."""
     config = head.settings
-    slow = head.slow_projector if head.slow_projector is not None else head.projector
     p = [unit(mlp(head.predictor, mlp(head.projector, view))) for view in features.numpy()]
-    z = [unit(mlp(slow, view)) for view in features.numpy()]
+    z = anchors(head, features)
     queue, owner = head.queue.numpy(), head.queue_ids.numpy()
-    total, places = 0.0, np.zeros((2, len(ids)), int)
+    total, taken = 0.0, np.zeros((2, len(ids)), int)
     for view in range(2):
         other = p[1 - view]
         for i in range(len(ids)):
             nearest = []
-            for place in range(len(queue)):
-                value = float(z[view][i] @ queue[place])
-                if config.lookup == "oracle" and head.queue_labels[place] == labels[i]:
+            for entry in range(len(queue)):
+                value = float(z[view][i] @ queue[entry])
+                if config.lookup == "oracle" and head.queue_labels[entry] == labels[i]:
                     value += 2
-                nearest.append((-1.0 if owner[place] == ids[i] else value, place))
+                nearest.append((-1.0 if owner[entry] == ids[i] else value, entry))
             nearest.sort(reverse=True)
-            places[view, i] = nearest[int(dice[view, i])][1]
-            query = z[view][i] if config.lookup == "none" else queue[places[view, i]]
+            taken[view, i] = nearest[int(numbers[view, i])][1]
+            query = z[view][i] if config.lookup == "none" else queue[taken[view, i]]
             logits = [float(query @ other[j]) / config.temperature for j in range(len(ids))]
             total -= logits[i] - np.log(np.sum(np.exp(logits)))
-    return total / (2 * len(ids)), places
+    return total / (2 * len(ids)), taken
 
 
 @pytest.mark.parametrize("lookup", ["topk", "none", "oracle"])
@@ -128,38 +133,38 @@ def test_loss_and_lookup_against_loops(lookup, ema):
     if head.slow_projector is not None:  # another set of weights than the projector's
         for buffer in head.slow_projector.buffers():
             buffer.mul_(1.1)
-    features, ids, labels, dice = batch()
+    features, ids, labels, numbers = batch()
     head.queue_ids[:8] = ids  # own entries, to be left out
     head.queue[:8] = F.normalize(torch.randn(8, 6, dtype=torch.float64), dim=1)
     head.queue_labels[:] = torch.arange(32) % 3
-    expected, _ = reference(head, features, ids, labels, dice)
-    assert head(features, ids, labels, dice).loss.item() == pytest.approx(expected, rel=1e-10)
+    expected, _ = reference(head, features, ids, labels, numbers)
+    assert head(features, ids, labels, numbers).loss.item() == pytest.approx(expected, rel=1e-10)
 
 
 def test_own_samples_are_never_looked_up():
     head = head_of(topk=1, projector_ema=0.0)
-    features, ids, labels, dice = batch()
-    anchor = head(features, ids, labels, dice * 0).embedding
+    features, ids, labels, numbers = batch()
+    head(features, ids, labels, numbers * 0)
     assert torch.equal(head.queue_ids[:8], ids)
     # The queue now holds each first view's own vector: the nearest of all, and excluded.
-    similarity = anchor @ head.queue.T
+    similarity = torch.from_numpy(anchors(head, features)) @ head.queue.T
     assert torch.equal(similarity[0].argmax(1), torch.arange(8))
-    again = head(features, ids, labels, dice * 0)
+    again = head(features, ids, labels, numbers * 0)
     assert float(again.metrics["lookup_similarity"]) < 0.999
 
 
 def test_oracle_takes_neighbours_of_the_same_class():
     head = head_of(lookup="oracle")
-    features, ids, labels, dice = batch()
+    features, ids, labels, numbers = batch()
     head.queue_labels[:] = torch.arange(32) % 3
-    assert float(head(features, ids, labels, dice).metrics["lookup_accuracy"]) == 100
+    assert float(head(features, ids, labels, numbers).metrics["lookup_accuracy"]) == 100
 
 
 def test_topk_takes_the_kth_nearest():
     similarity = torch.tensor([[0.1, 0.9, 0.5, 0.7], [4.0, 3.0, 2.0, 1.0]])
     for k, expected in enumerate([[1, 0], [3, 1], [2, 2]]):
-        dice = torch.full((2,), k)
-        assert topk_nn(similarity, 3, dice).tolist() == expected
+        numbers = torch.full((2,), k)
+        assert topk_nn(similarity, 3, numbers).tolist() == expected
     assert topk_nn(similarity, 1, torch.zeros(2, dtype=torch.int64)).tolist() == [1, 0]
 
 
@@ -168,12 +173,12 @@ def test_queue_is_a_ring_of_first_views():
     start = head.queue.clone()
     seen = []
     for step in range(5):
-        features, ids, labels, dice = batch(seed=step)
-        out = head(features, ids + 8 * step, labels, dice)
-        seen.append(out.embedding[0])
+        features, ids, labels, numbers = batch(seed=step)
+        seen.append(torch.from_numpy(anchors(head, features)[0]))
+        head(features, ids + 8 * step, labels, numbers)
     assert int(head.pointer) == 8
-    assert torch.equal(head.queue[:8], seen[4])  # the fifth batch overwrote the first
-    assert torch.equal(head.queue[8:16], seen[1])
+    torch.testing.assert_close(head.queue[:8], seen[4])  # the fifth batch overwrote the first
+    torch.testing.assert_close(head.queue[8:16], seen[1])
     assert head.queue_ids.tolist() == list(range(132, 140)) + list(range(108, 132))
     assert not torch.equal(head.queue, start)
     torch.testing.assert_close(start.norm(dim=1), torch.ones(32, dtype=torch.float64))
@@ -182,34 +187,34 @@ def test_queue_is_a_ring_of_first_views():
 def test_lookup_uses_the_queue_before_the_batch_enters():
     head = head_of(topk=1, projector_ema=0.0)
     before = head.queue.clone()
-    features, ids, labels, dice = batch()
-    expected, places = reference(head, features, ids, labels, dice * 0)
-    out = head(features, ids, labels, dice * 0)
+    features, ids, labels, numbers = batch()
+    expected, taken = reference(head, features, ids, labels, numbers * 0)
+    out = head(features, ids, labels, numbers * 0)
     assert out.loss.item() == pytest.approx(expected, rel=1e-10)
-    similarity = (out.embedding * before[torch.from_numpy(places)]).sum(2).mean()
+    similarity = (anchors(head, features) * before.numpy()[taken]).sum(2).mean()
     assert float(out.metrics["lookup_similarity"]) == pytest.approx(float(similarity))
 
 
 def test_a_batch_that_does_not_divide_the_queue_is_refused():
-    features, ids, labels, dice = batch(b=7)
+    features, ids, labels, numbers = batch(b=7)
     with pytest.raises(ValueError, match="does not divide"):
-        head_of()(features, ids, labels, dice)
+        head_of()(features, ids, labels, numbers)
 
 
 def test_projector_ema():
     head = head_of(projector_ema=0.9)
-    slow = {n: b.clone() for n, b in head.slow_projector.named_buffers()}
-    fast = dict(head.projector.named_parameters())
-    for name in fast:
-        assert torch.equal(slow[name], fast[name])
+    before = {n: b.clone() for n, b in head.slow_projector.named_buffers()}
+    weights = dict(head.projector.named_parameters())
+    for name in weights:
+        assert torch.equal(before[name], weights[name])
     with torch.no_grad():
         for parameter in head.projector.parameters():
             parameter.add_(1.0)
         head.projector[1].running_mean.fill_(7.0)
     head.update_ema()
     for name, value in head.slow_projector.named_buffers():
-        if name in fast:
-            torch.testing.assert_close(value, 0.9 * slow[name] + 0.1 * fast[name].detach())
+        if name in weights:
+            torch.testing.assert_close(value, 0.9 * before[name] + 0.1 * weights[name].detach())
     assert torch.equal(head.slow_projector[1].running_mean, head.projector[1].running_mean)
     assert not list(head.slow_projector.parameters())
 
@@ -223,13 +228,13 @@ def test_gradients_of_the_loss():
         lambda x: info_nce(positive, F.normalize(x, dim=1), 0.3), (raw,)
     )
     head = head_of(lookup="none", projector_ema=0.9)
-    features, ids, labels, dice = batch(b=4)
+    features, ids, labels, numbers = batch(b=4)
     features.requires_grad_()
 
     # The anchors depend on the features without a gradient, so hold them fixed.
-    anchor = head(features.detach(), ids, labels, dice).embedding
+    anchor = torch.from_numpy(anchors(head, features.detach()))
     head._positives = lambda *_: (anchor, {})
-    assert torch.autograd.gradcheck(lambda x: head(x, ids, labels, dice).loss, (features,))
+    assert torch.autograd.gradcheck(lambda x: head(x, ids, labels, numbers).loss, (features,))
 
 
 def test_buffers_instead_of_parameters():
