@@ -63,6 +63,7 @@ def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
         "depth": encoder.depth,
         "num_heads": encoder.heads,
         "class_token": encoder.class_token,
+        **({"reg_tokens": encoder.registers} if encoder.registers else {}),
         "global_pool": "token" if pooling == "cls" else "avg",
         "fc_norm": False,  # the mean of the normalised patches, not the norm of their mean
         "num_classes": 0,
@@ -70,7 +71,11 @@ def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
 
 
 def hub_config(architecture: str, encoder: Encoder, arguments: dict[str, Any]) -> dict[str, Any]:
-    """`config.json` of timm's models on the hub: evaluation transform and model arguments."""
+    """`config.json` of timm's models on the hub: evaluation transform and model arguments.
+
+    timm's `save_for_hf` and `generate_readme` would write tag and licence of other weights into it,
+    those of timm's default for the architecture.
+    """
     return {
         "architecture": architecture,
         "num_classes": 0,

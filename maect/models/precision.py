@@ -20,7 +20,7 @@ def bfloat16_on(device_type: str) -> str:
     """What computes bfloat16 matrix products: "cuda", "cpu", or "float32" in their place.
 
     x86 CPUs without AVX-512 have neither instructions nor library kernels for them: there they take
-    60 times as long as in float32, which is the more exact one. Said once.
+    60 times as long as in float32, which is the more exact one. Warns once.
     """
     if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return device_type

@@ -19,17 +19,18 @@ Pooling = Literal["cls", "mean"]
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write named tensors and texts atomically."""
+    """Write named tensors and metadata atomically; the same ones give the same bytes."""
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic_write(path) as temporary:
         save_file(plain, temporary, {"format": "pt", **metadata})
-        _sort_texts(temporary)
+        _sort_metadata(temporary)
 
 
-def _sort_texts(path: Path) -> None:
-    """Put a file's texts in order: safetensors writes them in a random one, other bytes each time.
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata in a file's header, which safetensors writes in a random order.
 
-    The header is JSON after eight bytes of its length, and may end with spaces.
+    The checksum of an encoder is part of the identity of the runs that start from it. The header is
+    JSON after eight bytes of its length, and may end with spaces.
     """
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -43,7 +44,7 @@ def _sort_texts(path: Path) -> None:
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read named tensors and texts; nothing in the file is executed.
+    """Read named tensors and metadata; nothing in the file is executed.
 
     Raises:
         UserError: the file is missing or damaged.
@@ -71,7 +72,7 @@ def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pool
         The module in float32 on the CPU in eval mode, its settings, and how to pool its tokens.
 
     Raises:
-        UserError: the file is not one written by `save_encoder`.
+        UserError: not a file that `save_encoder` has written.
     """
     tensors, metadata = load_tensors(path)
     try:

@@ -6,8 +6,7 @@ from pathlib import Path
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
 from maect.core.settings import digest
-from maect.models.checkpoints import read_checkpoint
-from maect.models.layouts import LAYOUTS, Converted, convert, find_layout
+from maect.models.checkpoints import LAYOUTS, Converted, convert, find_layout, read_checkpoint
 from maect.models.weights import save_encoder
 from maect.train.record import origin
 
@@ -24,7 +23,7 @@ def import_weights(
     Args:
         weights: the checkpoint, as published.
         folder: the run folder, `runs/RUN`; an earlier import in it is replaced.
-        layout: of the checkpoint, a key of `maect.models.layouts.LAYOUTS`; none: found.
+        layout: of the checkpoint, a key of `maect.models.checkpoints.LAYOUTS`; none: found.
         size: of the encoder; none: found.
         image_size: to use the encoder at; none: the one that it was trained at.
 

@@ -112,7 +112,7 @@ def test_no_stage_starts_from_an_encoder_without_cls(tmp_path: Path) -> None:
 
 
 def test_the_layouts_are_those_that_can_be_read() -> None:
-    from maect.models.layouts import LAYOUTS
+    from maect.models.checkpoints import LAYOUTS
 
     names = get_args(get_args(Import.model_fields["layout"].annotation)[0])
     assert set(names) == set(LAYOUTS)

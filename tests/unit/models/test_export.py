@@ -36,10 +36,19 @@ def same(model, images, features):
         torch.testing.assert_close(model.eval()(images), features, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("pooling", "cls"), [("cls", True), ("mean", True), ("mean", False)])
-def test_timm_loads_the_folder(pooling, cls, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("pooling", "change"),
+    [
+        ("cls", {}),
+        ("mean", {}),
+        ("mean", {"class_token": False}),
+        ("cls", {"registers": 3}),
+        ("mean", {"registers": 3}),
+    ],
+)
+def test_timm_loads_the_folder(pooling, change, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    encoder = load_encoder("tiny").model_copy(update={"class_token": cls})
+    encoder = load_encoder("tiny").model_copy(update=change)
     images, features = finished_run(tmp_path / "ct", encoder, pooling)
     assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)

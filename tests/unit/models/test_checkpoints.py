@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.models.checkpoints import read_checkpoint
-from maect.models.layouts import LAYOUTS, convert, find_layout
+from maect.models.checkpoints import LAYOUTS, convert, find_layout, read_checkpoint
+from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
+from maect.recipes import tables
 from maect.train.imported import import_weights
 
 PUBLISHED = [
@@ -104,6 +105,32 @@ def test_sizes_are_found_from_the_shapes(size, image_size, arguments):
     found = convert({"model": thin(*arguments)}, "mae", "x")
     assert (found.size, found.encoder.image_size) == (size, image_size)
     assert found.pooling == ("mean" if size == "small" else "cls")
+
+
+def test_registers_are_seen_and_fitted(monkeypatch):
+    """And sizes like another one leave that one's weights to it."""
+    entries = tables._read("encoders") | {
+        "reg": {"like": "tiny", "registers": 3},
+        "tiny32": {"like": "tiny", "image_size": 32},
+    }
+    read = tables._read
+    monkeypatch.setattr(tables, "_read", lambda n: entries if n == "encoders" else read(n))
+    checkpoint, weights = plain_vit.mae()
+    assert convert(checkpoint, "mae", "x").size == "tiny"
+    token, moved = torch.randn(1, 3, 64), torch.randn(1, 3, 64)
+    cls, patches = weights["pos_embed"][:, :1], weights["pos_embed"][:, -16:]
+    for positions, expected in (
+        (torch.cat([cls, moved, patches], dim=1), token + moved),
+        (patches, token),
+    ):
+        own = weights | {"reg_token": token, "pos_embed": positions}
+        converted = convert({"model": own}, "mae", "x")
+        assert (converted.size, converted.encoder.prefix_tokens) == ("reg", 4)
+        torch.testing.assert_close(converted.tensors["reg_token"], expected)
+        assert torch.equal(converted.tensors["pos_embed"][:, 4:], patches)
+        build_encoder(converted.encoder).load_state_dict(converted.tensors)
+    with pytest.raises(UserError, match="patch size 4, width 64, 2 registers and 4 blocks are"):
+        convert({"model": weights | {"reg_token": token[:, :2]}}, "mae", "x")
 
 
 def test_ijepa_at_448_pixels():
