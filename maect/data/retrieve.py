@@ -1,4 +1,8 @@
-"""Fetches public files on a machine with internet: resumable, checked, never half there."""
+"""Fetches public files on a machine with internet: resumable, checked, never half there.
+
+By hand, because the common libraries lose what gigabytes over a bad line need: pooch, for one, has
+checksums and unpacking, but starts a broken download over and takes a cut one for complete.
+"""
 
 import errno
 import http.client
@@ -9,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -47,17 +52,17 @@ def retrieve(what: str, out: Path) -> list[Path]:
 def fetch_all(remotes: Iterable[Remote], out: Path, wait: float = 2.0) -> list[Path]:
     """Fetch and unpack files; `wait` seconds before a second attempt, doubling."""
     out.mkdir(parents=True, exist_ok=True)
-    found = []
+    fetched = []
     for remote in remotes:
         if remote.unpacks_to is not None and (out / remote.unpacks_to).is_dir():
-            found.append(out / remote.unpacks_to)
+            fetched.append(out / remote.unpacks_to)
             continue
         path = out / remote.name
         if not path.exists():
             _download(remote, path, wait)
         _check(remote, path)
-        found.append(path if remote.unpacks_to is None else _unpack(path, out / remote.unpacks_to))
-    return found
+        fetched.append(path if not remote.unpacks_to else _unpack(path, out / remote.unpacks_to))
+    return fetched
 
 
 def _download(remote: Remote, path: Path, wait: float) -> None:
@@ -105,7 +110,7 @@ def _append(url: str, part: Path) -> None:
     try:
         response = urllib.request.urlopen(request, timeout=_TIMEOUT)
     except urllib.error.HTTPError as error:
-        if error.code != 416:  # asked for bytes behind the end: begin anew
+        if error.code != 416:  # asked for bytes behind the end: start over
             raise
         part.unlink(missing_ok=True)
         response = urllib.request.urlopen(
@@ -142,7 +147,10 @@ def _check(remote: Remote, path: Path) -> None:
 
 
 def _unpack(archive: Path, folder: Path) -> Path:
-    """Unpack beside the archive, under a temporary name until it is whole."""
+    """Unpack beside the archive, under a temporary name until it is complete.
+
+    Only files and folders: without links, names that are checked cannot lead elsewhere.
+    """
     temporary = Path(tempfile.mkdtemp(prefix=".unpack-", dir=folder.parent))
     try:
         if zipfile.is_zipfile(archive):
@@ -150,11 +158,21 @@ def _unpack(archive: Path, folder: Path) -> Path:
                 zipped.extractall(temporary)
         else:
             with tarfile.open(archive) as tar:
-                tar.extractall(temporary, filter="data")
+                for member in tar:
+                    if not (member.isfile() or member.isdir()) or member.size < 0:
+                        raise tarfile.TarError(f"{member.name!r} is neither file nor folder")
+                    tar.extract(member, temporary, filter="data")
         if not (temporary / folder.name).is_dir():
             raise UserError(f"{archive}: holds no folder {folder.name}")
         (temporary / folder.name).rename(folder)
-    except (tarfile.TarError, zipfile.BadZipFile, EOFError) as error:
+    except OSError as error:
+        fault = f"{archive}: cannot be unpacked ({error.strerror or error})"
+        raise UserError(
+            f"{fault}; make room and try again"
+            if error.errno in _FULL
+            else f"{fault}; delete it and try again"
+        ) from None
+    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
         raise UserError(
             f"{archive}: cannot be unpacked ({error}); delete it and try again"
         ) from None

@@ -17,8 +17,14 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.experiment import load
-from maect.tools.new_experiment import about, evaluated, new_experiment, weights
-from maect.tools.new_experiment_images import find_splits, look_at
+from maect.tools.new_experiment import (
+    about,
+    evaluated,
+    find_splits,
+    look_at,
+    new_experiment,
+    weights,
+)
 
 ROOT = Path(__file__).parents[2]
 

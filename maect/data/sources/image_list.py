@@ -1,4 +1,4 @@
-"""Images named in a table, wherever they lie below it."""
+"""Images named in a table."""
 
 import csv
 from pathlib import PurePosixPath
@@ -8,40 +8,42 @@ from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing
 
 
 class ImageList(ImageSource):
-    """A .csv or .tsv file; labels are the places of the classes' names in their sorted order."""
+    """Labels are the places of the classes' names in their sorted order."""
 
     kind = "list"
-    about = "a .csv or .tsv file with the columns `path` (below its folder) and, if known, `label`"
+    about = "a .csv or .tsv table with the columns path (below its folder) and, if known, label"
 
     def list_images(self) -> Listing:
         """Images in the order of the lines."""
-        delimiter = "\t" if self.path.suffix == ".tsv" else ","
-        try:
-            with open(self.path, encoding="utf-8-sig", newline="") as file:
-                table = csv.DictReader(file, delimiter=delimiter, strict=True)
-                columns = table.fieldnames or []
-                lines = [(table.line_num, line) for line in table]
-        except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}") from None
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{self.path}: not a table in UTF-8 ({error})") from None
+        columns, lines = self._table()
         if "path" not in columns:
             raise UserError(f"{self.path}: the first line names no column `path`")
         for number, line in lines:
-            path = PurePosixPath(line["path"] or "")
-            if not path.name or path.is_absolute() or ".." in path.parts:
-                raise UserError(
-                    f"{self.path}:{number}: {line['path']!r} is no path below its folder"
-                )
+            if not line["path"]:
+                raise UserError(f"{self.path}:{number}: no path")
+            path = PurePosixPath(line["path"])
+            if path.is_absolute() or ".." in path.parts:
+                fault = f"{line['path']!r} is not below the table's folder"
+                raise UserError(f"{self.path}:{number}: {fault}")
             if "label" in columns and not line["label"]:
                 raise UserError(f"{self.path}:{number}: no label")
         names = sorted({line["label"] for _, line in lines}) if "label" in columns else []
         labels = {name: label for label, name in enumerate(names)}
-        return Listing(
-            [
-                Entry(line["path"], labels.get(line.get("label"), UNLABELLED), line["path"])
-                for _, line in lines
-            ],
-            names,
-            [],
-        )
+        entries = [
+            Entry(line["path"], labels[line["label"]] if names else UNLABELLED, line["path"])
+            for _, line in lines
+        ]
+        return Listing(entries, names, [])
+
+    def _table(self) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
+        """Names of the columns, and each line with its number."""
+        delimiter = "\t" if self.path.suffix == ".tsv" else ","
+        try:
+            with open(self.path, encoding="utf-8-sig", newline="") as file:
+                reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+                lines = [(reader.line_num, line) for line in reader]
+                return [*(reader.fieldnames or [])], lines
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}") from None
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path}: not a table in UTF-8 ({error})") from None

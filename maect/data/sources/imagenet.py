@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import os
 import tarfile
+import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -176,7 +177,7 @@ def read_labels(path: Path) -> dict[str, int]:
                 prefix = {name.split("/data/")[0] for name in tar.getnames() if "/data/" in name}
                 root = min(prefix, default="")
                 return _devkit(lambda name: tar.extractfile(f"{root}/{name}"), path)
-        except (tarfile.TarError, KeyError) as error:
+        except (tarfile.TarError, zlib.error, KeyError, ValueError, OSError, EOFError) as error:
             raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
     try:
         text = path.read_text(encoding="utf-8")

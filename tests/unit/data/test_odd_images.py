@@ -2,6 +2,8 @@
 
 import io
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from PIL import Image
 from sample_images import jpeg, photographs
 
 from maect.core.errors import UserError
+from maect.data import decode
 from maect.data.decode import UnreadableError, open_rgb, read_rgb, render
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
@@ -180,3 +183,23 @@ def test_all_of_them_are_reported_by_name(tmp_path: Path) -> None:
     report = (tmp_path / "out/unreadable.txt").read_text()
     assert all(f"c/{name} (" in report for name in REFUSED)
     assert "good" not in report
+
+
+def test_large_pictures_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few kilobytes may declare gigabytes; several threads decode at once."""
+    at_work, most, convert = 0, 0, decode._to_rgb
+
+    def counted(image: Image.Image) -> Image.Image:
+        nonlocal at_work, most
+        at_work += 1
+        most = max(most, at_work)
+        time.sleep(0.05)
+        at_work -= 1
+        return convert(image)
+
+    monkeypatch.setattr(decode, "_to_rgb", counted)
+    for image, expected in ((Image.new("1", (4097, 4097)), 1), (photo(), 4)):
+        most, data = 0, encode(image, "PNG")
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(read_rgb, [data] * 4))
+        assert most == expected

@@ -216,6 +216,20 @@ def test_archives_cannot_write_elsewhere(server: Server, tmp_path: Path) -> None
     assert not list(tmp_path.rglob("b.txt"))
 
 
+def test_archives_with_links_are_refused(server: Server, tmp_path: Path) -> None:
+    """The standard library's filter let chains of links lead out of the folder (seen in 3.11.7)."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as tar:
+        for name, target in (("things/up", ".."), ("things/up/more", "../../elsewhere")):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, target
+            tar.addfile(link)
+    server.files["/x.tar"] = stream.getvalue()
+    with pytest.raises(UserError, match="'things/up' is neither file nor folder"):
+        fetch_all([server.remote("x.tar", unpacks_to="things")], tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.tar", "x.tar.sha256"}
+
+
 def test_a_broken_archive(server: Server, tmp_path: Path) -> None:
     server.files["/x.tar.gz"] = archive("tar.gz")[:-30]
     with pytest.raises(UserError, match="cannot be unpacked"):

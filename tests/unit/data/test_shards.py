@@ -156,6 +156,71 @@ def test_killed_anywhere_it_continues(
     assert not list(out.rglob(".*.tmp"))
 
 
+AT_WORK = """
+import sys
+from pathlib import Path
+import maect.data.shards as shards
+def wait(*_):
+    print("at work", flush=True)
+    sys.stdin.read()
+shards._write = wait
+step, source, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+shards.shard(source, out, "folder", 2) if step == "all" else shards.write_shard(out, 0)
+"""
+
+
+@pytest.mark.parametrize("step", ["all", "one"])
+def test_two_at_work_in_one_folder(step: str, images: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "train", image_folder(tmp_path / "images", 2, 2)
+    plan_shards(images, "folder", out, 2)
+    planned = tree(out)
+    arguments = [sys.executable, "-c", AT_WORK, step, str(images), str(out)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdin and first.stdout and first.stdout.readline() == b"at work\n"
+        for second in (
+            lambda: shard(other, out, "folder", 2),
+            lambda: plan_shards(other, "folder", out, 2),
+            lambda: finish_index(out),
+        ):
+            with pytest.raises(UserError, match="another maect shard is at work here"):
+                second()
+        if step == "one":  # the jobs of one plan run side by side
+            write_shard(out, 1)
+        else:
+            with pytest.raises(UserError, match="another maect shard is at work here"):
+                write_shard(out, 1)
+        assert planned.items() <= tree(out).items()
+        first.kill()
+    assert shard(images, out, "folder", 2) == 24  # a lock ends with who held it
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", "cut", "flip", "fewer"])
+def test_a_damaged_part_of_the_index(damage: bytes | str, images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "train"
+    plan_shards(images, "folder", out, 2)
+    write_shard(out, 0), write_shard(out, 1)
+    part = out / "parts/000001.npz"
+    whole = part.read_bytes()
+    if damage == "fewer":
+        with np.load(part) as values:
+            np.savez(part, rows=values["rows"][:-1], content=values["content"])
+    elif isinstance(damage, str):
+        flipped = bytes([*whole[:600], whole[600] ^ 1, *whole[601:]])
+        part.write_bytes(whole[:-50] if damage == "cut" else flipped)
+    else:
+        part.write_bytes(damage)
+    with pytest.raises(
+        UserError, match=r"000001\.npz: damaged .* delete it and \S+01\.tar"
+    ) as fault:
+        finish_index(out)
+    assert "\n" not in str(fault.value) and not (out / "index.json").exists()
+    part.unlink()
+    with pytest.raises(UserError, match=r"1 shards are not written \(number 1 first\)"):
+        finish_index(out)
+    write_shard(out, 1)
+    assert part.read_bytes() == whole and finish_index(out) == 24
+
+
 def test_a_lost_or_cut_tar_is_written_again(images: Path, shards: Path, tmp_path: Path) -> None:
     out = tmp_path / "train"
     shard(images, out, "folder", 3)
