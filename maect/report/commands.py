@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_text
+from maect.core.files import write_text
 from maect.report.config import ClaimsConfig, Row, ShownConfig
 
 
@@ -25,15 +25,9 @@ def table(path: Path) -> None:
 
 def figure(path: Path) -> None:
     """`maect figure figures/NAME.yaml`: beside it NAME as PDF and PNG."""
-    from maect.report import figures
-    from maect.report.class_names import class_titles
+    from maect.report.figures import draw
 
-    config = ShownConfig.read(path)
-    names = class_titles(read_json(config.classes)["class_names"]) if config.classes else None
-    files = path.with_suffix(".pdf"), path.with_suffix(".png")
-    figures.draw(
-        config.name, config.rows, config.evaluations, *files, names, config.compare_with_paper
-    )
+    draw(ShownConfig.read(path), path.with_suffix(".pdf"), path.with_suffix(".png"))
 
 
 def claims(path: Path) -> None:
@@ -84,16 +78,20 @@ def table_of(options: argparse.Namespace) -> None:
 
 def figure_of(options: argparse.Namespace) -> None:
     """`maect figure`: PDF and PNG."""
-    from maect.report import figures
-    from maect.report.class_names import class_titles
+    from maect.report.figures import draw
 
     out = {path.suffix: path for path in options.out}
     if set(out) != {".pdf", ".png"}:
         raise UserError(f"figure {options.name}: is drawn to one .pdf and one .png")
-    rows = [parse_row(text) for text in options.row]
-    names = class_titles(read_json(options.classes)["class_names"]) if options.classes else None
-    files = out[".pdf"], out[".png"]
-    figures.draw(options.name, rows, options.evaluations, *files, names, not options.no_paper)
+    shown = ShownConfig(
+        name=options.name,
+        rows=[parse_row(text) for text in options.row],
+        evaluations=options.evaluations,
+        runs=options.evaluations.parent / "runs",
+        compare_with_paper=not options.no_paper,
+        classes=options.classes,
+    )
+    draw(shown, out[".pdf"], out[".png"])
 
 
 def claims_of(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """The tables and figures: one entry each says what it shows, what it reads and how it is called.
 
-The paper's numbers of a table are in `paper/NAME.csv`. The workflow and the experiment read this
-file, so it imports no pandas and no matplotlib.
+The paper's numbers of a table are in `paper/NAME.csv`; a figure's entry names the function that
+draws it. The workflow and the experiment read this file, so it imports no pandas and no matplotlib.
 """
 
 import re
@@ -91,6 +91,8 @@ class Figure:
     title: str
     paper: str
     """Where it is in the paper; empty: nowhere."""
+    draw: str
+    """`MODULE:FUNCTION` of `maect.report.figures`: a `ShownConfig` to a matplotlib figure."""
     caption: str
     """What the report says of it."""
     needs: tuple[str, ...] = ()
@@ -387,6 +389,7 @@ FIGURES: dict[str, Figure] = {
     "cluster_formation": Figure(
         "Formation of clusters",
         "Figure 1",
+        "embedding:cluster_formation",
         caption=(
             "UMAP embeddings of all classes before and after contrastive tuning: coarse groups "
             "come apart into classes. Paper: figure 1."
@@ -398,6 +401,7 @@ FIGURES: dict[str, Figure] = {
     "gpu_hours": Figure(
         "Probing accuracy against GPU hours",
         "Figure 2",
+        "lines:gpu_hours",
         caption=(
             "Linear probing accuracy against the device hours of all training behind a model. "
             "Paper: figure 2."
@@ -408,6 +412,7 @@ FIGURES: dict[str, Figure] = {
     "label_efficiency": Figure(
         "Accuracy against labels",
         "Figure 3",
+        "lines:label_efficiency",
         caption="Fine-tuning accuracy with 1 %, 10 % and all labels. Paper: figure 3.",
         needs=(
             *(name for metric in _LOW_SHOT for name in (metric.evaluation, *metric.instead)),
@@ -417,12 +422,14 @@ FIGURES: dict[str, Figure] = {
     "pipeline": Figure(
         "Runs and what starts from what",
         "Figure 4",
+        "schematic:pipeline",
         caption="The runs of this experiment and what starts from what.",
         reads_runs=True,
     ),
     "color_histogram": Figure(
         "Colour histogram error by block",
         "Figure 5",
+        "lines:color_histogram",
         caption=(
             "Error of a linear probe that predicts an image's colour histogram from the CLS token "
             "after each block, in percent of the error of a uniform prediction. A lower error "
@@ -434,6 +441,7 @@ FIGURES: dict[str, Figure] = {
     "umap": Figure(
         "UMAP embeddings",
         "Figure 6",
+        "embedding:umap",
         caption=(
             "UMAP embeddings of the evaluation split's features, coloured by true class, with the "
             "accuracy of k-means on the features themselves (not on the picture). Distances "
@@ -447,6 +455,7 @@ FIGURES: dict[str, Figure] = {
     "confusion": Figure(
         "Clusters against classes",
         "Figure 9",
+        "grids:confusion",
         caption=(
             "Clusters of k-means (columns, matched to the classes one to one) against true "
             "classes (rows), in percent of the class. Paper: figure 9."
@@ -457,6 +466,7 @@ FIGURES: dict[str, Figure] = {
     "cluster_retrieval": Figure(
         "Images nearest to cluster centres",
         "Figure 10",
+        "grids:cluster_retrieval",
         caption=(
             "The images nearest to each cluster's centre, one row a cluster. A frame marks images "
             "that are not of the class that the cluster was matched to. Paper: figures 7 and 10."
@@ -467,6 +477,7 @@ FIGURES: dict[str, Figure] = {
     "neighbor_retrieval": Figure(
         "Nearest neighbours",
         "Figure 11",
+        "grids:neighbor_retrieval",
         caption=(
             "The nearest neighbours of an image (first column) by cosine similarity, one row a "
             "model. A frame marks images of another class. Paper: figure 11."
@@ -477,6 +488,7 @@ FIGURES: dict[str, Figure] = {
     "training_curves": Figure(
         "Training curves",
         "",
+        "lines:training_curves",
         caption="Loss over epochs, one panel a stage; long curves are averaged to 200 points.",
         reads_runs=True,
     ),

@@ -8,7 +8,7 @@ from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
 from maect.report.claims import claims_table
-from maect.report.class_names import class_titles
+from maect.report.figures.data import class_titles
 from maect.report.page import claims_page
 from maect.report.registry import FIGURES, TABLES, Figure, Table
 from maect.report.statements import STATEMENTS

@@ -1,76 +1,251 @@
+"""The figures, from real digits and small written results."""
+
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
+from scipy.optimize import linear_sum_assignment
+from sklearn.cluster import KMeans
+from sklearn.datasets import load_digits
 
 from maect.core.errors import UserError
-from maect.report.curves import POINTS, curve, training_curves
-from maect.report.embedding import Panel, read_points, umap_figure
-from maect.report.figures import umap
-from maect.report.tables import Row
+from maect.report import registry
+from maect.report.config import Row, ShownConfig
+from maect.report.cost import cost_table
+from maect.report.figures import draw
+from maect.report.figures.data import Node
+from maect.report.figures.embedding import read_points
+from maect.report.figures.grids import WRONG
+from maect.report.figures.lines import POINTS, curve, points_of
+from maect.report.figures.schematic import columns_of, rows_of
+from maect.report.registry import FIGURES
+from maect.report.tables import build_table
+
+ROWS = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", ["ct_tiny", "ct_tiny-s1"])]
+Files = tuple[Path, Path]
+
+
+def shown(name: str, evaluations: Path, rows: list[Row] = ROWS, **changes: object) -> ShownConfig:
+    folders = {"evaluations": evaluations, "runs": evaluations.parent / "runs"}
+    return ShownConfig.model_validate({"name": name, "rows": rows, **folders, **changes})
+
+
+@pytest.fixture
+def out(tmp_path) -> Files:
+    return tmp_path / "f.pdf", tmp_path / "f.png"
+
+
+@pytest.fixture
+def classes(tmp_path) -> Path:
+    path = tmp_path / "index.json"
+    path.write_text(json.dumps({"class_names": [f"digit_{n}" for n in range(10)]}))
+    return path
 
 
 def colors_in(path: Path) -> set[str]:
-    """Colours that occur in a picture, as hex."""
     with Image.open(path) as image:
         found = image.convert("RGB").getcolors(maxcolors=2**24)
     return {"#{:02X}{:02X}{:02X}".format(*color) for _, color in found}
 
 
-def test_umap_panels(embedding, result, evaluations, tmp_path):
-    for run in ("mae_tiny", "ct_min_tiny"):
+def write_clusters(folder: Path, samples: int) -> None:
+    """Real k-means clusters of the digits, as the evaluations leave them."""
+    data = load_digits()
+    features, labels = data.data[:samples], data.target[:samples]
+    model = KMeans(10, n_init=1, random_state=0).fit(features)
+    counts = np.zeros((10, 10), np.int64)
+    np.add.at(counts, (labels, model.labels_), 1)
+    columns = linear_sum_assignment(-counts)[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {"confusion": np.ascontiguousarray(counts[:, columns]), "labels": labels}
+    save_file({k: v.astype(np.int64) for k, v in arrays.items()}, folder / "clustering.safetensors")
+    images = np.repeat((data.images[:samples] * 15).astype(np.uint8)[..., None], 3, axis=-1)
+    near = model.transform(features).argsort(axis=0)[:6].T
+    queries = np.array([3, 10])
+    distance = np.linalg.norm(features[queries, None] - features[None], axis=-1)
+    neighbors = distance.argsort(axis=1)[:, 1:5]
+    retrieved = {
+        "cluster_images": images[near],
+        "cluster_labels": labels[near].astype(np.int64),
+        "cluster_classes": np.argsort(columns).astype(np.int64),
+        "query_images": images[queries],
+        "query_labels": labels[queries].astype(np.int64),
+        "neighbor_images": images[neighbors],
+        "neighbor_labels": labels[neighbors].astype(np.int64),
+    }
+    retrieved = {name: np.ascontiguousarray(array) for name, array in retrieved.items()}
+    save_file(retrieved, folder / "retrieval.safetensors")
+
+
+@pytest.fixture
+def results(tmp_path, result, embedding) -> Path:
+    """A small experiment's results: three finished runs with every evaluation a figure reads."""
+    for run, source, stage in (
+        ("mae_tiny", None, "pretrain"),
+        ("head_tiny", "mae_tiny", "head"),
+        ("ct_tiny", "head_tiny", "tune"),
+    ):
+        folder = tmp_path / "runs" / run
+        folder.mkdir(parents=True)
+        record = {"run": run, "stage": stage, "source": source, "device_hours": 0.5}
+        (folder / "run.json").write_text(json.dumps(record))
+        lines = [{"step": n, "epoch": n / 4, "loss": 2.0 - n / 100} for n in range(1, 40)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for number, run in enumerate(("mae_tiny", "ct_tiny")):
+        embedding(run)
+        write_clusters(tmp_path / "evaluations" / run, samples=300 + 200 * number)
+        result(run, "clustering", accuracy=50.0 + 10 * number, silhouette=1.0)
+        result(run, "linear_probe", linear_probe=90.0 + number)
+        result(run, "low_shot", low_shot_1=40.0 + 9 * number, low_shot_2=60.0, low_shot_5=70.0)
+        result(run, "color_histogram", errors=[90.0, 80.0, 70.0 - number], error_last=70.0)
+    return tmp_path / "evaluations"
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_is_drawn_the_same_twice(name, results, classes, tmp_path):
+    for folder in ("1", "2"):
+        files = tmp_path / folder
+        draw(shown(name, results, classes=classes), files / "f.pdf", files / "f.png")
+    for file in ("f.pdf", "f.png"):
+        assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes()
+    assert sorted(p.name for p in (tmp_path / "1").iterdir()) == ["f.pdf", "f.png"]
+    pdf = (tmp_path / "1/f.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
+    with Image.open(tmp_path / "1/f.png") as image:
+        assert image.width == 1360 and 150 < image.height < 2200
+        assert image.info.keys() <= {"dpi"}  # no date, no version
+        extremes = image.convert("L").getextrema()
+    assert extremes[0] < 60 and extremes[1] == 255
+
+
+@pytest.mark.parametrize("name", ["gpu_hours", "label_efficiency"])
+def test_the_papers_numbers_are_left_out_of_other_images(name, results, out):
+    rows = [Row("base", row.method, row.runs) for row in ROWS]
+    gray = []  # pixels of the colour in which the legend names the paper
+    for compare in (True, False):
+        draw(shown(name, results, rows, compare_with_paper=compare), *out)
+        with Image.open(out[1]) as image:
+            gray.append(int((np.asarray(image.convert("RGB")) == 0x77).all(axis=-1).sum()))
+    assert gray[0] > gray[1]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_nothing_to_draw_is_said(name, evaluations, out):
+    rows = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", [])]
+    words = "umap" if name == "cluster_formation" else name.split("_")[0]
+    with pytest.raises(UserError, match=words):
+        draw(shown(name, evaluations, rows), *out)
+    assert not out[0].exists() and not out[1].exists()
+
+
+def test_an_unknown_figure_is_named(evaluations, out):
+    with pytest.raises(UserError, match=r"unknown figure 'umpa'; did you mean 'umap'\?"):
+        draw(shown("umpa", evaluations), *out)
+
+
+def test_every_figure_reads_what_some_table_or_evaluation_leaves():
+    known = {name for table in registry.TABLES.values() for name in table.reads("mae")}
+    reads = {name for figure in FIGURES.values() for name in figure.reads("mae")}
+    assert reads <= known | {"umap", "umap_all", "retrieval"}
+
+
+def test_the_report_lists_in_the_papers_order():
+    """Sorted as text, which is how Snakemake's report does it."""
+    tables = [
+        table.label["table"] for name, table in registry.TABLES.items() if name not in FIGURES
+    ]
+    assert tables == sorted(tables) and len(set(tables)) == len(tables)
+    figures = [figure.label["figure"] for figure in FIGURES.values()]
+    assert figures == sorted(figures)
+    assert [text.split()[1] for text in figures[:3]] == ["1:", "2:", "3:"]
+
+
+def test_wrong_retrievals_are_framed(results, out):
+    draw(shown("cluster_retrieval", results), *out)
+    assert WRONG in colors_in(out[1])  # k-means on pixels mixes some digits
+    for row in ROWS:
+        path = results / row.runs[0] / "retrieval.safetensors"
+        arrays = load_file(path)
+        same = np.broadcast_to(arrays["cluster_classes"][:, None], arrays["cluster_labels"].shape)
+        save_file(arrays | {"cluster_labels": np.ascontiguousarray(same)}, path)
+    draw(shown("cluster_retrieval", results), *out)
+    assert WRONG not in colors_in(out[1])
+
+
+def test_other_queries_are_refused(results, out):
+    path = results / "ct_tiny" / "retrieval.safetensors"
+    arrays = load_file(path)
+    save_file(arrays | {"query_labels": arrays["query_labels"][::-1].copy()}, path)
+    with pytest.raises(UserError, match="other queries"):
+        draw(shown("neighbor_retrieval", results), *out)
+
+
+def test_a_damaged_result_is_named(results, out):
+    save_file({"labels": np.zeros(3, np.int64)}, results / "mae_tiny" / "clustering.safetensors")
+    with pytest.raises(UserError, match=r"mae_tiny/clustering.safetensors: has no `confusion`"):
+        draw(shown("confusion", results), *out)
+    path = results / "mae_tiny" / "color_histogram.json"
+    path.write_text('{"metrics": {"errors": 3}}')
+    with pytest.raises(UserError, match="has no list `errors`"):
+        draw(shown("color_histogram", results), *out)
+
+
+def test_points_need_cost_and_accuracy(results):
+    probed = build_table("low_shot", [*ROWS, Row("tiny", "ct_aug", ["none"])], results)
+    points = points_of(probed, cost_table(ROWS, results.parent / "runs"))
+    assert [(p.method, p.hours, p.accuracy) for p in points] == [
+        ("mae", 0.5, 90.0), ("ct_min", 1.5, 91.0),
+    ]  # fmt: skip
+
+
+def test_a_schematic_places_sources_left_and_between_what_follows():
+    nodes = [
+        Node("mae", "pretrain", None),
+        Node("head", "head", "mae"),
+        Node("a", "tune", "head"),
+        Node("b", "tune", "head"),
+        Node("other", "import", None),
+    ]
+    assert columns_of(nodes) == {"mae": 0, "head": 1, "a": 2, "b": 2, "other": 0}
+    rows, total = rows_of(nodes)
+    assert total == 3 and rows == {"a": 0, "b": 1, "head": 0.5, "mae": 0.5, "other": 2}
+    with pytest.raises(UserError, match="ct starts from unknown run 'gone'"):
+        columns_of([Node("ct", "tune", "gone")])
+
+
+def test_a_class_looks_the_same_in_every_panel(embedding, result, evaluations, out):
+    for run in ("mae_tiny", "ct_tiny"):
         embedding(run)
         result(run, "clustering", accuracy=61.7)
-    rows = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", ["ct_min_tiny", "x-s1"])]
-    umap(
-        [*rows, Row("tiny", "ct_aug", ["not_run"])],
-        evaluations,
-        tmp_path / "u.pdf",
-        tmp_path / "u.png",
-    )
-    with Image.open(tmp_path / "u.png") as image:
-        assert image.width == 1360 and image.height < image.width
-        assert image.info.keys() <= {"dpi"}  # no date, no version
-    assert {"#0072B2", "#D55E00"} <= colors_in(tmp_path / "u.png")
-    pdf = (tmp_path / "u.pdf").read_bytes()
-    assert pdf.startswith(b"%PDF") and b"CreationDate" not in pdf
+    draw(shown("umap", evaluations, [*ROWS, Row("tiny", "ct_aug", ["not_run"])]), *out)
+    with Image.open(out[1]) as image:
+        assert image.height < image.width  # two panels, not three in two lines
+    assert {"#0072B2", "#D55E00"} <= colors_in(out[1])
 
 
-def test_the_same_numbers_give_the_same_bytes(embedding, tmp_path):
-    shown = [Panel("MAE", embedding("a"), 50.0), Panel("MAE-CT", embedding("b"))]
-    first, second = tmp_path / "1", tmp_path / "2"
-    for folder in (first, second):
-        umap_figure(shown, folder / "u.pdf", folder / "u.png")
-    for name in ("u.pdf", "u.png"):
-        assert (first / name).read_bytes() == (second / name).read_bytes()
-    assert sorted(p.name for p in first.iterdir()) == ["u.pdf", "u.png"]  # no temporary file
-
-
-def test_many_classes_and_missing_labels(evaluations, tmp_path):
+def test_many_classes_and_missing_labels(evaluations, out):
     points = np.random.default_rng(0).standard_normal((6000, 2)).astype(np.float32)
     labels = np.arange(6000) % 1000 - 1
-    save_file({"points": points, "labels": labels}, evaluations / "umap.safetensors")
-    out = tmp_path / "u.pdf", tmp_path / "u.png"
-    umap_figure([Panel("all", evaluations / "umap.safetensors")], *out)
+    (evaluations / "mae_tiny").mkdir()
+    save_file({"points": points, "labels": labels}, evaluations / "mae_tiny/umap.safetensors")
+    draw(shown("umap", evaluations), *out)
     assert out[0].stat().st_size < 400_000  # the points are a picture in the PDF
     assert len(colors_in(out[1])) > 500
 
 
-def test_wrong_embeddings_are_named(evaluations, tmp_path):
-    out = tmp_path / "u.pdf", tmp_path / "u.png"
-    with pytest.raises(UserError, match="run the umap evaluation first"):
-        umap_figure([], *out)
-    path = evaluations / "umap.safetensors"
+def test_wrong_embeddings_are_named(evaluations, out):
+    path = evaluations / "mae_tiny/umap.safetensors"
     with pytest.raises(UserError, match="no such file"):
         read_points(path)
+    path.parent.mkdir()
     path.write_bytes(b"not safetensors")
     with pytest.raises(UserError, match="not a safetensors file"):
         read_points(path)
     save_file({"points": np.zeros((3, 2), np.float32)}, path)
-    with pytest.raises(UserError, match="no `points` and `labels`"):
+    with pytest.raises(UserError, match="has no `labels`; run the umap evaluation again"):
         read_points(path)
     save_file({"points": np.zeros((3, 2), np.float32), "labels": np.zeros(4, np.int64)}, path)
     with pytest.raises(UserError, match="do not fit"):
@@ -79,27 +254,8 @@ def test_wrong_embeddings_are_named(evaluations, tmp_path):
         {"points": np.full((3, 2), np.nan, np.float32), "labels": np.zeros(3, np.int64)}, path
     )
     with pytest.raises(UserError, match="not finite"):
-        umap_figure([Panel("a", path)], *out)
+        draw(shown("umap", evaluations), *out)
     assert not out[0].exists() and not out[1].exists()
-
-
-def log(path: Path, steps: int) -> Path:
-    lines = [{"step": s, "epoch": s / 100, "loss": 3.0 / (1 + s)} for s in range(steps)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-def test_training_curves(tmp_path):
-    stages = {
-        "Pre-training": {"mae_tiny": log(tmp_path / "a.jsonl", 50)},
-        "Tuning": {
-            "ct_min": log(tmp_path / "b.jsonl", 900),
-            "ct_aug": log(tmp_path / "c.jsonl", 9),
-        },
-        "Nothing": {},
-    }
-    training_curves(stages, tmp_path / "c.pdf", tmp_path / "c.png")
-    assert {"#0072B2", "#D55E00"} <= colors_in(tmp_path / "c.png")
 
 
 def test_long_curves_are_averaged_not_thinned():
@@ -109,19 +265,24 @@ def test_long_curves_are_averaged_not_thinned():
     assert vertical.mean() == pytest.approx(0.5) and np.all(vertical == 0.5)
 
 
-def test_wrong_logs_are_named(tmp_path):
-    out = tmp_path / "c.pdf", tmp_path / "c.png"
-    path = tmp_path / "m.jsonl"
-    with pytest.raises(UserError, match="has the run started"):
-        training_curves({"s": {"r": path}}, *out)
+def test_curves_of_one_stage_share_a_panel(results, out):
+    runs = results.parent / "runs"
+    (runs / "other").mkdir()
+    record = {"run": "other", "stage": "pretrain", "source": None, "device_hours": 0.5}
+    (runs / "other/run.json").write_text(json.dumps(record))
+    (runs / "other/metrics.jsonl").write_text((runs / "mae_tiny/metrics.jsonl").read_text())
+    draw(shown("training_curves", results, [ROWS[0], Row("tiny", "x", ["other"])]), *out)
+    assert {"#0072B2", "#D55E00"} <= colors_in(out[1])
+
+
+def test_wrong_logs_are_named(results, out):
+    path = results.parent / "runs/mae_tiny/metrics.jsonl"
     path.write_text("")
     with pytest.raises(UserError, match="no step was logged"):
-        training_curves({"s": {"r": path}}, *out)
+        draw(shown("training_curves", results), *out)
     path.write_text('{"epoch": 1}\n{"epo')
-    with pytest.raises(UserError, match=r"m.jsonl:2: not a JSON object"):
-        training_curves({"s": {"r": path}}, *out)
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a JSON object"):
+        draw(shown("training_curves", results), *out)
     path.write_text('{"epoch": 1}\n')
     with pytest.raises(UserError, match="no line has both 'epoch' and 'loss'"):
-        training_curves({"s": {"r": path}}, *out)
-    with pytest.raises(UserError, match="no run to draw"):
-        training_curves({"s": {}}, *out)
+        draw(shown("training_curves", results), *out)

@@ -1,6 +1,5 @@
 """UMAP embeddings side by side, with their cluster accuracy (paper, figures 1, 6 and 8)."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +7,15 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
-from maect.report.style import WIDTH, blank, class_style, panels, save, styled
+from maect.report.config import Row, ShownConfig
+from maect.report.figures.data import Classes, read_tensors, result_files, setting
+from maect.report.figures.style import WIDTH, blank, class_style, panels
+from maect.report.tables import measured
 
 LEGEND_CLASSES = 32  # as many as have a look of their own
 COLUMNS = 4
@@ -37,14 +38,7 @@ def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         UserError: no such file, or not points and labels of these shapes.
     """
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; run the umap evaluation first") from None
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a safetensors file ({error})") from None
-    if {"points", "labels"} - tensors.keys():
-        raise UserError(f"{path}: has no `points` and `labels`; run the umap evaluation again")
+    tensors = read_tensors(path, ["points", "labels"])
     points, labels = tensors["points"], tensors["labels"]
     if points.ndim != 2 or points.shape[1] != 2 or labels.shape != points.shape[:1]:
         raise UserError(f"{path}: points {points.shape} and labels {labels.shape} do not fit")
@@ -90,51 +84,69 @@ def _square(axes: Axes, points: np.ndarray) -> None:
     axes.set_box_aspect(1)
 
 
-def umap_figure(
-    shown: Sequence[Panel], pdf: Path, png: Path, class_names: Sequence[str] | None = None
-) -> None:
-    """Draw the embeddings as panels of one figure.
-
-    Args:
-        shown: at least one.
-        class_names: name of each label; none: its number.
+def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
+    """Embeddings as panels of one figure.
 
     Raises:
         UserError: nothing to draw, or a file that cannot be read.
     """
-    if not shown:
+    if not drawn:
         raise UserError("umap figure: no run has an embedding; run the umap evaluation first")
-    data = [read_points(panel.points) for panel in shown]
+    data = [read_points(panel.points) for panel in drawn]
     known = sorted({int(number) for _, labels in data for number in labels if number >= 0})
-    few = known if len(known) <= LEGEND_CLASSES else []
-    names = {n: class_names[n] if class_names else str(n) for n in few}
-    columns = (
-        len(shown) if len(shown) <= COLUMNS else math.ceil(len(shown) / -(-len(shown) // COLUMNS))
-    )
-    rows = math.ceil(len(shown) / columns)
-    with styled():
-        figure, axes = panels(rows, columns, height=min(WIDTH / columns, 4.0) + 0.5)
-        blank(axes)
-        for ax, panel, (points, labels) in zip(axes, shown, data, strict=False):
-            _scatter(ax, points, labels, known)
-            _square(ax, points)
-            _names(ax, points, labels, names)
-            ax.spines[:].set_visible(True)
-            ax.spines[:].set_color("#BBBBBB")
-            accuracy = (
-                "" if panel.accuracy is None else f"\ncluster accuracy {panel.accuracy:.1f} %"
-            )
-            ax.set_title(panel.title + accuracy)
-        if names:
-            handles = []
-            for position in range(len(known)):
-                color, marker = class_style(position)
-                handles.append(
-                    Line2D([], [], color=color, marker=marker, linestyle="", markersize=5)
-                )
-            most = 10 if max(map(len, names.values())) <= SHORT else 4
-            figure.legend(
-                handles, list(names.values()), loc="outside lower center",
-                ncols=min(most, len(names)), handletextpad=0.1,
-            )  # fmt: skip
-        save(figure, pdf, png)
+    names = {n: classes[n] for n in known} if len(known) <= LEGEND_CLASSES else {}
+    lines = -(-len(drawn) // COLUMNS)
+    columns = -(-len(drawn) // lines)
+    figure, axes = panels(lines, columns, height=min(WIDTH / columns, 4.0) + 0.5)
+    blank(axes)
+    for ax, panel, (points, labels) in zip(axes, drawn, data, strict=False):
+        _scatter(ax, points, labels, known)
+        _square(ax, points)
+        _names(ax, points, labels, names)
+        ax.spines[:].set_visible(True)
+        ax.spines[:].set_color("#BBBBBB")
+        accuracy = "" if panel.accuracy is None else f"\ncluster accuracy {panel.accuracy:.1f} %"
+        ax.set_title(panel.title + accuracy)
+    if names:
+        handles = []
+        for position in range(len(known)):
+            color, marker = class_style(position)
+            handles.append(Line2D([], [], color=color, marker=marker, linestyle="", markersize=5))
+        most = 10 if max(map(len, names.values())) <= SHORT else 4
+        figure.legend(
+            handles, list(names.values()), loc="outside lower center",
+            ncols=min(most, len(names)), handletextpad=0.1,
+        )  # fmt: skip
+    return figure
+
+
+def _accuracy(evaluations: Path, run: str, embedding: str) -> float | None:
+    """Accuracy of k-means on the classes that an embedding shows, if that was evaluated."""
+    classes = setting(evaluations / run / f"{embedding}.json", "classes") or []
+    subsets = setting(evaluations / run / "clustering.json", "subsets") or {}
+    keys = [f"{name}_accuracy" for name, subset in subsets.items() if subset == classes]
+    keys = keys if classes else ["accuracy"]
+    return measured(evaluations, [run], ["clustering"], keys[0])[0] if keys else None
+
+
+def umap(shown: ShownConfig, embedding: str = "umap") -> Figure:
+    """UMAP embeddings side by side, with the accuracy of k-means on the features."""
+    drawn = [
+        Panel(title, points, _accuracy(shown.evaluations, points.parent.name, embedding))
+        for title, points in result_files(shown, f"{embedding}.safetensors").items()
+    ]
+    return draw_panels(drawn, Classes(shown))
+
+
+def cluster_formation(shown: ShownConfig) -> Figure:
+    """The largest MAE and the same after tuning with minimal augmentation, all classes embedded."""
+    tuned = [row.architecture for row in shown.rows if row.method == "ct_min"]
+    if not tuned:
+        raise UserError("cluster_formation figure: no row has the method ct_min")
+    largest = list(dict.fromkeys(tuned))[-1]
+    rows: list[Row] = [
+        row for row in shown.rows if row.architecture == largest and row.method in ("mae", "ct_min")
+    ]
+    pair = shown.model_copy(update={"rows": rows})
+    # Where `umap` shows some classes only, the experiment has one of all.
+    return umap(pair, "umap_all" if result_files(pair, "umap_all.safetensors") else "umap")

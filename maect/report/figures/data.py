@@ -1,0 +1,141 @@
+"""What figures read: results by row, arrays, settings, names of classes, runs and their sources."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from maect.core.errors import UserError
+from maect.core.files import read_json
+from maect.report.config import Row, ShownConfig
+from maect.report.cost import chain
+from maect.report.registry import architecture_title, method_title
+from maect.stages import STAGES
+
+WORDNET = re.compile(r"n\d{8}")
+LEMMAS = "data/_info/imagenet_synset_to_lemma.txt"
+
+
+def row_title(row: Row, rows: Sequence[Row]) -> str:
+    """How a row is named in a figure: with its architecture where there are several."""
+    method = method_title(row.method)
+    if len({one.architecture for one in rows}) == 1:
+        return method
+    return f"{method}, {architecture_title(row.architecture)}"
+
+
+def result_files(shown: ShownConfig, name: str) -> dict[str, Path]:
+    """A result file of each row's first run, by the row's title, where there is one."""
+    files = {
+        row_title(row, shown.rows): shown.evaluations / row.runs[0] / name
+        for row in shown.rows
+        if row.runs
+    }
+    return {title: path for title, path in files.items() if path.exists()}
+
+
+def setting(result: Path, key: str) -> Any:
+    """A setting of an evaluation, from its result; None if it was not made."""
+    return read_json(result).get("settings", {}).get(key) if result.exists() else None
+
+
+def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Read named arrays of a safetensors file.
+
+    Raises:
+        UserError: no such file, not a safetensors file, or an array is not there.
+    """
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; run the {path.stem} evaluation first") from None
+    except SafetensorError as error:
+        raise UserError(f"{path}: not a safetensors file ({error})") from None
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise UserError(f"{path}: has no `{missing[0]}`; run the {path.stem} evaluation again")
+    return {name: tensors[name] for name in names}
+
+
+def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a run's `metrics.jsonl`, one object a logged step.
+
+    Raises:
+        UserError: a line that is not JSON (named), or no line.
+    """
+    lines = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise UserError(f"{path}:{number}: not a JSON object; is the file damaged?")
+        lines.append(value)
+    if not lines:
+        raise UserError(f"{path}: no step was logged yet")
+    return lines
+
+
+@cache
+def _lemmas() -> dict[str, str]:
+    """WordNet id -> its words, from the file that comes with timm (read without importing it)."""
+    spec = find_spec("timm")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    text = (Path(spec.submodule_search_locations[0]) / LEMMAS).read_text(encoding="utf-8")
+    pairs = (line.split("\t") for line in text.splitlines() if "\t" in line)
+    return {key: words.split(",")[0] for key, words in pairs}
+
+
+def class_titles(names: Sequence[str]) -> list[str]:
+    """How classes are printed: WordNet ids by their first word, the others by their folder."""
+    if all(WORDNET.fullmatch(name) for name in names):
+        return [_lemmas().get(name, name) for name in names]
+    return [name.replace("_", " ") for name in names]
+
+
+class Classes:
+    """Names of class numbers; without an index that names them, the numbers."""
+
+    def __init__(self, shown: ShownConfig) -> None:
+        names = read_json(shown.classes)["class_names"] if shown.classes else []
+        self._titles = class_titles(names)
+
+    def __getitem__(self, number: int) -> str:
+        known = 0 <= number < len(self._titles)
+        return self._titles[number] if known else str(number)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A run: its name, its stage and the run it starts from."""
+
+    name: str
+    stage: str
+    source: str | None
+
+
+def stage_title(stage: str) -> str:
+    """How a stage is printed."""
+    return STAGES[stage].title.format(run="").strip() if stage in STAGES else stage
+
+
+def finished_runs(shown: ShownConfig) -> list[Node]:
+    """The rows' first finished runs and all they started from, sources first."""
+    nodes: dict[str, Node] = {}
+    for row in shown.rows:
+        for run in row.runs[:1]:
+            if (shown.runs / run / "run.json").exists():
+                for record in reversed(chain(run, shown.runs)):
+                    name = str(record["run"])
+                    nodes[name] = Node(name, str(record["stage"]), record.get("source"))
+    return list(nodes.values())

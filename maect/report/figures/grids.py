@@ -1,0 +1,163 @@
+"""Confusion matrices and retrieved images (paper, figures 7, 9, 10 and 11)."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from maect.core.errors import UserError
+from maect.report.config import ShownConfig
+from maect.report.figures.data import Classes, read_tensors, result_files, setting
+from maect.report.figures.style import WIDTH, blank, panels
+
+COLUMNS = 3
+NAMED_CLASSES = 20  # with more, names would overlap
+WRONG = "#D55E00"
+
+
+def confusion(shown: ShownConfig) -> Figure:
+    """Clusters against classes, in percent of each class, one panel a model.
+
+    Of all classes if they are few, else of the first subset there is. Reads
+    `clustering.safetensors`: `confusion` int64 [k, k], rows classes, columns the cluster that each
+    class was matched to; `labels` int64 [n], class of each sample; a subset's with its name before.
+
+    Raises:
+        UserError: nothing to draw, or a file that cannot be read.
+    """
+    results, titles = result_files(shown, "clustering.safetensors"), Classes(shown)
+    if not results:
+        raise UserError("confusion figure: no run has the clustering evaluation")
+    first = next(iter(results.values()))
+    many = len(np.unique(read_tensors(first, ["labels"])["labels"])) > NAMED_CLASSES
+    subsets = setting(first.with_suffix(".json"), "subsets") or {}
+    prefix = f"{next(iter(subsets))}_" if many and subsets else ""
+    columns = min(len(results), COLUMNS)
+    rows = -(-len(results) // columns)
+    figure, axes = panels(rows, columns, height=min((WIDTH - 1) / columns, 3.6) + 0.7)
+    for ax in axes[len(results) :]:
+        ax.remove()
+    for position, (ax, (title, path)) in enumerate(zip(axes, results.items(), strict=False)):
+        arrays = read_tensors(path, [f"{prefix}confusion", f"{prefix}labels"])
+        counts = arrays[f"{prefix}confusion"].astype(np.float64)
+        known = np.unique(arrays[f"{prefix}labels"])
+        totals = counts.sum(axis=1, keepdims=True)
+        share = 100 * np.divide(counts, totals, out=np.zeros_like(counts), where=totals > 0)
+        image = ax.imshow(share, cmap="cividis", vmin=0, vmax=100, interpolation="nearest")
+        ax.grid(False)
+        ax.set_title(f"{title}\n{100 * np.trace(counts) / counts.sum():.1f} % on the diagonal")
+        ax.set_xlabel("cluster")
+        if len(known) <= NAMED_CLASSES:
+            clusters = [f"C{n + 1}" for n in range(len(counts))]
+            ax.set_xticks(range(len(counts)), clusters, rotation=90)
+            names = [titles[int(n)] for n in known] if position % columns == 0 else []
+            ax.set_yticks(range(len(known)), names)
+            if len(known) <= 12:
+                _write(ax, share)
+        if position % columns == 0:
+            ax.set_ylabel("class")
+    figure.colorbar(image, ax=axes[: len(results)], shrink=0.7, label="% of the class")
+    return figure
+
+
+def _write(axes: Axes, share: np.ndarray) -> None:
+    for row, column in np.argwhere(share >= 0.5):
+        value = share[row, column]
+        color = "black" if value > 55 else "white"
+        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=5.5, color=color)
+
+
+def _picture(axes: Axes, image: np.ndarray, wrong: bool, title: str = "") -> None:
+    blank(axes)
+    axes.imshow(image, interpolation="lanczos" if image.shape[0] > 32 else "nearest")
+    if title:
+        axes.set_title(title, fontsize=6.5, pad=2)
+    if wrong:
+        _frame(axes, 0, 0, image.shape[0])
+
+
+def _frame(axes: Axes, x: float, y: float, size: int) -> None:
+    """Mark a square picture whose upper left pixel is (x, y)."""
+    corner = (x - 0.5, y - 0.5)
+    axes.add_patch(Rectangle(corner, size, size, fill=False, edgecolor=WRONG, linewidth=2.0))
+
+
+def cluster_retrieval(shown: ShownConfig) -> Figure:
+    """The images nearest to each cluster's centre, one row a cluster, the first two models.
+
+    Reads `retrieval.safetensors`: `cluster_images` uint8 [k, n, S, S, 3], `cluster_labels` int64
+    [k, n] and `cluster_classes` int64 [k], the class that a cluster was matched to, -1 for none.
+
+    Raises:
+        UserError: nothing to draw, or a file that cannot be read.
+    """
+    results = dict(list(result_files(shown, "retrieval.safetensors").items())[:2])
+    titles = Classes(shown)
+    if not results:
+        raise UserError("cluster_retrieval figure: no run has the retrieval evaluation")
+    arrays_of = ["cluster_images", "cluster_labels", "cluster_classes"]
+    read = {title: read_tensors(path, arrays_of) for title, path in results.items()}
+    rows = max(len(arrays["cluster_images"]) for arrays in read.values())
+    count = min(arrays["cluster_images"].shape[1] for arrays in read.values())
+    side = (WIDTH / len(read) - 0.9) / count
+    figure, axes = panels(1, len(read), height=rows * side + 0.3)
+    for ax, (title, arrays) in zip(axes, read.items(), strict=True):
+        matches = arrays["cluster_classes"].tolist()
+        size = arrays["cluster_images"].shape[2]
+        step = size + max(1, size // 12)
+        # One picture of all tiles: an axes for each would take minutes to lay out.
+        canvas = np.full((len(matches) * step, count * step, 3), 255, np.uint8)
+        for row, label in enumerate(matches):
+            for rank in range(count):
+                y, x = row * step, rank * step
+                canvas[y : y + size, x : x + size] = arrays["cluster_images"][row, rank]
+                if arrays["cluster_labels"][row, rank] != label:
+                    _frame(ax, x, y, size)
+        blank(ax)
+        ax.imshow(canvas, interpolation="auto")
+        ax.set_title(title)
+        names = [titles[n] if n >= 0 else "no class" for n in matches]
+        ax.set_yticks([row * step + size / 2 for row in range(len(matches))], names)
+        ax.tick_params(axis="y", length=0)
+    return figure
+
+
+def neighbor_retrieval(shown: ShownConfig) -> Figure:
+    """Images and their nearest neighbours, one row a model below each other.
+
+    Reads `retrieval.safetensors`: `query_images` uint8 [q, S, S, 3], `query_labels` int64 [q],
+    `neighbor_images` uint8 [q, n, S, S, 3] and `neighbor_labels` int64 [q, n], nearest first, of
+    the same queries for every model.
+
+    Raises:
+        UserError: nothing to draw, a file that cannot be read, or other queries.
+    """
+    results, titles = result_files(shown, "retrieval.safetensors"), Classes(shown)
+    if not results:
+        raise UserError("neighbor_retrieval figure: no run has the retrieval evaluation")
+    names = ["query_images", "query_labels", "neighbor_images", "neighbor_labels"]
+    read = {title: read_tensors(path, names) for title, path in results.items()}
+    queries = next(iter(read.values()))["query_labels"]
+    for title, arrays in read.items():
+        if not np.array_equal(arrays["query_labels"], queries):
+            raise UserError(
+                f"{results[title]}: other queries than the first file's; evaluate again"
+            )
+    count = min(arrays["neighbor_labels"].shape[1] for arrays in read.values())
+    rows, columns = len(queries) * len(read), 1 + count
+    figure, axes = panels(rows, columns, height=WIDTH / (columns + 1) + 0.1)
+    for query in range(len(queries)):
+        for number, (title, arrays) in enumerate(read.items()):
+            line = axes[(query * len(read) + number) * columns :][:columns]
+            blank(line)
+            line[0].set_ylabel(title, rotation=0, ha="right", va="center")
+            if number == 0:
+                name = titles[int(queries[query])]
+                _picture(line[0], arrays["query_images"][query], False, name)
+            for rank in range(count):
+                label = int(arrays["neighbor_labels"][query, rank])
+                wrong = label != queries[query]
+                name = titles[label] if wrong else ""
+                image = arrays["neighbor_images"][query, rank]
+                _picture(line[1 + rank], image, wrong, name)
+    return figure

@@ -1,0 +1,229 @@
+"""Accuracy against cost and labels, error by block (paper, figures 2, 3 and 5), training curves."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+from maect.core.errors import UserError
+from maect.report.config import ShownConfig
+from maect.report.cost import cost_table
+from maect.report.figures.data import finished_runs, read_metrics_lines, result_files, stage_title
+from maect.report.figures.style import COLORS, LINES, MARKERS, panels
+from maect.report.registry import architecture_title, method_title
+from maect.report.tables import KEYS, build_table, read_metrics
+from maect.stages import STAGES
+
+LABELS = {
+    "low_shot_1": "1 per class",
+    "low_shot_2": "2 per class",
+    "low_shot_5": "5 per class",
+    "low_shot_1pct": "1 %",
+    "low_shot_10pct": "10 %",
+    "fine_tune": "100 %",
+}
+POINTS = 200  # more than a page shows: longer curves are averaged down to this
+# Whatever is beside the line is the paper's, whatever is filled was measured.
+_PAPER = Line2D([], [], color="#777777", marker="o", fillstyle="none", linestyle="", label="paper")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A model: what its training cost and how good it is."""
+
+    architecture: str
+    method: str
+    hours: float
+    accuracy: float
+    deviation: float = math.nan
+    paper: float = math.nan
+
+
+def points_of(low_shot: pd.DataFrame, cost: pd.DataFrame) -> list[Point]:
+    """Models whose probing accuracy (table `low_shot`) and cost (`cost_table`) are both known."""
+    both = low_shot.merge(cost, on=KEYS)
+    both = both[both["linear_probe"].notna() & both["hours"].notna()]
+    columns = [*KEYS, "hours", "linear_probe", "linear_probe_std", "linear_probe_paper"]
+    return [Point(*line) for line in both[columns].itertuples(index=False, name=None)]
+
+
+def gpu_hours(shown: ShownConfig) -> Figure:
+    """Linear probing accuracy against device hours (log scale), one line a method.
+
+    Raises:
+        UserError: no model has both.
+    """
+    probed = build_table("low_shot", shown.rows, shown.evaluations, shown.compare_with_paper)
+    points = points_of(probed, cost_table(shown.rows, shown.runs))
+    if not points:
+        raise UserError("gpu_hours figure: no run has both a linear probe and a completion record")
+    methods = list(dict.fromkeys(point.method for point in points))
+    figure, (ax,) = panels(1, 1, height=3.2)
+    for number, method in enumerate(methods):
+        line = sorted((p for p in points if p.method == method), key=lambda p: p.hours)
+        color = COLORS[number % len(COLORS)]
+        hours = [p.hours for p in line]
+        ax.errorbar(
+            hours, [p.accuracy for p in line],
+            yerr=[0 if math.isnan(p.deviation) else p.deviation for p in line],
+            color=color, linestyle=LINES[number % len(LINES)], capsize=2,
+            marker=MARKERS[number % len(MARKERS)], label=method_title(method),
+        )  # fmt: skip
+        ax.plot(
+            hours, [p.paper for p in line], color=color, linestyle="", fillstyle="none",
+            marker=MARKERS[number % len(MARKERS)],
+        )  # fmt: skip
+        for p in line:
+            ax.annotate(
+                architecture_title(p.architecture), (p.hours, p.accuracy),
+                xytext=(5, -9 if number % 2 else 5), textcoords="offset points",
+                fontsize=6.5, color=color,
+            )  # fmt: skip
+    ax.set(xscale="log", xlabel="device hours of training", ylabel="linear probing accuracy (%)")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.margins(x=0.12, y=0.1)
+    handles, _ = ax.get_legend_handles_labels()
+    if any(not math.isnan(p.paper) for p in points):
+        handles.append(_PAPER)
+    ax.legend(handles=handles, loc="best")
+    return figure
+
+
+def label_efficiency(shown: ShownConfig) -> Figure:
+    """Accuracy against the number of labels, a panel an architecture, a line a method.
+
+    Raises:
+        UserError: nothing was measured.
+    """
+    asked = shown.rows, shown.evaluations, shown.compare_with_paper
+    low_shot, fine_tune = build_table("low_shot", *asked), build_table("fine_tune", *asked)
+    wanted = [c for c in fine_tune.columns if c.startswith("fine_tune")]
+    frame = low_shot.merge(fine_tune[KEYS + wanted], on=KEYS, how="outer", sort=False)
+    names = [name for name in LABELS if frame[name].notna().any()]
+    order = list(
+        dict.fromkeys(zip(*(pd.concat([low_shot, fine_tune])[k] for k in KEYS), strict=True))
+    )
+    frame = frame.set_index(KEYS).loc[order].reset_index()  # merging sorts
+    frame = frame[frame[names].notna().any(axis=1)] if names else frame.iloc[:0]
+    if frame.empty:
+        raise UserError("label_efficiency figure: no evaluation with few labels was run")
+    sizes = list(dict.fromkeys(frame["architecture"]))
+    methods = list(dict.fromkeys(frame["method"]))
+    figure, axes = panels(1, len(sizes), height=2.9)
+    for ax, size in zip(axes, sizes, strict=True):
+        for _, line in frame[frame["architecture"] == size].iterrows():
+            number = methods.index(line["method"])
+            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+            known = [(x, n) for x, n in enumerate(names) if not math.isnan(line[n])]
+            spread = [line[f"{n}_std"] for _, n in known]
+            ax.errorbar(
+                [x for x, _ in known], [line[n] for _, n in known], capsize=2, color=color,
+                yerr=[0 if math.isnan(s) else s for s in spread], marker=marker, markersize=4,
+                linestyle=LINES[number % len(LINES)],
+            )  # fmt: skip
+            ax.plot(
+                range(len(names)), [line[f"{n}_paper"] for n in names], color=color,
+                linestyle="", fillstyle="none", marker=marker, markersize=6,
+            )  # fmt: skip
+        ax.set_title(architecture_title(size))
+        ax.set_xticks(range(len(names)), [LABELS[name] for name in names], rotation=40, ha="right")
+        ax.set_xlabel("labels")
+    axes[0].set_ylabel("accuracy (%)")
+    handles = [
+        Line2D(
+            [], [], color=COLORS[n % len(COLORS)], marker=MARKERS[n % len(MARKERS)],
+            linestyle=LINES[n % len(LINES)], label=method_title(method),
+        )
+        for n, method in enumerate(methods)
+    ]  # fmt: skip
+    if frame[[f"{name}_paper" for name in names]].notna().any(axis=None):
+        handles.append(_PAPER)
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
+    return figure
+
+
+def color_histogram(shown: ShownConfig) -> Figure:
+    """Histogram prediction error after each block, one line a model.
+
+    Reads `color_histogram.json`, whose metric `errors` is a list, one value a block from the first
+    to the last, in percent of the error of a uniform prediction.
+
+    Raises:
+        UserError: nothing to draw, or a result without `errors`.
+    """
+    results = result_files(shown, "color_histogram.json")
+    if not results:
+        raise UserError("color_histogram figure: no run has this evaluation")
+    figure, (ax,) = panels(1, 1, height=2.9)
+    most = 0
+    for number, (name, path) in enumerate(results.items()):
+        errors = read_metrics(path).get("errors")
+        if not isinstance(errors, list) or not errors:
+            raise UserError(f"{path}: has no list `errors`; evaluate color_histogram again")
+        most = max(most, len(errors))
+        ax.plot(
+            range(1, len(errors) + 1), errors, color=COLORS[number % len(COLORS)],
+            linestyle=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)],
+            markersize=3, label=name,
+        )  # fmt: skip
+    ax.set(xlabel="block", ylabel="histogram prediction error (%)", xlim=(0.5, most + 0.5))
+    ax.set_xticks(range(1, most + 1, 1 if most <= 12 else 2))
+    ax.legend()
+    return figure
+
+
+def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+    """The series `y` over `x`, averaged to at most `POINTS` points of equally many steps."""
+    pairs = [(line[x], line[y]) for line in lines if x in line and y in line]
+    pairs = [pair for pair in pairs if all(math.isfinite(number) for number in pair)]
+    values = np.array(sorted(pairs), dtype=np.float64).reshape(-1, 2)
+    parts = np.array_split(values, POINTS) if len(values) > POINTS else [values]
+    if len(parts) > 1:
+        values = np.stack([part.mean(axis=0) for part in parts])
+    return values[:, 0], values[:, 1]
+
+
+def training_curves(shown: ShownConfig) -> Figure:
+    """Loss over epochs of every run behind the rows, one panel a stage.
+
+    Losses of different stages are not comparable.
+
+    Raises:
+        UserError: nothing to draw, or a file without epochs and losses.
+    """
+    x, y = "epoch", "loss"
+    stages: dict[str, dict[str, Path]] = {stage: {} for stage in STAGES}
+    for node in finished_runs(shown):
+        path = shown.runs / node.name / "metrics.jsonl"
+        if path.exists():
+            stages.setdefault(node.stage, {})[node.name] = path
+    drawn = {stage_title(stage): files for stage, files in stages.items() if files}
+    if not drawn:
+        raise UserError("training curves: no run to draw")
+    figure, axes = panels(1, len(drawn), height=2.5)
+    for ax, (title, runs) in zip(axes, drawn.items(), strict=True):
+        for number, (name, path) in enumerate(runs.items()):
+            horizontal, vertical = curve(read_metrics_lines(path), x, y)
+            if not len(horizontal):
+                raise UserError(f"{path}: no line has both {x!r} and {y!r}")
+            ax.plot(
+                horizontal, vertical, label=name,
+                color=COLORS[number % len(COLORS)], linestyle=LINES[number // len(COLORS) % 4],
+            )  # fmt: skip
+        ax.set_title(title)
+        ax.set_xlabel(x)
+        if len(runs) > 1:
+            ax.legend()
+        else:
+            ax.set_title(f"{title}: {next(iter(runs))}")
+    axes[0].set_ylabel(y)
+    return figure

@@ -1,0 +1,109 @@
+"""A schematic of an experiment: its runs as boxes, what starts from what as arrows."""
+
+from collections.abc import Sequence
+from itertools import cycle
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+from maect.core.errors import UserError
+from maect.report.config import ShownConfig
+from maect.report.figures.data import Node, finished_runs, stage_title
+from maect.report.figures.style import WIDTH, blank, panels
+from maect.stages import STAGES
+
+# Light enough for black letters; told apart in gray as well.
+FILLS = ("#56B4E9", "#F0E442", "#F3B6A0", "#A6D9C8", "#D9C2E6")
+NOT_TRAINED = "#DDDDDD"
+ROW = 0.24
+"""Inches a run takes."""
+
+
+def columns_of(nodes: Sequence[Node]) -> dict[str, int]:
+    """Column of each run: one further right than what it starts from."""
+    by_name = {node.name: node for node in nodes}
+    depth: dict[str, int] = {}
+
+    def find(name: str) -> int:
+        if name not in depth:
+            source = by_name[name].source
+            depth[name] = 0 if source is None else find(source) + 1
+        return depth[name]
+
+    for node in nodes:
+        if node.source is not None and node.source not in by_name:
+            raise UserError(f"pipeline figure: {node.name} starts from unknown run {node.source!r}")
+        find(node.name)
+    return depth
+
+
+def rows_of(nodes: Sequence[Node]) -> tuple[dict[str, float], float]:
+    """Height of each run, its descendants side by side below one another, and the total."""
+    children: dict[str | None, list[str]] = {}
+    for node in nodes:
+        children.setdefault(node.source, []).append(node.name)
+    rows: dict[str, float] = {}
+    used = 0.0
+
+    def place(name: str) -> float:
+        nonlocal used
+        below = [place(child) for child in children.get(name, [])]
+        if not below:
+            below, used = [used], used + 1
+        rows[name] = (below[0] + below[-1]) / 2
+        return rows[name]
+
+    for root in children.get(None, []):
+        place(root)
+    return rows, used
+
+
+def fills() -> dict[str, str]:
+    """Colour of each stage."""
+    trained = [name for name, stage in STAGES.items() if stage.trains]
+    return dict.fromkeys(STAGES, NOT_TRAINED) | dict(zip(trained, cycle(FILLS), strict=False))
+
+
+def pipeline(shown: ShownConfig) -> Figure:
+    """The finished runs behind the rows, from left (nothing) to right (tuned).
+
+    Raises:
+        UserError: no run, or one that starts from an unknown run.
+    """
+    nodes = finished_runs(shown)
+    if not nodes:
+        raise UserError("pipeline figure: the experiment has no run")
+    depth = columns_of(nodes)
+    rows, total = rows_of(nodes)
+    columns = max(depth.values()) + 1
+    figure, (ax,) = panels(1, 1, height=total * ROW + 0.6)
+    blank(ax)
+    ax.set(xlim=(0, columns), ylim=(total - 0.4, -1.1))
+    half = 0.36
+    colors = fills()
+    letters = max(len(node.name) for node in nodes)
+    size = min(7.5, 0.72 * WIDTH / columns * 72 / letters / 0.62)
+    for column in range(columns):
+        titles = {stage_title(node.stage) for node in nodes if depth[node.name] == column}
+        title = " / ".join(sorted(titles))
+        ax.text(column + 0.5, -0.85, title, ha="center", va="center", weight="bold")
+    for node in nodes:
+        x, y = depth[node.name] + 0.5, rows[node.name]
+        ax.add_patch(
+            FancyBboxPatch(
+                (x - half, y - 0.3), 2 * half, 0.6, boxstyle="round,pad=0,rounding_size=0.05",
+                mutation_aspect=4, facecolor=colors.get(node.stage, NOT_TRAINED),
+                edgecolor="#333333", linewidth=0.6,
+            )
+        )  # fmt: skip
+        ax.text(x, y, node.name, ha="center", va="center", fontsize=size)
+        if node.source is not None:
+            start = (depth[node.source] + 0.5 + half, rows[node.source])
+            ax.add_patch(
+                FancyArrowPatch(
+                    start, (x - half, y), arrowstyle="-|>", mutation_scale=6, linewidth=0.7,
+                    color="#555555", shrinkA=0, shrinkB=0,
+                    connectionstyle="arc3,rad=0",
+                )
+            )  # fmt: skip
+    return figure
