@@ -217,8 +217,8 @@ def evaluate(options: argparse.Namespace) -> None:
 
     from maect.core.settings import one_line
     from maect.evaluate import PROTOCOLS, Features, Shards
+    from maect.evaluate.config import EvaluationConfig
     from maect.evaluate.fine_tune_settings import FineTune
-    from maect.evaluate.job import Job
     from maect.evaluate.run import is_finished
     from maect.launch.devices import count_devices
     from maect.tools.plan.nodes import fixed_nodes
@@ -236,31 +236,30 @@ def evaluate(options: argparse.Namespace) -> None:
     shards = {"train": options.train_shards, "test": options.test_shards}
     shards |= {"images": options.test_shards} | parse_splits(options.split)
     features = {"train": options.train_features, "test": options.test_features}
-    inputs = {}
+    inputs: dict[str, Path | list[Path]] = {}
     for name, kind in values.inputs().items():
         given = features if isinstance(kind, Features) else left
         given = shards if isinstance(kind, Shards) else given
         path = given.get(name)
         if path is None:
             raise UserError(f"{options.out.stem}: lacks the input {name!r}")
-        inputs[name] = str(need(path, name).absolute())
-    job = Job(
+        inputs[name] = need(path, name)
+    told = EvaluationConfig(
+        evaluation=options.out.stem,
+        protocol=options.protocol,
         run=options.run,
-        out=options.out,
-        inputs={name: Path(path) for name, path in inputs.items()},
         resize=options.resize,
+        inputs=inputs,
+        settings=values,
     )
+    config = options.out.with_suffix(".yaml")
+    told.write(config)
     launch(
         options,
         options.out.with_suffix(".job"),
-        "maect.evaluate.run:run_protocol",
-        lambda: is_finished(job, values),
-        protocol=options.protocol,
-        run=str(options.run.absolute()),
-        out=str(options.out.absolute()),
-        inputs=inputs,
-        resize=options.resize,
-        settings=values.model_dump(mode="json"),
+        "maect.evaluate.run:evaluate",
+        lambda: is_finished(config),
+        config=str(config.absolute()),
     )
 
 

@@ -15,7 +15,8 @@ from maect.core.settings import Settings
 from maect.recipes import Encoder
 
 if TYPE_CHECKING:
-    from maect.evaluate.job import Context, Job
+    from maect.core.context import Context
+from maect.evaluate.job import Job
 
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]

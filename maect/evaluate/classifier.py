@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.data.index import Index
@@ -16,7 +17,7 @@ from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import BATCH
 from maect.evaluate.heads import BN_EPS
-from maect.evaluate.job import Context, Job
+from maect.evaluate.job import Job
 from maect.models.precision import Precision
 from maect.models.weights import load_tensors
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import digest
 from maect.evaluate.base import Encodes, Images, Input, Shards
-from maect.evaluate.job import Context, Job
+from maect.evaluate.job import Job
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 

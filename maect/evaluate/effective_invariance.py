@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from maect.core.context import Context
 from maect.evaluate.base import Encodes, Images, Input, Left, Shards
-from maect.evaluate.job import Context, Job
+from maect.evaluate.job import Job
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 

@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, sha256_file
+from maect.core.files import atomic_write
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, evaluation_parts
 from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.job import Context
+from maect.evaluate.job import encoder_checksum
 from maect.evaluate.store import write_features
 from maect.models.precision import Precision
 
@@ -65,7 +66,7 @@ def extract(
     resize = resize or round(model.settings.image_size * 256 / 224)
     record = {
         "run": encoder.parent.name,
-        "encoder_sha256": sha256_file(encoder),
+        "encoder_sha256": encoder_checksum(encoder.parent),
         "index_digest": index.digest,
         "class_names": list(index.class_names),
         "pooling": model.pooling,

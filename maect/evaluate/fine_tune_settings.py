@@ -4,9 +4,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, Fraction, Images, Input, Protocol, Shards
-from maect.evaluate.job import Context, Job
+from maect.evaluate.job import Job
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -86,7 +87,7 @@ class FineTune(Protocol):
         """Train and score (`maect.evaluate.fine_tune`)."""
         from maect.evaluate.fine_tune import evaluate
 
-        return evaluate(context, job, self)  # type: ignore[arg-type]
+        return evaluate(context, job, self)
 
     @property
     def full_precision(self) -> bool:

@@ -4,28 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from typing import Protocol as Interface
 
+from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file
 
 if TYPE_CHECKING:
     from maect.evaluate.store import FeatureFile
-
-
-class Context(Interface):
-    """One rank's place in a job, as `maect.launch` hands it out."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    cpus: int
-
-    def stop_requested(self) -> bool:
-        """Whether this rank was told to save and return."""
-
-    def report(self, progress: dict, /) -> None:
-        """Tell the launcher how far the job is."""
 
 
 class Interrupted(Exception):
@@ -45,7 +30,7 @@ class Job:
 
     run: Path
     out: Path
-    inputs: Mapping[str, Path] = field(default_factory=dict)
+    inputs: Mapping[str, Path | list[Path]] = field(default_factory=dict)
     resize: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
     """What a protocol adds to the provenance."""
@@ -61,9 +46,19 @@ class Job:
         Raises:
             UserError: it was not given.
         """
+        (path,) = self.paths(name)
+        return path
+
+    def paths(self, name: str) -> list[Path]:
+        """Where the parts of the input called `name` are, such as several trained runs.
+
+        Raises:
+            UserError: it was not given.
+        """
         if name not in self.inputs:
             raise UserError(f"{self.out.stem}: lacks the input {name!r}")
-        return self.inputs[name]
+        value = self.inputs[name]
+        return value if isinstance(value, list) else [value]
 
     def features(self, name: str, *, labelled: bool = True) -> "FeatureFile":
         """The features file called `name` ("train" or "test"), checked."""
@@ -80,6 +75,22 @@ class Job:
         train, test = self.features("train"), self.features("test")
         same_encoder(train, test)
         return train, test
+
+
+def encoder_checksum(run: Path) -> str:
+    """sha256 of a run's `encoder.safetensors`.
+
+    Raises:
+        UserError: it is missing, or not the one that the run's completion record promises.
+    """
+    encoder, record = run / "encoder.safetensors", run / "run.json"
+    if not encoder.exists():
+        raise UserError(f"{encoder}: no such encoder; train or import the run first")
+    actual = sha256_file(encoder)
+    promised = read_json(record).get("sha256", {}) if record.exists() else {}
+    if promised.get(encoder.name, actual) != actual:
+        raise UserError(f"{encoder}: damaged (its checksum is not that in run.json)")
+    return actual
 
 
 def idle_cpus(context: Context) -> int:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, Features, Input, Positive, Protocol
-from maect.evaluate.job import Context, Job, idle_cpus
+from maect.evaluate.job import Job, idle_cpus
 
 
 class Knn(Protocol):

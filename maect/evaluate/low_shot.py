@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, Features, Fraction, Input, Protocol
-from maect.evaluate.job import Context, Job, idle_cpus
+from maect.evaluate.job import Job, idle_cpus
 
 if TYPE_CHECKING:
     import numpy as np

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.data.index import Index
@@ -25,7 +26,7 @@ from maect.data.transforms import augment
 from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import learning_rate
-from maect.evaluate.job import Context, Interrupted, Job
+from maect.evaluate.job import Interrupted, Job
 from maect.recipes import View
 
 STATE = "heads.safetensors"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from maect.evaluate.job import Context
+from maect.core.context import Context
 
 # A rank may wait for another one that works on its share for hours.
 _PATIENCE = timedelta(hours=12)

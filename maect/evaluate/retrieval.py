@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.evaluate.base import Features, Input, Left, Protocol, Shards
-from maect.evaluate.job import Context, Job, idle_cpus
+from maect.evaluate.job import Job, idle_cpus
 
 if TYPE_CHECKING:
     from pathlib import Path

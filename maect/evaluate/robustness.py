@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Encodes, Images, Input, Left, Shards
-from maect.evaluate.job import Context, Job
+from maect.evaluate.job import Job
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 

@@ -1,4 +1,4 @@
-"""Run one protocol for one run and write its JSON: metrics, every setting, provenance."""
+"""Run one protocol on one run and write its JSON: metrics, every setting, provenance."""
 
 import platform
 import shutil
@@ -6,85 +6,77 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from maect import __version__
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
-from maect.core.settings import one_line
 from maect.data.index import open_index
-from maect.evaluate.base import Features, Left, Protocol, Shards
-from maect.evaluate.job import Context, Interrupted, Job
-from maect.evaluate.registry import PROTOCOLS
+from maect.evaluate.base import Features, Left, Protocol, Shards, Trained
+from maect.evaluate.config import EvaluationConfig
+from maect.evaluate.job import Interrupted, Job, encoder_checksum
 from maect.evaluate.store import open_record
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
 
 
-def run_protocol(
-    context: Context,
-    *,
-    protocol: str,
-    run: str | Path,
-    out: str | Path,
-    inputs: dict[str, str] | None = None,
-    resize: int | None = None,
-    settings: dict[str, Any] | None = None,
-) -> str:
-    """Evaluate and write `out`, atomically; called on every rank.
+def evaluate(context: Context, *, config: str | Path) -> str:
+    """Evaluate as a resolved file says and write the JSON beside it; called on every rank.
 
     Args:
         context: this rank.
-        protocol: a key of `maect.evaluate.PROTOCOLS`.
-        run: folder of the run, with `encoder.safetensors`.
-        out: the JSON to write.
-        inputs: what the protocol declares, by name.
-        resize: shorter side before the centre crop of evaluation images.
-        settings: what differs from the protocol's defaults.
+        config: `evaluations/RUN/NAME.yaml`, an `EvaluationConfig`.
 
     Returns:
         "done", or "requeue" if the job was told to stop and has saved its state.
 
     Raises:
-        UserError: unknown protocol or setting, or an input that the protocol cannot use.
+        UserError: a file, setting or input that the protocol cannot use.
     """
-    if protocol not in PROTOCOLS:
-        raise UserError(f"unknown protocol {protocol!r}; known: {', '.join(PROTOCOLS)}")
-    try:
-        values = PROTOCOLS[protocol].model_validate(settings or {})
-    except ValidationError as error:
-        raise one_line(error, protocol) from None
-    # What a protocol does not read is no part of its provenance.
-    given = {n: Path(path) for n, path in (inputs or {}).items() if n in values.inputs()}
-    job = Job(run=Path(run), out=Path(out), inputs=given, resize=resize)
+    told = EvaluationConfig.read(config)
+    return run(context, job_of(told, Path(config)), told.settings)
+
+
+def job_of(told: EvaluationConfig, config: Path) -> Job:
+    """The job that a resolved file describes; its result goes beside the file."""
+    return Job(told.run, config.with_suffix(".json"), told.inputs, told.resize)
+
+
+def run(context: Context, job: Job, protocol: Protocol) -> str:
+    """Evaluate and write `job.out`, atomically; called on every rank.
+
+    Returns:
+        "done" or "requeue", as `evaluate`.
+    """
     # Protocols on stored features use the cores of rank 0's node, through threads.
-    if context.rank and not values.every_rank:
+    if context.rank and not protocol.every_rank:
         return "done"
     # Before anything is computed, or a file beside the JSON replaced.
-    encoder = encoder_digest(job, values) if context.rank == 0 else None
+    encoder = evaluated_encoder(job, protocol) if context.rank == 0 else None
     try:
-        metrics = values.evaluate(context, job)
+        metrics = protocol.evaluate(context, job)
     except Interrupted:
         return "requeue"
     if context.rank == 0:
         result = {
             "metrics": metrics,
-            "settings": values.model_dump(mode="json") | {"resize": resize},
-            "provenance": provenance(job, values, context.world_size, encoder)
-            | {"test_data": values.test_data}
+            "settings": protocol.model_dump(mode="json") | {"resize": job.resize},
+            "provenance": provenance(job, protocol, context.world_size, encoder)
+            | {"test_data": protocol.test_data}
             | job.notes,
         }
-        write_json(out, result)
+        write_json(job.out, result)
         shutil.rmtree(job.state, ignore_errors=True)
     return "done"
 
 
-def is_finished(job: Job, protocol: Protocol) -> bool:
-    """Whether the result is there, of this encoder, these settings and these inputs.
+def is_finished(config: str | Path) -> bool:
+    """Whether the result of a resolved file is there: of this encoder, settings and inputs.
 
     Raises:
-        UserError: an input that cannot be read.
+        UserError: an input that cannot be read, or a damaged encoder.
     """
+    told = EvaluationConfig.read(config)
+    job, protocol = job_of(told, Path(config)), told.settings
     if not job.out.exists():
         return False
     result = read_json(job.out)
@@ -95,25 +87,27 @@ def is_finished(job: Job, protocol: Protocol) -> bool:
     )
     return (
         result["settings"] == protocol.model_dump(mode="json") | {"resize": job.resize}
-        and about["encoder_sha256"] == sha256_file(job.run / "encoder.safetensors")
+        and about["encoder_sha256"] == encoder_checksum(job.run)
         and then == now
         and about.get("inputs", {}) == wanted["inputs"]
     )
 
 
-def encoder_digest(job: Job, protocol: Protocol) -> str | None:
+def evaluated_encoder(job: Job, protocol: Protocol) -> str | None:
     """sha256 of what is evaluated: the run's encoder or, without its file, that of the features.
 
     Raises:
-        UserError: an encoder that is not the one that its training left, or features that were
-            not made from it.
+        UserError: a damaged encoder, or features that were not made from it.
     """
     encoder = job.run / "encoder.safetensors"
-    actual: str | None = sha256_file(encoder) if encoder.exists() else None
-    features = [name for name, kind in protocol.inputs().items() if isinstance(kind, Features)]
+    actual = encoder_checksum(job.run) if encoder.exists() else None
+    declared = protocol.inputs().items()
     # A file that is missing, or two that do not belong together, the protocol itself refuses.
-    paths = [job.inputs[name] for name in features if name in job.inputs]
-    paths = [path for path in paths if path.exists()]
+    paths = [
+        job.path(name)
+        for name, kind in declared
+        if isinstance(kind, Features) and name in job.inputs and job.path(name).exists()
+    ]
     made: list[str] = [open_record(path)["encoder_sha256"] for path in paths]
     for path, digest in zip(paths, made, strict=True):
         if actual not in (None, digest):
@@ -156,4 +150,6 @@ def _sources(job: Job, protocol: Protocol) -> dict[str, dict[str, Any]]:
             splits[name] = {"index_digest": open_index(job.path(name)).digest}
         elif isinstance(kind, Left):
             inputs[name] = sha256_file(job.path(name))
+        elif isinstance(kind, Trained):
+            inputs[name] = [encoder_checksum(run) for run in job.paths(name)]
     return {"splits": splits, "inputs": inputs}

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, cast
 
 from pydantic import Field
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Input, Protocol
-from maect.evaluate.job import Context, Job
+from maect.evaluate.job import Job
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 

@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.evaluate.base import Features, Input, Protocol
-from maect.evaluate.job import Context, Job
+from maect.evaluate.job import Job
 
 
 class Umap(Protocol):

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from maect.evaluate.base import Protocol
+from maect.evaluate.config import EvaluationConfig
 from maect.evaluate.job import Job
 from maect.evaluate.store import write_features
 
@@ -81,6 +83,20 @@ def given(job: Job, **inputs: Path | None) -> Job:
     """The job with other inputs; None takes one away."""
     every = {**job.inputs, **inputs}
     return replace(job, inputs={name: path for name, path in every.items() if path is not None})
+
+
+def resolved(job: Job, settings: Protocol) -> Path:
+    """The resolved file of an evaluation, beside its result."""
+    path = job.out.with_suffix(".yaml")
+    EvaluationConfig(
+        evaluation=job.out.stem,
+        protocol=settings.name,
+        run=job.run,
+        resize=job.resize,
+        inputs=dict(job.inputs),
+        settings=settings,
+    ).write(path)
+    return path
 
 
 @pytest.fixture(scope="session")

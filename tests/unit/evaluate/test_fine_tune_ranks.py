@@ -12,11 +12,14 @@ import torch.distributed as dist
 from maect.core.files import read_json
 from maect.evaluate import fine_tune
 from maect.evaluate.fine_tune_settings import FineTune
-from maect.evaluate.run import run_protocol
+from maect.evaluate.job import Job
+from maect.evaluate.run import evaluate
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks
 from ranks import run
+
+from .conftest import resolved
 
 ranks._server.set_forkserver_preload(
     ["maect.train.run", "deepspeed", "torch.utils.tensorboard", "maect.evaluate.fine_tune"]
@@ -28,28 +31,19 @@ SETTINGS = FineTune(
 )  # fmt: skip
 
 
-def evaluated(context: Any, save_seconds: float, **arguments: Any) -> str:
+def evaluated(context: Any, save_seconds: float, config: str) -> str:
     """In every rank; a rank that ends before the others would end them here."""
     fine_tune.SAVE_SECONDS = save_seconds
-    verdict = run_protocol(context, **arguments)
+    verdict = evaluate(context, config=config)
     dist.barrier()
     return verdict
 
 
 def job(images: Path, out: Path, settings: FineTune = SETTINGS, save_seconds: float = 600):
-    return {
-        "function": evaluated,
-        "save_seconds": save_seconds,
-        "protocol": "fine_tune",
-        "run": str(images / "runs" / "mae"),
-        "out": str(out),
-        "inputs": {
-            "train": str(images / "shards" / "train"),
-            "test": str(images / "shards" / "val"),
-        },
-        "resize": 16,
-        "settings": settings.model_dump(mode="json"),
-    }
+    shards = images / "shards"
+    inputs = {"train": shards / "train", "test": shards / "val"}
+    config = resolved(Job(images / "runs" / "mae", out, inputs, resize=16), settings)
+    return {"function": evaluated, "save_seconds": save_seconds, "config": str(config)}
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import Heads, learning_rate
 from maect.evaluate.job import Interrupted, Job
 from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.run import run_protocol
+from maect.evaluate.run import evaluate
 from maect.recipes import View
 
-from .conftest import Rank
+from .conftest import Rank, resolved
 
 SETTINGS = LinearProbe(
     epochs=4,
@@ -204,18 +204,11 @@ def test_another_probes_state_is_not_taken(images: Path, tmp_path: Path, rank: R
 
 
 def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
-    shards, out = images / "shards", tmp_path / "linear_probe.json"
-    arguments = {
-        "protocol": "linear_probe",
-        "run": images / "runs" / "mae",
-        "out": out,
-        "inputs": {"train": shards / "train", "test": shards / "val"},
-        "resize": 16,
-        "settings": SETTINGS.model_dump(),
-    }
-    assert run_protocol(Rank(patience=4), **arguments) == "requeue"
+    out = tmp_path / "linear_probe.json"
+    config = resolved(job_of(images, out), SETTINGS)
+    assert evaluate(Rank(patience=4), config=config) == "requeue"
     assert not out.exists() and (tmp_path / ".linear_probe.state").exists()
-    assert run_protocol(rank, **arguments) == "done"
+    assert evaluate(rank, config=config) == "done"
     result = json.loads(out.read_text())
     assert result["settings"]["learning_rates"] == [8.0, 0.8, 0.08]
     assert result["settings"]["resize"] == 16

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,25 +10,21 @@ import pytest
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
+from maect.core.files import sha256_file, write_json
 from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.clustering import Clustering
+from maect.evaluate.features import extract
 from maect.evaluate.job import Job
-from maect.evaluate.run import run_protocol
+from maect.evaluate.knn import Knn
+from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.run import evaluate, is_finished
 from maect.evaluate.umap import Umap
 
-from .conftest import Rank, blobs, given, store
+from .conftest import Rank, blobs, given, resolved, store
 
 
 def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
-    verdict = run_protocol(
-        rank,
-        protocol="knn",
-        run=job.run,
-        out=job.out,
-        inputs={**job.inputs, "probe": "not/read"},
-        settings={"k": 5},
-    )
-    assert verdict == "done"
+    assert evaluate(rank, config=resolved(job, Knn(k=5))) == "done"
     result = json.loads(job.out.read_text())
     assert set(result) == {"metrics", "settings", "provenance"}
     assert result["settings"]["k"] == 5 and result["settings"]["temperature"] == 0.07
@@ -55,21 +52,66 @@ def test_json_says_what_test_data_was_used_for(protocol: str, used: str | None) 
 
 
 def test_other_ranks_leave_it_to_the_first(job: Job) -> None:
-    arguments = {"protocol": "knn", "run": job.run, "inputs": job.inputs}
-    assert run_protocol(Rank(rank=1, world_size=2), out=job.out, **arguments) == "done"
+    assert evaluate(Rank(rank=1, world_size=2), config=resolved(job, Knn())) == "done"
     assert not job.out.exists()
 
 
+def test_a_result_is_of_its_encoder_settings_and_inputs(
+    images: Path, tmp_path: Path, rank: Rank
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(images / "runs" / "mae", run)
+    checksum = sha256_file(run / "encoder.safetensors")
+    write_json(run / "run.json", {"sha256": {"encoder.safetensors": checksum}})
+    features = {"encoder_sha256": checksum}
+    paths = {
+        split: store(tmp_path / f"{split}.safetensors", *blobs(60, 12, 6, seed), **features)
+        for seed, split in enumerate(("train", "test"))
+    }
+    job = Job(run, tmp_path / "knn.json", paths)
+    config = resolved(job, Knn(k=5))
+    assert not is_finished(config)
+    evaluate(rank, config=config)
+    assert is_finished(config)
+    assert not is_finished(resolved(job, Knn(k=6)))
+    assert not is_finished(resolved(replace(job, resize=20), Knn(k=5)))
+    other = store(tmp_path / "o.safetensors", *blobs(60, 12, 6, 1), index_digest="0", **features)
+    assert not is_finished(resolved(given(job, test=other), Knn(k=5)))
+    assert is_finished(resolved(job, Knn(k=5)))
+
+
+def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(images / "runs" / "mae", run)
+    encoder = run / "encoder.safetensors"
+    record = {"sha256": {"encoder.safetensors": sha256_file(encoder)}}
+    write_json(run / "run.json", record)
+    data = bytearray(encoder.read_bytes())
+    data[-1] ^= 1
+    encoder.write_bytes(data)
+    shards = images / "shards" / "val"
+    job = Job(run, tmp_path / "linear_probe.json", {"train": shards, "test": shards})
+    with pytest.raises(UserError, match=r"run/encoder\.safetensors: damaged"):
+        evaluate(rank, config=resolved(job, LinearProbe()))
+    with pytest.raises(UserError, match=r"run/encoder\.safetensors: damaged"):
+        extract(rank, encoder=encoder, shards=shards, out=tmp_path / "val.safetensors")
+    assert not job.out.exists() and not (tmp_path / "val.safetensors").exists()
+
+
 def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
-    arguments = {"run": job.run, "out": job.out, "inputs": job.inputs}
-    with pytest.raises(UserError, match="unknown protocol 'kmn'"):
-        run_protocol(rank, protocol="kmn", **arguments)
-    with pytest.raises(UserError, match="knn: unknown key 'tempurature'; did you mean"):
-        run_protocol(rank, protocol="knn", settings={"tempurature": 1}, **arguments)
+    config = resolved(job, Knn())
+    plain = config.read_text()
+    config.write_text(plain.replace("protocol: knn", "protocol: kmn"))
+    with pytest.raises(UserError, match="unknown 'kmn'; did you mean 'knn'"):
+        evaluate(rank, config=config)
+    config.write_text(plain.replace("temperature:", "tempurature:"))
+    with pytest.raises(UserError, match="unknown key 'tempurature'; did you mean"):
+        evaluate(rank, config=config)
+    config.write_text(plain)
     (job.run).mkdir()
     (job.run / "encoder.safetensors").write_bytes(b"another")
     with pytest.raises(UserError, match=r"made from another encoder than .*encoder\.safetensors"):
-        run_protocol(rank, protocol="knn", **arguments)
+        evaluate(rank, config=config)
     assert not job.out.exists()
 
 
@@ -87,11 +129,9 @@ def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
         ("linear_probe", {"learning_rates": [0.1, -0.1]}, r"learning_rates\.1: .* greater than 0"),
     ],
 )
-def test_lists_that_make_no_sense_are_one_line(
-    job: Job, rank: Rank, protocol: str, settings: dict, message: str
-) -> None:
+def test_lists_that_make_no_sense_are_one_line(protocol: str, settings: dict, message: str) -> None:
     with pytest.raises(UserError, match=f"^{protocol}: {message}") as error:
-        run_protocol(rank, protocol=protocol, run=job.run, out=job.out, settings=settings)
+        load_evaluation(protocol, "large", settings)
     assert "\n" not in str(error.value)
 
 
@@ -103,20 +143,16 @@ def test_features_of_another_encoder_leave_what_was_there(
     job.run.mkdir()
     (job.run / "encoder.safetensors").write_bytes(b"another")
     with pytest.raises(UserError, match=r"test\.safetensors: made from another encoder than"):
-        run_protocol(rank, protocol="clustering", run=job.run, out=job.out, inputs=job.inputs)
+        evaluate(rank, config=resolved(job, Clustering()))
     # What is missing, or does not belong together, the protocol says itself.
     (job.run / "encoder.safetensors").unlink()
     missing = job.path("test").with_name("none.safetensors")
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"none\.safetensors: no such features file; make it with"):
-        run_protocol(
-            rank, protocol="clustering", run=job.run, out=job.out, inputs={"test": missing}
-        )
+        evaluate(rank, config=resolved(given(job, test=missing), Clustering()))
     other = store(missing.with_name("o.safetensors"), *blobs(9, 12, 6, 1), encoder_sha256="f" * 64)
     with pytest.raises(UserError, match=r"o\.safetensors: encoder_sha256 differs; extract"):
-        run_protocol(
-            rank, protocol="knn", run=job.run, out=job.out, inputs={**job.inputs, "test": other}
-        )
+        evaluate(rank, config=resolved(given(job, test=other), Knn()))
 
 
 def test_declarations_need_nothing_heavy() -> None:

@@ -10,11 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.features import extract
-from maect.evaluate.run import run_protocol
+from maect.evaluate.job import Job
+from maect.evaluate.knn import Knn
+from maect.evaluate.robustness import Robustness
+from maect.evaluate.run import evaluate
 from maect.evaluate.store import open_features
 
-from .conftest import Rank
+from .conftest import Rank, resolved
 from .test_color_histogram import SETTINGS as HISTOGRAM
 from .test_linear_probe import SETTINGS
 
@@ -24,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from evaluate.conftest import Rank
 from maect.evaluate.features import extract
-from maect.evaluate.run import run_protocol
+from maect.evaluate.run import evaluate
 
 number, images, out = int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4])
 rank = Rank(number, number, 2, 2, cpus=1)
@@ -32,23 +36,18 @@ run, shards = images / "runs" / "mae", images / "shards"
 for split in ("train", "val"):
     extract(rank, encoder=run / "encoder.safetensors", shards=shards / split,
             out=out / f"{split}.safetensors", resize=16)
-for protocol, settings in json.loads(sys.argv[5]).items():
-    run_protocol(rank, protocol=protocol, run=run, out=out / f"{protocol}.json",
-                 inputs={"train": shards / "train", "test": shards / "val",
-                         "val": shards / "val", "probe": out.parent / "probe.safetensors"},
-                 resize=16, settings=settings)
-run_protocol(rank, protocol="knn", run=run, out=out / "knn.json",
-             inputs={"train": out / "train.safetensors", "test": out / "val.safetensors"})
+for config in sys.argv[5:]:
+    evaluate(rank, config=config)
 """
 
 
-# Trained ones end with the same numbers up to rounding, the others too; by protocol.
-PROTOCOLS = {
-    "linear_probe": SETTINGS.model_dump(mode="json") | {"concat": True},
-    "color_histogram": HISTOGRAM.model_dump(mode="json"),
-    "robustness": {"splits": ["val"], "precision": "fp32"},
-    "effective_invariance": {"draws": 1, "precision": "fp32"},
-}
+# Trained ones end with the same numbers up to rounding, the others too.
+PROTOCOLS = (
+    SETTINGS.model_copy(update={"concat": True}),
+    HISTOGRAM,
+    Robustness(splits=("val",), precision="fp32"),
+    EffectiveInvariance(draws=1, precision="fp32"),
+)
 
 
 def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) -> None:
@@ -62,21 +61,22 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
     }
     run, shards = images / "runs" / "mae", images / "shards"
     alone, together = tmp_path / "alone", tmp_path / "together"
-    given = {
-        "run": run,
-        "inputs": {
-            "train": shards / "train",
-            "test": shards / "val",
-            "val": shards / "val",
-            "probe": tmp_path / "probe.safetensors",
-        },
-        "resize": 16,
+    inputs = {
+        "train": shards / "train",
+        "test": shards / "val",
+        "val": shards / "val",
+        "probe": tmp_path / "probe.safetensors",
     }
-    plain = SETTINGS.model_dump(mode="json")
-    run_protocol(
-        rank, protocol="linear_probe", out=tmp_path / "probe.json", settings=plain, **given
-    )
-    arguments = [Path(__file__).parent.parent, images, together, json.dumps(PROTOCOLS)]
+
+    def job(out: Path) -> Job:
+        return Job(run, out, inputs, resize=16)
+
+    features = {split: together / f"{split}.safetensors" for split in ("train", "val")}
+    nearest = Job(run, together / "knn.json", {"train": features["train"], "test": features["val"]})
+    evaluate(rank, config=resolved(job(tmp_path / "probe.json"), SETTINGS))
+    configs = [resolved(job(together / f"{p.name}.json"), p) for p in PROTOCOLS]
+    configs.append(resolved(nearest, Knn()))
+    arguments = [Path(__file__).parent.parent, images, together, *configs]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, number, *map(str, arguments)], env=environment
@@ -92,10 +92,8 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
                 out=alone / f"{split}.safetensors",
                 resize=16,
             )
-        for name, settings in PROTOCOLS.items():
-            run_protocol(
-                rank, protocol=name, out=alone / f"{name}.json", settings=settings, **given
-            )
+        for protocol in PROTOCOLS:
+            evaluate(rank, config=resolved(job(alone / f"{protocol.name}.json"), protocol))
         assert [process.wait(480) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
@@ -105,7 +103,7 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
         # Kernels may differ between one and two threads, so not the bits.
         np.testing.assert_allclose(one.all(), two.all(), atol=1e-5)
         assert np.array_equal(one.labels, two.labels) and one.names() == two.names()
-    for name in PROTOCOLS:
+    for name in (protocol.name for protocol in PROTOCOLS):
         first, second = (json.loads((p / f"{name}.json").read_text()) for p in (alone, together))
         assert second["provenance"]["world_size"] == 2
         a, b = first["metrics"], second["metrics"]
