@@ -29,16 +29,16 @@ def write_digits(out: Path) -> None:
     digits = load_digits()
     rank = random.bits(_SEED, 0, np.arange(len(digits.target)), 0, random.SUBSET, 1)[:, 0]
     order = np.lexsort((rank, digits.target))
-    place = np.concatenate([np.arange(n) for n in np.bincount(digits.target)])
+    within = np.concatenate([np.arange(n) for n in np.bincount(digits.target)])
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    val = place < _VAL_PER_CLASS
+    val = within < _VAL_PER_CLASS
     same = {"val": (val, lambda image, _: image), "train": (~val, lambda image, _: image)}
     shifted = {name: (val, change) for name, change in SHIFTS.items()}
     for split, (chosen, change) in {**same, **shifted}.items():
         if (out / split).exists():
             continue
-        # A whole split appears at once: far quicker than making each small file durable.
+        # A split appears at once: far quicker than making each small file durable.
         temporary = Path(tempfile.mkdtemp(prefix=f".{split}-", dir=out))
         try:
             for number in order[chosen]:

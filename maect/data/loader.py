@@ -50,7 +50,7 @@ class _Job(Generic[_Note]):
     geometries: NDArray[np.int32]
     """[b, views, 8]."""
     change: Callable[[NDArray[np.uint8], int], None] | None = None
-    """Called with a decoded sample's views and its place in the batch."""
+    """Called with a decoded sample's views and its row in the batch."""
 
 
 def train_batches(
@@ -112,7 +112,7 @@ def _changer(
 ) -> Callable[[NDArray[np.uint8], int], None] | None:
     if change is None:
         return None
-    return lambda views, place: change(views, int(batch.epochs[place]), int(batch.ids[place]))
+    return lambda views, i: change(views, int(batch.epochs[i]), int(batch.ids[i]))
 
 
 def evaluation_batches(
@@ -194,12 +194,12 @@ def _wait(note: _Note, parts: list[Future[None]]) -> _Note:
 
 def _decode(index: Index, job: _Job[_Note], out: NDArray[np.uint8], part: slice) -> None:
     """Read and decode some samples of a batch into `out`, uint8 [views, b, 3, S, S]."""
-    for place in range(*part.indices(len(job.rows))):
-        row = int(job.rows[place])
+    for i in range(*part.indices(len(job.rows))):
+        row = int(job.rows[i])
         try:
-            render(index.read(row), job.geometries[place], out[:, place])
+            render(index.read(row), job.geometries[i], out[:, i])
             if job.change is not None:
-                job.change(out[:, place], place)
+                job.change(out[:, i], i)
         except UnreadableError as error:
             raise UserError(
                 f"{index.directory}: cannot decode sample {row} ({index.key(row)}): {error}; "

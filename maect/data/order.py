@@ -2,7 +2,7 @@
 
 The index is cut into chunks of consecutive samples. A keyed permutation orders the chunks; the
 samples of a window of chunks are shuffled among themselves. Reads stay inside one window, memory
-is one window's, and any position of any epoch is found without what comes before it. Shards are
+is one window's, and any position of any epoch is computed without what comes before it. Shards are
 written in random order, so chunks are random samples of the data set.
 """
 
@@ -105,15 +105,15 @@ class Order:
         return self._short_by if short_at < window * self.window else 0
 
     def _epoch_start(self, epoch: int) -> tuple[Permutation, int]:
-        """The permutation of an epoch's chunks and the place where it puts the short last one."""
+        """The permutation of an epoch's chunks, and where it moves the short last one."""
         chunks = Permutation.keyed(self.chunks, self.seed, epoch, random.CHUNK)
         return chunks, int(chunks.inverse(np.array([self.chunks - 1]))[0])
 
     def _window(self, epoch: int, number: int) -> NDArray[np.int64]:
         chunks, _ = self._epoch(epoch)
         first = number * self.window
-        places = np.arange(first, min(first + self.window, self.chunks), dtype=np.int64)
-        starts = chunks(places) * self.chunk
+        positions = np.arange(first, min(first + self.window, self.chunks), dtype=np.int64)
+        starts = chunks(positions) * self.chunk
         rows = (starts[:, None] + np.arange(self.chunk)).ravel()
         rows = rows[rows < self.n]
         shuffle = np.argsort(

@@ -4,8 +4,8 @@ Layout of `out`: SPLIT-000000.tar … (webdataset: KEY.jpg, KEY.cls), index.npy,
 index.json; plan.json and parts/ belong to the making. Every step can be killed at any moment and
 run again: what is finished stays as it is, what is not is made again.
 
-The plan fixes which image goes where before the first byte is written. An image's id is its place
-in a shuffled list, whatever the number of shards, so neither the number of shards nor the order in
+The plan fixes which image goes where before the first byte is written. An image's id is its
+position in a shuffled list, whatever the number of shards, so neither that number nor the order in
 which they are written changes what training sees.
 """
 

@@ -31,10 +31,10 @@ def stage(directory: Path, storage: str) -> Path:
     Raises:
         UserError: no such storage, too little room, or a copy failed.
     """
-    place = _folder(storage)
+    parent = _folder(storage)
     index = open_index(directory)
     identity = f"{directory.resolve()} {index.digest} {index.record['index_sha256']}"
-    out = place / f"maect-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    out = parent / f"maect-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
     try:
         out.mkdir(exist_ok=True)
         with open(out / ".lock", "w") as lock:

@@ -69,13 +69,13 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     return len(rows)
 
 
-def rows_by_name(keys: Sequence[str], names: Iterable[str], place: Path) -> NDArray[np.int64]:
+def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDArray[np.int64]:
     """Rows of images given by file name, in increasing order.
 
     Args:
         keys: names of the split's samples, in order.
         names: file names as in the original data set, with or without folder and extension.
-        place: of the split, for messages.
+        where: folder of the split, for messages.
 
     Raises:
         UserError: names that the split does not have, or has more than once.
@@ -88,17 +88,17 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], place: Path) -> NDAr
             rows_of[base].append(row)
     rows, missing = [], []
     for name, folder, stem in listed:
-        found = rows_of[stem]
-        if folder and len(found) > 1:
-            found = [row for row in found if keys[row] == f"{folder}/{stem}"]
-        if len(found) > 1:
-            raise UserError(f"{place}: {name} names {len(found)} images; give the folder")
-        if found:
-            rows.append(found[0])
+        candidates = rows_of[stem]
+        if folder and len(candidates) > 1:
+            candidates = [row for row in candidates if keys[row] == f"{folder}/{stem}"]
+        if len(candidates) > 1:
+            raise UserError(f"{where}: {name} names {len(candidates)} images; give the folder")
+        if candidates:
+            rows.append(candidates[0])
         else:
             missing.append(name)
     if missing:
-        raise UserError(f"{place}: lacks {len(missing)} listed images, {missing[0]} first")
+        raise UserError(f"{where}: lacks {len(missing)} listed images, {missing[0]} first")
     return np.array(sorted(rows), np.int64)
 
 
@@ -126,11 +126,11 @@ def balanced_rows(
     """
     classes, counts, rows = _shuffled(labels, seed)
     wanted = np.union1d(classes, np.arange(len(names)))
-    found = np.bincount(labels[rows], minlength=len(names))[wanted]
-    if found.min() < per_class:
-        few = int(wanted[found.argmin()])
+    available = np.bincount(labels[rows], minlength=len(names))[wanted]
+    if available.min() < per_class:
+        few = int(wanted[available.argmin()])
         name = names[few] if few < len(names) else few
-        raise UserError(f"class {name}: {found.min()} samples, {per_class} wanted")
+        raise UserError(f"class {name}: {available.min()} samples, {per_class} wanted")
     return _firsts(rows, counts, np.full(len(counts), per_class))
 
 
@@ -160,5 +160,5 @@ def _shuffled(
 def _firsts(
     rows: NDArray[np.int64], counts: NDArray[np.int64], wanted: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    place = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.sort(rows[place < np.repeat(wanted, counts)]).astype(np.int64)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.sort(rows[within < np.repeat(wanted, counts)]).astype(np.int64)

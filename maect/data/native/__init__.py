@@ -43,9 +43,9 @@ def library() -> ctypes.CDLL | None:
 
 def version() -> str:
     """Version of the libjpeg-turbo that the library was built with; needs `library()`."""
-    found = library()
-    assert found is not None
-    return found.maect_version().decode()
+    native = library()
+    assert native is not None
+    return native.maect_version().decode()
 
 
 class _Workspace:

@@ -25,7 +25,7 @@ def compile_c(sources: Sequence[Path], output: Path, *flags: str) -> None:
     """Compile and link against libjpeg.
 
     Raises:
-        UserError: no compiler, no headers, or an error, with the cure.
+        UserError: no compiler, no headers, or an error, with a hint.
     """
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:

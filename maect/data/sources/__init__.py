@@ -1,6 +1,6 @@
 """Where images come from: each kind lists and reads its own, all else treats them alike.
 
-A new kind is a module here that declares it, and a place in `SOURCES`; experiments, `maect shard`
+A new kind is a module here that declares it, and a line in `SOURCES`; experiments, `maect shard`
 and its help know it from there.
 """
 
@@ -52,7 +52,7 @@ def find_source(kind: str) -> type[Source]:
 
 
 def open_source(kind: str, path: Path, labels: Path | None = None) -> ImageSource:
-    """The images at a place.
+    """The images of a folder or file.
 
     Raises:
         UserError: unknown kind, or one without images of its own.

@@ -14,7 +14,7 @@ from maect.data.sources.base import (
 
 
 class Folder(ImageSource):
-    """Labels are the places of the class folders' names in their sorted order."""
+    """Labels number the class folders in the order of their names."""
 
     kind = "folder"
     about = "CLASS/IMAGE, at any depth below CLASS"

@@ -8,7 +8,7 @@ from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing
 
 
 class ImageList(ImageSource):
-    """Labels are the places of the classes' names in their sorted order."""
+    """Labels number the classes in the order of their names."""
 
     kind = "list"
     about = "a .csv or .tsv table with the columns path (below its folder) and, if known, label"

@@ -1,4 +1,4 @@
-"""ImageNet-1k and its relatives as they are distributed; labels are places in the 1,000 classes."""
+"""ImageNet-1k and its relatives as they are distributed; labels number the 1,000 classes."""
 
 import csv
 import importlib.util
@@ -155,7 +155,7 @@ def _members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int, i
                 if member.isfile():
                     members.append((member.name, member.offset_data, member.size))
     except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
-        raise UserError(f"{where}: not a whole tar ({error}); download it again") from None
+        raise UserError(f"{where}: not a complete tar ({error}); download it again") from None
     return members
 
 

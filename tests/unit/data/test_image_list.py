@@ -1,4 +1,4 @@
-"""The source `list`, which is also the example of docs/extending.md: one module, one place."""
+"""The source `list`: a table gives the shards that a folder would."""
 
 from pathlib import Path
 

@@ -87,7 +87,7 @@ def test_a_cut_train_tar_is_noticed(tmp_path: Path) -> None:
     train_tar(path)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) * 2 // 3])
-    with pytest.raises(UserError, match="not a whole tar"):
+    with pytest.raises(UserError, match="not a complete tar"):
         shard(path, tmp_path / "out", "imagenet_train_tar", 1)
 
 

@@ -213,7 +213,7 @@ def test_name_says_which_libjpeg(decoder: None) -> None:
     assert decoder_name().startswith("native (libjpeg-turbo ")
 
 
-def test_without_compiler_or_headers_the_message_has_the_cure(
+def test_without_compiler_or_headers_the_message_has_a_hint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "lib.so")

@@ -151,6 +151,6 @@ def test_tars_with_impossible_sizes_end(size: bytes, kind: bytes, tmp_path: Path
         (good,) = tar.getmembers()
     end = good.offset_data + -(-good.size // 512) * 512
     path.write_bytes(path.read_bytes()[:end] + bytes(header) + bytes(1024))
-    with pytest.raises(UserError, match=r"val\.tar: not a whole tar") as fault:
+    with pytest.raises(UserError, match=r"val\.tar: not a complete tar") as fault:
         shard(path, tmp_path / "out", "imagenet_val", 1, labels=path.with_suffix(".txt"))
     assert "\n" not in str(fault.value)

@@ -42,7 +42,7 @@ def test_staging_again_copies_only_what_is_gone(shards: Path, tmp_path: Path) ->
     assert open_index(out).digest == open_index(shards).digest
 
 
-def test_shards_written_anew_are_staged_anew(images: Path, tmp_path: Path) -> None:
+def test_shards_written_again_are_staged_again(images: Path, tmp_path: Path) -> None:
     shard(images, tmp_path / "train", "folder", 3)
     first = stage(tmp_path / "train", str(tmp_path))
     shutil.rmtree(tmp_path / "train")
