@@ -1,6 +1,7 @@
 """What the `maect` commands that report do with their options."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from maect.core.errors import UserError
@@ -10,17 +11,16 @@ from maect.report.config import ClaimsConfig, Row, ShownConfig
 
 def table(path: Path) -> None:
     """`maect table tables/NAME.yaml`: beside it NAME as CSV, Markdown, LaTeX and a page."""
-    from maect.report import page, render, tables
+    from maect.report import render, tables
 
     config = ShownConfig.read(path)
     frame = tables.build_table(
         config.name, config.rows, config.evaluations, config.compare_with_paper
     )
     tables.write_table(frame, path.with_suffix(".csv"))
-    write_text(path.with_suffix(".md"), render.to_markdown(frame, config.name))
-    write_text(path.with_suffix(".tex"), render.to_latex(frame, config.name))
-    html = page.to_html(frame, config.name, config.rows, config.evaluations)
-    write_text(path.with_suffix(".html"), html)
+    printed = render.printed(frame, config.name, config.rows, config.evaluations)
+    for form in ("md", "tex", "html"):
+        write_text(path.with_suffix(f".{form}"), render.render(printed, form))
 
 
 def figure(path: Path) -> None:
@@ -32,14 +32,14 @@ def figure(path: Path) -> None:
 
 def claims(path: Path) -> None:
     """`maect claims claims.yaml`: beside it the verdicts as CSV and as a page."""
-    from maect.report import claims, cost, page, tables
+    from maect.report import claims, cost, render, tables
 
     config = ClaimsConfig.read(path)
     frames = {file.stem: tables.read_table(file) for file in config.tables}
     frames["cost"] = cost.cost_table(config.rows, config.runs)
     verdicts = claims.claims_table(frames)
     claims.write_claims(verdicts, path.with_suffix(".csv"))
-    write_text(path.with_suffix(".html"), page.claims_page(verdicts))
+    write_text(path.with_suffix(".html"), render.claims_page(verdicts))
 
 
 # The same by options, until the rules write these files.
@@ -59,19 +59,16 @@ def parse_row(text: str) -> Row:
 
 def table_of(options: argparse.Namespace) -> None:
     """`maect table`: CSV, or by the file's ending Markdown, LaTeX or a page (.md, .tex, .html)."""
-    from maect.report import page, render, tables
+    from maect.report import render, tables
 
     rows = [parse_row(text) for text in options.row]
     frame = tables.build_table(options.name, rows, options.evaluations, not options.no_paper)
+    printed = render.printed(frame, options.name, rows, options.evaluations)
     for out in options.out:
         if out.suffix == ".csv":
             tables.write_table(frame, out)
-        elif out.suffix == ".md":
-            write_text(out, render.to_markdown(frame, options.name))
-        elif out.suffix == ".tex":
-            write_text(out, render.to_latex(frame, options.name))
-        elif out.suffix == ".html":
-            write_text(out, page.to_html(frame, options.name, rows, options.evaluations))
+        elif out.suffix in (".md", ".tex", ".html"):
+            write_text(out, render.render(printed, out.suffix[1:]))
         else:
             raise UserError(f"{out}: a table is .csv, .md, .tex or .html")
 
@@ -96,7 +93,7 @@ def figure_of(options: argparse.Namespace) -> None:
 
 def claims_of(options: argparse.Namespace) -> None:
     """`maect claims`: which of the paper's statements these tables support."""
-    from maect.report import claims, cost, page, tables
+    from maect.report import claims, cost, render, tables
 
     rows = [parse_row(text) for text in options.row]
     frames = {path.stem: tables.read_table(path) for path in options.tables}
@@ -106,20 +103,25 @@ def claims_of(options: argparse.Namespace) -> None:
         if out.suffix == ".csv":
             claims.write_claims(verdicts, out)
         elif out.suffix == ".html":
-            write_text(out, page.claims_page(verdicts))
+            write_text(out, render.claims_page(verdicts))
         else:
             raise UserError(f"{out}: claims are .csv or .html")
 
 
 def show(options: argparse.Namespace) -> None:
     """`maect show`: the tables of a results folder, and where everything is."""
+    from rich.console import Console
+
     from maect.report import render, tables
 
     root: Path = options.root
     if not root.exists():
         raise UserError(f"{root}: no such results folder")
+    # Cells are wrapped to fit a terminal, and nowhere else.
+    console = Console(width=None if sys.stdout.isatty() else 1000)
     for path in sorted(root.glob("tables/*.csv")):
-        print(f"{path}\n{render.to_text(tables.read_table(path), path.stem)}")
+        print(path)
+        console.print(render.for_terminal(render.printed(tables.read_table(path), path.stem)))
     for path in [*sorted(root.glob("figures/*.png")), root / "report.html"]:
         if path.exists():
             print(path)

@@ -1,14 +1,28 @@
-"""Prints a table as Markdown, LaTeX or plain text (HTML: `page.py`).
+"""Prints tables and claims: as Markdown, LaTeX and pages by templates, and in the terminal.
 
-Each cell: what was measured, ± deviation over seeds, then the paper's number and the difference.
+Each cell: what was measured, ± standard deviation over seeds, then the paper's number and the
+difference. Pages read on a phone, in print and in the dark, and need no network.
 """
 
+import itertools
+import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from rich import box
+from rich.console import Group
+from rich.table import Table as Grid
+from rich.text import Text
 
+from maect.core.files import read_json
+from maect.report.config import Row
 from maect.report.registry import Metric, Table, architecture_title, method_title, table_of
+from maect.report.tables import result_of
 
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EN DASH}"
@@ -22,9 +36,52 @@ class Cell:
     deviation: str
     paper: str
     difference: str
+    anchor: str = ""
+    """Where on a page the result behind it is."""
+
+    @property
+    def measured(self) -> str:
+        """What was measured, ± standard deviation."""
+        return self.value + (f" ± {self.deviation}" if self.deviation else "") or MISSING
+
+    def __str__(self) -> str:
+        if not self.paper:
+            return self.measured
+        return f"{self.measured} ({self.paper}{self.difference and ', ' + self.difference})"
 
 
-def cell(line: "pd.Series", metric: Metric) -> Cell:
+@dataclass(frozen=True)
+class Line:
+    """One line: the titles of its model, and its cells."""
+
+    architecture: str
+    method: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file behind a table, as JSON."""
+
+    name: str
+    anchor: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Printed:
+    """A table as text, whatever the format."""
+
+    title: str
+    paper: str
+    legend: str
+    columns: list[str]
+    lines: list[Line]
+    sources: dict[str, list[Source]] = field(default_factory=dict)
+    """Heading -> files."""
+
+
+def cell(line: "pd.Series", metric: Metric, anchor: str = "") -> Cell:
     """One cell, rounded to as many decimals as the paper prints."""
 
     def text(number: float, form: str) -> str:
@@ -38,10 +95,11 @@ def cell(line: "pd.Series", metric: Metric) -> Cell:
         deviation=text(float(line[f"{metric.name}_std"]), f".{metric.digits}f"),
         paper=text(paper, f".{metric.digits}f").replace("-", MINUS),
         difference=text(difference + 0.0, f"+.{metric.digits}f").replace("-", MINUS),
+        anchor=anchor,
     )
 
 
-def shown(frame: pd.DataFrame, table: Table) -> list[Metric]:
+def columns_shown(frame: pd.DataFrame, table: Table) -> list[Metric]:
     """The columns in which anything was measured or printed; the others would only take room."""
     others = [table.other(name) for name in frame.columns if f"{name}_std" in frame.columns]
     return [
@@ -51,40 +109,47 @@ def shown(frame: pd.DataFrame, table: Table) -> list[Metric]:
     ]
 
 
-def table_title(table: Table, metrics: list[Metric]) -> str:
-    """The table's title; another one if nothing of the paper's sets is shown."""
-    stand_ins = metrics and not any(metric in table.metrics for metric in metrics)
-    return table.other_title if stand_ins and table.other_title else table.title
+def printed(
+    frame: pd.DataFrame, name: str, rows: Sequence[Row] = (), evaluations: Path = Path()
+) -> Printed:
+    """A table as text.
 
+    With the rows it was built from it also has every result behind it, and each number leads to its
+    own.
 
-def _titles(line: "pd.Series") -> tuple[str, str]:
-    return architecture_title(line["architecture"]), method_title(line["method"])
-
-
-def _inline(parts: Cell) -> str:
-    measured = parts.value + (f" ± {parts.deviation}" if parts.deviation else "")
-    if not parts.paper:
-        return measured or MISSING
-    return f"{measured or MISSING} ({parts.paper}{parts.difference and ', ' + parts.difference})"
-
-
-def to_markdown(frame: pd.DataFrame, name: str) -> str:
-    """A table in GitHub's Markdown, with its title."""
+    Raises:
+        UserError: unknown table, or a result or completion record that cannot be read.
+    """
     table = table_of(name)
-    metrics = shown(frame, table)
-    lines = [
-        f"**{table_title(table, metrics)}** (paper: {table.paper}). {legend(metrics, frame)}",
-        "",
-        f"| Architecture | Method | {' | '.join(m.title for m in metrics)} |",
-        f"| --- | --- |{' ---: |' * len(metrics)}",
-    ]
-    for _, line in frame.iterrows():
-        cells = [*_titles(line), *(_inline(cell(line, m)) for m in metrics)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    metrics = columns_shown(frame, table)
+    runs = {(row.architecture, row.method): row.runs for row in rows}
+
+    def anchor(line: "pd.Series", metric: Metric) -> str:
+        names = table.evaluations_of(metric, line["method"])
+        for run in runs.get((line["architecture"], line["method"]), []):
+            if path := result_of(evaluations, run, names, metric.source):
+                return f"{run}-{path.stem}"
+        return ""
+
+    stand_ins = metrics and not any(metric in table.metrics for metric in metrics)
+    return Printed(
+        title=table.other_title if stand_ins and table.other_title else table.title,
+        paper=table.paper,
+        legend=_legend(metrics, frame),
+        columns=[metric.title for metric in metrics],
+        lines=[
+            Line(
+                architecture_title(line["architecture"]),
+                method_title(line["method"]),
+                [cell(line, metric, anchor(line, metric)) for metric in metrics],
+            )
+            for _, line in frame.iterrows()
+        ],
+        sources=_sources(table, rows, evaluations),
+    )
 
 
-def legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
+def _legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
     """How to read a cell, of the parts that occur."""
     deviations = any(frame[f"{m.name}_std"].notna().any() for m in metrics)
     papers = any(frame[f"{m.name}_paper"].notna().any() for m in metrics)
@@ -93,7 +158,39 @@ def legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
     return f"{text}; {MISSING}: not run."
 
 
-_LATEX = str.maketrans(
+def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, list[Source]]:
+    """The files behind a table: each result with its settings and provenance, and each run."""
+    results: dict[str, Source] = {}
+    runs: dict[str, Source] = {}
+    for row in rows:
+        for run, name in itertools.product(row.runs, table.reads(row.method)):
+            path = evaluations / run / f"{name}.json"
+            if not path.exists():
+                continue
+            result = read_json(path)
+            kept = {key: result.get(key) for key in ("metrics", "settings", "provenance")}
+            anchor = f"{run}-{name}"
+            results[anchor] = _source(f"evaluations/{run}/{path.name}", anchor, kept)
+            record = evaluations.parent / "runs" / run / "run.json"
+            if run not in runs and record.exists():
+                runs[run] = _source(f"runs/{run}/run.json", f"run-{run}", read_json(record))
+    return {
+        "Where the numbers come from": list(results.values()),
+        "The runs behind them: recipe, seed, versions, cost": list(runs.values()),
+    }
+
+
+def _source(name: str, anchor: str, value: Any) -> Source:
+    return Source(name, anchor, json.dumps(value, indent=1))
+
+
+def _by_architecture(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
+    """Lines that follow each other and have the same architecture."""
+    for architecture, group in itertools.groupby(lines, lambda line: line.architecture):
+        yield architecture, list(group)
+
+
+_TEX = str.maketrans(
     {
         "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", MINUS: "$-$", MISSING: "--",
         "±": r"$\pm$", "…": r"\dots{}",
@@ -101,57 +198,49 @@ _LATEX = str.maketrans(
 )  # fmt: skip
 
 
-def to_latex(frame: pd.DataFrame, name: str) -> str:
-    """A table for LaTeX with the booktabs package."""
-    table = table_of(name)
-    metrics = shown(frame, table)
-    header = ["Architecture", "Method", *(m.title for m in metrics)]
-    lines = [
-        rf"\begin{{tabular}}{{ll{'r' * len(metrics)}}}",
-        r"\toprule",
-        " & ".join(text.translate(_LATEX) for text in header) + r" \\",
-    ]
-    before = None
-    for _, line in frame.iterrows():
-        architecture, method = _titles(line)
-        first = architecture if architecture != before else ""
-        lines += [r"\midrule"] if first else []
-        before = architecture
-        cells = []
-        for metric in metrics:
-            parts = cell(line, metric)
-            text = parts.value or MISSING
-            for extra in (
-                f"±{parts.deviation}" if parts.deviation else "",
-                f"({parts.paper}{parts.difference and ', ' + parts.difference})"
-                * bool(parts.paper),
-            ):
-                text += rf" {{\scriptsize {extra}}}" if extra else ""
-            cells.append(text.replace("+", "$+$"))
-        escaped = [text.translate(_LATEX) for text in (first, method, *cells)]
-        lines.append(" & ".join(escaped) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("maect.report"),
+        autoescape=select_autoescape(["html"], default=False),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters["by_architecture"] = _by_architecture
+    environment.filters["tex"] = lambda text: text.translate(_TEX)
+    environment.filters["tex_number"] = lambda text: text.translate(_TEX).replace("+", "$+$")
+    return environment
 
 
-def to_text(frame: pd.DataFrame, name: str) -> str:
-    """A table for a terminal: aligned columns, no escapes."""
-    table = table_of(name)
-    metrics = shown(frame, table)
-    grid = [["", "", *(m.title for m in metrics)]]
-    before = None
-    for _, line in frame.iterrows():
-        architecture, method = _titles(line)
-        first = architecture if architecture != before else ""
-        before = architecture
-        grid.append([first, method, *(_inline(cell(line, m)) for m in metrics)])
-    widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    lines = [
-        "  ".join(
-            text.ljust(width) if position < 2 else text.rjust(width)
-            for position, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in grid
-    ]
-    lines.insert(1, "-" * max(map(len, lines)))
-    title = f"{table_title(table, metrics)} (paper: {table.paper})"
-    return "\n".join([title, legend(metrics, frame), "", *lines, ""])
+def render(table: Printed, form: str) -> str:
+    """A table as `md` (GitHub's Markdown), `tex` (LaTeX with the booktabs package) or `html`."""
+    return _environment().get_template(f"table.{form}").render(vars(table), MISSING=MISSING)
+
+
+def claims_page(frame: pd.DataFrame) -> str:
+    """The verdicts of `claims_table` as a page."""
+    counts = frame["verdict"].value_counts()
+    words = {"holds": "hold", "fails": "fail", "not measured": "not measured"}
+    sure = {"yes": "beyond the deviation over seeds", "no": "within the deviation over seeds"}
+    lines: list[dict[Any, Any]] = frame.to_dict("records")
+    for line in lines:
+        line["notes"] = [sure[line["significant"]]] if line["significant"] else []
+        if line["paper_verdict"] not in ("", "holds"):
+            line["notes"].append(f"{line['paper_verdict']} by the paper's own numbers")
+    summary = ", ".join(f"{counts[v]} {word}" for v, word in words.items() if v in counts)
+    return _environment().get_template("claims.html").render(summary=summary, lines=lines)
+
+
+def for_terminal(table: Printed) -> Group:
+    """A table to print with rich, which plain output shows without escapes."""
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("", ""):
+        grid.add_column(column, overflow="fold")
+    for column in table.columns:
+        grid.add_column(Text(column), justify="right", overflow="fold")
+    for architecture, lines in _by_architecture(table.lines):
+        for number, line in enumerate(lines):
+            first = "" if number else architecture
+            grid.add_row(*map(Text, (first, line.method, *map(str, line.cells))))
+    return Group(Text(f"{table.title} (paper: {table.paper})"), Text(table.legend), grid)

@@ -9,8 +9,8 @@ from jinja2 import Environment, StrictUndefined
 
 from maect.report.claims import claims_table
 from maect.report.figures.data import class_titles
-from maect.report.page import claims_page
 from maect.report.registry import FIGURES, TABLES, Figure, Table
+from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"

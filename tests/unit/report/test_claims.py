@@ -11,7 +11,7 @@ from maect.report.claims import (
     judge,
     write_claims,
 )
-from maect.report.page import claims_page
+from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import Row, build_table, printed_tables
 

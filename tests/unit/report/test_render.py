@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from maect.report.page import to_html
-from maect.report.render import to_latex, to_markdown, to_text
-from maect.report.tables import Row, build_table, paper_table, printed_tables
+from maect.cli import main
+from maect.report.config import Row
+from maect.report.render import printed, render
+from maect.report.tables import build_table, paper_table, printed_tables, write_table
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def frame(result, evaluations):
 
 
 def test_markdown(frame):
-    text = to_markdown(frame, "clustering")
+    text = render(printed(frame, "clustering"), "md")
     assert "(paper: Table 2)" in text
     line = "| ViT-L/16 | MAE-CT min | 56.3 ± 1.5 (54.9, +1.4) | 9.0 ± 0.0 (11.0, −2.0) |"
     assert line in text.splitlines()
@@ -27,7 +28,7 @@ def test_markdown(frame):
 
 
 def test_latex(frame):
-    text = to_latex(frame, "clustering")
+    text = render(printed(frame, "clustering"), "tex")
     assert text.startswith("\\begin{tabular}{llrr}")
     body = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert all(len(re.findall(r"(?<!\\)&", line)) == 3 for line in body)
@@ -35,16 +36,19 @@ def test_latex(frame):
     assert text.isascii()
 
 
-def test_plain_text_is_aligned(frame):
-    lines = to_text(frame, "clustering").splitlines()[3:]
-    assert len({len(line) for line in (lines[1], lines[2], lines[3])}) == 1
-    assert "56.3 ± 1.5 (54.9, +1.4)" in lines[2]
-    assert "\x1b" not in "".join(lines)
+def test_plain_text_is_aligned(frame, tmp_path, capsys):
+    write_table(frame, tmp_path / "tables/clustering.csv")
+    assert main(["show", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    lines = [line for line in text.splitlines() if ("(" in line and "±" in line) or "MAE " in line]
+    assert "56.3 ± 1.5 (54.9, +1.4)" in lines[-2] and "(14.3)" in lines[-1]
+    assert lines[-2].index(")") == lines[-1].index(")")
 
 
 def test_html_is_whole_and_stands_alone(frame):
-    text = to_html(frame, "clustering")
-    assert "<td>56.3 ± 1.5<small>paper 54.9 (+1.4)</small></td>" in text
+    text = render(printed(frame, "clustering"), "html")
+    assert re.search(r"<td>56.3 ± 1.5\s*<small>paper 54.9 \(\+1.4\)</small>\s*</td>", text)
     assert "prefers-color-scheme:dark" in text and "width=device-width" in text
     assert not re.search(r"https?://|<script|@import|url\(", text)
     table = text[text.index("<table>") : text.index("</table>") + len("</table>")]
@@ -60,10 +64,11 @@ def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
     run.write_text('{"recipe": "<ct_min>"}')
     # Of several seeds the first that was run.
     rows = [Row("large", "ct_min", ["ct", "ct-s0"]), Row("large", "mae", ["not_run"])]
-    page = to_html(build_table("clustering", rows, evaluations), "clustering", rows, evaluations)
+    frame = build_table("clustering", rows, evaluations)
+    page = render(printed(frame, "clustering", rows, evaluations), "html")
     links = re.findall(r'href="#([^"]+)"', page)
     assert links == ["ct-s0-clustering"] * 2
-    ids = re.findall(r"<pre id=([^>]+)>", page)
+    ids = re.findall(r'<pre id="([^"]+)">', page)
     assert ids == ["ct-s0-clustering", "run-ct-s0"]
     assert "&lt;ct_min&gt;" in page
 
@@ -71,7 +76,7 @@ def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
 def test_no_minus_zero_and_no_rounding_surprise(result, evaluations):
     result("r", "clustering", accuracy=54.94, silhouette=10.96)
     frame = build_table("clustering", [Row("large", "ct_min", ["r"])], evaluations)
-    assert "54.9 (54.9, +0.0) | 11.0 (11.0, +0.0)" in to_markdown(frame, "clustering")
+    assert "54.9 (54.9, +0.0) | 11.0 (11.0, +0.0)" in render(printed(frame, "clustering"), "md")
 
 
 @pytest.mark.parametrize("name", printed_tables())
@@ -79,9 +84,10 @@ def test_the_papers_whole_table_is_printed_even_if_nothing_was_run(name):
     keys = list(paper_table(name).index)
     rows = [Row(architecture, method, []) for architecture, method in keys]
     frame = build_table(name, rows, Path("nowhere"))
-    for render in (to_markdown, to_latex, to_text, to_html):
-        text = render(frame, name)
+    table = printed(frame, name)
+    for form in ("md", "tex", "html"):
+        text = render(table, form)
         assert "nan" not in text.lower() and "None" not in text
-    printed = re.findall(r"\((−?\d+\.\d+)\)", to_markdown(frame, name).split("\n", 1)[1])
+    numbers = re.findall(r"\((−?\d+\.\d+)\)", render(table, "md").split("\n", 1)[1])
     known = frame.filter(like="_paper").notna().to_numpy().sum()
-    assert len(printed) == known > 0
+    assert len(numbers) == known > 0

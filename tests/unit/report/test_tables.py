@@ -8,7 +8,7 @@ import pytest
 from maect.core.errors import UserError
 from maect.report.commands import parse_row
 from maect.report.registry import METHODS, TABLES
-from maect.report.render import to_markdown
+from maect.report.render import printed, render
 from maect.report.tables import (
     Row,
     build_table,
@@ -165,10 +165,10 @@ def test_stand_ins_are_columns_under_their_own_names(result, evaluations, tmp_pa
     shifted = build_table("robustness", rows, evaluations)
     assert shifted.loc[0, ["imagenet_r", "inverted"]].tolist() == [30.0, 40.0]
     assert "samples" not in shifted  # a count, not an accuracy
-    assert "| ViT-Tiny/4 | MAE | 30.0 | 40.0 |" in to_markdown(shifted, "robustness")
+    assert "| ViT-Tiny/4 | MAE | 30.0 | 40.0 |" in render(printed(shifted, "robustness"), "md")
     best = build_table("dogs15_best", rows, evaluations)
     write_table(best, tmp_path / "best.csv")
-    text = to_markdown(read_table(tmp_path / "best.csv"), "dogs15_best")
+    text = render(printed(read_table(tmp_path / "best.csv"), "dogs15_best"), "md")
     assert "Clustering of some of the classes, the run with the lowest inertia" in text
     assert "| Architecture | Method | ACC, curved | NMI, curved |" in text
     mean = build_table("dogs15_mean", rows, evaluations)
