@@ -148,19 +148,21 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
     Raises:
         UserError: somebody is at work there.
     """
-    descriptor = None
     try:
         (out / "parts").mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(out / "parts/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor or -1)
-        raise UserError(
-            f"{out}: another maect shard is at work here; wait for it or choose another folder"
-        ) from None
-    except OSError:
-        pass  # mounted without locks, or read-only because all is done
+    except OSError as error:
+        raise UserError(f"{out}: {error.strerror}") from None
+    descriptor = None
     try:
+        try:
+            descriptor = os.open(out / "parts/.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{out}: another maect shard is at work here; wait for it or choose another folder"
+            ) from None
+        except OSError:
+            pass  # mounted without locks, or read-only since all is done
         yield
     finally:
         if descriptor is not None:
@@ -285,6 +287,8 @@ def _without(entries: list[Entry], exclude: Path | None) -> tuple[list[Entry], l
         names = set(exclude.read_text(encoding="utf-8").splitlines()) - {""}
     except OSError as error:
         raise UserError(f"{exclude}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{exclude}: not a text file in UTF-8 ({error.reason})") from None
     if unknown := sorted(names - {entry.name for entry in entries}):
         raise UserError(f"{exclude}: {unknown[0]!r} is not in the source")
     return [entry for entry in entries if entry.name not in names], sorted(names)

@@ -324,6 +324,23 @@ def test_wrong_sources_are_refused(prepare, kind: str, message: str, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"c0/none.jpg\n", "'c0/none.jpg' is not in the source"),
+        (b"caf\xe9.jpg\n", "not a text file"),
+    ],
+)
+def test_wrong_lists_of_what_to_leave_out(
+    text: bytes, message: str, images: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.txt").write_bytes(text)
+    with pytest.raises(UserError, match=message):
+        shard(images, tmp_path / "out", "folder", 1, exclude=tmp_path / "bad.txt")
+    with pytest.raises(UserError, match=r"none\.txt: No such file"):
+        shard(images, tmp_path / "out", "folder", 1, exclude=tmp_path / "none.txt")
+
+
 def test_more_shards_than_images(tmp_path: Path) -> None:
     image_folder(tmp_path / "images", 1, 2)
     with pytest.raises(UserError, match="3 shards for 2 images"):
