@@ -32,11 +32,11 @@ def figure(path: Path) -> None:
 
 def claims(path: Path) -> None:
     """`maect claims claims.yaml`: beside it the verdicts as CSV and as a page."""
-    from maect.report import claims, cost, render, tables
+    from maect.report import claims, render, tables
 
     config = ClaimsConfig.read(path)
     frames = {file.stem: tables.read_table(file) for file in config.tables}
-    frames["cost"] = cost.cost_table(config.rows, config.runs)
+    frames["cost"] = tables.cost_table(config.rows, config.runs)
     verdicts = claims.claims_table(frames)
     claims.write_claims(verdicts, path.with_suffix(".csv"))
     write_text(path.with_suffix(".html"), render.claims_page(verdicts))
@@ -93,11 +93,11 @@ def figure_of(options: argparse.Namespace) -> None:
 
 def claims_of(options: argparse.Namespace) -> None:
     """`maect claims`: which of the paper's statements these tables support."""
-    from maect.report import claims, cost, render, tables
+    from maect.report import claims, render, tables
 
     rows = [parse_row(text) for text in options.row]
     frames = {path.stem: tables.read_table(path) for path in options.tables}
-    frames["cost"] = cost.cost_table(rows, options.runs)
+    frames["cost"] = tables.cost_table(rows, options.runs)
     verdicts = claims.claims_table(frames)
     for out in options.out:
         if out.suffix == ".csv":

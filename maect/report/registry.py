@@ -499,7 +499,7 @@ TABLE_NAMES = tuple(name for name in TABLES if name not in FIGURES)
 """Tables that an experiment may ask for: one of a figure's name is made with the figure."""
 
 
-def table_of(name: str) -> Table:
+def named_table(name: str) -> Table:
     """The table of a name.
 
     Raises:
@@ -510,7 +510,7 @@ def table_of(name: str) -> Table:
     return TABLES[name]
 
 
-def figure_of(name: str) -> Figure:
+def named_figure(name: str) -> Figure:
     """The figure of a name.
 
     Raises:

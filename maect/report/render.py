@@ -21,7 +21,7 @@ from rich.text import Text
 
 from maect.core.files import read_json
 from maect.report.config import Row
-from maect.report.registry import Metric, Table, architecture_title, method_title, table_of
+from maect.report.registry import Metric, Table, architecture_title, method_title, named_table
 from maect.report.tables import result_of
 
 MINUS = "\N{MINUS SIGN}"
@@ -120,7 +120,7 @@ def printed(
     Raises:
         UserError: unknown table, or a result or completion record that cannot be read.
     """
-    table = table_of(name)
+    table = named_table(name)
     metrics = columns_shown(frame, table)
     runs = {(row.architecture, row.method): row.runs for row in rows}
 

@@ -1,4 +1,4 @@
-"""Builds the paper's tables from evaluation results, with the paper's numbers beside them."""
+"""Tables: results beside the paper's numbers, and what the training behind each model cost."""
 
 import io
 import itertools
@@ -15,10 +15,11 @@ import pandas as pd
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
 from maect.report.config import Row
-from maect.report.registry import TABLES, Metric, Table, table_of
+from maect.report.registry import TABLES, Metric, Table, named_table
 
 KEYS = ["architecture", "method"]
 PAPER = resources.files("maect.report") / "paper"
+COST = ("hours", "overhead")
 DECIMALS = 4  # far below any deviation over seeds, and the same text on every platform
 
 
@@ -78,7 +79,7 @@ def measured(
 
 @cache
 def _paper(name: str) -> pd.DataFrame:
-    table_of(name)
+    named_table(name)
     text = PAPER / f"{name}.csv"
     if not text.is_file():
         return pd.DataFrame(columns=KEYS).set_index(KEYS)
@@ -135,7 +136,7 @@ def build_table(
     Raises:
         UserError: unknown table, a model twice, or a result that cannot be read.
     """
-    table, rows = table_of(name), list(rows)
+    table, rows = named_table(name), list(rows)
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
     given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(name).index)
     if paper and table.whole and not given.isdisjoint(printed):
@@ -190,3 +191,66 @@ def read_table(path: Path) -> pd.DataFrame:
     if list(frame.columns[:2]) != KEYS:
         raise UserError(f"{path}: not a table (its first columns are not {', '.join(KEYS)})")
     return frame.astype(dict.fromkeys(frame.columns[2:], float))
+
+
+def chain(run: str, runs: Path) -> list[dict[str, Any]]:
+    """Records of a run and of all it started from, the run itself first.
+
+    Raises:
+        UserError: a record that is missing or not one.
+    """
+    records: list[dict[str, Any]] = []
+    name: str | None = run
+    while name is not None:
+        path = runs / name / "run.json"
+        record = read_json(path)
+        if not isinstance(record, dict) or "stage" not in record:
+            raise UserError(f"{path}: not a completion record; run {name} again")
+        if any(seen["run"] == record["run"] for seen in records):
+            raise UserError(f"{path}: run {name} starts from itself")
+        records.append(record)
+        name = record.get("source")
+    return records
+
+
+def hours_of(records: list[dict[str, Any]]) -> tuple[float, float]:
+    """Device hours of all training in a chain, and what comes after pre-training in percent of it.
+
+    NaN where a part was not trained here: what public weights cost is not known.
+    """
+    first = records[-1]
+    if first["stage"] != "pretrain":
+        return math.nan, math.nan
+    hours = [float(record["device_hours"]) for record in records]
+    if hours[-1] <= 0:
+        return math.nan, math.nan
+    return sum(hours), 100 * sum(hours[:-1]) / hours[-1]
+
+
+def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
+    """Device hours behind each model.
+
+    Returns:
+        `architecture`, `method`, then `hours` (all training behind the model) and `overhead`
+        (percent of the pre-training), each with `_std` over seeds and `_paper` (empty: not
+        printed), as in the other tables. Rows whose runs are not finished have empty cells; rows
+        whose cost no run will ever tell, since it is that of imported weights, are left out.
+
+    Raises:
+        UserError: a record that cannot be read.
+    """
+    lines = []
+    for row in rows:
+        done = [run for run in row.runs if (runs / run / "run.json").exists()]
+        values = [hours_of(chain(run, runs)) for run in done]
+        if done and done == row.runs and all(math.isnan(hours) for hours, _ in values):
+            continue
+        line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
+        for position, column in enumerate(COST):
+            numbers = [value[position] for value in values if not math.isnan(value[position])]
+            line[column] = statistics.fmean(numbers) if numbers else math.nan
+            line[f"{column}_std"] = statistics.stdev(numbers) if len(numbers) > 1 else math.nan
+            line[f"{column}_paper"] = math.nan
+        lines.append(line)
+    numbers_of = [f"{column}{part}" for column in COST for part in ("", "_std", "_paper")]
+    return pd.DataFrame(lines, columns=KEYS + numbers_of)

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 
 from maect.report.config import ShownConfig
 from maect.report.figures.style import save, styled
-from maect.report.registry import figure_of
+from maect.report.registry import named_figure
 
 
 def draw(shown: ShownConfig, pdf: Path, png: Path) -> None:
@@ -18,6 +18,6 @@ def draw(shown: ShownConfig, pdf: Path, png: Path) -> None:
     Raises:
         UserError: no such figure, nothing to draw, or a result that cannot be read.
     """
-    function = resolve_name(f"maect.report.figures.{figure_of(shown.name).draw}")
+    function = resolve_name(f"maect.report.figures.{named_figure(shown.name).draw}")
     with styled():
         save(function(shown), pdf, png)

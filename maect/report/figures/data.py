@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.report.config import Row, ShownConfig
-from maect.report.cost import chain
 from maect.report.registry import architecture_title, method_title
+from maect.report.tables import chain
 from maect.stages import STAGES
 
 WORDNET = re.compile(r"n\d{8}")

@@ -7,9 +7,8 @@ import pytest
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.report.claims import compare, expand, judge
-from maect.report.cost import chain, cost_table
 from maect.report.statements import STATEMENTS
-from maect.report.tables import Row
+from maect.report.tables import Row, chain, cost_table
 
 
 def record(runs: Path, name: str, stage: str, hours: float, source: str | None = None) -> None:
