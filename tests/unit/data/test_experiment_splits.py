@@ -15,7 +15,7 @@ from test_imagenet import PLACES, WNIDS, devkit, picture, train_tar, val_images,
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.sources import open_source
+from maect.data.sources import SOURCES, open_source
 from maect.data.sources.folder import Folder
 from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
@@ -56,6 +56,7 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (images / "sketch" / wnid).mkdir(parents=True)
         (images / "sketch" / wnid / "sketch_0.JPEG").write_bytes(picture(1))
     (images / "bad.txt").write_text("c0/000.jpg\n")
+    (images / "some.csv").write_text("path,label\nfolders/c0/000.jpg,a\nfolders/c2/001.jpg,b\n")
     (images / "two.txt").write_text("n15075141\nn01440764\n")
     file = experiment(tmp_path, {
         "train": {
@@ -69,14 +70,17 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "sketch": {"images": "$MINE/sketch", "kind": "imagenet"},
         "folder": {"images": "$MINE/folders", "exclude": "$MINE/bad.txt", "shards": 2},
         "unlabelled": {"images": "$MINE/folders", "kind": "unlabelled"},
+        "list": {"images": "$MINE/some.csv", "kind": "list"},
         "view": {"kind": "view", "of": "train", "classes": "$MINE/two.txt"},
     })  # fmt: skip
     wanted = load(str(file))
     assert wanted.missing_images() == []
+    assert {split.kind for split in wanted.datasets["mine"].splits.values()} == {*SOURCES}
     found = {name: open_index(shard_as_the_rules_do(wanted, name)) for name in
              wanted.datasets["mine"].splits}  # fmt: skip
     assert {name: index.n for name, index in found.items()} == {
-        "train": 12, "val": 5, "v2": 3, "sketch": 3, "folder": 23, "unlabelled": 24, "view": 6,
+        "train": 12, "val": 5, "v2": 3, "sketch": 3, "folder": 23, "unlabelled": 24, "list": 2,
+        "view": 6,
     }  # fmt: skip
     assert set(found["train"].labels) == {*PLACES.values(), read_place(DOGS15[0])}
     truth = {name.removesuffix(".JPEG"): label for name, label in val_labels().items()}
@@ -117,6 +121,8 @@ IMAGES = {"train": {"images": "/i/train"}, "val": {"images": "/i/val", "kind": "
         ({"images": "/i", "classes": "dogs15"}, "kind folder takes no `classes`"),
         ({"images": "/i", "kind": "imagenet_val"}, "kind imagenet_val needs `labels`"),
         ({"kind": "imagenet"}, "needs its source as `images`"),
+        ({"images": "/i", "labels": "/l"}, "kind folder takes no `labels`"),
+        ({"images": "/i", "kind": "folders"}, "unknown kind of source; did you mean 'folder'?"),
     ],
 )
 def test_mistakes_are_named_on_reading(split: dict, message: str, tmp_path: Path) -> None:
