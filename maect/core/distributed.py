@@ -91,6 +91,8 @@ def gather_rows(x: Tensor) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
+    # torch.distributed.nn.functional.all_gather is deprecated, and its successor is private.
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         _, size = rank_and_size()
