@@ -4,6 +4,8 @@
 #   snakemake --profile cluster_profiles/SITE [--config experiment=NAME]      on a cluster
 #
 # Targets: shards encoders evaluations tables figures report, or any file below the results folder.
+# Every stage (maect/stages) and every protocol (maect/evaluate) has a rule of its name; what a job
+# is told is in a file of its own, such as runs/RUN/config.yaml, written when Snakemake starts.
 from snakemake.utils import min_version
 
 min_version("9.15")
@@ -16,7 +18,6 @@ include: "workflow/rules/common.smk"
 include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/evaluate.smk"
-include: "workflow/rules/fine_tune.smk"
 include: "workflow/rules/report.smk"
 
 
@@ -25,3 +26,7 @@ rule report:
     input:
         rules.report_html.output,
     localrule: True
+
+
+onstart:
+    start()

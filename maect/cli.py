@@ -1,20 +1,23 @@
-"""The `maect` command: its options, its log and its exit status."""
+"""The `maect` command: parse, call, print. Heavy modules are imported when they are needed."""
 
 import argparse
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from maect import __version__, commands
+from maect import __version__
 from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file
 from maect.core.log import command_log
 from maect.data.sources import SOURCES
-from maect.report import commands as reports
-from maect.tools.doctor import command as doctor_command
-from maect.tools.plan import command as plan_command
+
+if TYPE_CHECKING:
+    from maect.core.settings_file import SettingsFile
 
 log = logging.getLogger(__name__)
+File = TypeVar("File", bound="SettingsFile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,149 +46,120 @@ def build_parser() -> argparse.ArgumentParser:
         sub.set_defaults(call=call)
         return sub
 
-    launching = launch_options()
+    launching, changing = launch_options(), change_options()
 
-    shard = command(
-        "shard", commands.shard, "Write an image folder as webdataset tars with an index."
-    )
-    shard.add_argument("source", type=Path, help="the images: a folder or archive of that kind")
-    shard.add_argument("out", type=Path, help="folder of the shards; its name names the split")
-    shard.add_argument(
+    sub = command("shard", shard, "Write an image folder as webdataset tars with an index.")
+    sub.add_argument("source", type=Path, help="the images: a folder or archive of that kind")
+    sub.add_argument("out", type=Path, help="folder of the shards; its name names the split")
+    sub.add_argument(
         "--kind",
         default="folder",
         help="what SOURCE is (docs/data.md; folder by default): "
         + "; ".join(f"{kind}: {source.about}" for kind, source in SOURCES.items()),
     )
-    shard.add_argument("--shards", type=int, default=1, help="number of tars (default 1)")
-    shard.add_argument("--labels", type=Path, help="labels of the source, for kinds that need them")
-    shard.add_argument("--exclude", type=Path, help="file of image names to leave out, one a line")
-    shard.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
-    shard.add_argument("--classes", help="for a view: dogs15, or a file of class names, one a line")
-    shard.add_argument("--only", help="one step: plan, a shard's number, or index")
-    shard.add_argument("--verify", action="store_true", help="check shards that were written")
+    sub.add_argument("--shards", type=int, default=1, help="number of tars (default 1)")
+    sub.add_argument("--labels", type=Path, help="labels of the source, for kinds that need them")
+    sub.add_argument("--exclude", type=Path, help="file of image names to leave out, one a line")
+    sub.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
+    sub.add_argument("--classes", help="for a view: dogs15, or a file of class names, one a line")
+    sub.add_argument("--only", help="one step: plan, a shard's number, or index")
+    sub.add_argument("--verify", action="store_true", help="check shards that were written")
 
-    retrieve = command("retrieve", commands.retrieve, "Bring data from outside the cluster.")
-    retrieve.add_argument("what", help="digits, or what docs/data.md lists")
-    retrieve.add_argument("out", type=Path, help="folder to put it in")
+    sub = command("retrieve", retrieve, "Bring data from outside the cluster.")
+    sub.add_argument("what", help="digits, or what docs/data.md lists")
+    sub.add_argument("out", type=Path, help="folder to put it in")
 
-    for name, stage, help in (
-        ("pretrain", "pretrain", "Pre-train a masked autoencoder."),
-        ("init-head", "head", "Train an NNCLR head on a frozen encoder."),
-        ("tune", "tune", "Contrastive tuning of an encoder."),
-    ):
-        sub = command(name, commands.train, help, launching)
-        sub.set_defaults(stage=stage)
-        sub.add_argument("folder", type=Path, help="the run's folder; resumed if it has a state")
-        sub.add_argument("--shards", type=Path, required=True, help="shards of the train split")
-        sub.add_argument("--from", dest="source", type=Path, help="folder of the run to start from")
-        sub.add_argument("--recipe", required=True)
-        sub.add_argument("--size", required=True, help="encoder size, a column of the recipe")
-        sub.add_argument("--image-size", type=int)
-        sub.add_argument("--seed", type=int, default=0)
-        sub.add_argument("--save-every-minutes", type=float, default=10.0)
-        sub.add_argument(
-            "--convert-world-size", action="store_true", help="resume on another number of ranks"
-        )
-        sub.add_argument(
-            "--stage-to", metavar="DIR", help="copy the shards to this folder of each node first; "
-            "or the name of the node's environment variable that holds it (TMPDIR)",
-        )  # fmt: skip
-        add_settings(sub)
+    sub = command("resolve", resolve, "Write the resolved file of every job of an experiment.")
+    sub.add_argument("experiment", help="name or path")
+    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="Snakemake's")
 
-    imported = command("import", commands.import_weights, "Turn public weights into a run.")
-    imported.add_argument("weights", type=Path, help="a checkpoint, as published")
-    imported.add_argument("run", type=Path, help="the run's folder")
-    imported.add_argument("--layout", help="one of docs/weights.md; found if not given")
-    imported.add_argument("--size", help="encoder size; found if not given")
-    imported.add_argument("--image-size", type=int, help="to use it at; its own if not given")
-
-    export = command("export", commands.export, "Write an encoder for timm and the hub.")
-    export.add_argument("run", type=Path, help="folder of the run")
-    export.add_argument("out", type=Path, help="folder to write to")
-
-    features = command("features", commands.features, "Extract an encoder's features.", launching)
-    features.add_argument("run", type=Path, help="folder of the run")
-    features.add_argument("--shards", type=Path, required=True)
-    features.add_argument("--out", type=Path, required=True)
-    features.add_argument("--resize", type=int, help="shorter side before the centre crop")
-
-    evaluate = command("evaluate", commands.evaluate, "Evaluate an encoder.", launching)
-    evaluate.add_argument("protocol")
-    evaluate.add_argument("run", type=Path, help="folder of the run")
-    evaluate.add_argument("--out", type=Path, required=True, help="JSON file of the result")
-    for name in ("train-features", "test-features", "train-shards", "test-shards"):
-        evaluate.add_argument(f"--{name}", type=Path)
-    evaluate.add_argument("--probe", type=Path, help="classifier that linear_probe left")
-    evaluate.add_argument("--clusters", type=Path, help="clusters that clustering left")
-    evaluate.add_argument(
-        "--split", action="append", default=[], metavar="NAME=SHARDS", help="a further split"
+    sub = command(
+        "train", train, "Train as a run's resolved file says; resume if it has begun.",
+        launching, changing,
+    )  # fmt: skip
+    sub.add_argument("--save-every-minutes", type=float, default=10.0)
+    sub.add_argument(
+        "--convert-world-size", action="store_true", help="resume on another number of ranks"
     )
-    evaluate.add_argument("--resize", type=int, help="shorter side before the centre crop")
-    add_settings(evaluate)
+    sub.add_argument(
+        "--stage-to", metavar="DIR", help="copy the shards to this folder of each node first; "
+        "or the name of the node's environment variable that holds it (TMPDIR)",
+    )  # fmt: skip
+
+    sub = command("import", import_weights, "Turn public weights into a run.")
+    sub.add_argument("weights", type=Path, help="a checkpoint, as published; or the resolved file "
+                     "of a run that imports one, which says all the rest")  # fmt: skip
+    sub.add_argument("run", type=Path, nargs="?", help="the run's folder")
+    sub.add_argument("--layout", help="one of docs/weights.md; found if not given")
+    sub.add_argument("--size", help="encoder size; found if not given")
+    sub.add_argument("--image-size", type=int, help="to use it at; its own if not given")
+
+    sub = command("export", export, "Write an encoder for timm and the hub.")
+    sub.add_argument("run", type=Path, help="folder of the run")
+    sub.add_argument("out", type=Path, help="folder to write to")
+
+    sub = command("features", features, "Extract an encoder's features.", launching)
+    sub.add_argument("run", type=Path, help="folder of the run")
+    sub.add_argument("--shards", type=Path, required=True)
+    sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--resize", type=int, help="shorter side before the centre crop")
+
+    command(
+        "evaluate", evaluate, "Evaluate an encoder as a resolved file says.", launching, changing
+    )
 
     for name, call, help in (
-        ("table", reports.table_of, "Build one of the paper's tables."),
-        ("figure", reports.figure_of, "Draw one of the paper's figures."),
+        ("table", table, "Build a table as its resolved file says."),
+        ("figure", figure, "Draw a figure as its resolved file says."),
+        ("claims", claims, "Hold the paper's statements against the tables."),
     ):
-        sub = command(name, call, help)
-        sub.add_argument("name")
-        sub.add_argument("out", type=Path, nargs="+")
-        sub.add_argument("--evaluations", type=Path, required=True)
-        sub.add_argument("--row", action="append", default=[], metavar="ARCH:METHOD:RUN[,RUN]")
-        sub.add_argument(
-            "--no-paper", action="store_true", help="without the paper's numbers: of other images"
-        )
-        if name == "figure":
-            sub.add_argument("--classes", type=Path, help="index.json that names the classes")
+        command(name, call, help).add_argument("config", type=Path, help="the resolved file")
 
-    claims = command("claims", reports.claims_of, "Hold the paper's statements against the tables.")
-    claims.add_argument("out", type=Path, nargs="+", help="claims.csv, claims.html")
-    claims.add_argument("--tables", type=Path, nargs="+", required=True, help="CSV files")
-    claims.add_argument("--runs", type=Path, required=True, help="folder of the runs, for the cost")
-    claims.add_argument("--row", action="append", default=[], metavar="ARCH:METHOD:RUN[,RUN]")
+    sub = command("status", status, "Print what every run of an experiment is doing.")
+    sub.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
 
-    status = command("status", commands.status, "Print what every run of an experiment is doing.")
-    status.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
-
-    new = command(
-        "new-experiment", commands.new_experiment, "Write an experiment for your own images."
-    )
-    new.add_argument(
+    sub = command("new-experiment", new_experiment, "Write an experiment for your own images.")
+    sub.add_argument(
         "--images", type=Path, required=True,
         help="CLASS/IMAGE, or images without classes; either of it also below train/ and val/",
     )  # fmt: skip
-    new.add_argument("--out", type=Path, required=True, help="the experiment to write, .yaml")
-    new.add_argument(
+    sub.add_argument("--out", type=Path, required=True, help="the experiment to write, .yaml")
+    sub.add_argument(
         "--from-public", help="start from public weights: mae_base, mae_large or mae_huge14"
     )
 
-    plan = command("plan", plan_command.plan, "Print what is left to run and what it takes.")
-    plan.set_defaults(parser=parser)
-    plan.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
-    plan.add_argument("--experiment", default="paper", help="name or path")
-    plan.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
-    plan.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="Snakemake's")
-    plan.add_argument("--device", default="A100", help="where nothing is measured: A100, H100, cpu")
-    plan.add_argument("--utilisation", type=float, default=0.35, help="of its peak (default 0.35)")
+    sub = command("plan", plan, "Print what is left to run and what it takes.")
+    sub.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
+    sub.add_argument("--experiment", default="paper", help="name or path")
+    sub.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
+    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="Snakemake's")
+    sub.add_argument("--device", default="A100", help="where nothing is measured: A100, H100, cpu")
+    sub.add_argument("--utilisation", type=float, default=0.35, help="of its peak (default 0.35)")
 
-    doctor = command(
-        "doctor", doctor_command.doctor, "Check a site before anything is spent on it."
-    )
-    doctor.add_argument("--experiment", default="paper", help="whose storage is checked")
-    doctor.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
-    doctor.add_argument("--no-job", action="store_true", help="only what needs no job")
+    sub = command("doctor", doctor, "Check a site before anything is spent on it.")
+    sub.add_argument("--experiment", default="paper", help="whose storage is checked")
+    sub.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
+    sub.add_argument("--no-job", action="store_true", help="only what needs no job")
 
-    show = command("show", reports.show, "Print the tables of a results folder.")
-    show.add_argument("root", type=Path, help="such as results/digits")
+    sub = command("show", show, "Print the tables of a results folder.")
+    sub.add_argument("root", type=Path, help="such as results/digits")
     return parser
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """`--set KEY=VALUE`, any number of times, with dots for nested keys."""
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
-        help="change a setting, e.g. --set epochs=10 --set head.topk=1",
+def change_options() -> argparse.ArgumentParser:
+    """A resolved file, and what differs from it."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("what to run")
+    group.add_argument("config", type=Path, help="the resolved file; results go beside it")
+    group.add_argument(
+        "changes", nargs="*", metavar="KEY=VALUE",
+        help="instead of what the file says, e.g. settings.epochs=10 settings.head.topk=1 seed=1; "
+        "needs --out, so that what belongs to the file stays as it is",
     )  # fmt: skip
+    group.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the changed file here, with results beside"
+    )
+    return parent
 
 
 def launch_options() -> argparse.ArgumentParser:
@@ -209,3 +183,326 @@ def launch_options() -> argparse.ArgumentParser:
     group.add_argument("--detach", action="store_true", help="leave the job running on Ctrl-C")
     group.add_argument("--log", help="also write messages to this file")
     return parent
+
+
+def launch(
+    options: argparse.Namespace,
+    folder: Path,
+    task: str,
+    is_done: Callable[[], bool],
+    nodes: int,
+    **arguments: Any,
+) -> None:
+    """Run a function on every rank, as the options say, until what it was asked for is there."""
+    from maect.launch import Resources, Task
+    from maect.launch import launch as launch_task
+    from maect.launch.devices import count_devices
+
+    if options.account.startswith("$"):
+        raise UserError(f"--account {options.account}: this variable is not set; export it")
+    devices = count_devices(options.devices)
+    if options.cluster == "slurm" and options.cpus == "auto":
+        raise UserError("--cpus auto is for this machine; say how many CPUs a rank has there")
+    cores = len(os.sched_getaffinity(0))
+    resources = Resources(
+        cluster=options.cluster,
+        nodes=nodes,
+        devices=devices,
+        cpus=max(1, cores // devices) if options.cpus == "auto" else int(options.cpus),
+        memory_gb=-(-options.memory_mb // 1024) or None,
+        minutes=options.minutes,
+        partition=options.partition or None,
+        account=options.account or None,
+        sbatch=tuple(part for part in options.sbatch.split(",") if part),
+        setup=os.path.abspath(options.setup) if options.setup else None,
+    )
+    launch_task(
+        Task(task, arguments), folder, resources,
+        is_done=is_done, describe=f"{options.command} {folder.stem}", detach=options.detach,
+    )  # fmt: skip
+
+
+def read_changed(kind: type[File], options: argparse.Namespace) -> tuple[File, Path]:
+    """A resolved file with the changes that the options make, and where it now is.
+
+    Raises:
+        UserError: changes that would be of another run than the one whose files lie beside it.
+    """
+    path, out = options.config, options.out
+    config = kind.read(path, options.changes)
+    if out is None:
+        if options.changes:
+            raise UserError(f"{path}: with {options.changes[0]} it is another job: name its --out")
+        return config, path
+    config = config.named(out)
+    if out.exists() and out.read_text(encoding="utf-8") != config.text(out):
+        raise UserError(f"{out}: says otherwise; choose a new --out")
+    config.write(out)
+    return config, out
+
+
+def need(path: Path, what: str) -> Path:
+    """`path`, if it exists."""
+    if not path.exists():
+        raise UserError(f"{path}: no such {what}")
+    return path
+
+
+def need_shards(folder: Path) -> str:
+    """Digest of the shards in a folder."""
+    index = need(folder / "index.json", "index of shards (make it with maect shard)")
+    return str(read_json(index)["digest"])
+
+
+def shard(options: argparse.Namespace) -> None:
+    """`maect shard`: everything, or one step so that a pipeline can run them as separate jobs."""
+    from maect.data import shards
+    from maect.data.sources import find_source
+    from maect.data.sources.view import read_classes
+    from maect.data.subsets import class_view
+
+    threads = len(os.sched_getaffinity(0))
+    how = {
+        "labels": options.labels,
+        "exclude": options.exclude,
+        "shorter_side": options.shorter_side,
+    }
+    if options.verify:
+        print(f"{options.out}: {shards.verify(options.out, threads=threads)} samples, all sound")
+    elif not find_source(options.kind).sharded:
+        if not options.classes:
+            raise UserError(f"--kind {options.kind}: say which classes with --classes")
+        count = class_view(options.source, options.out, read_classes(options.classes))
+        print(f"{options.out}: {count} samples of {options.source}")
+    elif options.only == "plan":
+        shards.plan_shards(options.source, options.kind, options.out, options.shards, **how)
+    elif options.only == "index":
+        shards.finish_index(options.out)
+    elif options.only:
+        if not options.only.isdecimal():
+            raise UserError(f"--only {options.only}: plan, a shard's number, or index")
+        shards.write_shard(options.out, int(options.only), threads=1)
+    else:
+        count = shards.shard(
+            options.source, options.out, options.kind, options.shards, threads=threads, **how
+        )
+        print(f"{options.out}: {count} samples")
+
+
+def retrieve(options: argparse.Namespace) -> None:
+    """`maect retrieve`."""
+    if options.what == "digits":
+        from maect.data.digits import write_digits
+
+        write_digits(options.out)
+        return
+    from maect.data.retrieve import retrieve as fetch
+
+    for path in fetch(options.what, options.out):
+        print(path)
+
+
+def resolve(options: argparse.Namespace) -> None:
+    """`maect resolve`: the pipeline writes the same files when it starts."""
+    from maect import experiment
+    from maect.experiment.resolve import files
+    from maect.experiment.shown import files as shown_files
+
+    chosen = experiment.load(options.experiment, **changes_of(options.config))
+    given = [*files(chosen), *shown_files(chosen)]
+    written = sum(config.write(path) for path, config in given)
+    print(f"{chosen.root}: {len(given)} resolved files, {written} of them new or changed")
+
+
+def changes_of(pairs: Sequence[str]) -> dict[str, str]:
+    """What `--config KEY=VALUE` says of an experiment."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise UserError(f"--config {pair}: write KEY=VALUE")
+    return {pair.partition("=")[0]: pair.partition("=")[2] for pair in pairs}
+
+
+def train(options: argparse.Namespace) -> None:
+    """`maect train`: check everything, then run on the devices."""
+    from maect.launch.devices import count_devices
+    from maect.launch.nodes import training_nodes
+    from maect.stages import Training
+    from maect.stages.config import RunConfig
+    from maect.train.record import fingerprint, is_finished
+
+    config, path = read_changed(RunConfig, options)
+    stage = config.settings
+    if not isinstance(stage, Training) or config.shards is None:
+        raise UserError(f"{path}: stage {config.stage} does not train; `maect import {path}`")
+    data = need_shards(config.shards)
+    if config.source is not None:
+        need(config.source / "run.json", "finished run")
+    devices = count_devices(options.devices)
+    step = stage.flops_per_image(config.encoder) * stage.batch_size
+    nodes = training_nodes(options.nodes, devices, stage.batch_size, step)
+    stage.check_ranks(nodes * devices)
+    identity = fingerprint(config.stage, stage, config.encoder, config.seed, data, config.source)
+    launch(
+        options,
+        path.parent,
+        "maect.train.run:train_resolved",
+        lambda: is_finished(path.parent, identity),
+        nodes,
+        config=str(path.absolute()),
+        save_every_minutes=options.save_every_minutes,
+        convert_world_size=options.convert_world_size,
+        stage_to=options.stage_to or None,
+    )
+
+
+def import_weights(options: argparse.Namespace) -> None:
+    """`maect import`."""
+    from maect.stages.config import RunConfig
+    from maect.train.imported import import_weights as convert
+
+    if options.weights.suffix == ".yaml":
+        config = RunConfig.read(options.weights)
+        if config.weights is None:
+            raise UserError(f"{options.weights}: no `weights`: it is not of an import")
+        run, pixels = options.weights.parent, config.encoder.image_size
+        given = config.weights, run, config.settings.model_dump()["layout"], config.size, pixels
+    elif options.run is None:
+        raise UserError(f"{options.weights}: say into which run's folder")
+    else:
+        run = options.run
+        given = options.weights, run, options.layout, options.size, options.image_size
+    layout, found = convert(*given)
+    print(
+        f"{run}: layout {layout}, size {found.size}, {found.encoder.image_size} pixels, "
+        f"pooling {found.pooling}; {sum(found.left_out.values())} tensors left out"
+    )
+
+
+def export(options: argparse.Namespace) -> None:
+    """`maect export`."""
+    from maect.models.export import export_run
+
+    need(options.run / "run.json", "finished run")
+    print(export_run(options.run, options.out))
+
+
+def features(options: argparse.Namespace) -> None:
+    """`maect features`."""
+    from maect.launch.nodes import fixed_nodes
+
+    encoder = need(options.run / "encoder.safetensors", "encoder")
+    wanted = {
+        "encoder_sha256": sha256_file(encoder),
+        "index_digest": need_shards(options.shards),
+    } | ({"resize": options.resize} if options.resize else {})
+
+    def is_done() -> bool:
+        from maect.evaluate.store import open_record
+
+        return options.out.exists() and wanted.items() <= open_record(options.out).items()
+
+    launch(
+        options,
+        options.out.with_suffix(".job"),
+        "maect.evaluate.features:extract",
+        is_done,
+        fixed_nodes(options.nodes),
+        encoder=str(encoder.absolute()),
+        shards=str(options.shards.absolute()),
+        out=str(options.out.absolute()),
+        resize=options.resize,
+    )
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    """`maect evaluate`: check everything, then run on the devices."""
+    from maect.evaluate.config import EvaluationConfig
+    from maect.evaluate.run import is_finished
+    from maect.launch.devices import count_devices
+    from maect.launch.nodes import fixed_nodes
+
+    config, path = read_changed(EvaluationConfig, options)
+    nodes = fixed_nodes(options.nodes)
+    config.settings.check_ranks(nodes * count_devices(options.devices))
+    need(config.run / "encoder.safetensors", "encoder")
+    for name in config.settings.inputs():
+        if name not in config.inputs:
+            raise UserError(f"{path}: inputs: {name!r} is missing")
+        for given in config.paths(name):
+            need(given, f"input {name!r}")
+    launch(
+        options,
+        path.with_suffix(".job"),
+        "maect.evaluate.run:evaluate",
+        lambda: is_finished(path),
+        nodes,
+        config=str(path.absolute()),
+    )
+
+
+def table(options: argparse.Namespace) -> None:
+    """`maect table`."""
+    from maect.report.commands import table as build
+
+    build(options.config)
+
+
+def figure(options: argparse.Namespace) -> None:
+    """`maect figure`."""
+    from maect.report.commands import figure as draw
+
+    draw(options.config)
+
+
+def claims(options: argparse.Namespace) -> None:
+    """`maect claims`."""
+    from maect.report.commands import claims as decide
+
+    decide(options.config)
+
+
+def show(options: argparse.Namespace) -> None:
+    """`maect show`."""
+    from maect.report.commands import show as tables
+
+    tables(options.root)
+
+
+def status(options: argparse.Namespace) -> None:
+    """`maect status`: every run, evaluation and cluster job of a results folder."""
+    from maect.tools.status import status as lines_about
+
+    roots = options.root or sorted({path.parent for path in Path("results").glob("*/runs")})
+    if not roots:
+        raise UserError("results: no experiment has begun here; name its results folder")
+    for root in roots:
+        print(*lines_about(root), sep="\n")
+
+
+def new_experiment(options: argparse.Namespace) -> None:
+    """`maect new-experiment`: prints what it wrote, with the reasons, and how to go on."""
+    from maect.tools.new_experiment import new_experiment as write
+
+    print(write(options.images, options.out, options.from_public))
+    print(f"Next: snakemake --profile cluster_profiles/local -n --config experiment={options.out}")
+
+
+def plan(options: argparse.Namespace) -> None:
+    """`maect plan`: what is left to run, what it takes, and how long the longest chain is."""
+    from maect import experiment
+    from maect.tools.plan import dag, jobs, text
+    from maect.tools.plan.speed import Device
+
+    chosen = experiment.load(options.experiment, **changes_of(options.config))
+    config = [f"experiment={options.experiment}", *options.config]
+    left = dag.jobs_to_run(options.target, config, options.profile)
+    device = Device(options.device, options.utilisation)
+    priced = jobs.make_plan(left, chosen, device)
+    print(f"{options.experiment} on {options.profile}", *text.lines(priced), sep="\n")
+
+
+def doctor(options: argparse.Namespace) -> None:
+    """`maect doctor`: whether a site is ready, each fault with a hint."""
+    from maect.tools.doctor.command import doctor as check
+
+    check(options)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, PlainSerializer, SerializationInfo, Validat
 
 from maect.core.errors import UserError
 from maect.core.files import write_text
-from maect.core.settings import Settings, validated
+from maect.core.settings import Settings, digest, validated
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -21,7 +21,10 @@ def _to_absolute(path: Path, info: ValidationInfo) -> Path:
 
 
 def _from_file(path: Path, info: SerializationInfo) -> str:
-    folder = (info.context or {}).get("folder")
+    context = info.context or {}
+    if "paths" in context:
+        return ""
+    folder = context.get("folder")
     inside = folder is not None and path.is_relative_to(folder.parent.parent)
     return os.path.relpath(path, folder) if inside else str(path)
 
@@ -62,6 +65,15 @@ class SettingsFile(Settings):
     def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
         """The object that nested values describe."""
         return validated(cls, values, where, context)
+
+    def named(self, path: Path) -> Self:
+        """The same, to be at another path: a name that the path gives is that of the new one."""
+        return self
+
+    @property
+    def digest(self) -> str:
+        """Identity of what the file says; where inputs are is not part of it."""
+        return digest(self.model_dump(mode="json", context={"paths": None}))
 
     def text(self, path: str | Path) -> str:
         """The content of the file at `path`."""

@@ -26,6 +26,11 @@ class Accuracy(Recipe, Protocol):
             raise ValueError("shots: the splits are the repetitions; leave out seeds and fraction")
         return self
 
+    @property
+    def lists(self) -> str | None:
+        """Folder of official low-shot lists that is read, if any."""
+        return self.subsets
+
     def trainings(self) -> dict[str, tuple[FineTune, int]]:
         """Settings and seed of each run that is scored, by the last part of its name."""
         recipe = {name: getattr(self, name) for name in Recipe.model_fields}

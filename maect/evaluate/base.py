@@ -16,7 +16,8 @@ from maect.recipes import Encoder
 
 if TYPE_CHECKING:
     from maect.core.context import Context
-from maect.evaluate.job import Job
+    from maect.evaluate.job import Job
+    from maect.stages import Stage
 
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -89,6 +90,22 @@ class Protocol(Settings):
         Raises:
             Interrupted: told to stop; the state is saved.
             UserError: an input that cannot be evaluated.
+        """
+
+    def trainings(self) -> "Mapping[str, tuple[Stage, int]]":
+        """Runs to train for this evaluation: settings and seed by the last part of their name."""
+        return {}
+
+    @property
+    def lists(self) -> str | None:
+        """Folder of official low-shot lists that is read, if any."""
+        return None
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of processes that cannot share the work.
+
+        Raises:
+            UserError: with the numbers.
         """
 
     def flops(self, encoder: Encoder, images: Images) -> float | None:

@@ -34,6 +34,10 @@ class EvaluationConfig(SettingsFile):
         settings = validated(PROTOCOLS[protocol], values.get("settings", {}), f"{where}: settings")
         return super().parse(values | {"settings": settings}, where, context)
 
+    def named(self, path: Path) -> Self:
+        """The same evaluation, to be at another path."""
+        return self.model_copy(update={"evaluation": path.stem})
+
     @property
     def digest(self) -> str:
         """Identity of what the protocol is told; where its inputs are is not part of it."""

@@ -71,6 +71,11 @@ class FineTune(Protocol):
     activation_checkpointing: bool = False
     compile: bool = False
 
+    @property
+    def lists(self) -> str | None:
+        """Folder of official low-shot lists that is read, if any."""
+        return self.subsets
+
     def inputs(self) -> dict[str, Input]:
         """Images of both splits."""
         return {"train": Shards(self.train_split), "test": Shards(self.test_split)}

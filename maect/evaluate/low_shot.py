@@ -51,6 +51,11 @@ class LowShot(Protocol):
             raise ValueError("neither shots nor fractions: there is nothing to measure")
         return self
 
+    @property
+    def lists(self) -> str | None:
+        """Folder of official low-shot lists that is read, if any."""
+        return self.subsets
+
     def inputs(self) -> dict[str, Input]:
         """Features of both splits."""
         return {"train": Features(self.train_split), "test": Features(self.test_split)}

@@ -5,53 +5,71 @@ gives a run for every combination. The `from` links are the edges of the pipelin
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from maect.core.errors import UserError
 from maect.core.names import check_names
-from maect.core.settings import one_line
+from maect.core.settings import validated
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
-from maect.experiment.expand import NAME, Run, expand_runs
-from maect.experiment.rows import CHANGES, REPLACED, Line, lines, matching, restricted
+from maect.experiment.check import check_sources
+from maect.experiment.expand import Run, begins_with, expand_runs, runs_to_score
+from maect.experiment.rows import (
+    CHANGES,
+    REPLACED,
+    Line,
+    lines,
+    matching,
+    restricted,
+    without_twins,
+)
 from maect.experiment.schema import (
     ExperimentSpec,
+    check_name,
     check_plain,
     expand_path,
     fill_path,
 )
-from maect.experiment.weights import from_scratch, missing_weights, without_twins
 from maect.report.registry import FIGURES, TABLE_NAMES
 
 EXPERIMENTS = Path("workflow/experiments")
 
 
 class Experiment:
-    """A validated experiment. Build it with `load`."""
+    """A validated experiment. Build it with `load`.
+
+    Attributes:
+        runs: all runs by name, also those that evaluations ask for.
+        evaluations: (run, name) of each, in the file's order.
+        partial: whether fewer evaluations are asked for than the file says.
+    """
 
     def __init__(self, name: str, spec: ExperimentSpec, file: Path, partial: bool = False) -> None:
         self.name = name
         self.spec = spec
         self.file = file
-        self.partial = partial  # not all the evaluations that the file asks for
+        self.partial = partial
         self.datasets = spec.datasets
         self.default_dataset = next(iter(spec.datasets))
         # Runs of the same names: they must not replace those that began from scratch.
         apart = "-public" if spec.starting_from == "public" else ""
         storage = (spec.storage or f"results/{name}").rstrip("/") + apart
         self.root = Path(expand_path(storage, f"{file}: storage"))
-        check_plain(f"{file}: name", name)
-        check_plain(f"{file}: storage", str(self.root))
-        self.runs: dict[str, Run] = expand_runs(spec, file)
+        self._check_plain()
+        self.runs = expand_runs(spec, file)
+        for run in self.runs.values():
+            self._check_names(f"runs: {run.name}: dataset", [run.dataset], spec.datasets)
+        check_sources(self.runs, f"{file}: runs")
         new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
-        self.evaluation_names = tuple(dict.fromkeys([*evaluation_names(), *new]))
-        self._check_names("protocols", spec.protocols, self.evaluation_names)
-        self.evaluations = tuple(dict.fromkeys(self._evaluations()))
+        known = tuple(dict.fromkeys([*evaluation_names(), *new]))
+        self._check_names("protocols", spec.protocols, known)
+        for entry in spec.evaluate:
+            self._check_names("evaluate: protocols", entry.protocols, known)
+        self.evaluations = self._add_runs_to_score()
         for evaluated, name in self.evaluations:
             self._check_evaluation(evaluated, name)
         self._check_names("tables", spec.tables, TABLE_NAMES)
@@ -61,7 +79,8 @@ class Experiment:
             for kind in ("tables", "figures")
             for name, rows in getattr(spec, kind).items()
         }
-        trained = from_scratch(self.runs)
+        # What begins with a training, and not with imported weights.
+        trained = {name for name in self.runs if begins_with(name, self.runs).settings.trains}
         if spec.starting_from == "public":
             self._leave_out(trained)
             for name in spec.tables:
@@ -69,6 +88,40 @@ class Experiment:
         # What imported weights cost is not known.
         shown = self._rows.get("gpu_hours", [])
         self._rows["gpu_hours"] = [line for line in shown if trained.issuperset(line[2])]
+
+    def _check_plain(self) -> None:
+        """Refuse names that commands could not say without quotes."""
+        check_plain(f"{self.file}: name", self.name)
+        check_plain(f"{self.file}: storage", str(self.root))
+        for name, dataset in self.datasets.items():
+            check_name(f"{self.file}: datasets", name)
+            for split in dataset.splits:
+                check_name(f"{self.file}: datasets: {name}: splits", split)
+
+    def _add_runs_to_score(self) -> tuple[tuple[str, str], ...]:
+        """The evaluations that are asked for, once their trainings are among the runs."""
+        asked = tuple(dict.fromkeys(self._asked(self.runs)))
+        given = [(run, name, self.evaluation(run, name)) for run, name in asked]
+        more = runs_to_score(self.runs, given)
+        twice = sorted(set(more) & set(self.runs))
+        if twice:
+            raise self._error(f"runs: {twice[0]} is the name of a run that is fine-tuned")
+        self.runs |= more
+        check_sources(self.runs, f"{self.file}: evaluate")
+        # These can be evaluated as well, each by its full name.
+        asked = tuple(dict.fromkeys(self._asked(self.runs, complete=True)))
+        for run, name in asked:
+            if self.runs[run].scored_by and self.evaluation(run, name).trainings():
+                raise self._error(f"evaluate: {name} of {run}, which is fine-tuned already")
+        return asked
+
+    def _asked(self, runs: Mapping[str, Run], complete: bool = False) -> Iterator[tuple[str, str]]:
+        for entry in self.spec.evaluate:
+            for pattern in entry.runs:
+                found = matching(pattern, runs)
+                if complete and not found:
+                    raise self._error(f"evaluate: no run is named {pattern!r}")
+                yield from itertools.product(found, entry.protocols)
 
     def _leave_out(self, gone: set[str]) -> None:
         """Forget runs, their evaluations, and the lines that would be empty without them."""
@@ -81,45 +134,40 @@ class Experiment:
     def _error(self, message: str) -> UserError:
         return UserError(f"{self.file}: {message}")
 
-    def _check_names(self, what: str, names: Any, known: Any) -> None:
+    def _check_names(self, what: str, names: Iterable[str], known: Iterable[str]) -> None:
         check_names(f"{self.file}: {what}", names, known)
 
-    def evaluation(self, run: str, name: str) -> tuple[str, Protocol]:
-        """Protocol and settings of an evaluation of a run."""
+    def evaluation(self, run: str, name: str) -> Protocol:
+        """Settings of an evaluation of a run."""
         return self._evaluation(self.runs[run].size, name)
 
     @cache  # noqa: B019 (an experiment lives as long as the process)
-    def _evaluation(self, size: str, name: str) -> tuple[str, Protocol]:
-        if not NAME.fullmatch(name):
-            raise self._error(f"protocols: {name!r} is not a name (letters, digits, _ and -)")
+    def _evaluation(self, size: str, name: str) -> Protocol:
+        check_name(f"{self.file}: protocols", name)
         try:
             given = self.spec.protocols.get(name, {})
-            filled = {k: fill_path(v) if isinstance(v, str) else v for k, v in given.items()}
-            return load_evaluation(name, size, filled)
+            known = {k: fill_path(v) if isinstance(v, str) else v for k, v in given.items()}
+            return load_evaluation(name, size, known)[1]
         except UserError as error:
             raise self._error(f"protocols: {error}") from None
 
     def _check_evaluation(self, run: str, name: str) -> None:
         splits = self.datasets[self.default_dataset].splits
-        _, settings = self.evaluation(run, name)
+        settings = self.evaluation(run, name)
         self._check_names(f"protocols: {name}: splits", settings.split_names, splits)
         for needed in settings.needs:
-            if (run, needed) not in self.evaluations:
+            if (run, needed) not in self.asked:
                 raise self._error(f"evaluate: {name} of {run} reads what {needed} leaves; add it")
 
-    def _evaluations(self) -> Iterator[tuple[str, str]]:
-        for entry in self.spec.evaluate:
-            self._check_names("evaluate: protocols", entry.protocols, self.evaluation_names)
-            for pattern in entry.runs:
-                found = matching(pattern, self.runs)
-                if not found:
-                    raise self._error(f"evaluate: no run is named {pattern!r}")
-                yield from itertools.product(found, entry.protocols)
+    @cached_property
+    def asked(self) -> frozenset[tuple[str, str]]:
+        """The evaluations, to look one up."""
+        return frozenset(self.evaluations)
 
     @cached_property
     def protocols(self) -> dict[str, str]:
         """The protocol of each evaluation that is asked for, by the evaluation's name."""
-        return {name: self.evaluation(run, name)[0] for run, name in self.evaluations}
+        return {name: self.evaluation(run, name).name for run, name in self.evaluations}
 
     @property
     def evaluated(self) -> tuple[str, ...]:
@@ -127,9 +175,18 @@ class Experiment:
         chosen = {run for run, _ in self.evaluations}
         return tuple(name for name in self.runs if name in chosen)
 
+    @property
+    def splits(self) -> list[tuple[str, str]]:
+        """(dataset, split) of all splits."""
+        return [(name, split) for name, of in self.datasets.items() for split in of.splits]
+
     def runs_of(self, stage: str) -> list[str]:
         """Names of the runs of a stage."""
         return [run.name for run in self.runs.values() if run.stage == stage]
+
+    def folder(self, run: str) -> Path:
+        """Folder of a run."""
+        return self.root / "runs" / run
 
     def shards(self, dataset: str, split: str) -> Path:
         """Folder of a split's shards."""
@@ -168,43 +225,6 @@ class Experiment:
                 name = self.runs[name].source
         return sorted(found)
 
-    def missing_images(self, splits: Iterable[tuple[str, str]] | None = None) -> list[str]:
-        """What a real run would not find of the images: a sentence each, empty if all is there.
-
-        Args:
-            splits: (dataset, split) to look for; none: all.
-        """
-        known = [(name, split) for name, of in self.datasets.items() for split in of.splits]
-        faults = []
-        for name, split in known if splits is None else splits:
-            given = self.datasets[name].splits[split]
-            if (self.shards(name, split) / "index.json").exists():
-                continue
-            place = f"{self.file}: datasets: {name}"
-            if given.images is not None and not self.images(name, split).exists():
-                faults.append(
-                    f"{place}: no images at {self.images(name, split)} (split {split}); "
-                    "correct `images` there or put the images in place"
-                )
-            lost = [file for file in given.files() if not Path(file).exists()]
-            faults += [f"{place}: no file {file} (split {split})" for file in lost]
-        return faults
-
-    def missing_weights(self, runs: Iterable[str] | None = None) -> list[str]:
-        """Likewise, one sentence a file of weights that is to be imported, for runs or for all."""
-        chosen = self.runs if runs is None else {name: self.runs[name] for name in runs}
-        return [f"{self.file}: {fault}" for fault in missing_weights(chosen, self.root)]
-
-    def missing_lists(self, evaluations: Iterable[tuple[str, str]]) -> list[str]:
-        """Likewise, one sentence a folder of low-shot lists that evaluations of runs read."""
-        given = [getattr(self.evaluation(*one)[1], "subsets", None) for one in evaluations]
-        return [
-            f"{self.file}: protocols: no folder {folder} of low-shot lists; "
-            f"`maect retrieve low_shot_lists {folder}` brings them"
-            for folder in sorted({f for f in given if isinstance(f, str)})
-            if not Path(folder).expanduser().is_dir()
-        ]
-
 
 def load(name_or_path: str, **changes: Any) -> Experiment:
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
@@ -214,7 +234,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
         changes: what differs from the file, as `--config` gives it (`docs/experiments.md`).
 
     Raises:
-        UserError: one message that names the file, the place and the cure.
+        UserError: one message that names the file, the place and the hint.
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
@@ -232,8 +252,5 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
         raise UserError(f"{path}: an experiment is a mapping of keys to values")
     check_names("--config", changes, CHANGES)
     values |= {key: changes[key] for key in REPLACED if key in changes}
-    try:
-        spec = ExperimentSpec.model_validate(values)
-    except ValidationError as error:
-        raise one_line(error, str(path)) from None
+    spec = validated(ExperimentSpec, values, str(path))
     return Experiment(path.stem, restricted(spec, changes), path, "protocols" in changes)

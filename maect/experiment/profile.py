@@ -13,6 +13,8 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.core.names import did_you_mean
+from maect.evaluate import PROTOCOLS
+from maect.stages import STAGES
 
 SLURM = Path(__file__).parents[2] / "cluster_profiles/slurm/config.yaml"
 # From large to small: each asks for what the one before it does, unless the profile says otherwise.
@@ -22,12 +24,12 @@ Jobs = Mapping[str, Mapping[str, Any]]
 
 def kinds() -> dict[str, str]:
     """Kind of job of every rule that computes."""
-    return {
-        **dict.fromkeys(("pretrain", "init_head", "tune", "fine_tune"), "training"),
-        **dict.fromkeys(("features", "linear_probe", "robustness", "effective_invariance"), "node"),
-        **dict.fromkeys(("throughput",), "device"),
-        **dict.fromkeys(("evaluate", "clustering", "retrieval", "umap"), "cpu"),
-    }
+    found = {name: "training" for name, stage in STAGES.items() if stage.trains}
+    found["features"] = "node"
+    for name, protocol in PROTOCOLS.items():
+        alone = "device" if protocol.encoder_input else "cpu"
+        found[name] = "node" if protocol.every_rank else alone
+    return found
 
 
 def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:

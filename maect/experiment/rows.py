@@ -1,12 +1,12 @@
 """What an experiment shows: the lines of its tables and figures, and less of it by `--config`."""
 
 import fnmatch
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 from maect.core.errors import UserError
 from maect.core.names import check_names
+from maect.experiment.expand import Run, begins_with, seedless
 from maect.experiment.schema import ExperimentSpec, Rows
 
 REPLACED = ("seeds", "starting_from")
@@ -14,18 +14,6 @@ CHANGES = (*REPLACED, "tables", "figures", "protocols")
 """What `--config` may say beside `experiment`: other values, and less of what the file asks."""
 Line = tuple[str, str, list[str]]
 """Architecture, method and the runs behind it, one a seed."""
-
-
-class Model(Protocol):
-    """What a line needs to know of a run."""
-
-    @property
-    def architecture(self) -> str:
-        """How tables name the encoder."""
-
-    @property
-    def method(self) -> str:
-        """Name of the method in tables."""
 
 
 def restricted(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
@@ -64,14 +52,16 @@ def names(value: Any) -> list[str]:
     return [name for item in value if (name := str(item).strip())]
 
 
-def seedless(run: str) -> str:
-    """The name of a run without its seed."""
-    return re.sub(r"-s\d+$", "", run)
+def matching(pattern: str, runs: Mapping[str, Run]) -> list[str]:
+    """Runs of all seeds that a name or a pattern such as `ct_*` names.
 
-
-def matching(pattern: str, runs: Iterable[str]) -> list[str]:
-    """Runs of all seeds whose name matches a pattern such as `ct_*`."""
-    return [name for name in runs if fnmatch.fnmatchcase(seedless(name), pattern)]
+    A run that is trained for an evaluation has to be named in full.
+    """
+    return [
+        name
+        for name, run in runs.items()
+        if (name == pattern if run.scored_by else fnmatch.fnmatchcase(seedless(name), pattern))
+    ]
 
 
 def _pairs(rows: Rows) -> Iterator[tuple[str | None, str]]:
@@ -81,13 +71,13 @@ def _pairs(rows: Rows) -> Iterator[tuple[str | None, str]]:
 
 
 def lines(
-    place: str, rows: Rows, runs: Mapping[str, Model], shown: Iterable[str], partial: bool = False
+    where: str, rows: Rows, runs: Mapping[str, Run], shown: Collection[str], partial: bool = False
 ) -> list[Line]:
     """The lines of a table or figure.
 
     Args:
-        place: where the rows are written, for messages.
-        rows: as written; runs in the order of the rows, then in that of `shown`.
+        where: where the rows are written, for messages.
+        rows: as written; runs in the order of the rows, then in that of `runs`.
         runs: all runs by name.
         shown: names of the runs that have anything to show.
         partial: leave out rows of runs that have nothing to show, since less was asked for.
@@ -95,20 +85,35 @@ def lines(
     Raises:
         UserError: a row that matches nothing, or two runs on one line that are not seeds.
     """
-    shown = list(shown)
     found: dict[tuple[str, str], list[str]] = {}
     for method, pattern in _pairs(rows):
-        matched = matching(pattern, shown)
-        if not matched and not (partial and matching(pattern, runs)):
-            raise UserError(f"{place}: no evaluated run is named {pattern!r}")
+        named = matching(pattern, runs)
+        matched = [name for name in named if name in shown]
+        if not matched and not (partial and named):
+            raise UserError(f"{where}: no evaluated run is named {pattern!r}")
         for name in matched:
             key = runs[name].architecture, method or runs[name].method
             line = found.setdefault(key, [])
             if line and seedless(line[0]) != seedless(name):
                 raise UserError(
-                    f"{place}: {line[0]} and {name} are both {' '.join(key)}; "
+                    f"{where}: {line[0]} and {name} are both {' '.join(key)}; "
                     f"give one another name with `METHOD: {name}`"
                 )
             if name not in line:
                 line.append(name)
     return [(architecture, method, line) for (architecture, method), line in found.items()]
+
+
+def without_twins(rows: Iterable[Line], runs: Mapping[str, Run]) -> list[Line]:
+    """The lines of a table without those that another one, `METHOD_public`, says the same as.
+
+    Both begin with the same file: there is nothing to compare.
+    """
+    rows = list(rows)
+    first = {(size, method): begins_with(names[0], runs).weights for size, method, names in rows}
+    return [
+        (size, method, names)
+        for size, method, names in rows
+        if first[size, method] is None
+        or first[size, method] != first.get((size, f"{method}_public"))
+    ]

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import yaml
@@ -14,6 +14,8 @@ from maect.core.settings import Settings
 from maect.data.sources import SOURCES, Source
 from maect.data.sources.folder import Folder
 from maect.data.sources.view import CLASS_LISTS
+
+NAME = re.compile(r"\w[\w.-]*")
 
 
 class Split(Settings):
@@ -195,31 +197,21 @@ def fill_path(text: str) -> str:
     return os.path.expanduser(os.path.expandvars(text))
 
 
-def fill_values(value: Any, fill: Callable[[str], str]) -> str:
-    """The YAML text of nested values with `{key}` filled in their strings."""
-
-    def walk(item: Any) -> Any:
-        if isinstance(item, dict):
-            return {key: walk(inner) for key, inner in item.items()}
-        if isinstance(item, str):
-            return yaml.safe_load(fill(item))
-        return item
-
-    return yaml.safe_dump(walk(value))
+def filled(value: Any, fill: Callable[[str], str]) -> Any:
+    """Nested values with `{key}` filled in their strings, which are then read as YAML scalars."""
+    if isinstance(value, dict):
+        return {key: filled(inner, fill) for key, inner in value.items()}
+    return yaml.safe_load(fill(value)) if isinstance(value, str) else value
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested settings as dotted keys: `{"head": {"topk": 1}}` gives `head.topk`, 1."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+def check_name(where: str, text: str) -> None:
+    """A name of which files and folders are called, and that commands can say without quotes.
 
-
-def yaml_scalar(value: Any) -> str:
-    """A value as one line of YAML, which the command line reads back."""
-    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("...\n").strip()
+    Raises:
+        UserError: it has other signs, such as a blank or `/`.
+    """
+    if not NAME.fullmatch(text):
+        raise UserError(f"{where}: {text!r} is not a name (letters, digits, _ . and -)")
 
 
 def check_plain(where: str, text: str) -> None:

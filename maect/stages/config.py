@@ -1,5 +1,6 @@
 """A run's resolved file, `runs/RUN/config.yaml`: all that a training or an import is told."""
 
+from pathlib import Path
 from typing import Any, Self
 
 from pydantic import Field, SerializeAsAny
@@ -37,6 +38,10 @@ class RunConfig(SettingsFile):
         check_names(f"{where}: stage", [stage], STAGES)
         settings = validated(STAGES[stage], values.get("settings", {}), f"{where}: settings")
         return super().parse(values | {"settings": settings}, where, context)
+
+    def named(self, path: Path) -> Self:
+        """The same run, to be at another path."""
+        return self.model_copy(update={"run": path.absolute().parent.name})
 
     @property
     def digest(self) -> str:

@@ -13,7 +13,7 @@ class Head(SelfSupervised):
     """Initialisation of the NNCLR head on the frozen encoder."""
 
     name: ClassVar[str] = "head"
-    title: ClassVar[str] = "Head initialisation {run}"
+    title: ClassVar[str] = "Initialising the NNCLR head {run}"
     starts_from: ClassVar[tuple[str, ...]] = ("pretrain", "import", "tune")
 
     head: Contrastive

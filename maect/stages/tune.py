@@ -13,7 +13,7 @@ class Tune(SelfSupervised):
     """Contrastive tuning of the upper part of the encoder (paper, tables 7 and 8)."""
 
     name: ClassVar[str] = "tune"
-    title: ClassVar[str] = "Contrastive tuning {run}"
+    title: ClassVar[str] = "Contrastive tuning of {run}"
     starts_from: ClassVar[tuple[str, ...]] = ("head", "pretrain", "import")
 
     base_lr: float = Field(gt=0)

@@ -233,3 +233,22 @@ def _finish(
 
 def _name(source: Path | None) -> str | None:
     return source.name if source is not None else None
+
+
+def train_resolved(context: Context, *, config: str, **options: Any) -> Verdict:
+    """Train as a run's resolved file says, in its folder; called on every rank."""
+    from maect.stages.config import RunConfig
+
+    told = RunConfig.read(config)
+    assert told.shards is not None
+    return train(
+        context,
+        folder=Path(config).parent,
+        shards=told.shards,
+        stage=told.stage,  # type: ignore[arg-type]
+        settings=told.settings.model_dump(mode="json"),
+        encoder=told.encoder.model_dump(mode="json"),
+        seed=told.seed,
+        source=told.source,
+        **options,
+    )

@@ -165,22 +165,50 @@ def test_a_second_pipeline_is_refused(undisturbed: Pipeline) -> None:
     assert f"process {os.getpid()}" in one_line(done.stderr)
 
 
+def maect(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, "-m", "maect", *words], capture_output=True, text=True)
+
+
 def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
-    """Each arrow of the pipeline also runs by hand, without an experiment."""
-    shards = undisturbed.results / "shards/digits/train"
-    words = ["pretrain", str(tmp_path / "mae"), "--shards", str(shards), "--recipe", "mae"]
-    options = ["--size", "tiny", "--set", "epochs=1", "--devices", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "maect", *words, *options], capture_output=True, text=True
-    )
+    """A resolved file gives the same job by hand, and another one with changes, elsewhere."""
+    runs, evaluations = undisturbed.results / "runs", undisturbed.results / "evaluations"
+    before = bits(undisturbed)
+    again = maect("train", str(runs / "ct_min_tiny/config.yaml"), "--devices", "2")
+    assert again.returncode == 0 and bits(undisturbed) == before, again.stderr
+
+    config, out = str(runs / "mae_tiny/config.yaml"), tmp_path / "mae/config.yaml"
+    changed = ["settings.epochs=1", "--out", str(out), "--devices", "1"]
+    done = maect("train", config, *changed)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "mae/encoder.safetensors").exists()
-    spelt = subprocess.run(
-        [sys.executable, "-m", "maect", *words, *options, "--set", "epoch=1"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert spelt.returncode == 2
-    assert "did you mean 'epochs'?" in one_line(spelt.stderr)
+    assert (tmp_path / "mae/encoder.safetensors").exists() and bits(undisturbed) == before
+    record = json.loads((tmp_path / "mae/run.json").read_text())
+    assert (record["run"], record["recipe"]["epochs"]) == ("mae", 1)
+
+    refused = maect("train", config, "settings.epochs=1", "--devices", "1")
+    assert refused.returncode == 2 and "name its --out" in one_line(refused.stderr)
+    taken = maect("train", config, "seed=7", "--out", str(runs / "ct_min_tiny/config.yaml"))
+    assert taken.returncode == 2 and "says otherwise; choose a new --out" in one_line(taken.stderr)
+    spelt = maect("train", config, "settings.epoch=1", *changed[1:])
+    assert spelt.returncode == 2 and "did you mean 'epochs'?" in one_line(spelt.stderr)
+    assert bits(undisturbed) == before
+
+    knn = str(evaluations / "ct_min_tiny/knn.yaml")
+    done = maect("evaluate", knn, "settings.k=3", "--out", str(tmp_path / "knn3.yaml"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "knn3.json").read_text())["settings"]["k"] == 3
+
+
+def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed: Pipeline) -> None:
+    written = {
+        file: (file.read_text(), file.stat().st_mtime_ns)
+        for file in undisturbed.results.glob("*/*/*.yaml")
+    }
+    assert {file.parent.name for file in written} >= {"mae_tiny", "head_min_tiny", "ct_min_tiny"}
+    undisturbed.command()
+    done = maect("resolve", str(undisturbed.folder / "mini.yaml"))
+    assert done.returncode == 0, done.stderr
+    for file, (text, time) in written.items():
+        assert (file.read_text(), file.stat().st_mtime_ns) == (text, time), file
 
 
 def test_experiment_file_is_yaml(tmp_path: Path) -> None:

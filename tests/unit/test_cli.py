@@ -6,21 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from maect import commands
 from maect.core.errors import UserError
 from maect.launch.devices import count_devices
-
-
-def test_settings_are_nested_and_typed() -> None:
-    pairs = ["epochs=5", "head.topk=1", "head.lookup=none", "crop_scale=[0.5, 1.0]", "compile=true"]
-    assert commands.parse_settings(pairs) == {
-        "epochs": 5,
-        "head": {"topk": 1, "lookup": "none"},
-        "crop_scale": [0.5, 1.0],
-        "compile": True,
-    }
-    with pytest.raises(UserError, match="KEY=VALUE"):
-        commands.parse_settings(["epochs"])
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,13 +27,14 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (["shard", "/no/such/folder", "OUT"], "/no/such/folder"),
-        (["pretrain", "OUT", "--shards", "/no", "--recipe", "mae", "--size", "tiny"], "/no"),
-        (["pretrain", "OUT", "--shards", "/no", "--recipe", "mea", "--size", "tiny"], "'mae'"),
+        (["train", "/no/config.yaml"], "/no/config.yaml: no such file; `maect resolve EXPERIMENT`"),
+        (["resolve", "digitz"], "digits"),
+        (["resolve", "digits", "--config", "seeds"], "KEY=VALUE"),
         (["features", "/no", "--shards", "/no", "--out", "x.safetensors"], "/no"),
-        (["evaluate", "kn", "/no", "--out", "x.json"], "kn"),
+        (["evaluate", "/no/knn.yaml"], "/no/knn.yaml: no such file"),
         (["show", "/no"], "/no"),
-        (["table", "tabel", "OUT.csv", "--evaluations", "."], "tabel"),
-        (["figure", "low_shot", "OUT.csv", "--evaluations", "."], "low_shot"),
+        (["table", "/no/low_shot.yaml"], "/no/low_shot.yaml: no such file"),
+        (["figure", "/no/umap.yaml"], "/no/umap.yaml: no such file"),
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path) -> None:

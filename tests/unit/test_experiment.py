@@ -10,14 +10,16 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.experiment import load
+from maect.experiment import load, resolve, shown
+from maect.experiment.check import missing_images
+from maect.experiment.resolve import run_config
 from maect.experiment.rows import names
+from maect.stages import load_recipe
 
 ROOT = Path(__file__).parents[2]
+DATASET = {"splits": {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}}
 TINY: dict[str, Any] = {
-    "datasets": {
-        "mine": {"splits": {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}}
-    },
+    "datasets": {"mine": DATASET},
     "runs": {
         "mae_tiny": {"recipe": "mae", "size": "tiny"},
         "head_{aug}_tiny": {
@@ -52,13 +54,10 @@ def test_expansion_and_links(tmp_path: Path) -> None:
     assert experiment.rows("low_shot")[1] == ("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"])
     assert experiment.behind(["ct_min_tiny"]) == ["ct_min_tiny", "head_min_tiny", "mae_tiny"]
     assert ("mae_tiny-s1", "knn") in experiment.evaluations
-    assert not experiment.runs["mae_tiny"].leaves_head
+    assert experiment.runs["mae_tiny"].settings.leaves == ("encoder.safetensors",)
 
 
-def test_arguments_say_the_same_as_the_settings(tmp_path: Path) -> None:
-    from maect.commands import parse_settings
-    from maect.stages import load_recipe
-
+def test_values_of_each_are_filled_in_and_typed(tmp_path: Path) -> None:
     runs = dict(TINY["runs"])
     runs["ct_k{k}_tiny"] = {
         "recipe": "ct_min",
@@ -68,17 +67,56 @@ def test_arguments_say_the_same_as_the_settings(tmp_path: Path) -> None:
         "each": {"k": [1, 10]},
     }
     run = load(write(tmp_path, runs=runs)).runs["ct_k10_tiny"]
-    pairs = [b for a, b in zip(run.arguments, run.arguments[1:], strict=False) if a == "--set"]
-    assert load_recipe("ct_min", "tiny", parse_settings(pairs)) == run.settings
-    assert run.settings.head.topk == 10  # type: ignore[attr-defined]
+    changes = {"epochs": 7, "crop_scale": [0.3, 1.0], "head": {"topk": 10, "lookup": "none"}}
+    assert run.settings == load_recipe("ct_min", "tiny", changes)
+
+
+def test_a_resolved_run_says_what_the_file_says(tmp_path: Path) -> None:
+    found = load(write(tmp_path, storage=str(tmp_path / "results"), seeds=2))
+    told = run_config(found, "ct_aug_tiny-s1")
+    assert (told.stage, told.recipe, told.size, told.seed) == ("tune", "ct_aug", "tiny", 1)
+    assert told.settings == load_recipe("ct_aug", "tiny")
+    assert told.shards == tmp_path / "results/shards/mine/train"
+    assert told.source == tmp_path / "results/runs/head_aug_tiny-s1"
+
+
+def test_every_resolved_file_is_read_back_as_it_was(tmp_path: Path) -> None:
+    found = load("digits")
+    for path, told in [*resolve.files(found), *shown.files(found)]:
+        file = tmp_path / path.relative_to(found.root)
+        told.write(file)
+        assert type(told).read(file).digest == told.digest, path
+
+
+def test_what_a_job_reads(tmp_path: Path) -> None:
+    asked = [{"runs": ["ct_*"], "protocols": ["knn", "linear_probe", "robustness"]}]
+    protocols = {"robustness": {"splits": ["val"]}}
+    found = load(write(tmp_path, evaluate=asked, protocols=protocols, storage="r"))
+
+    def files(name: str) -> list[str]:
+        return list(map(str, resolve.read_by_evaluation(found, "ct_min_tiny", name)))
+
+    features = "r/features/ct_min_tiny/mine-{}.safetensors"
+    assert files("knn") == [features.format("train"), features.format("val")]
+    encoder, val = "r/runs/ct_min_tiny/encoder.safetensors", "r/shards/mine/val/index.json"
+    assert files("linear_probe") == [encoder, "r/shards/mine/train/index.json", val]
+    probe = "r/evaluations/ct_min_tiny/linear_probe.safetensors"
+    assert files("robustness") == [encoder, probe, val]
+    source = [f"r/runs/head_min_tiny/{n}" for n in ("encoder.safetensors", "head.safetensors")]
+    assert list(map(str, resolve.read_by_run(found, "ct_min_tiny"))) == [
+        "r/shards/mine/train/index.json", *source, "r/runs/head_min_tiny/run.json",
+    ]  # fmt: skip
 
 
 def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
-    before = load(write(tmp_path)).runs
+    before = load(write(tmp_path))
     runs = dict(TINY["runs"], mae_tiny={"recipe": "mae", "size": "tiny", "set": {"epochs": 101}})
-    after = load(write(tmp_path, runs=runs, description="a comment", storage="/elsewhere")).runs
-    assert before["mae_tiny"].digest != after["mae_tiny"].digest
-    assert before["ct_min_tiny"].digest == after["ct_min_tiny"].digest
+    after = load(write(tmp_path, runs=runs, description="a comment", storage="/elsewhere"))
+    assert run_config(before, "mae_tiny").digest != run_config(after, "mae_tiny").digest
+    assert run_config(before, "ct_min_tiny").digest == run_config(after, "ct_min_tiny").digest
+    pair = "ct_min_tiny", "linear_probe"
+    first, second = (resolve.evaluation_config(found, *pair) for found in (before, after))
+    assert first.digest == second.digest and first.run != second.run
 
 
 @pytest.mark.parametrize(
@@ -139,6 +177,11 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
         ({"storage": "$MAECT_NO_SUCH_VARIABLE/x"}, "MAECT_NO_SUCH_VARIABLE"),
         ({"storage": "/my results"}, "storage: '/my results' has ' '; choose one without blanks"),
         ({"storage": "/a;b"}, "storage: '/a;b' has ';'"),
+        ({"datasets": {"$(reboot)": DATASET}}, "datasets: '$(reboot)' is not a name"),
+        ({"datasets": {"..": DATASET}}, "datasets: '..' is not a name"),
+        ({"datasets": {"m": {"splits": {"a/b": {"images": "/i"}}}}}, "splits: 'a/b' is not a name"),
+        ({"datasets": {"m": {"splits": {"a b": {"images": "/i"}}}}}, "splits: 'a b' is not a name"),
+        ({"runs": {"m;ls": {"recipe": "mae", "size": "tiny"}}}, "runs: 'm;ls' is not a name"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -159,7 +202,7 @@ def test_a_circle_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_images_are_named(tmp_path: Path) -> None:
-    missing = load(write(tmp_path)).missing_images()
+    missing = missing_images(load(write(tmp_path)))
     assert len(missing) == 2
     assert "/images/train" in missing[0]
 
@@ -183,8 +226,8 @@ def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
     asked = [{"runs": ["mae_tiny"], "protocols": ["probe_short", "linear_probe"]}]
     found = load(write(tmp_path, protocols=variant, evaluate=asked))
     assert found.protocols == {"probe_short": "linear_probe", "linear_probe": "linear_probe"}
-    assert found.evaluation("mae_tiny", "probe_short")[1].epochs == 3
-    assert found.evaluation("mae_tiny", "linear_probe")[1].epochs == 50
+    assert found.evaluation("mae_tiny", "probe_short").epochs == 3
+    assert found.evaluation("mae_tiny", "linear_probe").epochs == 50
 
 
 @pytest.mark.parametrize(
@@ -286,22 +329,14 @@ def test_only_what_the_asked_protocols_can_show(words: list[str], shown: set[str
     assert asked_of_digits(*words) == shown
 
 
-def test_other_images_than_the_papers_are_not_compared_with_it(tmp_path: Path) -> None:
-    shown = {"tables": ["low_shot"], "figures": ["gpu_hours"], "compare_with_paper": False}
-    for changes, wanted in ((shown, 2), (shown | {"compare_with_paper": True}, 0)):
-        command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
-        command += ["-n", "-p", "--directory", str(tmp_path), "--config"]
-        done = subprocess.run(
-            [*command, f"experiment={write(tmp_path, **changes)}"], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        drawn = [
-            line
-            for line in done.stdout.splitlines()
-            if "maect table " in line or "maect figure " in line
-        ]
-        assert len(drawn) == 2
-        assert sum("--no-paper" in line for line in drawn) == wanted
+@pytest.mark.parametrize("compared", [False, True])
+def test_other_images_than_the_papers_are_not_compared_with_it(
+    tmp_path: Path, compared: bool
+) -> None:
+    given = {"tables": ["low_shot"], "figures": ["pipeline"], "compare_with_paper": compared}
+    found = load(write(tmp_path, **given))
+    for name, figure in (("low_shot", False), ("pipeline", True)):
+        assert shown.shown_config(found, name, figure).compare_with_paper == compared
 
 
 @pytest.mark.parametrize(
@@ -326,4 +361,4 @@ def test_environment_variables_in_protocols_are_filled_in(
     asked = [{"runs": ["mae_tiny"], "protocols": ["low_shot"]}]
     protocols = {"low_shot": {"subsets": "$MAECT_LISTS/msn"}}
     found = load(write(tmp_path, protocols=protocols, evaluate=asked))
-    assert found.evaluation("mae_tiny", "low_shot")[1].subsets == "/lists/msn"
+    assert found.evaluation("mae_tiny", "low_shot").subsets == "/lists/msn"

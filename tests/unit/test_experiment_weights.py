@@ -8,6 +8,8 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.experiment import Experiment, load
+from maect.experiment.check import missing_weights
+from maect.experiment.resolve import run_config
 from maect.stages.imported import Import
 
 RUNS: dict[str, Any] = {
@@ -33,13 +35,12 @@ def test_an_import_is_a_run_to_start_from(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PUBLIC", "/public")
     found = experiment(tmp_path, evaluate=[{"runs": ["*"], "protocols": ["knn"]}])
     public, ijepa = found.runs["mae_large_public"], found.runs["ijepa_huge448"]
-    assert (public.stage, public.method, public.leaves_head) == ("import", "mae_public", False)
+    assert (public.stage, public.method) == ("import", "mae_public")
+    assert public.settings.leaves == ("encoder.safetensors",)
     assert public.weights == Path("/public/mae_l.pth")
-    assert public.arguments == ("--size", "large")
-    assert ijepa.arguments == ("--size", "huge", "--layout", "ijepa", "--image-size", "448")
     assert (ijepa.encoder.image_size, ijepa.encoder.class_token) == (448, False)
     assert ijepa.weights == Path.home() / "ijepa.tar"
-    assert found.runs["ct_min_large"].leaves_head
+    assert "head.safetensors" in found.runs["ct_min_large"].settings.leaves
     assert found.runs_of("import") == ["mae_large_public", "ijepa_huge448"]
     assert ("ijepa_huge448", "knn") in found.evaluations
 
@@ -56,10 +57,8 @@ def test_where_the_weights_are_is_no_part_of_the_identity(
 ) -> None:
     def digests(**changes: Any) -> list[str]:
         public = RUNS["mae_large_public"] | changes
-        return [
-            r.digest
-            for r in experiment(tmp_path, RUNS | {"mae_large_public": public}).runs.values()
-        ]
+        found = experiment(tmp_path, RUNS | {"mae_large_public": public})
+        return [run_config(found, name).digest for name in found.runs]
 
     before = digests()
     monkeypatch.setenv("PUBLIC", "/elsewhere")
@@ -74,13 +73,13 @@ def test_missing_weights_are_named_until_they_are_imported(
     monkeypatch.setenv("PUBLIC", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     found = experiment(tmp_path)
-    faults = found.missing_weights()
+    faults = missing_weights(found)
     assert len(faults) == 2
     assert f"mine.yaml: runs: mae_large_public: no weights at {tmp_path}/mae_l.pth" in faults[0]
     (tmp_path / "mae_l.pth").touch()
     (tmp_path / "runs/ijepa_huge448").mkdir(parents=True)
     (tmp_path / "runs/ijepa_huge448/run.json").touch()
-    assert found.missing_weights() == []
+    assert missing_weights(found) == []
 
 
 @pytest.mark.parametrize(

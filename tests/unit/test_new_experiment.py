@@ -17,6 +17,7 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.experiment import load
+from maect.experiment.check import missing_images
 from maect.tools.new_experiment import (
     about,
     evaluated,
@@ -48,7 +49,7 @@ def test_folders_of_classes_with_a_split(digits, tmp_path):
     assert "ct_aug_tiny" not in experiment.runs and "the images have no colours" in text
     assert "1,297 images to train on in 10 classes" in text and "resize: 16" in text
     assert {name for _, name in experiment.evaluations} >= {"knn", "low_shot", "clustering"}
-    assert not experiment.missing_images()
+    assert not missing_images(experiment)
     assert experiment.spec.compare_with_paper is False  # these are not ImageNet's images
 
 
@@ -119,7 +120,7 @@ def test_any_name_of_a_folder_is_quoted(digits, tmp_path, name):
     new_experiment(folder, tmp_path / "mine.yaml")
     experiment = load(str(tmp_path / "mine.yaml"))
     assert experiment.datasets[experiment.default_dataset].splits["train"].images == str(folder)
-    assert not experiment.missing_images()
+    assert not missing_images(experiment)
 
 
 def test_nothing_is_left_of_what_cannot_be_read(digits, tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def test_one_percent_for_mae_with_vit_h14_has_the_higher_rate():
             if (run, n) in experiment.evaluations
         ]
         assert len(found) == 1, run
-        rates[size, method] = experiment.evaluation(run, found[0])[1].base_lr
+        rates[size, method] = experiment.evaluation(run, found[0]).base_lr
     assert rates.pop(("huge14", "mae")) == 1e-2
     assert set(rates.values()) == {3e-5}
 

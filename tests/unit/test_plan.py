@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from maect.cli import build_parser
 from maect.core.errors import UserError
-from maect.evaluate.effective_invariance import EffectiveInvariance
-from maect.evaluate.fine_tune_settings import FineTune
-from maect.evaluate.knn import Knn
-from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.robustness import Robustness
 from maect.experiment import Experiment, load
 from maect.recipes import load_encoder
 from maect.recipes.flops import encode_flops, parameters
 from maect.stages import load_recipe
 from maect.tools.plan import dag, work
-from maect.tools.plan.jobs import REQUEUED, START, Job, critical_path, make_plan
-from maect.tools.plan.speed import Device, measured
+from maect.tools.plan.dag import RuleJob
+from maect.tools.plan.jobs import REQUEUED, START, Job, Plan, critical_path, make_plan
+from maect.tools.plan.speed import FP32, Device, measured
 from maect.tools.plan.text import lines
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
@@ -39,16 +35,21 @@ def job(name: str, seconds: float | None, *needs: str, **more: Any) -> Job:
     return Job(name=name, seconds=seconds, makes=Path(name), needs=tuple(map(Path, needs)), **usual)
 
 
-def plan_of(words: str, experiment: Experiment, device: Device) -> list[Job]:
-    return make_plan([build_parser().parse_args(words.split())], experiment, device).jobs
+def plan_of(
+    experiment: Experiment, device: Device, rule: str, nodes: str = "1", devices: str = "1",
+    **wildcards: str,
+) -> Plan:  # fmt: skip
+    resources = {"nodes": nodes, "devices": devices, "runtime": 1440}
+    return make_plan([RuleJob(rule, wildcards, resources)], experiment, device)
 
 
 def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
-    words = dag.commands_to_run([HEAD], ["experiment=digits"], PROFILE)
-    names = [line[0] for line in words]
-    assert sorted(names) == ["init-head", "pretrain", "retrieve", *["shard"] * 4]
-    commands = [build_parser().parse_args(line) for line in words]
-    plan = make_plan(commands, load("digits"), Device("A100"))
+    left = dag.jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
+    rules = [job.rule for job in left]
+    assert sorted(rules) == [
+        "head", "index_shards", "plan_shards", "pretrain", "write_digits", *["write_shard"] * 2,
+    ]  # fmt: skip
+    plan = make_plan(left, load("digits"), Device("A100"))
     assert {(job.stage, job.name, job.nodes, job.devices) for job in plan.jobs} == {
         ("pretrain", "mae_tiny", 1, 4),
         ("head", "head_min_tiny", 1, 4),
@@ -66,23 +67,34 @@ def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
         (shards / name).touch()
     for name in ("encoder.safetensors", "run.json"):
         (mae / name).touch()
-    words = dag.commands_to_run([HEAD], ["experiment=digits"], PROFILE)
-    assert [line[0] for line in words] == ["init-head"]
+    left = dag.jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
+    assert [job.rule for job in left] == ["head"]
 
 
-def test_snakemakes_refusal_is_one_line(here: Path) -> None:
-    with pytest.raises(UserError, match="No rule to produce nosuch"):
-        dag.commands_to_run(["nosuch"], ["experiment=digits"], PROFILE)
+def test_what_waits_for_what_through_features_and_other_evaluations(here: Path) -> None:
+    target = "results/digits/evaluations/mae_tiny/retrieval.json"
+    left = dag.jobs_to_run([target], ["experiment=digits"], PROFILE)
+    path = critical_path(make_plan(left, load("digits"), Device("A100")).jobs)
+    assert [job.stage for job in path] == ["pretrain", "features", "clustering", "retrieval"]
+
+
+@pytest.mark.parametrize(
+    ("target", "profile", "words"),
+    [("nosuch", PROFILE, "No rule to produce nosuch"), (HEAD, Path("/no/such"), "/no/such")],
+)
+def test_snakemakes_refusal_is_one_line(
+    here: Path, target: str, profile: Path, words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        dag.jobs_to_run([target], ["experiment=digits"], profile)
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_hours_of_a_training_from_its_operations(here: Path) -> None:
     """ViT-L by hand: twice the multiplications of every matrix, three passes."""
-    experiment = load("paper")
-    words = (
-        "pretrain runs/mae_large --shards shards/imagenet/train --recipe mae --size large"
-        " --cluster slurm --nodes 1..16 --devices 4 --cpus 12"
-    )
-    (found,) = plan_of(words, experiment, Device("A100", 0.35))
+    plan = plan_of(load("paper"), Device("A100", 0.35), "pretrain", "1..16", "4", run="mae_large")
+    (found,) = plan.jobs
     assert (found.nodes, found.devices) == (4, 4)
     tokens, width, all_tokens, decoder = 1 + 49, 1024, 1 + 196, 512
     block = 24 * tokens * width**2 + 4 * tokens**2 * width
@@ -104,11 +116,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
         "provenance": {"protocol": "throughput"},
     }
     (root / "evaluations/mae_tiny/throughput.json").write_text(json.dumps(throughput))
-    words = (
-        "tune results/digits/runs/ct_min_tiny --shards results/digits/shards/digits/train"
-        " --from results/digits/runs/head_min_tiny --recipe ct_min --size tiny --devices 2"
-    )
-    (found,) = plan_of(words, experiment, Device("cpu"))
+    (found,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert found.seconds == pytest.approx(1_297 * 25 / (50.0 * 2))
     assert "throughput.json" in found.source
     # A finished run of the same kind is nearer, and half of the work is done.
@@ -119,9 +127,21 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     )
     (root / "runs/ct_min_tiny").mkdir()
     (root / "runs/ct_min_tiny/progress.json").write_text('{"step": 125, "steps": 250}')
-    (found,) = plan_of(words, experiment, Device("cpu"))
+    (found,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert found.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
     assert "ct_aug_tiny/run.json" in found.source
+
+
+def unknown_images(folder: Path) -> Experiment:
+    splits = {split: {"images": str(folder)} for split in ("train", "val")}
+    file = folder / "x.yaml"
+    values = {
+        "datasets": {"mine": {"splits": splits}},
+        "runs": {"mae_tiny": {"recipe": "mae", "size": "tiny"}},
+        "evaluate": [{"runs": ["mae_tiny"], "protocols": ["linear_probe"]}],
+    }
+    file.write_text(yaml.safe_dump(values))
+    return load(str(file))
 
 
 def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
@@ -131,8 +151,7 @@ def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "index.json").write_text('{"n": 10, "shards": [{"size": 3}, {"size": 4}]}')
     assert work.shards(folder) == work.Shards(10, 7, True)
-    words = "pretrain runs/mae_tiny --shards shards/mine/train --recipe mae --size tiny --devices 1"
-    plan = make_plan([build_parser().parse_args(words.split())], load("digits"), Device("A100"))
+    plan = plan_of(unknown_images(here), Device("A100"), "pretrain", run="mae_tiny")
     assert plan.jobs[0].seconds is None
     text = "\n".join(lines(plan))
     assert "not known, and not counted: images of" in text and "1 not known" in text
@@ -181,22 +200,23 @@ def test_an_unknown_device() -> None:
         _ = Device("Abacus").rate
 
 
-def test_operations_of_evaluations() -> None:
+def test_operations_of_evaluations(here: Path) -> None:
     """Passes over images times what one pass over one image takes."""
-    encoder = load_encoder("tiny")
-    one = encode_flops(encoder)
-    images = {"train": 1_297, "val": 500, "a": 30, "b": 40}.__getitem__
-    assert LinearProbe(epochs=10).flops(encoder, images) == pytest.approx((12_970 + 500) * one)
-    tuned = FineTune(epochs=4, warmup_epochs=1, fraction=0.1, seeds=2)
-    whole = 2 * (3 * 0.1 * 1_297 * 4 + 500)
-    assert tuned.flops(encoder, images) == pytest.approx(whole * one)
-    assert EffectiveInvariance(draws=3).flops(encoder, images) == 7 * 500 * one
-    assert Robustness(splits=("a", "b")).flops(encoder, images) == 70 * one
-    assert Knn().flops(encoder, images) is None
+    experiment, device = load("digits"), Device("A100", 1.0)
+    one = encode_flops(load_encoder("tiny"))
 
+    def passes(rule: str, exact: bool = False, **wildcards: str) -> float:
+        (found,) = plan_of(experiment, device, rule, run="mae_tiny", **wildcards).jobs
+        assert found.seconds is not None
+        return found.seconds * device.rate * (FP32 if exact else 1) / one
 
-def test_unknown_numbers_of_images_are_named(here: Path) -> None:
-    experiment = load("digits")
-    words = "features results/digits/runs/mae_tiny --shards shards/mine/train --out f"
-    plan = make_plan([build_parser().parse_args(words.split())], experiment, Device("A100"))
-    assert plan.unknown == {"images of mine train"}
+    assert passes("features", True, dataset="digits", split="val") == pytest.approx(500)
+    assert passes("linear_probe", evaluation="linear_probe") == pytest.approx(12_970 + 500)
+    turned = passes("effective_invariance", evaluation="effective_invariance")
+    assert turned == pytest.approx(7 * 500)
+    (found,) = plan_of(experiment, device, "knn", run="mae_tiny", evaluation="knn").jobs
+    assert (found.seconds, found.source) == (600, "assumed")
+    plan = plan_of(
+        unknown_images(here), device, "linear_probe", run="mae_tiny", evaluation="linear_probe"
+    )
+    assert plan.jobs[0].seconds is None and plan.unknown == {"images of mine train"}

@@ -11,14 +11,15 @@ from parsed_workflow import parsed, read_profile
 
 from maect.core.errors import UserError
 from maect.experiment.profile import by_rule, like_slurm
+from maect.launch.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.recipes import load_encoder
-from maect.stages import load_recipe
-from maect.tools.plan.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
+from maect.stages import STAGES, load_recipe
 
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted(path.parent.name for path in (ROOT / "cluster_profiles").glob("*/config.yaml"))
 SITES = [name for name in PROFILES if name != "local"]
-TRAININGS = {"pretrain", "init_head", "tune"}
+# The protocol of that name goes when the stage is trained in its place.
+TRAININGS = {name for name, stage in STAGES.items() if stage.trains} - {"fine_tune"}
 
 
 @pytest.mark.parametrize("name", SITES)
@@ -48,14 +49,14 @@ def test_a_site_says_only_what_differs() -> None:
     site = {
         "training": {"devices": 2, "slurm_partition": "gpu2"},
         "cpu": {"slurm_partition": "batch", "slurm_extra": "gres=none"},
-        "evaluate": {"runtime": 7},
+        "knn": {"runtime": 7},
     }
     asked = like_slurm(site)["set-resources"]
     common = read_profile("slurm")["set-resources"]
     assert asked["features"] == common["features"] | site["training"]
     assert asked["throughput"]["slurm_partition"] == "gpu2"
     assert asked["throughput"]["devices"] == asked["umap"]["devices"] == 1
-    assert asked["evaluate"] == asked["umap"] | {"runtime": 7}
+    assert asked["knn"] == asked["umap"] | {"runtime": 7}
     assert asked["umap"]["slurm_partition"] == "batch"
     assert like_slurm(site)["cores"] == read_profile("slurm")["cores"]
 
@@ -95,21 +96,22 @@ def test_an_account_that_is_not_set_stops_before_anything_runs(tmp_path: Path) -
 
 
 def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
-    digits, large = load_recipe("mae", "tiny", {}), load_recipe("mae", "large", {})
-    shapes = load_encoder("tiny", None), load_encoder("large", None)
-    assert training_nodes("1..16", 4, digits, shapes[0]) == 1
-    assert training_nodes("1..16", 4, large, shapes[1]) == 4
+    def nodes(given: str, size: str) -> int:
+        stage, encoder = load_recipe("mae", size), load_encoder(size)
+        step = stage.flops_per_image(encoder) * stage.batch_size
+        return training_nodes(given, 4, stage.batch_size, step)
+
+    assert nodes("1..16", "tiny") == 1
+    assert nodes("1..16", "large") == 4
     # 1024 images on 3 nodes of 4: 2 is the largest number that divides them.
-    assert training_nodes("1..3", 4, large, shapes[1]) == 2
-    many = training_nodes("1..1024", 4, large, shapes[1])
-    step = large.flops_per_image(shapes[1]) * large.batch_size
-    assert step / (4 * many) >= WORTH_A_RANK > step / (4 * 2 * many)
+    assert nodes("1..3", "large") == 2
+    assert training_nodes("1..1024", 4, 1024, 64 * WORTH_A_RANK) == 16
     # One number is what a person wants, whatever it is worth.
-    assert training_nodes("8", 4, digits, shapes[0]) == 8
+    assert nodes("8", "tiny") == 8
     with pytest.raises(UserError, match="batch_size 128 is not a multiple of 12 ranks"):
-        training_nodes("3", 4, digits, shapes[0])
+        nodes("3", "tiny")
     with pytest.raises(UserError, match=r"batch_size 128 is not a multiple of ranks on 5\.\.7"):
-        training_nodes("5..7", 4, digits, shapes[0])
+        nodes("5..7", "tiny")
 
 
 @pytest.mark.parametrize("nodes", ["0", "4..2", "auto", "1..", "-1", "1-4"])

@@ -1,3 +1,35 @@
+def shard_index(dataset, split):
+    return str(experiment.shards(dataset, split) / "index.json")
+
+
+def split_of(wildcards):
+    return experiment.datasets[wildcards.dataset].splits[wildcards.split]
+
+
+def images_of(wildcards):
+    """The image folder if a rule of this workflow makes it; a user's folder is not watched."""
+    if experiment.datasets[wildcards.dataset].kind == "digits":
+        return f"{ROOT}/images/{wildcards.dataset}"
+    return []
+
+
+def image_folder(wildcards):
+    """Passed as a resource, not in `params`: images that moved re-run nothing."""
+    split = wildcards.dataset, wildcards.split
+    warn(check.missing_images(experiment, [split]))
+    return str(experiment.images(*split))
+
+
+def parts_of(wildcards):
+    """What an index is made of: plan and tars; for a view the whole's index, and its classes."""
+    split = split_of(wildcards)
+    if not split.source.sharded:
+        return [shard_index(wildcards.dataset, split.of), *split.files()]
+    folder = experiment.shards(wildcards.dataset, wildcards.split)
+    tars = [shard_name(wildcards.split, number) for number in range(split.shards)]
+    return [f"{folder}/{name}" for name in ("plan.json", *tars)]
+
+
 rule write_digits:
     output:
         directory(f"{ROOT}/images/{{dataset}}"),
@@ -13,7 +45,7 @@ rule write_digits:
     message:
         "Writing scikit-learn's digits as images"
     shell:
-        "maect retrieve digits {output} 2> {log}"
+        "maect retrieve digits {output:q} 2> {log:q}"
 
 
 rule plan_shards:
@@ -35,8 +67,8 @@ rule plan_shards:
     message:
         "Listing the images of {wildcards.dataset} {wildcards.split}"
     shell:
-        "maect shard {resources.images:q} $(dirname {output}) {params.source:q}"
-        " --only plan 2> {log}"
+        "maect shard {resources.images:q} $(dirname {output:q}) {params.source:q}"
+        " --only plan 2> {log:q}"
 
 
 rule write_shard:
@@ -58,8 +90,8 @@ rule write_shard:
     message:
         "Writing shard {wildcards.number} of {wildcards.dataset} {wildcards.split}"
     shell:
-        "maect shard {resources.images:q} $(dirname {output}) {params.source:q}"
-        " --only {wildcards.number} 2> {log}"
+        "maect shard {resources.images:q} $(dirname {output:q}) {params.source:q}"
+        " --only {wildcards.number} 2> {log:q}"
 
 
 rule index_shards:
@@ -82,15 +114,11 @@ rule index_shards:
     message:
         "Indexing the shards of {wildcards.dataset} {wildcards.split}"
     shell:
-        "maect shard {resources.images:q} $(dirname {output.index}) {params.source:q}"
-        " --only index 2> {log}"
+        "maect shard {resources.images:q} $(dirname {output.index:q}) {params.source:q}"
+        " --only index 2> {log:q}"
 
 
 rule shards:
     input:
-        [
-            shard_index(name, split)
-            for name, dataset in experiment.datasets.items()
-            for split in dataset.splits
-        ],
+        [shard_index(*split) for split in experiment.splits],
     localrule: True

@@ -1,3 +1,18 @@
+EVALUATION = f"{ROOT}/evaluations/{{run}}/{{evaluation}}"
+
+
+def evaluation_digest(wildcards):
+    pair = wildcards.run, wildcards.evaluation
+    warn(check.missing_lists(experiment, [pair]))
+    return resolve.evaluation_config(experiment, *pair).digest
+
+
+def resize_of(dataset):
+    """How evaluations resize a dataset's images, as an argument."""
+    resize = experiment.datasets[dataset].resize
+    return f"--resize {resize}" if resize else ""
+
+
 rule features:
     input:
         encoder=f"{RUN}/encoder.safetensors",
@@ -20,260 +35,42 @@ rule features:
         "Features of {wildcards.run} on {wildcards.dataset} {wildcards.split}"
     shell:
         on_devices(
-            "maect features $(dirname {input.encoder}) --shards {params.shards:q}"
-            " --out {output} {params.resize}"
+            "maect features $(dirname {input.encoder:q}) --shards {params.shards:q}"
+            " --out {output:q} {params.resize}"
         )
 
 
-rule evaluate:
-    input:
-        train=features_of("train_split"),
-        test=features_of("test_split"),
-    output:
-        f"{EVALUATION}/{{evaluation}}.json",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("knn", "low_shot")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        protocol=protocol_of,
-        run=lambda w: f"{ROOT}/runs/{w.run}",
-        settings=protocol_arguments,
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate {params.protocol} {params.run:q} --out {output}"
-            " --train-features {input.train} --test-features {input.test}"
-            " {params.settings:q}"
-        )
+for protocol in PROTOCOLS.values():
 
-
-rule linear_probe:
-    input:
-        encoder=f"{RUN}/encoder.safetensors",
-        train=shards_of("train_split"),
-        test=shards_of("test_split"),
-    output:
-        json=f"{EVALUATION}/{{evaluation}}.json",
-        heads=f"{EVALUATION}/{{evaluation}}.safetensors",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("linear_probe", "color_histogram")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        protocol=protocol_of,
-        settings=protocol_arguments,
-        resize=resize_of(DATASET),
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate {params.protocol} $(dirname {input.encoder}) --out {output.json}"
-            " --train-shards $(dirname {input.train}) --test-shards $(dirname {input.test})"
-            " {params.resize} {params.settings:q}"
-        )
-
-
-rule clustering:
-    input:
-        test=features_of("test_split"),
-    output:
-        json=f"{EVALUATION}/{{evaluation}}.json",
-        clusters=f"{EVALUATION}/{{evaluation}}.safetensors",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("clustering")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        run=lambda w: f"{ROOT}/runs/{w.run}",
-        settings=protocol_arguments,
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate clustering {params.run:q} --out {output.json}"
-            " --test-features {input.test} {params.settings:q}"
-        )
-
-
-rule retrieval:
-    input:
-        test=features_of("test_split"),
-        shards=shards_of("test_split"),
-        clusters=lambda w: left_by(w, "clustering"),
-    output:
-        json=f"{EVALUATION}/{{evaluation}}.json",
-        images=f"{EVALUATION}/{{evaluation}}.safetensors",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("retrieval")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        run=lambda w: f"{ROOT}/runs/{w.run}",
-        settings=protocol_arguments,
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate retrieval {params.run:q} --out {output.json}"
-            " --test-features {input.test} --test-shards $(dirname {input.shards})"
-            " --clusters {input.clusters} {params.settings:q}"
-        )
-
-
-rule robustness:
-    input:
-        encoder=f"{RUN}/encoder.safetensors",
-        probe=lambda w: left_by(w, "probe"),
-        shards=lambda w: [shard_index(DATASET, s) for s in settings_of(w).splits],
-    output:
-        f"{EVALUATION}/{{evaluation}}.json",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("robustness")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        splits=lambda w: [
-            part
-            for split in settings_of(w).splits
-            for part in ("--split", f"{split}={experiment.shards(DATASET, split)}")
-        ],
-        settings=protocol_arguments,
-        resize=resize_of(DATASET),
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate robustness $(dirname {input.encoder}) --out {output}"
-            " --probe {input.probe} {params.splits:q} {params.resize}"
-            " {params.settings:q}"
-        )
-
-
-rule effective_invariance:
-    input:
-        encoder=f"{RUN}/encoder.safetensors",
-        probe=lambda w: left_by(w, "probe"),
-        shards=shards_of("test_split"),
-    output:
-        f"{EVALUATION}/{{evaluation}}.json",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("effective_invariance")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        settings=protocol_arguments,
-        resize=resize_of(DATASET),
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate effective_invariance $(dirname {input.encoder}) --out {output}"
-            " --probe {input.probe} --test-shards $(dirname {input.shards})"
-            " {params.resize} {params.settings:q}"
-        )
-
-
-rule throughput:
-    input:
-        encoder=f"{RUN}/encoder.safetensors",
-    output:
-        f"{EVALUATION}/{{evaluation}}.json",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("throughput")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        settings=protocol_arguments,
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate throughput $(dirname {input.encoder}) --out {output}"
-            " {params.settings:q}"
-        )
-
-
-rule umap:
-    input:
-        test=features_of("test_split"),
-    output:
-        json=f"{EVALUATION}/{{evaluation}}.json",
-        points=f"{EVALUATION}/{{evaluation}}.safetensors",
-    log:
-        f"{LOGS}/{{run}}/{{evaluation}}.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
-    wildcard_constraints:
-        evaluation=one_of(evaluations_with("umap")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        run=lambda w: f"{ROOT}/runs/{w.run}",
-        settings=protocol_arguments,
-    message:
-        "Evaluating {wildcards.run}: {wildcards.evaluation}"
-    shell:
-        on_devices(
-            "maect evaluate umap {params.run:q} --out {output.json}"
-            " --test-features {input.test} {params.settings:q}"
-        )
+    rule:
+        name:
+            protocol.name
+        input:
+            lambda w: resolve.read_by_evaluation(experiment, w.run, w.evaluation),
+        output:
+            [f"{EVALUATION}.safetensors"] if protocol.leaves else [],
+            json=f"{EVALUATION}.json",
+        log:
+            f"{LOGS}/{{run}}/{{evaluation}}.log",
+        benchmark:
+            f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
+        wildcard_constraints:
+            evaluation=one_of(n for n, p in experiment.protocols.items() if p == protocol.name),
+        localrule: True
+        conda:
+            ENVIRONMENT
+        resources:
+            **CLUSTER,
+        params:
+            config=f"{EVALUATION}.yaml",
+            digest=evaluation_digest,
+        message:
+            "Evaluating {wildcards.run}: {wildcards.evaluation}"
+        shell:
+            on_devices("maect evaluate {params.config:q}")
 
 
 rule evaluations:
     input:
-        results_of(experiment.runs, experiment.protocols),
+        [f"{ROOT}/evaluations/{run}/{name}.json" for run, name in experiment.evaluations],
     localrule: True

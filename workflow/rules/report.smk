@@ -1,10 +1,9 @@
-# Of other images the paper's numbers say nothing.
-PAPER = [] if experiment.spec.compare_with_paper else ["--no-paper"]
+TABLES, FIGURES = shown.tables(experiment), shown.figures(experiment)
 
 
 rule table:
     input:
-        lambda w: results_in(w.table, registry.TABLES[w.table].reads),
+        lambda w: shown.read_by(experiment, w.table, figure=False),
     output:
         f"{ROOT}/tables/{{table}}.csv",
         f"{ROOT}/tables/{{table}}.md",
@@ -25,23 +24,18 @@ rule table:
     conda:
         ENVIRONMENT
     params:
-        rows=lambda w: [*PAPER, *rows_of(w.table)],
+        config=f"{ROOT}/tables/{{table}}.yaml",
+        digest=lambda w: shown.shown_config(experiment, w.table, figure=False).digest,
         caption=lambda w: registry.TABLES[w.table].caption,
-        evaluations=f"{ROOT}/evaluations",
     message:
         "Table {wildcards.table}"
     shell:
-        "maect table {wildcards.table} {output} --evaluations {params.evaluations}"
-        " {params.rows:q} 2> {log}"
+        "maect table {params.config:q} 2> {log:q}"
 
 
 rule figure:
     input:
-        lambda w: results_in(w.figure, registry.FIGURES[w.figure].reads),
-        lambda w: run_records(
-            runs_in(w.figure) if registry.FIGURES[w.figure].reads_runs else []
-        ),
-        classes=lambda w: classes_of(w.figure),
+        lambda w: shown.read_by(experiment, w.figure, figure=True),
     output:
         f"{ROOT}/figures/{{figure}}.pdf",
         report(
@@ -60,23 +54,19 @@ rule figure:
     conda:
         ENVIRONMENT
     params:
-        rows=lambda w: [*PAPER, *rows_of(w.figure)],
+        config=f"{ROOT}/figures/{{figure}}.yaml",
+        digest=lambda w: shown.shown_config(experiment, w.figure, figure=True).digest,
         caption=lambda w: registry.FIGURES[w.figure].caption,
-        evaluations=f"{ROOT}/evaluations",
-        classes=lambda w, input: [
-            f"--classes={path}" for path in [input.classes] if path
-        ],
     message:
         "Figure {wildcards.figure}"
     shell:
-        "maect figure {wildcards.figure} {output} --evaluations {params.evaluations}"
-        " {params.classes:q} {params.rows:q} 2> {log}"
+        "maect figure {params.config:q} 2> {log:q}"
 
 
 rule claims:
     input:
-        records=run_records(runs_in(*TABLES)),
-        tables=expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
+        shown.records(experiment, TABLES),
+        expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
     output:
         f"{ROOT}/claims.csv",
         report(
@@ -93,13 +83,12 @@ rule claims:
     conda:
         ENVIRONMENT
     params:
-        rows=rows_of(*TABLES),
-        runs=lambda w, input: Path(input.records[0]).parents[1],
+        config=f"{ROOT}/claims.yaml",
+        digest=shown.claims_config(experiment).digest,
     message:
         "Claims"
     shell:
-        "maect claims {output} --tables {input.tables} --runs {params.runs}"
-        " {params.rows:q} 2> {log}"
+        "maect claims {params.config:q} 2> {log:q}"
 
 
 rule tables:

@@ -1,39 +1,55 @@
-rule pretrain:
-    input:
-        lambda w: shard_index(run_of(w).dataset, "train"),
-    output:
-        encoder=f"{RUN}/encoder.safetensors",
-        record=f"{RUN}/run.json",
-    log:
-        f"{LOGS}/{{run}}/pretrain.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/pretrain.tsv"
-    wildcard_constraints:
-        run=one_of(experiment.runs_of("pretrain")),
-    # Others wait for it.
-    priority: 1
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        shards=lambda w: experiment.shards(run_of(w).dataset, "train"),
-        recipe=lambda w: run_of(w).arguments,
-        digest=lambda w: run_of(w).digest,
-    message:
-        "Pre-training {wildcards.run}"
-    shell:
-        on_devices(
-            "maect pretrain $(dirname {output.record}) --shards {params.shards:q}"
-            " {params.recipe:q} --save-every-minutes {resources.save_every_minutes}"
-            " --stage-to={resources.stage_to:q}"
-        )
+def run_digest(wildcards):
+    return resolve.run_config(experiment, wildcards.run).digest
+
+
+def weights_file(wildcards):
+    """Passed as a resource, not in `params`: weights that moved re-run nothing."""
+    warn(check.missing_weights(experiment, [wildcards.run]))
+    return str(experiment.runs[wildcards.run].weights)
+
+
+for stage in STAGES.values():
+    # Until fine-tuning is scored by a protocol of another name.
+    if not stage.trains or stage.name in PROTOCOLS:
+        continue
+
+    rule:
+        name:
+            stage.name
+        input:
+            lambda w: resolve.read_by_run(experiment, w.run),
+        output:
+            [f"{RUN}/{file}" for file in resolve.left_by(experiment, stage.name)],
+            record=f"{RUN}/run.json",
+        log:
+            f"{LOGS}/{{run}}/{stage.name}.log",
+        benchmark:
+            f"{BENCHMARKS}/{{run}}/{stage.name}.tsv"
+        wildcard_constraints:
+            run=one_of(experiment.runs_of(stage.name)),
+        # Others wait for it.
+        priority: 1
+        localrule: True
+        conda:
+            ENVIRONMENT
+        resources:
+            **CLUSTER,
+        params:
+            config=f"{RUN}/config.yaml",
+            digest=run_digest,
+        message:
+            stage.title.format(run="{wildcards.run}")
+        shell:
+            on_devices(
+                "maect train {params.config:q}"
+                " --save-every-minutes {resources.save_every_minutes}"
+                " --stage-to={resources.stage_to:q}"
+            )
 
 
 rule import_weights:
     output:
-        encoder=f"{RUN}/encoder.safetensors",
+        f"{RUN}/encoder.safetensors",
         record=f"{RUN}/run.json",
     log:
         f"{LOGS}/{{run}}/import.log",
@@ -47,88 +63,18 @@ rule import_weights:
     resources:
         weights=weights_file,
     params:
-        arguments=lambda w: run_of(w).arguments,
-        digest=lambda w: run_of(w).digest,
+        config=f"{RUN}/config.yaml",
+        digest=run_digest,
     message:
         "Importing {wildcards.run} from {resources.weights}"
     shell:
-        "maect import {resources.weights:q} $(dirname {output.record}) {params.arguments:q}"
-        " 2> {log}"
-
-
-rule init_head:
-    input:
-        lambda w: shard_index(run_of(w).dataset, "train"),
-        source_files,
-    output:
-        encoder=f"{RUN}/encoder.safetensors",
-        head=f"{RUN}/head.safetensors",
-        record=f"{RUN}/run.json",
-    log:
-        f"{LOGS}/{{run}}/init_head.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/init_head.tsv"
-    wildcard_constraints:
-        run=one_of(experiment.runs_of("head")),
-    # Others wait for it.
-    priority: 1
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        shards=lambda w: experiment.shards(run_of(w).dataset, "train"),
-        source=lambda w: f"{ROOT}/runs/{run_of(w).source}",
-        recipe=lambda w: run_of(w).arguments,
-        digest=lambda w: run_of(w).digest,
-    message:
-        "Initialising the NNCLR head {wildcards.run}"
-    shell:
-        on_devices(
-            "maect init-head $(dirname {output.record}) --shards {params.shards:q} --from {params.source:q}"
-            " {params.recipe:q} --save-every-minutes {resources.save_every_minutes}"
-            " --stage-to={resources.stage_to:q}"
-        )
-
-
-rule tune:
-    input:
-        lambda w: shard_index(run_of(w).dataset, "train"),
-        source_files,
-    output:
-        encoder=f"{RUN}/encoder.safetensors",
-        head=f"{RUN}/head.safetensors",
-        record=f"{RUN}/run.json",
-    log:
-        f"{LOGS}/{{run}}/tune.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/tune.tsv"
-    wildcard_constraints:
-        run=one_of(experiment.runs_of("tune")),
-    # Others wait for it.
-    priority: 1
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        **CLUSTER,
-    params:
-        shards=lambda w: experiment.shards(run_of(w).dataset, "train"),
-        source=lambda w: f"{ROOT}/runs/{run_of(w).source}",
-        recipe=lambda w: run_of(w).arguments,
-        digest=lambda w: run_of(w).digest,
-    message:
-        "Contrastive tuning of {wildcards.run}"
-    shell:
-        on_devices(
-            "maect tune $(dirname {output.record}) --shards {params.shards:q} --from {params.source:q}"
-            " {params.recipe:q} --save-every-minutes {resources.save_every_minutes}"
-            " --stage-to={resources.stage_to:q}"
-        )
+        "maect import {params.config:q} 2> {log:q}"
 
 
 rule encoders:
     input:
-        expand(rules.tune.output.encoder, run=experiment.runs),
+        expand(
+            f"{RUN}/encoder.safetensors",
+            run=[name for name, run in experiment.runs.items() if not run.scored_by],
+        ),
     localrule: True

@@ -11,7 +11,7 @@ from yte.exceptions import YteError
 
 from maect.core.errors import UserError
 from maect.launch import Resources
-from maect.tools.plan.nodes import node_range
+from maect.launch.nodes import node_range
 
 TRIAL_MINUTES = 15
 

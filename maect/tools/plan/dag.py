@@ -1,23 +1,30 @@
-"""What is left to run: the commands that Snakemake would run now, asked of Snakemake itself."""
+"""What is left to run, asked of Snakemake: what it logs of a dry run in this process."""
 
-import re
-import shlex
-import subprocess
-import sys
+import io
+import logging
 from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import maect
 from maect.core.errors import UserError
 
-COMMAND = "Shell command: maect "
 SNAKEFILE = Path(maect.__file__).parent.parent / "Snakefile"
 
 
-def commands_to_run(
-    targets: Sequence[str], config: Sequence[str], profile: Path
-) -> list[list[str]]:
-    """The words of each `maect` command of a dry run, without the `maect`, in any order.
+@dataclass(frozen=True)
+class RuleJob:
+    """A job that Snakemake would run: its rule, and what it is given."""
+
+    rule: str
+    wildcards: dict[str, str]
+    resources: dict[str, Any]
+
+
+def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) -> list[RuleJob]:
+    """The jobs of a dry run that call a command, in any order.
 
     Args:
         targets: as on Snakemake's command line; none is the whole report.
@@ -27,19 +34,24 @@ def commands_to_run(
     Raises:
         UserError: Snakemake refuses; its own last line.
     """
-    words = [sys.executable, "-m", "snakemake", "--snakefile", str(SNAKEFILE), *targets]
-    words += ["--profile", str(profile), "--config", *config, "--dry-run", "--printshellcmds"]
-    done = subprocess.run(words, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
-    if done.returncode:
-        ours = [line for line in done.stderr.splitlines() if line.startswith("maect: ")]
-        said = (ours or lines or [done.stderr.strip() or "Snakemake failed"])[-1]
-        raise UserError(said.removeprefix("maect: "))
-    return [_words(line.removeprefix(COMMAND)) for line in lines if line.startswith(COMMAND)]
+    # Here, since every other command starts without them.
+    from snakemake.cli import args_to_api, parse_args
+    from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 
+    from maect.tools.plan import listener
 
-def _words(command: str) -> list[str]:
-    """As the shell sees them: `$(dirname PATH)` is the folder, redirections are left out."""
-    text = re.sub(r"\$\(dirname (\S+)\)", lambda m: str(Path(m[1]).parent), command)
-    words = shlex.split(text)
-    return words[: words.index("2>")] if "2>" in words else words
+    LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", listener)
+    words = ["--snakefile", str(SNAKEFILE), *targets, "--profile", str(profile), "--dry-run"]
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said):  # "Using profile ..."
+            parser, options = parse_args([*words, "--logger", "maect", "--config", *config])
+    except (SystemExit, Exception) as error:
+        last = [line for line in said.getvalue().splitlines() if line.strip()][-1:]
+        raise UserError(*(last or [str(error)])) from None
+    logging.getLogger("snakemake").propagate = False  # our own handlers would print it
+    with listener.listening() as heard:
+        done = args_to_api(options, parser)
+    if not done:
+        raise UserError(heard.errors[-1].splitlines()[-1] if heard.errors else "Snakemake failed")
+    return [RuleJob(*one) for one in heard.jobs]

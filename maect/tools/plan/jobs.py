@@ -1,21 +1,23 @@
-"""The jobs behind a list of commands: where each runs, for how long, and after which others."""
+"""What each job that is left takes: where it runs, for how long, and after which others."""
 
-from argparse import Namespace
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from maect.data.sources import find_source
+from maect.evaluate import PROTOCOLS
 from maect.experiment import Experiment
+from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run
+from maect.launch.devices import count_devices
+from maect.launch.nodes import fixed_nodes, training_nodes
 from maect.recipes.flops import encode_flops
-from maect.stages import Training as Stage
+from maect.stages import STAGES, Training
 from maect.tools.plan import work
-from maect.tools.plan.nodes import fixed_nodes, training_nodes
+from maect.tools.plan.dag import RuleJob
 from maect.tools.plan.speed import FP32, Device, measured
 
 START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
 REQUEUED = 120.0  # seconds for which SLURM holds back a job that was put back into the queue
-STAGES = {"pretrain": "pretrain", "init-head": "head", "tune": "tune"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Job:
     """One job of the cluster.
 
     Attributes:
-        stage: pretrain, head, tune, features or the evaluation's protocol.
+        stage: of a training; else features, or the evaluation's protocol.
         name: the run, or run and evaluation.
         seconds: of computing, or None where the number of images is not known.
         limit: wall limit of one piece in seconds.
@@ -71,16 +73,19 @@ class Plan:
     """Commands on the login node: shards, tables, figures."""
 
 
-def make_plan(commands: Iterable[Namespace], experiment: Experiment, device: Device) -> Plan:
-    """Price parsed `maect` commands (`maect.tools.plan.dag`), their `devices` already numbers."""
+def make_plan(jobs: Iterable[RuleJob], experiment: Experiment, device: Device) -> Plan:
+    """Price the jobs of an experiment that Snakemake would run."""
     plan = Plan()
-    for options in commands:
-        if options.command == "shard" and options.only == "index":
-            _note_shards(plan, options)
-        if options.command in STAGES:
-            plan.jobs.append(_training(plan, options, experiment, device))
-        elif options.command in ("features", "evaluate"):
-            plan.jobs.append(_evaluation(plan, options, experiment, device))
+    for job in jobs:
+        given = job.wildcards
+        if job.rule == "index_shards":
+            _note_shards(plan, experiment, given["dataset"], given["split"])
+        if job.rule in STAGES:
+            plan.jobs.append(_training(plan, job, experiment, device))
+        elif job.rule == "features":
+            plan.jobs.append(_features(plan, job, experiment, device))
+        elif job.rule in PROTOCOLS:
+            plan.jobs.append(_evaluation(plan, job, experiment, device))
         else:
             plan.others += 1
     return plan
@@ -107,45 +112,59 @@ def wall(jobs: Iterable[Job]) -> float:
     return sum(job.wall for job in jobs)
 
 
-def _note_shards(plan: Plan, options: Namespace) -> None:
-    known, name = work.shards(options.out), f"{options.out.parent.name} {options.out.name}"
-    if not find_source(options.kind).sharded:
+def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -> None:
+    if not experiment.datasets[dataset].splits[split].source.sharded:
         return
+    known = work.shards(experiment.shards(dataset, split))
     if known.bytes is None:
-        plan.unknown.add(f"bytes of {name}")
+        plan.unknown.add(f"bytes of {dataset} {split}")
     else:
-        plan.shard_bytes[name] = known.bytes
+        plan.shard_bytes[f"{dataset} {split}"] = known.bytes
 
 
-def _training(plan: Plan, options: Namespace, experiment: Experiment, device: Device) -> Job:
-    run = experiment.runs[options.folder.name]
-    settings, encoder = run.settings, run.encoder
-    assert isinstance(settings, Stage)
-    devices, stage = int(options.devices), STAGES[options.command]
-    nodes = training_nodes(options.nodes, devices, settings, encoder)
-    images = work.shards(options.shards).images
-    found = measured(experiment.root, stage, run.size, encoder)
-    left = 1 - work.part_done(options.folder)
+def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> Job:
+    run, resources = experiment.runs[job.wildcards["run"]], job.resources
+    stage, encoder = run.settings, run.encoder
+    assert isinstance(stage, Training)
+    devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
+    nodes = training_nodes(str(resources["nodes"]), devices, stage.batch_size, step)
+    shards = work.shards(experiment.shards(run.dataset, "train"))
+    found = measured(experiment.root, stage.name, run.size, encoder)
+    left = 1 - work.part_done(experiment.folder(run.name))
     seconds, source = None, ""
-    if images is None:
+    if shards.images is None:
         plan.unknown.add(f"images of {run.dataset} train")
-    elif found:
-        seconds = left * images * settings.epochs / (found[0] * nodes * devices)
-        source = f"measured in {found[1]}"
     else:
-        flops = left * settings.flops_per_image(encoder) * images * settings.epochs
-        seconds, source = flops / (device.rate * nodes * devices), device.source
+        images = left * stage.images_of(shards.images, shards.classes) * stage.epochs
+        if found:
+            seconds, source = images / (found[0] * nodes * devices), f"measured in {found[1]}"
+        else:
+            flops = images * stage.flops_per_image(encoder)
+            seconds, source = flops / (device.rate * nodes * devices), device.source
     return Job(
-        stage, run.name, nodes, devices, seconds, 60.0 * options.minutes, source,
-        makes=options.folder, needs=(options.source,) if options.source else (),
-        bytes=settings.state_bytes(encoder),
+        stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
+        makes=experiment.folder(run.name), needs=_makers(read_by_run(experiment, run.name)),
+        bytes=stage.state_bytes(encoder),
     )  # fmt: skip
 
 
-def _evaluation(plan: Plan, options: Namespace, experiment: Experiment, device: Device) -> Job:
-    run = experiment.runs[options.run.name]
-    nodes, devices = fixed_nodes(options.nodes), int(options.devices)
-    dataset = experiment.default_dataset
+def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> Job:
+    run, dataset, split = (job.wildcards[name] for name in ("run", "dataset", "split"))
+    encoder = experiment.runs[run].encoder
+    images = work.shards(experiment.shards(dataset, split)).images
+    if images is None:
+        plan.unknown.add(f"images of {dataset} {split}")
+    flops = None if images is None else images * encode_flops(encoder)
+    makes = features_file(experiment, run, dataset, split)
+    return _on_devices(
+        job, f"{run} {makes.stem}", flops, True, device, makes=makes,
+        needs=(experiment.folder(run),), bytes=work.feature_bytes(encoder, images or 0),
+    )  # fmt: skip
+
+
+def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> Job:
+    run, name = job.wildcards["run"], job.wildcards["evaluation"]
+    settings, dataset = experiment.evaluation(run, name), experiment.default_dataset
 
     def images(split: str) -> int:
         count = work.shards(experiment.shards(dataset, split)).images
@@ -153,32 +172,47 @@ def _evaluation(plan: Plan, options: Namespace, experiment: Experiment, device: 
             raise KeyError(f"{dataset} {split}")
         return count
 
-    stage = options.command
-    seconds, source, left = None, "", 0
+    more = {
+        "makes": experiment.root / "evaluations" / run / f"{name}.json",
+        "needs": (experiment.folder(run), *_makers(read_by_evaluation(experiment, run, name))),
+    }
+    flops, title, exact = None, f"{run} {name}", settings.full_precision
     try:
-        exact, minutes = True, 0.0
-        if options.command == "evaluate":
-            stage, settings = experiment.evaluation(run.name, options.out.stem)
-            flops = settings.flops(run.encoder, images)
-            exact, minutes = settings.full_precision, settings.minutes
-        else:
-            dataset = options.shards.parent.name
-            flops = encode_flops(run.encoder) * images(options.shards.name)
-        if flops is None:
-            seconds, source = 60 * minutes, "assumed"
-        else:
-            exact = exact and device.name != "cpu"
-            seconds = flops / (device.rate * (FP32 if exact else 1) * nodes * devices)
-            source = device.source
-        if options.command == "features":
-            left = work.feature_bytes(run.encoder, work.shards(options.shards).images or 0)
+        flops = settings.flops(experiment.runs[run].encoder, images)
     except KeyError as error:
         plan.unknown.add(f"images of {error.args[0]}")
-    given = ("train_features", "test_features", "probe", "clusters")
-    inputs = [getattr(options, name, None) for name in given]
-    needs = [path.with_suffix(".json") if path.parent.parent.name == "evaluations" else path
-             for path in inputs if path]  # fmt: skip
-    return Job(
-        stage, f"{run.name} {options.out.stem}", nodes, devices, seconds,
-        60.0 * options.minutes, source, makes=options.out, needs=(options.run, *needs), bytes=left,
-    )  # fmt: skip
+        return _on_devices(job, title, None, exact, device, **more)
+    if flops is not None:
+        return _on_devices(job, title, flops, exact, device, **more)
+    priced = _on_devices(job, title, 0.0, exact, device, **more)
+    return replace(priced, seconds=60 * settings.minutes, source="assumed")
+
+
+def _on_devices(
+    job: RuleJob, name: str, flops: float | None, exact: bool, device: Device, **more: Any
+) -> Job:
+    """A job that encodes images; `exact` in float32, which devices other than CPUs do slower."""
+    nodes, devices = fixed_nodes(str(job.resources["nodes"])), devices_of(job.resources)
+    rate = device.rate * (FP32 if exact and device.name != "cpu" else 1) * nodes * devices
+    seconds = None if flops is None else flops / rate
+    limit = 60.0 * float(job.resources["runtime"])
+    return Job(job.rule, name, nodes, devices, seconds, limit, device.source, **more)
+
+
+def devices_of(resources: Mapping[str, Any]) -> int:
+    """Devices a node of a job."""
+    return count_devices(str(resources["devices"]))
+
+
+def _makers(files: Iterable[Path]) -> tuple[Path, ...]:
+    """What the jobs that make these files are known by (`Job.makes`)."""
+    return tuple(
+        dict.fromkeys(
+            file.parent
+            if file.parent.parent.name == "runs"
+            else file.with_suffix(".json")
+            if file.parent.parent.name == "evaluations"
+            else file
+            for file in files
+        )
+    )

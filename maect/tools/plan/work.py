@@ -32,13 +32,16 @@ class Shards:
     images: int | None
     bytes: int | None
     written: bool
+    classes: int = 1000
+    """ImageNet's, where they are not known."""
 
 
 def shards(folder: Path) -> Shards:
     """Look at `shards/DATASET/SPLIT`."""
     index, plan = read_mapping(folder / "index.json"), read_mapping(folder / "plan.json")
     if index:
-        return Shards(index["n"], sum(shard["size"] for shard in index.get("shards", [])), True)
+        size = sum(shard["size"] for shard in index.get("shards", []))
+        return Shards(index["n"], size, True, len(index.get("class_names", [])) or 1000)
     dataset, split = folder.parent.name, folder.name
     images = plan.get("n") or KNOWN_IMAGES.get(dataset, {}).get(split)
     return Shards(images, KNOWN_BYTES.get(dataset, {}).get(split), False)

@@ -19,6 +19,7 @@ from maect.data.sources import SOURCES, open_source
 from maect.data.sources.folder import Folder
 from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
+from maect.experiment.check import missing_images
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,7 +75,7 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "view": {"kind": "view", "of": "train", "classes": "$MINE/two.txt"},
     })  # fmt: skip
     wanted = load(str(file))
-    assert wanted.missing_images() == []
+    assert missing_images(wanted) == []
     assert {split.kind for split in wanted.datasets["mine"].splits.values()} == {*SOURCES}
     found = {name: open_index(shard_as_the_rules_do(wanted, name)) for name in
              wanted.datasets["mine"].splits}  # fmt: skip
@@ -137,7 +138,7 @@ def test_lost_lists_are_named_before_anything_runs(tmp_path: Path) -> None:
         "val": {"images": str(tmp_path), "kind": "imagenet_val", "labels": "/no/devkit.tar.gz"},
         "some": {"kind": "view", "of": "val", "classes": "/no/classes.txt"},
     }
-    lost = load(str(experiment(tmp_path, splits))).missing_images()
+    lost = missing_images(load(str(experiment(tmp_path, splits))))
     assert [fault.split(": ")[-1] for fault in lost] == [
         "no file /no/devkit.tar.gz (split val)",
         "no file /no/classes.txt (split some)",

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maect.cli import main
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.labelled import fraction_rows_of
@@ -141,9 +140,3 @@ def test_state_of_another_evaluation_is_dropped(tmp_path: Path, capsys) -> None:
     fine_tune._claim(folder, "b")
     assert not (folder / "fine_tune-seed0").exists()
     assert "other settings; anew" in capsys.readouterr().err
-
-
-def test_the_command_refuses_what_does_not_split_over_its_ranks(tmp_path: Path, capsys) -> None:
-    command = ["evaluate", "fine_tune", str(tmp_path), "--out", str(tmp_path / "a.json")]
-    assert main([*command, "--nodes", "2", "--devices", "2", "--set", "batch_size=10"]) == 2
-    assert "batch_size 10 is not a multiple of 4 ranks" in capsys.readouterr().err

@@ -46,6 +46,6 @@ def test_splits_must_be_there(tmp_path: Path) -> None:
 
 def test_a_variant_takes_its_size(tmp_path: Path) -> None:
     experiment = read(tmp_path, "throughput", "linear_probe_concat")
-    assert experiment.evaluation("mae", "throughput")[1].size == "tiny"
-    protocol, settings = experiment.evaluation("mae", "linear_probe_concat")
-    assert protocol == "linear_probe" and settings.concat
+    assert experiment.evaluation("mae", "throughput").size == "tiny"
+    settings = experiment.evaluation("mae", "linear_probe_concat")
+    assert settings.name == "linear_probe" and settings.concat

@@ -6,7 +6,6 @@ import pandas as pd
 import pytest
 
 from maect.core.errors import UserError
-from maect.report.commands import parse_row
 from maect.report.registry import METHODS, TABLES
 from maect.report.render import printed, render
 from maect.report.tables import (
@@ -97,24 +96,6 @@ def test_the_papers_numbers_fit_the_layout(name):
     extra = {"fine_tune_std", "epochs", "views", "mask_ratio"}
     assert set(table.columns) - extra <= columns
     assert name == "sensitivity" or set(table.index.get_level_values("method")) <= set(METHODS)
-
-
-@pytest.mark.parametrize(
-    ("text", "row"),
-    [
-        ("tiny:mae:mae_tiny", Row("tiny", "mae", ["mae_tiny"])),
-        ("tiny:ct_min:a,a-s1", Row("tiny", "ct_min", ["a", "a-s1"])),
-        ("base:msn:", Row("base", "msn", [])),
-    ],
-)
-def test_rows_as_text(text, row):
-    assert parse_row(text) == row
-
-
-@pytest.mark.parametrize("text", ["tiny:mae", ":mae:x", "tiny::x", "a:b:c:d"])
-def test_rows_that_are_not(text):
-    with pytest.raises(UserError, match="ARCHITECTURE:METHOD:RUN"):
-        parse_row(text)
 
 
 def test_wrong_input_is_named(result, evaluations):

@@ -3,8 +3,6 @@
 import re
 
 from maect.core.errors import UserError
-from maect.recipes import Encoder
-from maect.stages import Training as Stage
 
 # Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step
 # costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.
@@ -28,20 +26,25 @@ def fixed_nodes(nodes: str) -> int:
     return least
 
 
-def training_nodes(nodes: str, devices: int, settings: Stage, encoder: Encoder) -> int:
+def training_nodes(nodes: str, devices: int, batch_size: int, step_flops: float) -> int:
     """Nodes for a training: as many of the range as its batch is worth.
 
     That is the largest number with which the ranks divide the batch evenly and each has
     `WORTH_A_RANK` operations a step; else the smallest that divides the batch.
 
+    Args:
+        nodes: as of `node_range`.
+        devices: ranks on a node.
+        batch_size: images in the global batch.
+        step_flops: operations of a step on all ranks together.
+
     Raises:
         UserError: no number of the range divides the batch.
     """
     least, most = node_range(nodes)
-    fitting = [n for n in range(least, most + 1) if settings.batch_size % (n * devices) == 0]
+    fitting = [n for n in range(least, most + 1) if batch_size % (n * devices) == 0]
     if not fitting:
         many = f"{least * devices} ranks" if least == most else f"ranks on {nodes} nodes"
-        raise UserError(f"batch_size {settings.batch_size} is not a multiple of {many}")
-    step = settings.flops_per_image(encoder) * settings.batch_size
-    worth = [n for n in fitting if step / (n * devices) >= WORTH_A_RANK]
+        raise UserError(f"batch_size {batch_size} is not a multiple of {many}")
+    worth = [n for n in fitting if step_flops / (n * devices) >= WORTH_A_RANK]
     return max(worth, default=min(fitting))
