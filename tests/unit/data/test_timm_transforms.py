@@ -1,4 +1,4 @@
-"""RandAugment, erasing and mixing against timm's own, with its dice replaced by ours."""
+"""RandAugment, erasing and mixing against timm's own, with its draws replaced by ours."""
 
 import math
 import random as python_random
@@ -86,7 +86,7 @@ def test_randaugment_depends_on_seed_epoch_and_sample_alone() -> None:
 
 
 @contextmanager
-def timms_dice(row: np.ndarray) -> Iterator[None]:
+def timms_draws(row: np.ndarray) -> Iterator[None]:
     """Our uniform numbers in the order in which timm asks for them."""
     numbers, place = iter(row[2:]), iter(row[:2])
     with (
@@ -99,11 +99,11 @@ def timms_dice(row: np.ndarray) -> Iterator[None]:
 
 def test_erasing_has_timms_rectangles() -> None:
     size, ours, theirs = 24, [], []
-    dice = random.uniform(0, 0, np.arange(200), 0, random.ERASE, 24)
-    for row in dice[:, 1:-1]:
+    draws = random.uniform(0, 0, np.arange(200), 0, random.ERASE, 24)
+    for row in draws[:, 1:-1]:
         ours.append(rectangle(row, size, size))
         image = torch.zeros(3, size, size)
-        with timms_dice(row):
+        with timms_draws(row):
             RandomErasing(1.0, mode="pixel", device="cpu")(image)
         rows, columns = np.nonzero(image.abs().sum(0).numpy())
         theirs.append((rows.min(), columns.min(), np.ptp(rows) + 1, np.ptp(columns) + 1))
