@@ -55,9 +55,11 @@ def open_source(kind: str, path: Path, labels: Path | None = None) -> ImageSourc
     """The images of a folder or file.
 
     Raises:
-        UserError: unknown kind, or one without images of its own.
+        UserError: unknown kind, one without images of its own, or one that takes no labels.
     """
     source = find_source(kind)
     if not issubclass(source, ImageSource):
         raise UserError(f"kind {kind} has no images of its own")
+    if labels is not None and "labels" not in source.takes:
+        raise UserError(f"kind {kind} takes no `labels`")
     return source(path, labels)

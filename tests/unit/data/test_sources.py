@@ -71,6 +71,8 @@ def test_unknown_kinds_and_those_without_images() -> None:
         open_source("folders", Path())
     with pytest.raises(UserError, match="kind view has no images of its own"):
         open_source("view", Path())
+    with pytest.raises(UserError, match="kind folder takes no `labels`"):
+        open_source("folder", Path(), Path("labels.txt"))
 
 
 @pytest.mark.timeout(60)
