@@ -24,12 +24,11 @@ Jobs = Mapping[str, Mapping[str, Any]]
 
 def kinds() -> dict[str, str]:
     """Kind of job of every rule that computes."""
-    found = {name: "training" for name, stage in STAGES.items() if stage.trains}
-    found["features"] = "node"
+    kind_of = {"features": "node"}
     for name, protocol in PROTOCOLS.items():
         alone = "device" if protocol.encoder_input else "cpu"
-        found[name] = "node" if protocol.every_rank else alone
-    return found
+        kind_of[name] = "node" if protocol.every_rank else alone
+    return kind_of | {name: "training" for name, stage in STAGES.items() if stage.trains}
 
 
 def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
