@@ -67,7 +67,7 @@ class Throughput(Protocol):
         if frozen >= encoder.depth or not encoder.class_token:
             raise UserError(
                 f"throughput: recipes of size {self.size} do not fit the encoder of {job.run}; "
-                "say which with --set size=SIZE"
+                "say which with settings.size=SIZE"
             )
         device = ranks.device_of(context)
         results: dict[str, dict[str, float]] = {}

@@ -22,6 +22,10 @@ from pathlib import Path
 
 import psutil
 
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+from maect.stages.config import RunConfig
+
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "tests/unit/launch")]
 
@@ -114,8 +118,12 @@ def jobs(cluster: Cluster, count: int = 300, seconds: float = 5) -> None:
 
 def latency(cluster: Cluster, shards: str) -> None:
     run = PLACE / "runs" / "mae"
-    train = f"{sys.executable} -m maect pretrain {run} --shards {Path(shards).absolute()}"
-    train += " --recipe mae --size tiny --set epochs=1 --cluster slurm --devices 2 --cpus 1"
+    RunConfig(
+        run="mae", stage="pretrain", size="tiny", shards=Path(shards),
+        encoder=load_encoder("tiny"), settings=load_recipe("mae", "tiny", {"epochs": 1}),
+    ).write(run / "config.yaml")  # fmt: skip
+    train = f"{sys.executable} -m maect train {run}/config.yaml"
+    train += " --cluster slurm --devices 2 --cpus 1"
     train += f" --partition booster --account {ACCOUNT}"
     (PLACE / "Snakefile").write_text(
         f'rule train:\n    input: "ready"\n    output: "{run}/run.json"\n    localrule: True\n'

@@ -24,6 +24,7 @@ from typing import Any
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.flops import parameters
 from maect.stages import Stage, load_recipe
+from maect.stages.config import RunConfig
 from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
@@ -160,11 +161,11 @@ def measure(rounds: int) -> list[str]:
         for number in range(rounds):
             for ranks, size in ((1, batch), (1, small), (2, batch), (4, batch)):
                 out = Path(place, f"run-{ranks}-{size}-{number}")
-                run(
-                    "pretrain", str(out), "--shards", str(shards), "--recipe", "mae",
-                    "--size", "tiny", "--set", "epochs=4", "--set", f"batch_size={size}",
-                    "--devices", str(ranks), "--cpus", "1",
-                )  # fmt: skip
+                RunConfig(
+                    run=out.name, stage="pretrain", size="tiny", shards=shards, encoder=encoder,
+                    settings=load_recipe("mae", "tiny", {"epochs": 4, "batch_size": size}),
+                ).write(out / "config.yaml")  # fmt: skip
+                run("train", str(out / "config.yaml"), "--devices", str(ranks), "--cpus", "1")
                 lines = (out / "metrics.jsonl").read_text().splitlines()
                 speeds = [json.loads(line)["timing"]["images_per_second"] for line in lines]
                 value = size / statistics.median(speeds[len(speeds) // 2 :])

@@ -24,7 +24,7 @@ machine. Each line is a test, and each ended with the result of a run that was n
 by bit; every job id that SLURM knew was one that `job.json` accounts for, no job had run twice, and
 no process was left. Lines without a name in front are a function that counts in lockstep on 2
 nodes x 2 ranks, saves every 5 steps (or only when told to) and is resumed as a training is; "real
-training" is `maect pretrain` on the digits (DeepSpeed, ZeRO-1, 2 nodes x 1 rank, a state every
+training" is `maect train` of MAE on the digits (DeepSpeed, ZeRO-1, 2 nodes x 1 rank, a state every
 2 s), compared with two undisturbed ranks in encoder and log. "Jobs" counts submissions: a job that
 SLURM queues again keeps its id.
 """

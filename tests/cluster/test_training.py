@@ -13,6 +13,10 @@ from launching import ROOT, finish, kill, wait_for
 from slurm_cluster import ACCOUNT
 from slurm_run import SlurmRun
 
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+from maect.stages.config import RunConfig
+
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
@@ -40,15 +44,18 @@ def reference(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Training(SlurmRun):
-    """`maect pretrain` on two nodes, one rank each."""
+    """`maect train` on two nodes, one rank each."""
 
     shards: Path
     before: dict
 
     @staticmethod
     def recipe(folder: Path, shards: Path) -> list[str]:
-        words = ["pretrain", folder, "--shards", shards, "--recipe", "mae", "--size", "tiny"]
-        return [*map(str, words), "--set", "epochs=8", "--save-every-minutes", "0.03"]
+        RunConfig(
+            run=folder.name, stage="pretrain", size="tiny", shards=shards,
+            encoder=load_encoder("tiny"), settings=load_recipe("mae", "tiny", {"epochs": 8}),
+        ).write(folder / "config.yaml")  # fmt: skip
+        return ["train", str(folder / "config.yaml"), "--save-every-minutes", "0.03"]
 
     def command(self, arguments: dict, resources: dict, *words: str) -> list[str]:
         given = {**resources, "nodes": 2, "devices": 1, "cpus": 1}
