@@ -171,7 +171,7 @@ class Converted:
     encoder: Encoder
     pooling: Pooling
     left_out: dict[str, int]
-    """How many tensors beside the encoder's there are, by the pattern of their names."""
+    """Number of tensors that are not the encoder's, by the pattern of their names."""
 
 
 def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
@@ -218,7 +218,7 @@ def _locate(
 
 
 def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
-    """Whether a checkpoint's names and positions are those of a layout."""
+    """Compare a checkpoint's names and positions with those of a layout."""
     located = _locate(checkpoint, layout)
     if located is None:
         return False
@@ -231,7 +231,7 @@ def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
 
 
 def _is_maes(positions: Any) -> bool:
-    """Whether a position embedding [1, L or 1 + L, D] is MAE's sine-cosine table."""
+    """Compare a position embedding [1, L or 1 + L, D] with MAE's sine-cosine table."""
     if not isinstance(positions, Tensor) or positions.ndim != 3 or positions.shape[2] % 4:
         return False
     table = sincos_2d(positions.shape[2], math.isqrt(positions.shape[1]))[0]

@@ -55,7 +55,7 @@ def architecture_of(encoder: Encoder) -> str:
 
 
 def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
-    """What timm's `VisionTransformer` is told so that its output is our feature vector."""
+    """Arguments with which the output of timm's `VisionTransformer` is our feature vector."""
     return {
         "img_size": encoder.image_size,
         "patch_size": encoder.patch_size,

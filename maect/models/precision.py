@@ -17,12 +17,12 @@ def mixed_precision(device: torch.device, precision: Precision) -> torch.autocas
 
 @cache
 def bfloat16_on(device_type: str) -> str:
-    """What computes bfloat16 matrix products: "cuda", "cpu", or "float32" in their place.
+    """Name what computes bfloat16 matrix products: "cuda", "cpu", or "float32" instead of them.
 
     x86 CPUs without AVX-512 have neither instructions nor library kernels for them: there they take
     60 times as long as in float32, which is the more exact one. Warns once.
     """
     if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return device_type
-    warnings.warn("precision: this CPU computes no bfloat16; float32 in its place", stacklevel=2)
+    warnings.warn("precision: this CPU computes no bfloat16; using float32", stacklevel=2)
     return "float32"

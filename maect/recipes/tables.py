@@ -145,7 +145,11 @@ def _by_size(value: Any) -> bool:
 
 
 def _at_size(values: Mapping[str, Any], size: str, where: str) -> dict[str, Any]:
-    """What is meant for one size, out of values for all or by size."""
+    """Pick one size's values.
+
+    Raises:
+        UserError: unknown size, or a value that is given for other sizes only.
+    """
     if size not in sizes():
         raise UserError(f"{where}: unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
 

@@ -42,11 +42,11 @@ def test_features_are_those_of_a_plain_forward_pass(published, file, layout, poo
     checkpoint, weights = getattr(plain_vit, published)()
     torch.save(checkpoint, tmp_path / file)
     assert import_weights(tmp_path / file, tmp_path / "run")[0] == layout
-    module, _, found = load_encoder_weights(tmp_path / "run" / "encoder.safetensors")
-    assert found == pooling
+    module, _, actual = load_encoder_weights(tmp_path / "run" / "encoder.safetensors")
+    assert actual == pooling
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     with torch.no_grad():
-        features = module.pool(module.double()(images), found)
+        features = module.pool(module.double()(images), actual)
     tokens = plain_vit.plain_tokens(weights, images)
     patches = tokens[:, 1:] if "cls_token" in weights else tokens
     expected = tokens[:, 0] if pooling == "cls" else patches.mean(dim=1)
@@ -102,9 +102,9 @@ def thin(width, depth, patch, rows, cls=True):
     ],
 )
 def test_sizes_are_found_from_the_shapes(size, image_size, arguments):
-    found = convert({"model": thin(*arguments)}, "mae", "x")
-    assert (found.size, found.encoder.image_size) == (size, image_size)
-    assert found.pooling == ("mean" if size == "small" else "cls")
+    actual = convert({"model": thin(*arguments)}, "mae", "x")
+    assert (actual.size, actual.encoder.image_size) == (size, image_size)
+    assert actual.pooling == ("mean" if size == "small" else "cls")
 
 
 def test_registers_are_seen_and_fitted(monkeypatch):
@@ -135,8 +135,8 @@ def test_registers_are_seen_and_fitted(monkeypatch):
 
 def test_ijepa_at_448_pixels():
     state = plain_vit.prefixed("module.", thin(1280, 32, 16, 784, cls=False))
-    found = convert({"target_encoder": state}, "ijepa", "x")
-    assert (found.size, found.encoder.image_size, found.pooling) == ("huge", 448, "mean")
+    actual = convert({"target_encoder": state}, "ijepa", "x")
+    assert (actual.size, actual.encoder.image_size, actual.pooling) == ("huge", 448, "mean")
 
 
 def test_maect_and_mae_base_are_told_apart_by_the_files_name():
@@ -246,9 +246,9 @@ def test_a_malicious_pickle_is_refused(function, container, tmp_path, capsys):
 
 def test_options_of_a_training_are_left_out_not_built(tmp_path):
     torch.save(plain_vit.training_state(), tmp_path / "x.pth")
-    found = read_checkpoint(tmp_path / "x.pth")
-    assert found["epoch"] == 7
-    assert not hasattr(found["args"], "lr")
+    actual = read_checkpoint(tmp_path / "x.pth")
+    assert actual["epoch"] == 7
+    assert not hasattr(actual["args"], "lr")
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 broken"])
@@ -267,9 +267,9 @@ def test_damaged_files_are_one_line(content, tmp_path):
 def test_safetensors_are_read_too(tmp_path):
     weights = plain_vit.learned()
     save_file(weights, tmp_path / "dino.safetensors")
-    layout, found = import_weights(tmp_path / "dino.safetensors", tmp_path / "run")
+    layout, actual = import_weights(tmp_path / "dino.safetensors", tmp_path / "run")
     assert layout == "dino"
-    assert torch.equal(found.tensors["norm.bias"], weights["norm.bias"])
+    assert torch.equal(actual.tensors["norm.bias"], weights["norm.bias"])
 
 
 def cubic(x):
@@ -296,11 +296,11 @@ def bicubic(table, size):
 @pytest.mark.parametrize("published", ["dino", "ijepa"])
 def test_positions_for_another_image_size_are_interpolated(published):
     checkpoint, weights = getattr(plain_vit, published)()
-    found = convert(checkpoint, published, "x", image_size=24)
-    assert found.encoder.image_size == 24
+    actual = convert(checkpoint, published, "x", image_size=24)
+    assert actual.encoder.image_size == 24
     positions = weights["pos_embed"][0, -16:].reshape(4, 4, -1).double().numpy()
     expected = bicubic(positions, 6).reshape(36, -1)
-    np.testing.assert_allclose(found.tensors["pos_embed"][0, -36:], expected, atol=1e-5)
+    np.testing.assert_allclose(actual.tensors["pos_embed"][0, -36:], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("sign", ["run.json", "metrics.jsonl"])

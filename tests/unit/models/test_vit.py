@@ -34,14 +34,14 @@ def timm_of_the_same_size():
 
 def test_positions_follow_the_formula():
     width, grid = 16, 3
-    found = sincos_2d(width, grid)[0]
+    actual = sincos_2d(width, grid)[0]
     for row in range(grid):
         for column in range(grid):
             expected = []
             for position in (column, row):  # MAE puts the column's half first
                 angles = [position / 10000 ** (i / (width / 4)) for i in range(width // 4)]
                 expected += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
-            np.testing.assert_allclose(found[row * grid + column], expected, atol=1e-6)
+            np.testing.assert_allclose(actual[row * grid + column], expected, atol=1e-6)
 
 
 def test_state_dict_is_timms_and_so_are_the_features():
@@ -56,13 +56,13 @@ def test_masked_encoding_is_that_of_the_visible_patches_alone():
     encoder = tiny().double()
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     kept = torch.tensor([[3, 0, 9], [15, 7, 2]])
-    found = encoder(images, kept)
+    actual = encoder(images, kept)
     for i in range(2):
         tokens = encoder.patch_embed(images[i : i + 1])[0] + encoder.pos_embed[0, 1:]
         x = torch.cat([encoder.cls_token[0], tokens[kept[i]]])[None]
         for block in encoder.blocks:
             x = block(x)
-        torch.testing.assert_close(found[i], encoder.norm(x)[0])
+        torch.testing.assert_close(actual[i], encoder.norm(x)[0])
 
 
 def test_registers_are_timms_and_no_feature_reads_them():
@@ -193,9 +193,9 @@ def test_mae_loss_against_loops():
     images = torch.randn(3, 3, 16, 16, dtype=torch.float64)
     prediction = torch.randn(3, 16, 48, dtype=torch.float64)
     order = torch.stack([torch.randperm(16) for _ in range(3)])
-    found = reconstruction_loss(prediction, images, order, 4, normalize=True)
+    actual = reconstruction_loss(prediction, images, order, 4, normalize=True)
     expected = reference_mae_loss(prediction, images, order[:, 4:].tolist(), 4)
-    assert float(found) == pytest.approx(expected, rel=1e-12)
+    assert float(actual) == pytest.approx(expected, rel=1e-12)
     raw = reconstruction_loss(prediction, images, order, 4, normalize=False)
     hidden = order[:, 4:, None].expand(-1, -1, 48)
     plain = F.mse_loss(prediction.gather(1, hidden), patchify(images, 4).gather(1, hidden))
@@ -207,16 +207,16 @@ def test_decoder_puts_patches_back_in_their_places():
         decoder = Decoder(TINY).double()
     tokens = torch.randn(2, 1 + 5, 24, dtype=torch.float64)
     order = torch.stack([torch.randperm(16) for _ in range(2)])
-    found = decoder(tokens, order)
+    actual = decoder(tokens, order)
     for i in range(2):
         line = decoder.mask_token[0].expand(16, -1).clone()
-        for place in range(5):
-            line[order[i, place]] = decoder.embed(tokens[i, 1 + place])
+        for rank in range(5):
+            line[order[i, rank]] = decoder.embed(tokens[i, 1 + rank])
         x = torch.cat([decoder.embed(tokens[i, :1]), line])[None] + decoder.pos_embed
         for block in decoder.blocks:
             x = block(x)
         expected = decoder.pred(decoder.norm(x))[0, 1:]
-        torch.testing.assert_close(found[i], expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(actual[i], expected, rtol=1e-6, atol=1e-7)
 
 
 def test_gradients_of_the_whole_mae_loss():
