@@ -470,13 +470,13 @@ def show(options: argparse.Namespace) -> None:
 
 def status(options: argparse.Namespace) -> None:
     """`maect status`: every run, evaluation and cluster job of a results folder."""
-    from maect.tools.status import status as lines_about
+    from maect.tools.status import show as show_status
 
     roots = options.root or sorted({path.parent for path in Path("results").glob("*/runs")})
     if not roots:
         raise UserError("results: no experiment has begun here; name its results folder")
     for root in roots:
-        print(*lines_about(root), sep="\n")
+        show_status(root)
 
 
 def new_experiment(options: argparse.Namespace) -> None:

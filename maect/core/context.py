@@ -1,6 +1,10 @@
 """What a launched function is given of its place among the ranks."""
 
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class Context(Protocol):
@@ -17,6 +21,15 @@ class Context(Protocol):
 
     def report(self, progress: dict[str, Any], /) -> None:
         """Show how far the job is."""
+
+    def saved(self, step: int, /) -> None:
+        """Tell the launcher that the state of this step is complete on disk.
+
+        Only that counts as progress when it is decided whether another attempt is worth it.
+        """
+
+    def store(self, timeout: timedelta, /) -> "Store":
+        """The store in which the ranks' process group meets, closed to everybody else."""
 
     def fail(self, error: BaseException) -> None:
         """End this rank at once with an error, from beside a main thread that is stuck."""

@@ -36,10 +36,14 @@ def device_of(context: Context) -> torch.device:
 
 
 def join(context: Context, backend: str, timeout: timedelta) -> None:
-    """Join the process group; the launcher has set MASTER_ADDR and MASTER_PORT."""
+    """Join the process group, where the launcher lets the ranks meet."""
     if not dist.is_initialized():
         dist.init_process_group(
-            backend, rank=context.rank, world_size=context.world_size, timeout=timeout
+            backend,
+            store=context.store(timeout),
+            rank=context.rank,
+            world_size=context.world_size,
+            timeout=timeout,
         )
 
 

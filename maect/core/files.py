@@ -73,10 +73,10 @@ def read_json(path: str | Path) -> Any:
 def read_mapping(path: Path) -> dict[str, Any]:
     """A JSON mapping that others may be writing or removing; {} where there is none."""
     try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return value
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def sha256_file(path: str | Path) -> str:

@@ -145,6 +145,7 @@ def _encode(
             )
         with atomic_write(files[number]) as temporary:
             save_file({"features": out}, temporary, {"sha256": _sha256(out)})
+        context.saved(step)
     return True
 
 

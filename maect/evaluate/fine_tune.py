@@ -186,7 +186,7 @@ def _train(setup: Setup, training: Training, part: Part, steps: int) -> dict[str
         engine.restore_moments(step)
         losses = [(total, count) for total, count in reader.record["losses"]]
     samples = len(training.rows)
-    saver = Saver(folder, part.rank, part.world_size)
+    saver = Saver(folder, part)
     watchdog = Watchdog(folder, part)
     loop = FineTuneLoop(
         part, engine, stage, shape, training.seed, device, step, steps, samples, saver, None,

@@ -1,10 +1,12 @@
 """The training loop with fine-tuning's batches and schedule, as one part of a longer job."""
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed import Store
 
 from maect.core.context import Context
 from maect.data.draws import drop_path_factors
@@ -43,6 +45,14 @@ class Part:
         """Show how far the whole job is."""
         step = self.before + progress["step"]
         self.whole.report({**progress, "step": step, "steps": self.total})
+
+    def saved(self, step: int) -> None:
+        """Tell that the state of this step is complete on disk."""
+        self.whole.saved(self.before + step)
+
+    def store(self, timeout: timedelta) -> Store:
+        """The store in which the ranks' process group meets."""
+        return self.whole.store(timeout)
 
     def fail(self, error: BaseException) -> None:
         """End this rank at once with an error."""

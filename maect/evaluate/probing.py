@@ -203,6 +203,7 @@ class Probing:
         with atomic_write(self.file) as temporary:
             plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
             save_file(plain, temporary, {"record": json.dumps(record | {"own": self.record})})
+        self.context.saved(self.step)
 
     def _load(self) -> None:
         record = ranks.from_first(self.context, _record(self.file))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maect.core.context import Context
+from maect.core.distributed import from_rank_0, join
 
 # A rank may wait for another one that works on its share for hours.
 _PATIENCE = timedelta(hours=12)
@@ -33,9 +34,7 @@ def process_group(context: Context) -> Iterator[None]:
         yield
         return
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(
-        backend, rank=context.rank, world_size=context.world_size, timeout=_PATIENCE
-    )
+    join(context, backend, _PATIENCE)
     try:
         yield
     finally:
@@ -66,9 +65,7 @@ def from_first(context: Context, value: Any) -> Any:
     """Rank 0's value, on every rank."""
     if context.world_size == 1:
         return value
-    holder = [value]
-    dist.broadcast_object_list(holder)
-    return holder[0]
+    return from_rank_0(value)
 
 
 def gather_rows(context: Context, rows: Tensor) -> Tensor:

@@ -4,21 +4,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
-from maect.launch import local, progress, record, slurm, submit
+from maect.launch import progress, record, slurm, submit
+from maect.launch.cluster import Cluster, Look
 from maect.launch.interruption import Interruption
 from maect.launch.owner import own
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources, Task
-from maect.launch.state import State
+from maect.launch.state import STOPPED, State, clusters, meaning, state_of
 
 TICK = 0.5  # seconds between two looks at the files
-LOOK = {"local": 0.5, "slurm": 2.0}  # seconds between two looks at the job (SLURM: at the cache)
 ATTEMPTS = 3  # attempts without progress before giving up
 STOP_PATIENCE = 60.0  # seconds that a job has for saving after Ctrl-C
-RECORD_PATIENCE = {"local": 3.0, "slurm": 30.0}  # seconds for a record to cross the file system
-CLUSTERS: dict[str, ModuleType] = {"local": local, "slurm": slurm}
 
 
 def launch(
@@ -33,9 +30,9 @@ def launch(
     """Run `task` on every rank and return once its completion record exists.
 
     A live job of this folder is taken over, never started twice. A job that ends without the
-    record is submitted again as long as its step grows. Ctrl-C or SIGTERM asks it to save and
-    stop; a second one cancels it; SIGHUP, SIGKILL or the death of the calling Snakemake leave it
-    running. To be called in the main thread.
+    record is submitted again as long as it saves further steps. Ctrl-C or SIGTERM asks it to save
+    and stop; a second one cancels it; SIGHUP, SIGKILL or the death of the calling Snakemake leave
+    it running. To be called in the main thread.
 
     Args:
         task: what to run; it must be able to resume from its own files.
@@ -74,11 +71,14 @@ class _Launch:
     interruption: Interruption
     asked_at: float | None = field(default=None, init=False)
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
+    clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
     def run(self) -> None:
         job = record.read_job(self.folder)
-        # A request to stop that an earlier launcher left behind is not meant for this one.
-        record.take_back_stop(self.folder)
+        if job is not None and job.stop:
+            # A request to stop that an earlier launcher left behind is not meant for this one.
+            job.stop = False
+            record.write_job(self.folder, job)
         fruitless, ours = 0, False
         if job is not None and job.state != "ended":
             self.line.say(f"found {job.cluster} job {job.id or job.name}")
@@ -87,13 +87,13 @@ class _Launch:
                 self.leave_before_submission()
                 job, ours = self.submit(job), True
             end, seen = self.watch(job)
-            if end is None or self.completes(job, ours):
+            if end is None or self.completes(job, end, ours):
                 self.close(job, "done")
                 # A short job may end between two looks: its log says all the same how far it came.
-                last = progress.describe(record.progress(self.folder))
+                last = progress.describe(job.progress)
                 self.line.say(f"done: {last}" if last else "done")
                 return
-            self.close(job, end.text)
+            self.close(job, end.look.text)
             if ours or seen:  # how a job ended while nobody looked is not held against it
                 fruitless = self.judge(job, end, fruitless)
 
@@ -105,11 +105,11 @@ class _Launch:
 
     def submit(self, previous: Job | None) -> Job:
         """Submit a job, noting it before and after."""
-        job = record.new_job(
-            self.folder, self.resources.cluster, self.resources.ranks, previous=previous
-        )
+        job = record.new_job(self.folder, self.resources.cluster, self.resources.ranks, previous)
+        job.request = submit.request(job.name, self.folder, self.task, self.resources)
+        record.make_job_folder(self.folder, job.name)
         record.write_job(self.folder, job)
-        answer = submit.submit(self.folder, job, self.task, self.resources, self.leave_submission)
+        answer = submit.submit(self.folder, job, self.leave_submission)
         if "id" in answer:
             self.broken = 0
             job.state, job.id, job.created = "submitted", answer["id"], answer.get("created")
@@ -137,8 +137,8 @@ class _Launch:
 
     def watch(self, job: Job) -> tuple[State | None, bool]:
         """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
-        cluster = CLUSTERS[job.cluster]
-        state, seen, next_look, ended = State("unknown", "waiting"), False, 0.0, float("inf")
+        cluster = self.clusters[job.cluster]
+        look, seen, next_look, ended = Look("unknown", "waiting"), False, 0.0, float("inf")
         while True:
             if self.is_done():
                 cluster.finish(self.folder, job)
@@ -146,26 +146,29 @@ class _Launch:
             now = time.monotonic()
             if now >= next_look:
                 record.learn_id(self.folder, job)
-                state, next_look = cluster.state(self.folder, job), now + LOOK[job.cluster]
-                seen = seen or state.phase in ("pending", "running")
+                look = state_of(self.folder, job, self.clusters).look
+                next_look = now + cluster.interval
+                seen = seen or look.phase in ("pending", "running")
                 if job.id is not None and job.state == "submitting":
                     job.state = "submitted"
                     record.write_job(self.folder, job)
-            self.obey(job, cluster, state)
-            ended = min(ended, now) if state.phase == "ended" else float("inf")
+            self.obey(job, cluster, look)
+            ended = min(ended, now) if look.phase == "ended" else float("inf")
             # What is left of it must not run beside the next job.
-            if now - ended >= state.grace and cluster.end(self.folder, job):
-                return state, seen
+            if now - ended >= look.grace and cluster.end(self.folder, job):
+                return meaning(self.folder, job, look), seen
             if self.line.is_due():
-                self.line.show(self.present(state))
+                self.line.show(*self.present(job, look))
             time.sleep(TICK)
 
-    def present(self, state: State) -> str:
-        if state.phase == "running" and self.asked_at is None:
-            return progress.describe(record.progress(self.folder)) or state.text or "running"
-        return "saving and stopping" if self.asked_at else state.text
+    def present(self, job: Job, look: Look) -> tuple[str, float | None]:
+        """What to show, and the part of the steps that is done."""
+        if look.phase == "running" and self.asked_at is None:
+            report = record.progress(self.folder, job)
+            return progress.describe(report) or look.text or "running", progress.part(report)
+        return "saving and stopping" if self.asked_at else look.text, None
 
-    def obey(self, job: Job, cluster: ModuleType, state: State) -> None:
+    def obey(self, job: Job, cluster: Cluster, look: Look) -> None:
         """Let go of the job or stop it, if we were told to."""
         if reason := self.interruption.let_go():
             name = f"{job.cluster} job {job.id or job.name}"
@@ -175,7 +178,8 @@ class _Launch:
             return
         if self.asked_at is None:
             self.asked_at = time.monotonic()
-            record.ask_to_stop(self.folder, job)
+            job.stop = True
+            record.write_job(self.folder, job)
             self.line.say("asked the job to save and stop (once more: cancel it at once)")
         waited = time.monotonic() - self.asked_at
         saved = record.verdict(self.folder, job) == "stopped"
@@ -184,7 +188,7 @@ class _Launch:
         elif (
             self.interruption.stops > 1
             or waited > STOP_PATIENCE
-            or state.phase in ("pending", "ended")
+            or look.phase in ("pending", "ended")
         ):
             if not cluster.end(self.folder, job):
                 self.line.say(
@@ -194,17 +198,15 @@ class _Launch:
                 raise SystemExit(130)
         else:
             return
-        self.close(job, "stopped by the user")
-        record.take_back_stop(self.folder)
+        self.close(job, STOPPED)
         how = "saved and stopped" if saved else "cancelled"
-        step = record.step(self.folder)
-        self.line.say(f"{how} at step {step}; start again to go on")
+        self.line.say(f"{how} at step {job.saved}; start again to go on")
         raise SystemExit(130)
 
-    def completes(self, job: Job, ours: bool) -> bool:
+    def completes(self, job: Job, end: State, ours: bool) -> bool:
         """Whether a job that has ended is complete after all."""
-        deadline = time.monotonic() + RECORD_PATIENCE[job.cluster]
-        while record.verdict(self.folder, job) == "done":
+        deadline = time.monotonic() + self.clusters[job.cluster].record_patience
+        while end.outcome == "done":
             if self.is_done():
                 return True
             if time.monotonic() > deadline:
@@ -225,20 +227,19 @@ class _Launch:
         Raises:
             LaunchError: no further attempt is worth it.
         """
-        step, title = record.step(self.folder), self.line.title
-        if job.id is None:
+        step, title, failure = job.saved or 0, self.line.title, end.failure
+        if job.id is None or failure is None:
             return fruitless  # SLURM did not answer; nothing was tried
-        if end.final:
+        if end.outcome == "stopped":
             raise LaunchError(
-                f"{title}: job {job.id} was cancelled by a person ({end.text}) at step {step}; "
-                "start again to go on"
+                f"{title}: job {job.id} was cancelled by a person ({end.look.text}) "
+                f"at step {step}; start again to go on"
             )
-        failure = record.failure(self.folder, job, end.rank)
         if failure.kind == "UserError":
             raise LaunchError(failure.message)
         fruitless = 0 if step > job.step else fruitless + 1
-        saved = record.verdict(self.folder, job) in ("requeue", "stopped") and not failure.kind
-        how = "saved and returned before its end" if saved else f"ended: {end.text}"
+        saved = end.outcome == "saved"
+        how = "saved and returned before its end" if saved else f"ended: {end.look.text}"
         if fruitless >= ATTEMPTS:
             raise LaunchError(
                 f"{title}: gave up after {fruitless} attempts without progress (step {step}; "
@@ -251,5 +252,11 @@ class _Launch:
 
     def close(self, job: Job, ending: str) -> None:
         record.learn_id(self.folder, job)
-        job.state, job.ending = "ended", ending
+        # The ranks' own files go with the job's folder; what counts of them stays in the record.
+        job.verdict, job.saved = (
+            record.verdict(self.folder, job),
+            record.saved_step(self.folder, job),
+        )
+        job.progress = record.progress(self.folder, job)
+        job.state, job.ending, job.stop = "ended", ending, False
         record.write_job(self.folder, job)

@@ -7,9 +7,9 @@ from pathlib import Path
 import psutil
 
 from maect.launch import record
+from maect.launch.cluster import Cluster, Look
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError
-from maect.launch.state import State
 from maect.launch.submit import MARK
 
 BROKEN_GRACE = 2.0  # seconds for the other ranks to end by themselves once one has died
@@ -26,47 +26,59 @@ def marked(name: str) -> list[psutil.Process]:
     return found
 
 
-def state(folder: Path, job: Job) -> State:
-    """Look at a local job.
+class Local(Cluster):
+    """This machine."""
 
-    Raises:
-        LaunchError: it was started on another machine, where we cannot see.
-    """
-    if job.host != socket.gethostname():
-        raise LaunchError(
-            f"{folder}: its job {job.name} was started on {job.host}; go on there, or, if that "
-            f"machine is gone for good, delete {folder / 'job.json'}"
-        )
-    if job.id is None:
-        return State("unknown", "starting") if marked(job.name) else State("ended", "never started")
-    controller = _alive(int(job.id), job.name)
-    ranks = record.ranks(folder, job)
-    live = {rank for rank, value in ranks.items() if _alive(int(value["pid"]), job.name)}
-    for rank, value in sorted(ranks.items()):
-        if value["end"] == "error" or (value["end"] is None and rank not in live):
-            how = "failed" if value["end"] else "died (killed, or out of memory?)"
-            grace = BROKEN_GRACE if live or controller else 0.0
-            return State("ended", f"rank {rank} {how}", grace, rank)
-    if controller is None:
-        return State("running") if live else State("ended", "its processes have ended")
-    if 0 < len(ranks) < job.ranks:
-        # A rank that died before it could say that it had started.
-        gone = sum(value["end"] is not None for value in ranks.values())
-        if _children(controller) < job.ranks - gone:
-            missing = min(set(range(job.ranks)) - set(ranks))
-            return State("ended", f"rank {missing} died at its start", 2 * BROKEN_GRACE, missing)
-    return State("running" if ranks else "pending", "" if ranks else "starting")
+    interval = 0.5
+    record_patience = 3.0
+
+    def look(self, folder: Path, job: Job) -> Look:
+        """Look at a local job.
+
+        Raises:
+            LaunchError: it was started on another machine, where we cannot see.
+        """
+        if job.host != socket.gethostname():
+            raise LaunchError(
+                f"{folder}: its job {job.name} was started on {job.host}; go on there, or, if that "
+                f"machine is gone for good, delete {folder / 'job.json'}"
+            )
+        if job.id is None:
+            return (
+                Look("unknown", "starting") if marked(job.name) else Look("ended", "never started")
+            )
+        controller = _alive(int(job.id), job.name)
+        ranks = record.ranks(folder, job)
+        live = {rank for rank, value in ranks.items() if _alive(int(value["pid"]), job.name)}
+        for rank, value in sorted(ranks.items()):
+            if value["end"] == "error" or (value["end"] is None and rank not in live):
+                how = "failed" if value["end"] else "died (killed, or out of memory?)"
+                grace = BROKEN_GRACE if live or controller else 0.0
+                return Look("ended", f"rank {rank} {how}", grace, rank)
+        if controller is None:
+            return Look("running") if live else Look("ended", "its processes have ended")
+        if 0 < len(ranks) < job.ranks:
+            # A rank that died before it could say that it had started.
+            gone = sum(value["end"] is not None for value in ranks.values())
+            if _children(controller) < job.ranks - gone:
+                missing = min(set(range(job.ranks)) - set(ranks))
+                return Look("ended", f"rank {missing} died at its start", 2 * BROKEN_GRACE, missing)
+        return Look("running" if ranks else "pending", "" if ranks else "starting")
+
+    def finish(self, folder: Path, job: Job) -> None:
+        """Let the ranks of a job leave that has returned."""
+        _end(job.name, TEARDOWN)
+
+    def end(self, folder: Path, job: Job) -> bool:
+        """Kill a job's processes, data loaders included."""
+        _end(job.name, 0.0)
+        return True
 
 
-def finish(folder: Path, job: Job) -> None:
-    """Let the ranks of a job leave that has returned."""
-    end(folder, job, TEARDOWN)
-
-
-def end(folder: Path, job: Job, seconds: float = 0.0) -> bool:
-    """Wait for a job's processes to end and kill what is left then, data loaders included."""
+def _end(name: str, seconds: float) -> None:
+    """Wait for a job's processes to end, and kill what is left then."""
     deadline = time.monotonic() + seconds
-    while (left := marked(job.name)) and time.monotonic() < deadline:
+    while (left := marked(name)) and time.monotonic() < deadline:
         time.sleep(0.1)
     # Repeated: a process may have started another between the look and the blow.
     for _ in range(3):
@@ -76,10 +88,9 @@ def end(folder: Path, job: Job, seconds: float = 0.0) -> bool:
             except psutil.Error:
                 continue
         psutil.wait_procs(left, timeout=5)
-        left = marked(job.name)
+        left = marked(name)
         if not left:
             break
-    return True
 
 
 def _children(process: psutil.Process) -> int:

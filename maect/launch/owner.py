@@ -2,9 +2,9 @@
 
 import fcntl
 import json
+import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +18,8 @@ from maect.launch.resources import LaunchError
 PATIENCE = 75.0
 SAID_AFTER = 3.0
 SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and creation time of the Snakemake that began it all
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -33,7 +35,7 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
         said = False
         while not _lock(file.fileno(), folder):
             if not said and time.monotonic() > deadline - patience + SAID_AFTER:
-                print(f"{folder} belongs to {_owner(file.name)}: waiting", file=sys.stderr)
+                log.warning("%s belongs to %s: waiting", folder, _owner(file.name))
                 said = True
             if time.monotonic() >= deadline:
                 raise LaunchError(
@@ -58,8 +60,9 @@ def _lock(descriptor: int, folder: Path) -> bool:
         return False
     except OSError as error:
         # Some parallel file systems are mounted without flock: better unguarded than not at all.
-        print(f"warning: {folder} cannot be locked ({error.strerror}): "
-              "do not start two pipelines on it", file=sys.stderr)  # fmt: skip
+        log.warning(
+            "%s cannot be locked (%s): do not start two pipelines on it", folder, error.strerror
+        )
     return True
 
 

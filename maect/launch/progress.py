@@ -1,8 +1,16 @@
-"""The live line of a launcher: epoch, step, loss, images/s, time left."""
+"""What a launcher shows: epoch, step, loss, images/s, time left."""
 
-import sys
+import logging
 import time
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from maect.core.log import is_watched
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+log = logging.getLogger(__name__)
 
 TERMINAL_SECONDS = 0.5
 LOG_SECONDS = 10.0
@@ -39,6 +47,12 @@ def seconds_left(progress: dict[str, Any]) -> float | None:
         return None
 
 
+def part(progress: dict[str, Any]) -> float | None:
+    """The part of the steps that is done, or None if unknown."""
+    step, steps = progress.get("step"), progress.get("steps")
+    return step / steps if isinstance(step, int) and isinstance(steps, int) and steps else None
+
+
 def duration(seconds: float) -> str:
     """`1d 02:03:04`, without the day when there is none."""
     days, rest = divmod(round(seconds), 86400)
@@ -51,51 +65,66 @@ def _is_number(value: object) -> bool:
 
 
 class Line:
-    """Messages and the progress line on stderr: rewritten on a terminal, now and then in a log."""
+    """Messages of a launcher and its progress: a bar on a terminal, a line now and then in a log.
+
+    The messages go through `logging`.
+    """
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self._terminal = sys.stderr.isatty()
+        self._watched = is_watched()
+        self._bar: Progress | None = None
         self._start = time.monotonic()
         self._shown_at = float("-inf")
         self._shown = ""
-        self._open = False  # an unfinished line stands on the terminal
 
     def say(self, text: str) -> None:
-        """Print a message that stays."""
-        self.close()
-        self._write(f"[{time.strftime('%H:%M:%S')}] {self.title}: {text}\n")
+        """Give a message that stays."""
+        log.info("%s: %s", self.title, text)
 
     def is_due(self) -> bool:
         """Whether it is time to show the state again, for the reader's sake."""
         now = time.monotonic()
-        if self._terminal:
+        if self._watched:
             wait = TERMINAL_SECONDS
         else:
             wait = LOG_SECONDS if now - self._start < 600 else LATER_LOG_SECONDS
         return now - self._shown_at >= wait
 
-    def show(self, text: str) -> None:
-        """Show the present state, unless nothing has changed."""
+    def show(self, text: str, part: float | None) -> None:
+        """Show the present state, unless nothing has changed; `part` of it is done, if known."""
         if not text or text == self._shown:
             return
         self._shown, self._shown_at = text, time.monotonic()
-        if self._terminal:
-            self._write(f"\r\033[K{self.title}: {text}")
-            self._open = True
+        if self._watched:
+            self._draw(text, part)
         else:
             self.say(text)
 
     def close(self) -> None:
-        """End the line that stands on the terminal."""
-        if self._open:
-            self._write("\n")
-            self._open = False
+        """Remove the bar."""
+        if self._bar is not None:
+            with suppress(OSError):  # the terminal was closed
+                self._bar.stop()
+            self._bar = None
 
-    @staticmethod
-    def _write(text: str) -> None:
-        try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        except OSError:
-            pass  # the terminal was closed; the job is worth more than its progress line
+    def _draw(self, text: str, part: float | None) -> None:
+        # Only for who watches: the import takes 10 MB.
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        cell = Column(no_wrap=True, overflow="ellipsis")
+        with suppress(OSError):
+            if self._bar is None:
+                columns = [TextColumn(self.title), BarColumn(20)]
+                words = TextColumn("{task.description}", markup=False, table_column=cell)
+                console = Console(stderr=True)
+                self._bar = Progress(*columns, words, console=console, auto_refresh=False,
+                                     redirect_stdout=False, transient=True)  # fmt: skip
+                self._bar.add_task("")
+                self._bar.start()
+            total = None if part is None else 1.0
+            task = self._bar.task_ids[0]
+            self._bar.update(task, description=text, completed=part or 0.0, total=total)
+            self._bar.refresh()

@@ -1,23 +1,37 @@
-"""What a run folder says about its job: `job.json`, `progress.json`, `verdict.json`, rank files.
+"""The one record of a folder's job, `job.json`, and what its ranks say about themselves.
 
-job.json               the one job of this folder; written before and after submission
-progress.json          last report of rank 0; its step is what "progress" means
-verdict.json           how the function returned: done, requeue or stopped
-stop                   "save and stop", holding the name of the job that it is meant for
-jobs/NAME/             submission, logs and rank files of one job
+A file has one writer; what would have two, on machines without a lock in common, is two files:
+
+    job.json                  the launcher, which holds owner.lock: what is asked for, this job and
+                              those before it, the request to stop, progress and verdict at its end
+    owner.lock                the launcher; the kernel's lock on it says who may write job.json
+    jobs/NAME/submitted.json  the process that submits, which outlives a launcher that is killed
+    jobs/NAME/submission.log  what that process says
+    jobs/NAME/rank-N.json     rank N: since when, where it runs, how it ended; rank 0 also where the
+                              ranks meet, its last report, the last step saved, the verdict
+    jobs/NAME/*.pkl, *.out    submitit: what the ranks unpickle, and their logs
+
+`jobs` is its owner's alone: whoever could write there would decide what the ranks execute.
 """
 
+import hashlib
 import json
+import os
 import socket
+import stat
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import read_json, write_json
+from maect.core.files import read_mapping, write_json
+from maect.launch.resources import LaunchError
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
+VERDICTS = ("done", "requeue", "stopped")  # how the launched function may return
+STATES = ("submitting", "submitted", "ended")
+CHECKSUM = "sha256"
 
 
 @dataclass
@@ -26,12 +40,18 @@ class Job:
 
     Attributes:
         name: unique; it is the SLURM job name and, here, in the environment of each process.
+        step: last step that was saved before its submission.
+        request: function, arguments, cpus, visible devices and submitit's parameters.
         attempt: number of this job since the run was begun or last completed.
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.
         created: creation time of the local controller, beside its reusable process id.
         submitted: Unix time of submission.
-        step: step reached at submission.
+        stop: the ranks are asked to save and stop.
+        ending: why it is over.
+        verdict: how its function returned, if it did: "done", "requeue" or "stopped".
+        progress: rank 0's last report, once it is over.
+        saved: last step that was saved, once it is over.
         earlier: the jobs before this one: name, id, step and how each ended.
     """
 
@@ -39,13 +59,18 @@ class Job:
     name: str
     ranks: int
     step: int
+    request: dict[str, Any] = field(default_factory=dict)
     attempt: int = 1
     state: str = "submitting"
     id: str | None = None
     created: float | None = None
     host: str = field(default_factory=socket.gethostname)
     submitted: float = field(default_factory=time.time)
+    stop: bool = False
     ending: str | None = None
+    verdict: str | None = None
+    progress: dict[str, Any] = field(default_factory=dict)
+    saved: int | None = None
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -62,98 +87,140 @@ class Failure:
 
 def new_job(folder: Path, cluster: str, ranks: int, previous: Job | None) -> Job:
     """A job that is about to be submitted, with the history of those before it."""
-    earlier, attempt = [], 1
-    if previous is None or previous.ending == "done":
-        # The reports of a run that was completed and is made anew say nothing about this one.
-        for name in ("progress.json", "verdict.json"):
-            (folder / name).unlink(missing_ok=True)
-    else:
-        attempt = previous.attempt + 1
+    earlier, attempt, step = [], 1, 0
+    # What a run has reported that was completed and begins again says nothing about this one.
+    if previous is not None and previous.ending != "done":
+        attempt, step = previous.attempt + 1, saved_step(folder, previous)
+    if previous is not None and not previous.request:
+        for old in ("progress.json", "verdict.json", "stop"):  # of a version before this record
+            (folder / old).unlink(missing_ok=True)
     if previous is not None:
-        last = {key: getattr(previous, key) for key in ("name", "id", "step", "ending")}
+        last = {key: getattr(previous, key) for key in ("name", "id", "step", "ending", "verdict")}
         earlier = [*previous.earlier, last]
     # SLURM shows job names to everyone: the folder's own name is enough to recognise it.
     name = f"maect-{folder.name}-{uuid.uuid4().hex[:10]}"
-    return Job(cluster, name, ranks, step(folder), attempt, earlier=earlier)
+    return Job(cluster, name, ranks, step, attempt=attempt, earlier=earlier)
 
 
 def read_job(folder: Path) -> Job | None:
-    """The job of this folder, or None if there was none."""
-    # Not `_read`: a job that cannot be read must not be taken for one that never was.
-    if not (folder / "job.json").exists():
+    """The job of this folder, or None if there was none.
+
+    Raises:
+        LaunchError: the record is damaged; it is never taken for one that is not there.
+    """
+    path = folder / "job.json"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        given = value.pop(CHECKSUM, None)
+        # Older versions wrote no checksum, and neither request nor stop.
+        if given != (_checksum(value) if "request" in value else None):
+            raise ValueError("its checksum differs")
+        job = Job(**value)
+        if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
+            raise ValueError("it has no name, state or step")
+        if not isinstance(job.earlier, list):
+            raise ValueError("it has no list of earlier jobs")
+    except FileNotFoundError:
         return None
-    job = Job(**read_json(folder / "job.json"))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise LaunchError(
+            f"{path}: damaged ({error}); if no job of this folder runs any more "
+            "(squeue --me, ps), delete the file and start again: saved states stay"
+        ) from None
     learn_id(folder, job)
     return job
 
 
+def write_job(folder: Path, job: Job) -> None:
+    """Write `job.json`, atomically; for the launcher that owns the folder."""
+    value = asdict(job)
+    write_json(folder / "job.json", value | {CHECKSUM: _checksum(value)})
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def learn_id(folder: Path, job: Job) -> None:
     """Complete a job whose launcher died in between, although its submission went through."""
-    if job.id is not None:
+    if job.id is not None or job.state == "ended":
         return
-    answer = _read(place(folder, job) / "submitted.json") or {}
-    if "id" not in answer:
-        # The job knows its own id, once it runs.
-        answer = _read(place(folder, job) / "rank-0.json") or {}
-    if "id" in answer:
-        job.id, job.created = answer["id"], answer.get("created")
-        job.state, job.submitted = "submitted", time.time()
+    # The job knows its own id, once it runs.
+    for file in ("submitted.json", "rank-0.json"):
+        answer = read_mapping(job_folder(folder, job.name) / file)
+        if "id" in answer:
+            job.id, job.created = answer["id"], answer.get("created")
+            job.state, job.submitted = "submitted", time.time()
+            return
 
 
-def write_job(folder: Path, job: Job) -> None:
-    """Write `job.json`, atomically."""
-    write_json(folder / "job.json", asdict(job))
-
-
-def place(folder: Path, job: Job) -> Path:
+def job_folder(folder: Path, name: str) -> Path:
     """The folder with a job's submission, logs and rank files."""
-    return folder / "jobs" / job.name
+    return folder / "jobs" / name
+
+
+def make_job_folder(folder: Path, name: str) -> Path:
+    """Make a job's folder, in `jobs`, which nobody else can enter.
+
+    Raises:
+        LaunchError: others may write where the ranks read what they execute.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    above = folder.stat()
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        raise LaunchError(f"{folder}: every user may write there; run `chmod o-w {folder}`")
+    jobs = folder / "jobs"
+    jobs.mkdir(mode=0o700, exist_ok=True)
+    seen = jobs.lstat()
+    if seen.st_uid != os.getuid() or not stat.S_ISDIR(seen.st_mode):
+        raise LaunchError(
+            f"{jobs}: not a folder of yours: the user who began this run can go on with it; "
+            "others copy the run's folder without `jobs` and `job.json`"
+        )
+    jobs.chmod(0o700)
+    if stat.S_IMODE(jobs.stat().st_mode) & 0o077:
+        raise LaunchError(f"{jobs}: this file system lets others in; put `storage` on another one")
+    path = job_folder(folder, name)
+    path.mkdir(mode=0o700, exist_ok=True)
+    return path
 
 
 def log(folder: Path, job: Job, rank: int) -> Path:
     """The log of one rank (submitit's naming)."""
-    return place(folder, job) / f"{job.id}_{rank}_log.out"
+    return job_folder(folder, job.name) / f"{job.id}_{rank}_log.out"
 
 
-def progress(folder: Path) -> dict[str, Any]:
-    """The last report of rank 0, or {}."""
-    return _read(folder / "progress.json") or {}
+def rank_file(folder: Path, name: str, rank: int) -> Path:
+    """The file in which a rank says what there is to know about it."""
+    return job_folder(folder, name) / f"rank-{rank}.json"
 
 
-def step(folder: Path) -> int:
-    """The step of the last report, or 0."""
-    return int(progress(folder).get("step") or 0)
+def ranks(folder: Path, job: Job) -> dict[int, dict[str, Any]]:
+    """What each rank that has started says."""
+    values = map(read_mapping, job_folder(folder, job.name).glob("rank-*.json"))
+    return {int(value["rank"]): value for value in values if "rank" in value}
+
+
+def progress(folder: Path, job: Job | None) -> dict[str, Any]:
+    """Rank 0's last report, or {}."""
+    if job is None:
+        return {}
+    report = read_mapping(rank_file(folder, job.name, 0)).get("progress")
+    return report if isinstance(report, dict) else job.progress
+
+
+def saved_step(folder: Path, job: Job) -> int:
+    """The last step of which this job or one before it has saved the state, or 0."""
+    step = read_mapping(rank_file(folder, job.name, 0)).get("saved")
+    if isinstance(step, int):
+        return step
+    return job.step if job.saved is None else job.saved
 
 
 def verdict(folder: Path, job: Job) -> str | None:
     """How this job's function returned ("done", "requeue", "stopped"), or None."""
-    value = _read(folder / "verdict.json") or {}
-    return value.get("verdict") if value.get("name") == job.name else None
-
-
-def ask_to_stop(folder: Path, job: Job) -> None:
-    """Ask the job to save and stop."""
-    write_json(folder / "stop", job.name)
-
-
-def is_asked_to_stop(folder: Path, name: str) -> bool:
-    """Whether the job of this name was asked to save and stop."""
-    return bool(_read(folder / "stop") == name)
-
-
-def take_back_stop(folder: Path) -> None:
-    """Forget a request to stop."""
-    (folder / "stop").unlink(missing_ok=True)
-
-
-def ranks(folder: Path, job: Job) -> dict[int, dict[str, Any]]:
-    """What each rank that has started says: pid, host, time, end, error."""
-    found = {}
-    for path in place(folder, job).glob("rank-*.json"):
-        value = _read(path)
-        if value:
-            found[int(value["rank"])] = value
-    return found
+    end = read_mapping(rank_file(folder, job.name, 0)).get("end", job.verdict)
+    return end if end in VERDICTS else None
 
 
 def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
@@ -180,11 +247,3 @@ def tail(path: Path, lines: int = LOG_TAIL) -> str:
     except OSError as error:
         return f"({path}: {error.strerror})"
     return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
-
-
-def _read(path: Path) -> Any:
-    # Reports are replaced under us and may vanish with a cleared folder: absent is an answer.
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

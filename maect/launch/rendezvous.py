@@ -1,70 +1,144 @@
-"""Where the ranks of a job meet: rank 0's address and a port that parallel jobs do not share."""
+"""Where the ranks of a job meet, so that nobody else takes part.
 
-import fcntl
-import json
+submitit's `TorchDistributedEnvironment` is not used: it derives the port from the job's id, which
+two local jobs or two clusters may share, gives a requeued job the same one again, knows nothing of
+a site's MASTER_ADDR, and leaves the store open to everyone who reaches the port.
+
+Torch's TCPStore asks nobody for a password: whoever connects may read and replace any key. So the
+ranks of one node meet in a file in a folder that only this user can enter. Those of several nodes
+need a port: it listens on the ranks' interface only, and all keys stand behind a secret that rank 0
+writes into its own file. `docs/cluster.md` says what that leaves open.
+"""
+
+import logging
 import os
-import random
+import secrets
+import shutil
 import socket
 import tempfile
 import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING, Any
 
 from maect.core.errors import UserError
-from maect.core.files import write_json
+from maect.core.files import read_mapping
+from maect.launch.record import rank_file
 
-# Below Linux's ephemeral ports (32768 and up), so that no outgoing connection takes one.
-PORTS = range(20000, 30000)
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 PATIENCE = 600.0  # seconds; the nodes of a large job start minutes apart
+QUEUE = 1024  # connections that wait to be accepted, while rank 0 still imports torch
 
-_lock_file: list[IO[str]] = []  # opened once: closing any copy would drop the locks
-_held: set[int] = set()
+logger = logging.getLogger(__name__)
 
 
-def meet(jobs: Path, attempt: int, rank: int, hosts: list[str]) -> tuple[str, int]:
-    """Rank 0 publishes (address, port) in the job's folder, the other ranks wait for it.
+@dataclass(frozen=True)
+class Meeting:
+    """What rank 0 publishes.
 
-    The address is 127.0.0.1 on one node. On several it is the first node's name, unless the site's
-    script has set MASTER_ADDR (the name of the fast interface).
+    Attributes:
+        attempt: how often SLURM had restarted the job.
+        address: of the first node: loopback, where there is only one.
+        secret: stands before every key.
+        file: of the store, on one node.
+        port: of the store, on several.
     """
-    file = jobs / f"rendezvous-{attempt}.json"
-    if rank == 0:
-        address = "127.0.0.1" if len(hosts) == 1 else os.environ.get("MASTER_ADDR") or hosts[0]
-        port = free_port()
-        write_json(file, [address, port])
-        return address, port
+
+    attempt: int
+    address: str
+    secret: str
+    file: str = ""
+    port: int = 0
+
+
+class Rendezvous:
+    """One rank's way to the others.
+
+    Args:
+        hosts: names of all nodes.
+        attempt: how often SLURM has restarted the job.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, attempt: int, rank: int, size: int, hosts: list[str]
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._listener: socket.socket | None = None
+        self._folder = ""
+        self._base: Store | None = None
+        self._groups = 0
+        self.meeting = self._open(attempt, hosts) if rank == 0 else _find(folder, name, attempt)
+
+    def published(self) -> dict[str, Any]:
+        """For rank 0's file."""
+        return asdict(self.meeting)
+
+    def store(self, timeout: timedelta) -> "Store":
+        """The store in which the next process group meets; on every rank as often."""
+        from torch.distributed import PrefixStore
+
+        self._base = self._base or self._connect(timeout)
+        self._groups += 1  # a group must not read what one before it has left
+        return PrefixStore(f"{self.meeting.secret}/{self._groups}", self._base)
+
+    def _connect(self, timeout: timedelta) -> "Store":
+        from torch.distributed import FileStore, TCPStore
+
+        if self.meeting.file:
+            return FileStore(self.meeting.file, self.size)
+        return TCPStore(
+            self.meeting.address,
+            self.meeting.port,
+            self.size,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            # The store closes it.
+            master_listen_fd=self._listener.detach() if self._listener else None,
+        )
+
+    def close(self) -> None:
+        """Remove what this rank has made."""
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _open(self, attempt: int, hosts: list[str]) -> Meeting:
+        secret = secrets.token_hex(16)
+        if len(hosts) == 1:
+            self._folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
+            return Meeting(attempt, "127.0.0.1", secret, file=f"{self._folder}/store")
+        # A site's script may name the fast interface.
+        address = os.environ.get("MASTER_ADDR") or hosts[0]
+        self._listener = _listen(address)
+        return Meeting(attempt, address, secret, port=self._listener.getsockname()[1])
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket on a port that the kernel has free, reached under this name only."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    here = str(where[0])
+    if here.startswith("127.0.1."):
+        # Debian lets a machine call itself so; other nodes know another address of that name.
+        logger.warning("%s is %s here: listening on all interfaces", address, here)
+        family, here = socket.AF_INET, ""
+    listener = socket.socket(family, kind, protocol)
+    listener.bind((here, 0))
+    listener.listen(QUEUE)
+    return listener
+
+
+def _find(folder: Path, name: str, attempt: int) -> Meeting:
+    file = rank_file(folder, name, 0)
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        try:
-            address, port = json.loads(file.read_text(encoding="utf-8"))
-            return address, port
-        except (OSError, ValueError):
-            time.sleep(0.05)
+        meeting = read_mapping(file).get("meeting")
+        if meeting and meeting["attempt"] == attempt:
+            return Meeting(**meeting)
+        time.sleep(0.05)
     raise UserError(
-        f"rank {rank} waited {PATIENCE:.0f} s for rank 0 ({file}): "
+        f"waited {PATIENCE:.0f} s for rank 0 ({file}): "
         "is the folder on a file system that all nodes share?"
     )
-
-
-def free_port() -> int:
-    """A port that nothing listens on, reserved among this user's jobs until this process ends.
-
-    It stays closed for the seconds until the caller binds it; the lock keeps our own jobs away.
-    """
-    if not _lock_file:
-        path = Path(tempfile.gettempdir()) / f"maect-ports-{os.getuid()}.lock"
-        _lock_file.append(path.open("a"))
-    # Not the global generator: a training seed would send all jobs to the same port.
-    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-        if port in _held:
-            continue
-        try:
-            # One byte of the lock file for each port; the kernel frees it with the process.
-            fcntl.lockf(_lock_file[0], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-            with socket.socket() as probe:
-                probe.bind(("", port))
-        except OSError:
-            continue
-        _held.add(port)
-        return port
-    raise UserError(f"no free TCP port between {PORTS.start} and {PORTS.stop} on this machine")

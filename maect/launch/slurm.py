@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from maect.launch import record, squeue
+from maect.launch.cluster import Cluster, Look
 from maect.launch.local import marked
 from maect.launch.record import Job
-from maect.launch.state import State
 from maect.launch.submit import ATTEMPT, NO_ANSWER
 
 LOG_BYTES = 65536
@@ -32,88 +32,111 @@ SUBMISSION_FAILURES_THAT_PASS = (
 )
 ALREADY_OVER = ("Invalid job id", "already completing or completed", "already finished")
 
-_first_look: dict[str, float] = {}
-_missing_since: dict[str, float] = {}
-_broken_since: dict[str, float] = {}
-_may_return_since: dict[str, float] = {}
-_sacct: dict[str, tuple[float, State]] = {}
 
+class Slurm(Cluster):
+    """SLURM, and what it has said about the jobs that one process looks after."""
 
-def state(folder: Path, job: Job) -> State:
-    """Look at a SLURM job, through the shared answer of squeue."""
-    # The submission may still be under way although the launcher that began it was killed.
-    if job.id is None and marked(job.name):
-        return State("unknown", "being submitted")
-    # Whoever knows a job's id looks after its submission, whatever the submitter's clock said.
-    newer_than = _first_look.setdefault(job.name, time.time())
-    if job.id is not None:
-        newer_than = min(newer_than, job.submitted)
-    answer = squeue.ask(newer_than)
-    if answer is None:
-        return State("unknown", "no answer from SLURM")
-    if job.id is None:
-        return _find(job, answer)
-    # Patience is measured by what SLURM has said since: while it is silent, nothing gets worse.
-    if job.id in answer.jobs:
-        _missing_since.pop(job.id, None)
+    interval = 2.0  # of looks at the shared answer
+    record_patience = 30.0
+
+    def __init__(self) -> None:
+        self._squeue = squeue.Squeue()
+        # Unix times at which something was first seen, by job: patience counts from there.
+        self._first_look: dict[str, float] = {}
+        self._missing_since: dict[str, float] = {}
+        self._broken_since: dict[str, float] = {}
+        self._may_return_since: dict[str, float] = {}
+        self._sacct: dict[str, tuple[float, Look]] = {}
+
+    def look(self, folder: Path, job: Job) -> Look:
+        """Look at a SLURM job, through the shared answer of squeue."""
+        # The submission may still be under way although the launcher that began it was killed.
+        if job.id is None and marked(job.name):
+            return Look("unknown", "being submitted")
+        # Whoever knows a job's id looks after its submission, whatever the submitter's clock said.
+        newer_than = self._first_look.setdefault(job.name, time.time())
+        if job.id is not None:
+            newer_than = min(newer_than, job.submitted)
+        answer = self._squeue.ask(newer_than)
+        if answer is None:
+            return Look("unknown", "no answer from SLURM")
+        if job.id is None:
+            return self._find(job, answer)
+        # Patience is measured by what SLURM has said since: while it is silent, nothing gets worse.
+        # Ids begin again some day: the job of another name under this id is not ours.
+        if job.id in answer.jobs and answer.jobs[job.id][2] == job.name:
+            self._missing_since.pop(job.id, None)
+            word, reason, _ = answer.jobs[job.id]
+            if word != "RUNNING" or not _lost_a_rank(folder, job):
+                self._broken_since.pop(job.id, None)
+            elif answer.time - self._broken_since.setdefault(job.id, time.time()) > BROKEN_GRACE:
+                return Look("ended", "it lost a rank, and SLURM did not end it")
+            return self._word(job.id, word, reason, answer.time)
+        if answer.time - self._missing_since.setdefault(job.id, time.time()) > FORGOTTEN:
+            return Look("ended", "unknown to SLURM")
+        return self._ask_sacct(job.id)
+
+    def finish(self, folder: Path, job: Job) -> None:
+        """Wait for a job that has its completion record to return; cancel it if it does not.
+
+        A signal in its last second may have put a complete job back into the queue.
+        """
+        deadline = time.monotonic() + TEARDOWN
+        while record.verdict(folder, job) not in ("done", "stopped"):
+            if time.monotonic() > deadline:
+                self.end(folder, job)
+                return
+            time.sleep(0.5)
+
+    def end(self, folder: Path, job: Job) -> bool:
+        """Cancel a job, by its unique name if need be; False if SLURM does not answer."""
+        code, _, error = squeue.command("scancel", *([job.id] if job.id else ["--name", job.name]))
+        return code == 0 or any(text in error for text in ALREADY_OVER)
+
+    def _find(self, job: Job, answer: squeue.Answer) -> Look:
+        """A job whose launcher died before it learnt the id: its name is unique."""
+        found = [key for key, (_, _, name) in answer.jobs.items() if name == job.name]
+        if not found:
+            # What squeue does not list is not alive, so that submitting anew runs nothing twice.
+            return Look("ended", "never submitted", grace=1.0)
+        job.id = found[0]
         word, reason, _ = answer.jobs[job.id]
-        if word != "RUNNING" or not _lost_a_rank(folder, job):
-            _broken_since.pop(job.id, None)
-        elif answer.time - _broken_since.setdefault(job.id, time.time()) > BROKEN_GRACE:
-            return State("ended", "it lost a rank, and SLURM did not end it")
-        return _state(job.id, word, reason, answer.time)
-    if answer.time - _missing_since.setdefault(job.id, time.time()) > FORGOTTEN:
-        return State("ended", "unknown to SLURM")
-    return _ask_sacct(job.id)
+        return self._word(job.id, word, reason, answer.time)
 
+    def _word(self, job_id: str, word: str, reason: str, said: float) -> Look:
+        """What a word of SLURM, said at this time, means."""
+        text = f"{word} ({reason})" if reason not in ("", "None") else word
+        if word in MAY_RETURN:
+            since = self._may_return_since.setdefault(job_id, said)
+            return Look("ended" if said - since >= 2 * squeue.interval() else "unknown", text)
+        self._may_return_since.pop(job_id, None)
+        if word in PENDING:
+            return Look("pending", text)
+        if word in RUNNING:
+            return Look("running", text)
+        return Look("ended", text, grace=1.0, final=word.startswith("CANCELLED"))
 
-def finish(folder: Path, job: Job) -> None:
-    """Wait for a job that has its completion record to return; cancel it if it does not.
-
-    A signal in its last second may have put a complete job back into the queue.
-    """
-    deadline = time.monotonic() + TEARDOWN
-    while record.verdict(folder, job) not in ("done", "stopped"):
-        if time.monotonic() > deadline:
-            end(folder, job)
-            return
-        time.sleep(0.5)
-
-
-def end(folder: Path, job: Job) -> bool:
-    """Cancel a job, by its unique name if need be; False if SLURM does not answer."""
-    code, _, error = squeue.command("scancel", *([job.id] if job.id else ["--name", job.name]))
-    return code == 0 or any(text in error for text in ALREADY_OVER)
+    def _ask_sacct(self, job_id: str) -> Look:
+        asked, last = self._sacct.get(job_id, (float("-inf"), Look("unknown")))
+        if time.monotonic() - asked < squeue.interval():
+            return last
+        code, out, error = squeue.command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
+        if code == 0 and out:
+            found = self._word(job_id, out.splitlines()[-1].split()[0], "sacct", time.time())
+            # The two databases contradict each other: one of them is behind.
+            if found.phase in ("pending", "running"):
+                found = Look("unknown", "SLURM is catching up")
+        elif code == 0 or code == 127 or "disabled" in error:
+            found = Look("ended", "unknown to SLURM", grace=squeue.interval())
+        else:
+            found = Look("unknown", "no answer from sacct")
+        self._sacct[job_id] = (time.monotonic(), found)
+        return found
 
 
 def passes(error: str) -> bool:
     """Whether a submission failed for a reason that goes away by itself."""
     return any(text in error for text in SUBMISSION_FAILURES_THAT_PASS)
-
-
-def _find(job: Job, answer: squeue.Answer) -> State:
-    """A job whose launcher died before it learnt the id: its name is unique."""
-    found = [key for key, (_, _, name) in answer.jobs.items() if name == job.name]
-    if not found:
-        # What squeue does not list is not alive, so that submitting anew runs nothing twice.
-        return State("ended", "never submitted", grace=1.0)
-    job.id = found[0]
-    word, reason, _ = answer.jobs[job.id]
-    return _state(job.id, word, reason, answer.time)
-
-
-def _state(job_id: str, word: str, reason: str, said: float) -> State:
-    """What a word of SLURM, said at this time, means."""
-    text = f"{word} ({reason})" if reason not in ("", "None") else word
-    if word in MAY_RETURN:
-        since = _may_return_since.setdefault(job_id, said)
-        return State("ended" if said - since >= 2 * squeue.interval() else "unknown", text)
-    _may_return_since.pop(job_id, None)
-    if word in PENDING:
-        return State("pending", text)
-    if word in RUNNING:
-        return State("running", text)
-    return State("ended", text, grace=1.0, final=word.startswith("CANCELLED"))
 
 
 def _lost_a_rank(folder: Path, job: Job) -> bool:
@@ -129,21 +152,3 @@ def _lost_a_rank(folder: Path, job: Job) -> bool:
     except OSError:
         return False
     return TASK_ENDED.search(attempt) is not None
-
-
-def _ask_sacct(job_id: str) -> State:
-    asked, last = _sacct.get(job_id, (float("-inf"), State("unknown")))
-    if time.monotonic() - asked < squeue.interval():
-        return last
-    code, out, error = squeue.command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
-    if code == 0 and out:
-        found = _state(job_id, out.splitlines()[-1].split()[0], "sacct", time.time())
-        # The two databases contradict each other: one of them is behind.
-        if found.phase in ("pending", "running"):
-            found = State("unknown", "SLURM is catching up")
-    elif code == 0 or code == 127 or "disabled" in error:
-        found = State("ended", "unknown to SLURM", grace=squeue.interval())
-    else:
-        found = State("unknown", "no answer from sacct")
-    _sacct[job_id] = (time.monotonic(), found)
-    return found

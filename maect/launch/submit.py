@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import maect
-from maect.core.files import read_json, write_json
+from maect.core.files import read_json
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
 from maect.launch.record import Job
@@ -25,32 +25,31 @@ FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", 
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def submit(
-    folder: Path, job: Job, task: Task, resources: Resources, look: Callable[[], None]
-) -> dict[str, Any]:
-    """Submit a job, in a process of its own (`__main__.py`): {"id": ...} or {"error": ...}.
+def request(name: str, folder: Path, task: Task, resources: Resources) -> dict[str, Any]:
+    """What the ranks and the process that submits them (`__main__.py`) have to know."""
+    here = resources.cluster == "local"
+    return {
+        "function": task.function,
+        "arguments": task.arguments,
+        "cpus": resources.cpus,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "parameters": local(resources) if here else slurm(resources, name, folder),
+    }
+
+
+def submit(folder: Path, job: Job, look: Callable[[], None]) -> dict[str, Any]:
+    """Submit a job that is on record, in a process of its own: {"id": ...} or {"error": ...}.
 
     An error with `refused` true means that there is no job; after any other there may be one, which
     its unique name will show. That process has its own session (a Ctrl-C in the terminal does not
     reach the ranks) and goes through with the submission even if the launcher ends meanwhile.
     `look` is called while it works.
     """
-    jobs = record.place(folder, job)
-    request = {
-        "function": task.function,
-        "arguments": task.arguments,
-        "folder": str(folder),
-        "name": job.name,
-        "cpus": resources.cpus,
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-    }
-    parameters = local(resources) if resources.cluster == "local" else slurm(resources, job, folder)
-    value = {"cluster": resources.cluster, "parameters": parameters, "request": request}
-    write_json(jobs / "request.json", value)
+    jobs = record.make_job_folder(folder, job.name)
     with (jobs / "submission.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "maect.launch", str(jobs)],
-            env=environment(job.name, resources.cpus),
+            [sys.executable, "-m", "maect.launch", str(folder), job.name],
+            env=environment(job.name, job.request["cpus"]),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -65,8 +64,8 @@ def submit(
         look()
         time.sleep(0.02)
     try:
-        found: dict[str, Any] = read_json(jobs / "submitted.json")
-        return found
+        answer: dict[str, Any] = read_json(jobs / "submitted.json")
+        return answer
     except Exception:
         return {"error": f"the submission broke off:\n{record.tail(jobs / 'submission.log')}"}
 
@@ -97,7 +96,7 @@ def local(resources: Resources) -> dict[str, Any]:
     }
 
 
-def slurm(resources: Resources, job: Job, folder: Path) -> dict[str, Any]:
+def slurm(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
     """Parameters of submitit's SLURM executor."""
     extra: dict[str, Any] = {"requeue": True}
     for argument in resources.sbatch:
@@ -105,15 +104,15 @@ def slurm(resources: Resources, job: Job, folder: Path) -> dict[str, Any]:
         extra[key.strip().lstrip("-")] = value.strip() or True
     if not any(key.startswith("gpus") or key == "gres" for key in extra):
         extra["gres"] = f"gpu:{resources.devices}"
-    ours = environment(job.name, resources.cpus)
+    ours = environment(name, resources.cpus)
     names = (MARK, "PYTHONPATH", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
     # Exported once more: a site may start jobs without the submitter's environment.
     setup = [f'echo "{ATTEMPT} ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST"']
-    setup += [f"export {name}={shlex.quote(ours[name])}" for name in names]
+    setup += [f"export {key}={shlex.quote(ours[key])}" for key in names]
     if resources.setup:
         setup.append(f"source {shlex.quote(resources.setup)} || exit 1")
     parameters: dict[str, Any] = {
-        "job_name": job.name,
+        "job_name": name,
         "comment": str(folder),
         "partition": resources.partition,
         "account": resources.account,

@@ -4,28 +4,76 @@ import faulthandler
 import gc
 import importlib
 import json
+import logging
+import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from maect.core.files import read_json, write_json
-from maect.launch import rendezvous
-from maect.launch.record import is_asked_to_stop
+from maect.core.files import write_json
+from maect.core.log import rank_log
+from maect.launch import record
+from maect.launch.record import VERDICTS, Job
+from maect.launch.rendezvous import Rendezvous
+from maect.launch.resources import LaunchError
 from maect.launch.squeue import command
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.5
 TEARDOWN_SECONDS = 60  # a rank that hangs after its function has returned is ended by force
-VERDICTS = ("done", "requeue", "stopped")
+
+
+class RankFile:
+    """What there is to know about one rank, in the file that only this rank writes."""
+
+    def __init__(self, folder: Path, name: str, rank: int, job_id: str) -> None:
+        self._path = record.rank_file(folder, name, rank)
+        self._value: dict[str, Any] = {
+            "rank": rank,
+            "id": job_id,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+            "end": None,
+        }
+
+    def note(self, **values: Any) -> None:
+        """Add what must not be lost."""
+        self._value |= values
+        write_json(self._path, self._value)
+
+    def hint(self, **values: Any) -> None:
+        """Add what is worth no waiting for the disk: neither durable nor sure."""
+        self._value |= values
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        with suppress(OSError):
+            temporary.write_text(json.dumps(self._value), encoding="utf-8")
+            temporary.replace(self._path)
+
+    def fail(self, error: BaseException) -> None:
+        """Note what this rank failed of."""
+        names = {cls.__name__ for cls in type(error).__mro__}
+        self.note(
+            end="error",
+            kind="UserError" if "UserError" in names else type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            time=time.time(),
+        )
 
 
 @dataclass
@@ -33,12 +81,12 @@ class Context:
     """One rank's place in the job, and its line to the launcher.
 
     Attributes:
-        rank: global rank; 0 reports and writes the verdict.
+        rank: global rank; 0 reports, and its file holds the verdict.
         node: index of this rank's node.
-        master_addr, master_port: where rank 0 listens; also in the environment.
         cpus: CPUs of this rank.
         attempt: how often SLURM has restarted the job under the same id.
-        record: what this rank's file says about it.
+        rendezvous: the way to the other ranks.
+        file: what this rank's file says about it.
     """
 
     rank: int
@@ -46,17 +94,21 @@ class Context:
     world_size: int
     local_world_size: int
     node: int
-    master_addr: str
-    master_port: int
     cpus: int
     folder: Path
     name: str
-    attempt: int = 0
+    attempt: int
+    rendezvous: Rendezvous
+    file: RankFile
     reasons: set[str] = field(default_factory=set)
-    record: dict[str, Any] = field(default_factory=dict)
+    last_saved: int | None = None
     _pending: dict[str, Any] | None = None
     _reported: float = float("-inf")
     _first: tuple[int, float] | None = None
+
+    def store(self, timeout: timedelta) -> "Store":
+        """The store in which the ranks' process group meets."""
+        return self.rendezvous.store(timeout)
 
     def stop_requested(self) -> bool:
         """Whether this rank was told to save and return ("requeue").
@@ -66,10 +118,9 @@ class Context:
         return bool(self.reasons)
 
     def report(self, progress: dict[str, Any]) -> None:
-        """Tell the launcher how far the job is; cheap, and ignored on ranks other than 0.
+        """Tell people how far the job is; cheap, and ignored on ranks other than 0.
 
-        Known keys: epoch, epochs, step, steps, loss, images_per_second. `step` is what counts as
-        progress when it is decided whether a failed job is worth another attempt.
+        Known keys: epoch, epochs, step, steps, loss, images_per_second.
         """
         if self.rank:
             return
@@ -77,127 +128,107 @@ class Context:
         if "step" in progress:
             self._first = self._first or (int(progress["step"]), now)
             progress = {**progress, "first_step": self._first[0], "seconds": now - self._first[1]}
-        self._pending = progress
+        self._pending = {key: value for key, value in progress.items() if not _is_nan(value)}
         if now - self._reported >= REPORT_SECONDS:
             self.flush()
 
+    def saved(self, step: int) -> None:
+        """Tell the launcher that the state of this step is complete on disk.
+
+        Only that counts as progress when it is decided whether another attempt is worth it.
+        """
+        if self.rank == 0 and step != self.last_saved:
+            self.last_saved = step
+            self.file.hint(saved=step)
+
     def flush(self) -> None:
-        """Write the last report; neither durable nor sure, since it is only ever a hint."""
-        if self._pending is None:
-            return
-        with suppress(OSError):
-            temporary = self.folder / f".progress.{self.name}.tmp"
-            temporary.write_text(json.dumps(self._pending), encoding="utf-8")
-            temporary.replace(self.folder / "progress.json")
-        self._pending, self._reported = None, time.monotonic()
+        """Write the last report."""
+        if self._pending is not None:
+            self.file.hint(progress=self._pending)
+            self._pending, self._reported = None, time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
         """End this rank at once with an error, from beside a main thread that is stuck."""
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        log.error("%s: %s", type(error).__name__, error)
         self.flush()
         with suppress(OSError):
-            _note(self.folder / "jobs" / self.name, self.record, error)
+            self.file.fail(error)
         os._exit(1)
 
-    def saved_step(self) -> int:
-        """The step of the last report on disk, or 0."""
-        try:
-            return int(read_json(self.folder / "progress.json").get("step") or 0)
-        except Exception:
-            return 0
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
-def run(request: dict[str, Any]) -> None:
+def run(folder_name: str, name: str) -> None:
     """Entry point of each rank, called by submitit.
 
     Args:
-        request: function, arguments, folder (of the run), name (of the job), cpus, and the
-            CUDA_VISIBLE_DEVICES of the launcher for local jobs.
+        folder_name: the run's folder, whose `job.json` says what to do.
+        name: of the job.
     """
     import submitit
 
     place = submitit.JobEnvironment()
-    folder, name = Path(request["folder"]), request["name"]
-    jobs = folder / "jobs" / name
+    folder, rank = Path(folder_name), place.global_rank
+    rank_log(rank)
     # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
     # that was given up while nobody could cancel it.
-    noted = read_json(folder / "job.json")
-    if noted["name"] != name or noted["state"] == "ended":
-        why = "replaced by another one" if noted["name"] != name else f"over: {noted['ending']}"
-        print(f"job {name} was {why}; nothing to do", file=sys.stderr)
+    job = record.read_job(folder)
+    if job is None or job.name != name or job.state == "ended":
+        why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
+        log.warning("job %s was %s; nothing to do", name, why)
         return
-    record: dict[str, Any] = {
-        "rank": place.global_rank,
-        "id": place.job_id,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "time": time.time(),
-        "end": None,
-    }
-    file = jobs / f"rank-{place.global_rank}.json"
-    write_json(file, record)
+    file = RankFile(folder, name, rank, place.job_id)
+    # What an attempt before this one has saved, under the same id, is still saved.
+    before = record.saved_step(folder, job)
+    file.note(**({"saved": before} if rank == 0 else {}))
     reasons: set[str] = set()
-    _listen(reasons, folder, name, place.global_rank, place.num_tasks)
+    _listen(reasons, folder, name, rank, place.num_tasks)
     context = None
     try:
-        context = _join(place, request, jobs, reasons)
-        context.record = record
-        before = context.saved_step()
-        verdict = _call(request, context)
-        if context.rank == 0:
-            context.flush()
-            value = {"name": name, "attempt": context.attempt, "verdict": verdict}
-            write_json(folder / "verdict.json", {**value, "step": context.saved_step()})
+        context = _join(place, job, folder, file, reasons)
+        verdict = _call(job.request, context)
+        context.flush()
     except BaseException as error:
         if context is not None:
             context.flush()
         # Destroying a broken process group may hang, and with it the partners for ever.
         faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
         with suppress(OSError):  # a full disk: the log has it too
-            _note(jobs, record, error)
+            file.fail(error)
         raise
-    write_json(file, record | {"end": verdict, "time": time.time()})
+    file.note(end=verdict, time=time.time())
+    context.rendezvous.close()
     gc.freeze()  # at its end the interpreter would search all modules for garbage: 1.5 s
     faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
-    if verdict == "requeue" and context.rank == 0 and place.name() == "slurm":
-        # A job without progress must not requeue itself for ever: the launcher counts attempts.
-        # One that SLURM terminates is either being cancelled, or requeued by SLURM itself.
-        fruitful = context.saved_step() > before
-        if fruitful and "terminate" not in reasons:
-            faulthandler.cancel_dump_traceback_later()  # a slow controller may take its time
-            requeue(place.job_id)
-            faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
+    # A job without progress must not requeue itself for ever: the launcher counts attempts.
+    # One that SLURM terminates is either being cancelled, or requeued by SLURM itself.
+    fruitful = rank == 0 and (context.last_saved or 0) > before and "terminate" not in reasons
+    if verdict == "requeue" and fruitful and place.name() == "slurm":
+        faulthandler.cancel_dump_traceback_later()  # a slow controller may take its time
+        requeue(place.job_id)
+        faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
 
 
-def _note(jobs: Path, record: dict[str, Any], error: BaseException) -> None:
-    """Write into the rank's file what it failed of."""
-    names = {cls.__name__ for cls in type(error).__mro__}
-    record |= {
-        "end": "error",
-        "kind": "UserError" if "UserError" in names else type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-    }
-    write_json(jobs / f"rank-{record['rank']}.json", record)
-
-
-def _join(place: Any, request: dict[str, Any], jobs: Path, reasons: set[str]) -> Context:
+def _join(place: Any, job: Job, folder: Path, file: RankFile, reasons: set[str]) -> Context:
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    hosts = list(place.hostnames)
-    address, port = rendezvous.meet(jobs, attempt, place.global_rank, hosts)
+    rank, size, hosts = place.global_rank, place.num_tasks, list(place.hostnames)
+    rendezvous = Rendezvous(folder, job.name, attempt, rank, size, hosts)
+    if rank == 0:
+        file.note(meeting=rendezvous.published())
     context = Context(
-        rank=place.global_rank,
+        rank=rank,
         local_rank=place.local_rank,
-        world_size=place.num_tasks,
-        local_world_size=place.num_tasks // place.num_nodes,
+        world_size=size,
+        local_world_size=size // place.num_nodes,
         node=place.node,
-        master_addr=address,
-        master_port=port,
-        cpus=int(request["cpus"]),
-        folder=Path(request["folder"]),
-        name=request["name"],
+        cpus=int(job.request["cpus"]),
+        folder=folder,
+        name=job.name,
         attempt=attempt,
+        rendezvous=rendezvous,
+        file=file,
         reasons=reasons,
     )
     os.environ |= {
@@ -205,15 +236,16 @@ def _join(place: Any, request: dict[str, Any], jobs: Path, reasons: set[str]) ->
         "LOCAL_RANK": str(context.local_rank),
         "WORLD_SIZE": str(context.world_size),
         "LOCAL_WORLD_SIZE": str(context.local_world_size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": rendezvous.meeting.address,
         "OMP_NUM_THREADS": str(context.cpus),
     }
+    if len(hosts) == 1 and Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the interface to the network
     if place.name() == "local":
         # submitit numbers the GPUs of a local job itself; what the user made visible counts.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-        if request.get("visible") is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = request["visible"]
+        if job.request.get("visible") is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = job.request["visible"]
     return context
 
 
@@ -226,13 +258,13 @@ def _call(request: dict[str, Any], context: Context) -> str:
     verdict = function(context=context, **request["arguments"]) or "done"
     if verdict not in VERDICTS:
         raise ValueError(f"{request['function']} returned {verdict!r}, not one of {VERDICTS}")
-    if verdict == "requeue" and is_asked_to_stop(context.folder, context.name):
+    if verdict == "requeue" and _is_asked_to_stop(context.folder, context.name):
         return "stopped"
     return str(verdict)
 
 
 def _listen(reasons: set[str], folder: Path, name: str, rank: int, ranks: int) -> None:
-    """Turn signals and the stop file into reasons to stop.
+    """Turn signals and the launcher's request into reasons to stop.
 
     submitit's own handler would requeue at once from rank 0, in the middle of a step.
     """
@@ -244,12 +276,21 @@ def _listen(reasons: set[str], folder: Path, name: str, rank: int, ranks: int) -
     signal.signal(signal.SIGTERM, note)
 
     def watch() -> None:
-        while not is_asked_to_stop(folder, name):
+        while not _is_asked_to_stop(folder, name):
             # A thousand ranks asking twice a second would be a load on a shared file system.
             time.sleep(0.5 if rank == 0 else max(0.5, ranks / 64))
         reasons.add("stop")
 
     threading.Thread(target=watch, daemon=True, name="maect-stop").start()
+
+
+def _is_asked_to_stop(folder: Path, name: str) -> bool:
+    """Whether the launcher asks this job to save and stop."""
+    try:
+        job = record.read_job(folder)
+    except (OSError, LaunchError):  # the launcher that owns the record says so
+        return False
+    return job is not None and job.name == name and job.stop
 
 
 def requeue(job_id: str, tries: int = 5) -> None:
@@ -262,6 +303,6 @@ def requeue(job_id: str, tries: int = 5) -> None:
         if state and state != "RUNNING":
             return
         if state and command("scontrol", "requeue", job_id)[0] == 0:
-            print(f"job {job_id}: saved and put back into the queue", file=sys.stderr)
+            log.info("job %s: saved and put back into the queue", job_id)
             return
         time.sleep(5)  # the controller is away; without it the launcher submits anew

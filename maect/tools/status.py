@@ -1,24 +1,29 @@
 """`maect status`: what every run of an experiment is doing, from the files that it leaves."""
 
 import json
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import yaml
 
 from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.experiment import load
 from maect.launch import record
-from maect.launch.launcher import CLUSTERS
-from maect.launch.progress import duration, seconds_left
+from maect.launch.cluster import Cluster
+from maect.launch.progress import duration, part, seconds_left
 from maect.launch.record import Job
+from maect.launch.state import STOPPED, clusters, state_of
 
 WIDTH = 100
 BAR = 10
 TAIL = 65536  # bytes of metrics.jsonl that hold at least its last entry
 TITLES = ("run", "stage", "state", "progress", "images/s", "left", "loss", "job")
+STYLES = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow"}
 RIGHT = {"images/s", "left", "loss"}
 
 
@@ -44,8 +49,34 @@ class Status:
     note: str = ""
 
 
-def status(root: Path) -> list[str]:
-    """Lines to print about a results folder.
+def show(root: Path) -> None:
+    """Print what every run of a results folder is doing: a table where a person watches.
+
+    Raises:
+        UserError: there is nothing of an experiment in it.
+    """
+    head, lines = status(root)
+    if not sys.stdout.isatty():
+        print(head, *columns(lines), sep="\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, title=head, title_justify="left", title_style="bold")
+    for title in TITLES:
+        justify: Literal["left", "right"] = "right" if title in RIGHT else "left"
+        table.add_column(title, justify=justify, overflow="ellipsis", no_wrap=True)
+    for line in lines:
+        table.add_row(*map(Text, _cells(line).values()), style=STYLES.get(line.state, ""))
+        if line.note:
+            note = " ".join(line.note.split())
+            table.add_row(Text(""), Text(""), Text(note), style="italic")
+    Console().print(table)
+
+
+def status(root: Path) -> tuple[str, list[Status]]:
+    """A line about a results folder, and what each of its runs and evaluations is doing.
 
     Raises:
         UserError: there is nothing of an experiment in it.
@@ -56,18 +87,19 @@ def status(root: Path) -> list[str]:
     if not runs and not known:
         raise UserError(f"{root}: no runs there; give a results folder such as results/digits")
     order = list(known) + sorted(runs.keys() - known.keys())
+    seen = clusters()
     lines = [
-        look(runs[name], name, (runs[name] / "run.json").exists())
+        look(runs[name], name, (runs[name] / "run.json").exists(), seen)
         if name in runs
         else Status(name, known[name], "not started")
         for name in order
     ]
-    jobs = list(evaluations(root))
+    jobs = list(evaluations(root, seen))
     counts = Counter(line.state for line in lines)
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
     ready = len(list(root.glob("evaluations/*/*.json")))
     more = f"; {ready} evaluations done" if ready or jobs else ""
-    return [f"{root}: {len(lines)} runs: {total}{more}", *columns([*lines, *jobs])]
+    return f"{root}: {len(lines)} runs: {total}{more}", [*lines, *jobs]
 
 
 def planned(root: Path) -> dict[str, str]:
@@ -78,57 +110,64 @@ def planned(root: Path) -> dict[str, str]:
         return {}
 
 
-def evaluations(root: Path) -> Iterator[Status]:
+def evaluations(root: Path, clusters: Mapping[str, Cluster]) -> Iterator[Status]:
     """Features and evaluations that have a job but no result yet."""
     for kind, suffix in (("features", ".safetensors"), ("evaluations", ".json")):
         for folder in sorted(root.glob(f"{kind}/*/*.job")):
             if not folder.with_suffix(suffix).exists():
-                yield look(folder, f"{folder.parent.name} {folder.stem}", False)
+                yield look(folder, f"{folder.parent.name} {folder.stem}", False, clusters)
 
 
-def look(folder: Path, name: str, done: bool) -> Status:
+def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -> Status:
     """The state of one folder that a job works in."""
-    finished: dict[str, Any] = read_mapping(folder / "run.json") if done else {}
-    progress = record.progress(folder)
-    job = record.read_job(folder)
+    run = read_mapping(folder / "run.json") if done else {}
+    try:
+        job, note = record.read_job(folder), ""
+    except UserError as error:
+        job, note = None, str(error)
+    report = record.progress(folder, job)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
-    stage = finished.get("stage") or (_stage(folder, job) if job else "")
-    step, steps = progress.get("step"), progress.get("steps")
-    part = step / steps if isinstance(step, int) and steps else None
-    loss = progress.get("loss", last_entry(folder / "metrics.jsonl").get("loss"))
+    loss = report.get("loss", last_entry(folder / "metrics.jsonl").get("loss"))
     if done:
-        speed = finished.get("images_per_second")
+        speed, stage = run.get("images_per_second"), str(run.get("stage", ""))
         return Status(name, stage, "done", 1.0, speed, None, loss, number)
     if job is None:
-        return Status(name, stage, "unknown")
-    state, note = job_state(folder, job)
-    if state == "running":
-        speed, left = progress.get("images_per_second"), seconds_left(progress)
-        return Status(name, stage, state, part, speed, left, loss, number, note)
-    return Status(name, stage, state, part, None, None, loss, number, note)
+        return Status(name, "", "unknown", note=note)
+    word, note = state_and_note(folder, job, clusters)
+    running = word == "running"
+    return Status(
+        name,
+        _stage(job),
+        word,
+        part(report),
+        report.get("images_per_second") if running else None,
+        seconds_left(report) if running else None,
+        loss,
+        number,
+        note,
+    )
 
 
-def job_state(folder: Path, job: Job) -> tuple[str, str]:
-    """State of a run that is not done, and why."""
-    if job.state == "ended":
-        if job.ending == "stopped by the user":
-            return "stopped", ""
-        failure = record.failure(folder, job)
-        return "failed", failure.message or job.ending or ""
+def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> tuple[str, str]:
+    """The state of what is not done, in a word, and why."""
     try:
-        seen = CLUSTERS[job.cluster].state(folder, job)
+        state = state_of(folder, job, clusters)
     except UserError:
         return "unknown", f"its job was started on {job.host}"
-    if seen.phase == "pending":
-        return ("waiting" if job.cluster == "slurm" else "starting"), seen.text
-    if seen.phase == "running":
+    text = state.look.text
+    if state.look.phase == "pending":
+        return ("waiting" if job.cluster == "slurm" else "starting"), text
+    if state.look.phase == "running":
         return "running", ""
-    if seen.phase == "unknown":
-        return "unknown", seen.text
-    if record.verdict(folder, job) in ("requeue", "stopped"):
+    if state.look.phase == "unknown":
+        return "unknown", text
+    if state.outcome == "saved":
         return "stopped", "saved and returned before its end"
-    failure = record.failure(folder, job, seen.rank)
-    return ("failed", failure.message) if failure.kind else ("interrupted", seen.text)
+    if state.outcome == "stopped":
+        return "stopped", "" if text == STOPPED else text
+    if state.outcome == "failed":
+        return "failed", (state.failure.message if state.failure else "") or text
+    return "interrupted", text
 
 
 def last_entry(path: Path) -> dict[str, Any]:
@@ -192,8 +231,12 @@ def _cells(line: Status) -> dict[str, str]:
     return dict(zip(TITLES, values, strict=True))
 
 
-def _stage(folder: Path, job: Job) -> str:
-    """What a job's request asks for; it is there before the job has begun."""
-    request = read_mapping(record.place(folder, job) / "request.json").get("request", {})
-    arguments = request.get("arguments", {})
+def _stage(job: Job) -> str:
+    """What a job's request asks for."""
+    arguments = job.request.get("arguments", {})
+    if "config" in arguments:
+        try:
+            arguments = yaml.safe_load(Path(arguments["config"]).read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError):
+            return ""
     return str(arguments.get("stage") or arguments.get("protocol") or "features")

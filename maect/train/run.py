@@ -107,7 +107,7 @@ def train(
         engine.restore_moments(step)
 
     metrics = Metrics(folder, step) if context.rank == 0 else None
-    saver = Saver(folder, context.rank, context.world_size)
+    saver = Saver(folder, context)
     watchdog = Watchdog(folder, context)
     loop = Loop(
         context, engine, recipe, shape, seed, device, step, steps, index.n, saver, metrics,

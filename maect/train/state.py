@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, sha256_file, write_json
 from maect.train.engine import Fragment
@@ -44,8 +45,9 @@ def snapshot(fragments: Iterable[Fragment], buffers: dict[str, Tensor]) -> dict[
 class Saver:
     """Writes snapshots in the background, one at a time, and keeps the last two."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        self.folder, self.rank, self.world_size = folder / "state", rank, world_size
+    def __init__(self, folder: Path, context: Context) -> None:
+        self.folder, self.context = folder / "state", context
+        self.rank, self.world_size = context.rank, context.world_size
         self.error: str | None = None
         self._number = 0
         self._thread: threading.Thread | None = None
@@ -70,6 +72,7 @@ class Saver:
         place = self.folder / step_name(step)
         try:
             self._write(place, tensors, record | {"step": step, "world_size": self.world_size})
+            self.context.saved(step)
         except Exception as error:  # a full disk must not end the training
             self.error = f"state of step {step} not saved ({error}); the one before it stays"
             print(f"warning: {self.error}", file=sys.stderr, flush=True)

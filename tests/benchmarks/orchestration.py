@@ -31,6 +31,8 @@ sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "tests/unit/launch")]
 
 from slurm_cluster import ACCOUNT, Cluster, missing  # noqa: E402
 
+from maect.launch import record  # noqa: E402
+
 PLACE = Path(os.environ.get("TMPDIR", "/tmp")) / "maect-orchestration"
 SLURM = {"cluster": "slurm", "partition": "booster", "account": ACCOUNT}
 
@@ -136,7 +138,7 @@ def latency(cluster: Cluster, shards: str) -> None:
     process = subprocess.Popen(command, cwd=PLACE, stderr=log)
     until(lambda: (run / "heartbeats").exists(), 600, 0.01)
     engine = time.time()
-    until(lambda: (run / "progress.json").exists(), 600, 0.01)
+    until(lambda: record.progress(run, record.read_job(run)), 600, 0.01)
     first = time.time()
     process.wait(600)
     (place,) = (run / "jobs").iterdir()
@@ -146,12 +148,12 @@ def latency(cluster: Cluster, shards: str) -> None:
     started = next(word.split("=")[1] for word in shown if word.startswith("StartTime="))
     moments = {
         "Snakemake starts the rule": (PLACE / "started").stat().st_mtime,
-        "the launcher starts, checks, writes its request": (place / "request.json").stat().st_mtime,
+        "the launcher starts, checks, writes its request": (run / "jobs").stat().st_mtime,
         "sbatch accepts (Python, submitit, sbatch)": (place / "submitted.json").stat().st_mtime,
         "SLURM starts the job (whole seconds)": time.mktime(
             time.strptime(started, "%Y-%m-%dT%H:%M:%S")
         ),
-        "the ranks meet (srun, Python, submitit)": (place / "rendezvous-0.json").stat().st_mtime,
+        "the ranks begin (srun, Python, submitit)": begun["time"],
         "torch and DeepSpeed are imported, the ranks connected": (run / "recipe.json")
         .stat()
         .st_mtime,
@@ -180,8 +182,8 @@ def juwels(cluster: Cluster, *config: str) -> None:
             return subprocess.Popen(command, cwd=place, stdout=log, stderr=log, env=environment)
 
     first = snakemake()
-    begun = place / "results/digits/runs/mae_tiny/progress.json"
-    until(lambda: begun.exists() or first.poll() is not None, 600)
+    run = place / "results/digits/runs/mae_tiny"
+    until(lambda: record.progress(run, record.read_job(run)) or first.poll() is not None, 600)
     first.kill()
     first.wait()
     status = snakemake().wait()

@@ -11,19 +11,20 @@ On a GPU if there is one (`--device cpu`: not even then); see also training_spee
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from timm.layers import Attention
+from torch.distributed import HashStore, Store
 
 from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
@@ -58,6 +59,12 @@ class Alone:
     def report(self, progress: dict[str, Any]) -> None:
         pass
 
+    def saved(self, step: int) -> None:
+        pass
+
+    def store(self, timeout: timedelta) -> Store:
+        return HashStore()
+
     def fail(self, error: BaseException) -> None:
         raise error
 
@@ -66,9 +73,6 @@ def join(device: str) -> torch.device:
     """A process group of one, on the CPU if that is asked for."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     return start(Alone())
 
@@ -115,8 +119,8 @@ def engine_steps(
                 seconds.append(clock(device) - began)
 
         Loop(
-            Alone(), engine, stage, shape, 0, device, 0, steps, 10**6, Saver(folder, 0, 1), metrics,
-            1e9, {}, Watchdog(folder, Alone()),
+            Alone(), engine, stage, shape, 0, device, 0, steps, 10**6, Saver(folder, Alone()),
+            metrics, 1e9, {}, Watchdog(folder, Alone()),
         ).run(batches())  # fmt: skip
         metrics.close()
     return seconds

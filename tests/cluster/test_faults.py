@@ -8,6 +8,8 @@ import psutil
 import pytest
 from launching import finish, kill, wait_for
 
+from maect.launch.record import job_folder
+
 pytestmark = pytest.mark.cluster
 
 
@@ -97,9 +99,8 @@ def test_job_whose_id_was_never_noted_is_found_by_its_name(run):
     wait_for(lambda: run.read("job.json").get("state") == "submitted")
     run.kill(launcher)
     # What a crash leaves after sbatch has accepted the job and before its answer is written.
-    job = run.read("job.json") | {"state": "submitting", "id": None}
-    (run.folder / "job.json").write_text(json.dumps(job))
-    (run.folder / "jobs" / job["name"] / "submitted.json").unlink()
+    run.change_job(state="submitting", id=None)
+    (job_folder(run.folder, run.read("job.json")["name"]) / "submitted.json").unlink()
     launcher = run.start(steps=50)
     wait_for(lambda: run.read("job.json")["id"])
     words = run.wait(launcher)

@@ -11,6 +11,8 @@ import yaml
 from launching import ROOT, wait_for
 from slurm_cluster import ACCOUNT
 
+from maect.launch.record import progress, read_job
+
 pytestmark = pytest.mark.cluster
 
 ONE_EPOCH = {"epochs": 1}
@@ -87,7 +89,8 @@ def test_pretraining_through_the_profile(pipeline):
 def test_whole_experiment_through_the_profile(pipeline):
     """Every stage and kind of evaluation; Snakemake is killed once on the way."""
     first = pipeline.start("evaluations")
-    wait_for(lambda: (pipeline.folder / "results/runs/mae_tiny/progress.json").exists(), 300)
+    run = pipeline.folder / "results/runs/mae_tiny"
+    wait_for(lambda: progress(run, read_job(run)), 300)
     first.kill()
     first.wait(30)
     pipeline.completes(pipeline.start("evaluations"), 1500)

@@ -20,7 +20,7 @@ def test_wall_limit_with_no_launcher_alive(run):
     (job,) = run.jobs()
     run.slurm.run("scancel", "--signal=USR2", job)
     wait_for(lambda: run.jobs()[job] == "PENDING")
-    assert run.read("verdict.json")["verdict"] == "requeue"
+    assert run.returned() == "requeue"
     run.wait(run.start(steps=150, save_every=1000))
     run.undisturbed(
         150, "wall limit while no launcher lives", "saved together, queued itself again"

@@ -13,6 +13,7 @@ from launching import ROOT, finish, kill, wait_for
 from slurm_cluster import ACCOUNT
 from slurm_run import SlurmRun
 
+from maect.launch.record import saved_step
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.stages.config import RunConfig
@@ -75,14 +76,14 @@ class Training(SlurmRun):
         wait_for(lambda: self.step() >= step, 300, f"for step {step}", pause=0.2)
         wait_for(self.saved, 60, "for a state")
         wait_for(lambda: self.step() > max(self.saved()) + 5, 60, "for steps to repeat")
-        self.before = self.read("progress.json")
+        self.before = self.progress()
 
     def saved(self) -> list[int]:
         """Steps of the states on disk."""
         return [int(file.parent.name[5:]) for file in self.folder.glob("state/step-*/state.json")]
 
     def repeated(self) -> float:
-        after = self.read("progress.json")
+        after = self.progress()
         if after["first_step"] == self.before["first_step"]:
             return 0.0  # it was not started again
         pace = after["seconds"] / (after["step"] - after["first_step"])
@@ -304,9 +305,9 @@ def test_three_wall_limits(training, reference):
         training.trains(step)
         training.slurm.run("scancel", "--signal=USR2", job)  # as SLURM does before the limit
         wait_for(lambda: training.jobs()[job] == "PENDING", 120, pause=0.2)
-        saved = training.read("verdict.json")
-        assert saved["verdict"] == "requeue" and saved["step"] >= step
-        training.before = training.read("progress.json")
+        assert training.returned() == "requeue"
+        assert saved_step(training.folder, training.job()) >= step
+        training.before = training.progress()
         training.release()
     training.wait(launcher, 400)
     assert len(training.jobs()) == 1 and training.repeated() == 0

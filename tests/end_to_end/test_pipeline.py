@@ -13,6 +13,8 @@ from typing import Any
 
 from conftest import MINI, ROOT, Pipeline, wait_for
 
+from maect.launch.record import progress, read_job
+
 ENCODERS = ("mae_tiny", "head_min_tiny", "ct_min_tiny")
 
 
@@ -62,11 +64,11 @@ def test_killed_three_times_and_started_again(undisturbed: Pipeline, tmp_path: P
     ends = {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"}
     for stage, kill in ends.items():
         started = pipeline.start("evaluations")
-        progress = pipeline.results / "runs" / stage / "progress.json"
+        run = pipeline.results / "runs" / stage
 
-        def training(started: Popen[str] = started, progress: Path = progress) -> bool:
+        def training(started: Popen[str] = started, run: Path = run) -> bool:
             assert started.poll() is None, (pipeline.folder / "snakemake.log").read_text()[-3000:]
-            return progress.exists() and json.loads(progress.read_text()).get("step", 0) >= 8
+            return int(progress(run, read_job(run)).get("step", 0)) >= 8
 
         wait_for(training, 400, f"{stage} to train")
         if kill == "everything":

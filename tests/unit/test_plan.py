@@ -11,6 +11,8 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.experiment import Experiment, load
+from maect.launch.record import Job as JobRecord
+from maect.launch.record import write_job
 from maect.recipes import load_encoder
 from maect.recipes.flops import encode_flops, parameters
 from maect.stages import load_recipe
@@ -126,7 +128,8 @@ def test_a_measurement_beats_operations(here: Path) -> None:
         json.dumps(record | {"images_per_second": 100.0})
     )
     (root / "runs/ct_min_tiny").mkdir()
-    (root / "runs/ct_min_tiny/progress.json").write_text('{"step": 125, "steps": 250}')
+    job = JobRecord("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
+    write_job(root / "runs/ct_min_tiny", job)
     (found,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert found.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
     assert "ct_aug_tiny/run.json" in found.source

@@ -12,7 +12,6 @@ from typing import Any
 
 from maect.experiment import Experiment
 from maect.launch import Resources
-from maect.launch.record import Job
 from maect.launch.squeue import command
 from maect.launch.submit import slurm
 from maect.tools.doctor.findings import Finding
@@ -113,7 +112,7 @@ def _request(
 
 def _sbatch(wanted: Resources) -> tuple[str, ...]:
     """The launcher's own parameters as options of sbatch."""
-    parameters = slurm(wanted, Job("slurm", "maect-doctor", wanted.ranks, 0), Path("doctor"))
+    parameters = slurm(wanted, "maect-doctor", Path("doctor"))
     keys = ("partition", "account", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem")
     asked = {key: parameters[key] for key in keys} | parameters["additional_parameters"]
     return tuple(

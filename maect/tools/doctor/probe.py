@@ -1,11 +1,13 @@
 """A job that looks at the nodes: devices, the network between them, the shared file system."""
 
 import importlib.util
+import json
 import os
 import platform
 import shutil
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from maect.tools.doctor.findings import Finding
 
 SEEN = 60.0  # seconds for a file to become visible on another node
 MEGABYTES = {"cuda": 256, "cpu": 8}
+REPORT = 8192  # bytes of a rank's report, more than it needs
+TIMEOUT = timedelta(minutes=30)
 OUTSIDE = ("www.python.org", 443)
 
 
@@ -42,13 +46,11 @@ def probe(context: Any, folder: str) -> str:
     import torch
     import torch.distributed as dist
 
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(context.local_rank % torch.cuda.device_count())
-    device = torch.device("cuda" if cuda else "cpu")
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", rank=context.rank, world_size=context.world_size
-    )
+    from maect.core.distributed import device_of, join
+
+    device = device_of(context)
+    cuda = device.type == "cuda"
+    join(context, "cpu:gloo,cuda:nccl" if cuda else "gloo", TIMEOUT)
     try:
         own = torch.full((1,), float(context.rank), device=device)
         dist.all_reduce(own)
@@ -64,13 +66,23 @@ def probe(context: Any, folder: str) -> str:
             "files": _files_seen(context, Path(folder)),
             "gigabytes": _bandwidth(device),
         }
-        everyone: list[Any] = [None] * context.world_size
-        dist.all_gather_object(everyone, seen)
+        everyone = _gather(seen)
     finally:
         dist.destroy_process_group()
     if context.rank == 0:
         write_json(Path(folder) / "probe.json", {"ranks": everyone, **_about(torch)})
     return "done"
+
+
+def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every rank's value: as JSON, since what arrives must not be executed."""
+    import torch
+    import torch.distributed as dist
+
+    own = torch.frombuffer(bytearray(json.dumps(value).encode().ljust(REPORT)), dtype=torch.uint8)
+    rows = torch.empty(dist.get_world_size(), REPORT, dtype=torch.uint8)
+    dist.all_gather_into_tensor(rows, own)
+    return [json.loads(bytes(row.numpy())) for row in rows]
 
 
 def _device_ids(torch: Any) -> list[str]:

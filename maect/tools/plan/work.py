@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.files import read_mapping
+from maect.launch import record
+from maect.launch.progress import part
 from maect.recipes import Encoder
 
 # Numbers of images of data sets whose shards are not there yet, from their publications.
@@ -54,6 +56,4 @@ def feature_bytes(encoder: Encoder, images: int) -> int:
 
 def part_done(folder: Path) -> float:
     """The part of a training that its last report has behind it."""
-    progress = read_mapping(folder / "progress.json")
-    step, steps = progress.get("step"), progress.get("steps")
-    return min(1.0, step / steps) if isinstance(step, int) and steps else 0.0
+    return min(1.0, part(record.progress(folder, record.read_job(folder))) or 0.0)

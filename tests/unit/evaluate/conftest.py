@@ -1,11 +1,13 @@
 """A rank of our own, feature files, and a few real digits as shards with a small encoder."""
 
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed import FileStore, HashStore, Store
 
 from maect.evaluate.base import Protocol
 from maect.evaluate.config import EvaluationConfig
@@ -24,6 +26,8 @@ class Rank:
     cpus: int = 2
     patience: int = 10**9
     reports: list[dict[str, Any]] = field(default_factory=list)
+    meeting: Path | None = None  # of several processes
+    groups: int = 0
 
     def stop_requested(self) -> bool:
         self.patience -= 1
@@ -31,6 +35,15 @@ class Rank:
 
     def report(self, progress: dict[str, Any], /) -> None:
         self.reports.append(progress)
+
+    def saved(self, step: int, /) -> None:
+        pass
+
+    def store(self, timeout: timedelta, /) -> Store:
+        if self.meeting is None:
+            return HashStore()
+        self.groups += 1
+        return FileStore(f"{self.meeting}-{self.groups}", self.world_size)
 
 
 @pytest.fixture

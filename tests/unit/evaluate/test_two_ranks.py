@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,7 @@ from maect.evaluate.features import extract
 from maect.evaluate.run import evaluate
 
 number, images, out = int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4])
-rank = Rank(number, number, 2, 2, cpus=1)
+rank = Rank(number, number, 2, 2, cpus=1, meeting=out.with_name("meeting"))
 run, shards = images / "runs" / "mae", images / "shards"
 for split in ("train", "val"):
     extract(rank, encoder=run / "encoder.safetensors", shards=shards / split,
@@ -51,14 +50,7 @@ PROTOCOLS = (
 
 
 def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     run, shards = images / "runs" / "mae", images / "shards"
     alone, together = tmp_path / "alone", tmp_path / "together"
     inputs = {

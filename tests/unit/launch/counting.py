@@ -29,7 +29,7 @@ def count(
     if (root / "state.json").exists():
         state = read_json(root / "state.json")
     with (root / f"started-{context.rank}.jsonl").open("a") as file:
-        keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+        keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
         seen = {key: os.environ[key] for key in keys}
         seen |= {"step": state["step"], "pid": os.getpid(), "name": context.name}
         seen |= {"attempt": context.attempt, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
@@ -50,6 +50,7 @@ def count(
                         "images_per_second": 1 / max(seconds, 1e-3), "unknown": [1]})  # fmt: skip
         if context.rank == 0 and (stop or state["step"] % save_every == 0):
             write_json(root / "state.json", state)
+            context.saved(state["step"])
         if stop:
             return "requeue"
     if context.rank == 0:

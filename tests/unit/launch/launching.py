@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
+
+from maect.core.files import write_json
+from maect.launch.record import Job, make_job_folder, progress, read_job, verdict, write_job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -75,8 +79,36 @@ class Run:
         except (FileNotFoundError, ValueError):
             return {}
 
+    def job(self) -> Job:
+        """The job on record."""
+        job = read_job(self.folder)
+        assert job is not None
+        return job
+
+    def change_job(self, **values: object) -> None:
+        """What a launcher might have written."""
+        write_job(self.folder, replace(self.job(), **values))
+
+    def state(self) -> str:
+        """Of the job on record."""
+        return self.read("job.json").get("state", "")
+
+    def returned(self) -> str | None:
+        """How the function of the job on record returned."""
+        return verdict(self.folder, self.job())
+
+    def returns(self, how: str) -> None:
+        """Say in rank 0's place that the function has returned."""
+        folder = make_job_folder(self.folder, self.job().name)
+        write_json(folder / "rank-0.json", {"rank": 0, "id": self.job().id, "end": how})
+
+    def progress(self) -> dict:
+        """The last report."""
+        return progress(self.folder, read_job(self.folder))
+
     def step(self) -> int:
-        return self.read("progress.json").get("step", 0)
+        """The last step that was reported."""
+        return int(self.progress().get("step", 0))
 
     def reaches(self, step: int) -> None:
         wait_for(lambda: self.step() >= step, what=f"for step {step} of {self.folder}")

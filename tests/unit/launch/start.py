@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from maect.core.errors import UserError
+from maect.core.log import command_log
 from maect.launch import Resources, Task, launch
 
 
@@ -12,14 +13,15 @@ def main() -> int:
     folder = Path(sys.argv[1])
     arguments, resources = json.loads(sys.argv[2]), json.loads(sys.argv[3])
     try:
-        launch(
-            Task("counting:count", {"folder": str(folder), **arguments}),
-            folder,
-            Resources(**{**resources, "sbatch": tuple(resources.get("sbatch", ()))}),
-            is_done=(folder / "done.json").exists,
-            describe="count",
-            detach="detach" in sys.argv[4:],
-        )
+        with command_log():
+            launch(
+                Task("counting:count", {"folder": str(folder), **arguments}),
+                folder,
+                Resources(**{**resources, "sbatch": tuple(resources.get("sbatch", ()))}),
+                is_done=(folder / "done.json").exists,
+                describe="count",
+                detach="detach" in sys.argv[4:],
+            )
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,6 +1,5 @@
 """Real ranks on this machine, and every way in which they or their launcher can die."""
 
-import json
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ def test_ranks_see_their_place_and_the_launcher_stays_small(run):
     first, second = run.starts(0)[0], run.starts(1)[0]
     assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
     assert (second["LOCAL_RANK"], first["OMP_NUM_THREADS"]) == ("1", "1")
-    assert first["MASTER_ADDR"] == "127.0.0.1" and first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["MASTER_ADDR"] == "127.0.0.1"
     assert first["cuda"] == os.environ.get("CUDA_VISIBLE_DEVICES")
     peak = int(words.split("peak ")[1].split()[0])
     assert peak < 60_000 and "torch False" in words
@@ -89,11 +88,10 @@ def test_launcher_and_submission_killed_together(run):
 def test_job_that_was_replaced_or_given_up_runs_nothing(run, change):
     """It starts late, when nobody could find or cancel it."""
     launcher = run.start()
-    wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
+    wait_for(lambda: list(run.folder.glob("jobs/*/submitted.json")))
     run.kill(launcher)
-    job = run.read("job.json")
-    name = job["name"]
-    (run.folder / "job.json").write_text(json.dumps(job | change))
+    name = run.job().name
+    run.change_job(**change)
     wait_for(lambda: list(run.folder.glob(f"jobs/{name}/*_0_result.pkl")))
     assert run.starts() == []
 
@@ -132,11 +130,11 @@ def test_gives_up_after_three_attempts_with_the_failing_rank_s_error(run):
     launcher = run.start(fail_at=3)
     words = finish(launcher)
     assert launcher.returncode == 2
-    # The first attempt got to step 3, the others no further.
-    assert "gave up after 3 attempts without progress (step 2" in words, words
+    # They came to step 2, and none of it was saved.
+    assert "gave up after 3 attempts without progress (step 0" in words, words
     assert 'raise RuntimeError(f"step {fail_at} cannot be done")' in words
-    assert "_log.out" in words and len(run.starts()) == 4
-    assert len(run.read("job.json")["earlier"]) == 3 and run.processes() == []
+    assert "_log.out" in words and len(run.starts()) == 3
+    assert len(run.read("job.json")["earlier"]) == 2 and run.processes() == []
 
 
 def test_wrong_input_is_not_tried_twice(run):
@@ -196,8 +194,8 @@ def test_forgotten_request_to_stop_is_not_obeyed(run):
     launcher = run.start(steps=150)
     run.reaches(5)
     run.kill(launcher)
-    (run.folder / "stop").write_text(f'"{run.read("job.json")["name"]}"')
-    wait_for(lambda: run.read("verdict.json").get("verdict") == "stopped")
+    run.change_job(stop=True)
+    wait_for(lambda: run.returned() == "stopped")
     finish(run.start(steps=150))
     assert_undisturbed(run, 150)
 

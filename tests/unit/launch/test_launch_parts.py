@@ -64,32 +64,12 @@ def test_progress_on_a_terminal_is_one_line(run):
         pass  # Linux's way to say that the other side has closed
     assert process.wait(30) == 0
     os.close(ours)
-    shown = [part for part in text.decode().split("\r\x1b[K") if "step" in part]
-    assert len(shown) >= 2 and "loss 0.5000" in shown[-1] and " left" in text.decode()
-
-
-def test_parallel_jobs_get_different_ports():
-    code = "from maect.launch import rendezvous as r; print(r.free_port(), r.free_port(), flush=1)"
-    command = [sys.executable, "-c", code + "; input()"]
-    pipe = subprocess.PIPE
-    holders = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(4)]
-    ports = [port for holder in holders for port in holder.stdout.readline().split()]
-    for holder in holders:
-        holder.communicate("\n", timeout=30)
-    assert len(set(ports)) == 8 and all(20000 <= int(port) < 30000 for port in ports)
-
-
-def test_port_in_use_is_not_taken(monkeypatch):
-    import socket
-
-    from maect.launch import rendezvous
-
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port = taken.getsockname()[1]
-        monkeypatch.setattr(rendezvous, "PORTS", range(port, port + 1))
-        with pytest.raises(UserError, match="no free TCP port"):
-            rendezvous.free_port()
+    # A message stands in a line of its own; the bar is drawn over and over in the last one.
+    shown = [line for line in text.decode().replace("\x1b[2K", "").split("\n") if "step" in line]
+    submitted = [line for line in shown if "submitted local job" in line]
+    assert len(submitted) == 1
+    bars = [part for line in shown for part in line.split("\r") if "loss 0.5000" in part]
+    assert len(bars) >= 2 and " left" in bars[-1] and len(shown) <= 3
 
 
 def test_job_environment_hides_an_outer_job(monkeypatch):
@@ -116,16 +96,16 @@ def test_what_is_asked_of_slurm(tmp_path):
         sbatch=("reservation=r", "exclusive"),
         setup="envs/a b.sh",
     )
-    job = new_job(tmp_path / "mae", "slurm", resources.ranks, None)
-    text = _make_sbatch_string("go", tmp_path, **submit.slurm(resources, job, tmp_path))
+    name = new_job(tmp_path / "mae", "slurm", resources.ranks, None).name
+    text = _make_sbatch_string("go", tmp_path, **submit.slurm(resources, name, tmp_path))
     for line in ("nodes=2", "ntasks-per-node=4", "cpus-per-task=12", "time=120", "requeue",
                  "gres=gpu:4", "partition=booster", "account=me", "reservation=r", "exclusive",
-                 "signal=USR2@300", f"job-name={job.name}", "open-mode=append"):  # fmt: skip
+                 "signal=USR2@300", f"job-name={name}", "open-mode=append"):  # fmt: skip
         assert f"#SBATCH --{line}\n" in text, line
     assert "srun --unbuffered" in text and "--kill-on-bad-exit=1" in text
     assert "export SRUN_CPUS_PER_TASK=12\n" in text and "wckey" not in text
     assert "source 'envs/a b.sh' || exit 1\n" in text
-    cpu = submit.slurm(Resources("slurm", sbatch=("gres=none",)), job, tmp_path)
+    cpu = submit.slurm(Resources("slurm", sbatch=("gres=none",)), name, tmp_path)
     assert cpu["additional_parameters"]["gres"] == "none"
 
 
@@ -141,7 +121,7 @@ def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
     """Many launchers, one controller that does not answer: one question, no answer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [squeue.ask(newer_than=0) for _ in range(5)] == [None] * 5
+    assert [squeue.Squeue().ask(newer_than=0) for _ in range(5)] == [None] * 5
     (cache,) = (tmp_path / "maect").glob("*.json")
     assert json.loads(cache.read_text())["queries"] == 1
 
@@ -149,13 +129,14 @@ def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
 def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    squeue.ask(newer_than=0)
+    shared = squeue.Squeue()
+    shared.ask(newer_than=0)
     (cache,) = (tmp_path / "maect").glob("*.json")
     now = time.time()
     jobs = {"7": ["RUNNING", "None", "maect-a"]}
     cache.write_text(json.dumps({"asked": now, "answered": now, "jobs": jobs, "queries": 1}))
-    assert squeue.ask(newer_than=now - 1).jobs["7"][0] == "RUNNING"
-    assert squeue.ask(newer_than=now + 1) is None
+    assert shared.ask(newer_than=now - 1).jobs["7"][0] == "RUNNING"
+    assert shared.ask(newer_than=now + 1) is None
 
 
 def test_import_is_light():

@@ -9,6 +9,7 @@ from launching import finish, wait_for
 
 from maect.launch import record, slurm, squeue
 from maect.launch.record import Job
+from maect.launch.slurm import Slurm
 
 SCRIPT = """#!/bin/sh
 echo "$0 $*" >> {folder}/asked
@@ -52,10 +53,6 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
-    for memory in (slurm._first_look, slurm._missing_since, slurm._broken_since, slurm._sacct):
-        memory.clear()
-    slurm._may_return_since.clear()
-    squeue._own.clear()
     return commands
 
 
@@ -81,8 +78,9 @@ def job(tmp_path):
     ],
 )
 def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
+    cluster = Slurm()
     commands.says("squeue", f"7|{word}|None|maect-a-1\n")
-    state = slurm.state(tmp_path, job)
+    state = cluster.look(tmp_path, job)
     assert (state.phase, state.grace, state.final) == (phase, grace, final)
     assert not commands.asked("sacct")
 
@@ -100,12 +98,13 @@ def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
     ],
 )
 def test_words_of_sacct(tmp_path, commands, job, says, phase, final):
+    cluster = Slurm()
     commands.says("squeue", "")
     commands.says("sacct", says)
-    state = slurm.state(tmp_path, job)
+    state = cluster.look(tmp_path, job)
     assert (state.phase, state.final) == (phase, final)
     assert says or state.grace == 1
-    slurm.state(tmp_path, job)
+    cluster.look(tmp_path, job)
     assert len(commands.asked("sacct")) == 1, "asked again within the interval"
 
 
@@ -118,33 +117,37 @@ def test_words_of_sacct(tmp_path, commands, job, says, phase, final):
     ],
 )
 def test_sacct_that_fails(tmp_path, commands, job, error, phase):
+    cluster = Slurm()
     commands.says("squeue", "")
     commands.fails("sacct", error)
-    assert slurm.state(tmp_path, job).phase == phase
+    assert cluster.look(tmp_path, job).phase == phase
 
 
 def test_no_sacct_on_this_cluster(tmp_path, commands, job, monkeypatch):
+    cluster = Slurm()
     commands.says("squeue", "")
     (commands.folder / "sacct").unlink()
     monkeypatch.setenv("PATH", str(commands.folder))
     (commands.folder / "squeue").write_text("#!/bin/sh\n")
-    state = slurm.state(tmp_path, job)
+    state = cluster.look(tmp_path, job)
     assert (state.phase, state.grace) == ("ended", 1)
 
 
 def test_squeue_that_fails_is_no_verdict_whatever_sacct_says(tmp_path, commands, job):
+    cluster = Slurm()
     commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     commands.says("sacct", "FAILED\n")
-    assert slurm.state(tmp_path, job).phase == "unknown"
+    assert cluster.look(tmp_path, job).phase == "unknown"
     assert not commands.asked("sacct")
 
 
 def test_submitter_whose_clock_was_ahead_is_answered(tmp_path, commands, job):
+    cluster = Slurm()
     job.submitted = time.time() + 3600
     commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
-    slurm.state(tmp_path, job)
+    cluster.look(tmp_path, job)
     time.sleep(1.1)
-    assert slurm.state(tmp_path, job).phase == "running"
+    assert cluster.look(tmp_path, job).phase == "running"
 
 
 @pytest.mark.parametrize(
@@ -160,33 +163,35 @@ def test_submitter_whose_clock_was_ahead_is_answered(tmp_path, commands, job):
     ],
 )
 def test_job_that_lost_a_rank_and_is_not_ended(tmp_path, commands, job, log, phase, monkeypatch):
+    cluster = Slurm()
     monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)
     commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
-    record.place(tmp_path, job).mkdir(parents=True)
+    record.make_job_folder(tmp_path, job.name)
     record.log(tmp_path, job, 0).write_text(log)
-    assert slurm.state(tmp_path, job).phase == "running"
+    assert cluster.look(tmp_path, job).phase == "running"
     time.sleep(0.3)
     # The same answer says nothing new.
-    assert slurm.state(tmp_path, job).phase == "running"
+    assert cluster.look(tmp_path, job).phase == "running"
     time.sleep(1)
-    assert slurm.state(tmp_path, job).phase == phase
+    assert cluster.look(tmp_path, job).phase == phase
 
 
 @pytest.mark.parametrize("word", ["RUNNING", pytest.param("NODE_FAIL", marks=pytest.mark.slow)])
 def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, monkeypatch, word):
     """The last answer grows old while the controller is away: that makes nothing of it true."""
+    cluster = Slurm()
     monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)
     commands.says("squeue", f"7|{word}|None|maect-a-1\n")
-    record.place(tmp_path, job).mkdir(parents=True)
+    record.make_job_folder(tmp_path, job.name)
     record.log(tmp_path, job, 0).write_text("maect: attempt 0\nsrun: error: n1: task 3: Killed\n")
-    slurm.state(tmp_path, job)
+    cluster.look(tmp_path, job)
     commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     for _ in range(4):
         time.sleep(1)
-        assert slurm.state(tmp_path, job).phase in ("running", "unknown")
+        assert cluster.look(tmp_path, job).phase in ("running", "unknown")
     (commands.folder / "squeue.fails").unlink()
     time.sleep(1)
-    assert slurm.state(tmp_path, job).phase == "ended"
+    assert cluster.look(tmp_path, job).phase == "ended"
 
 
 @pytest.mark.parametrize(
@@ -197,29 +202,31 @@ def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, monkeypatch, word
     ],
 )
 def test_whether_a_job_was_cancelled(tmp_path, commands, job, says, over):
+    cluster = Slurm()
     commands.fails("scancel", says)
-    assert slurm.end(tmp_path, job) is over
+    assert cluster.end(tmp_path, job) is over
     (commands.folder / "scancel.fails").unlink()
     job.id = None
-    assert slurm.end(tmp_path, job)
+    assert cluster.end(tmp_path, job)
     assert commands.asked("scancel")[-1].endswith("--name maect-a-1")
 
 
 def test_home_that_is_full_or_without_locks(tmp_path, commands, job, monkeypatch):
     """Each launcher then asks for itself."""
+    cluster = Slurm()
     (tmp_path / "cache").write_text("in the way of the folder")
     commands.says("squeue", "7|PENDING|None|maect-a-1\n")
-    assert slurm.state(tmp_path, job).phase == "pending"
-    assert slurm.state(tmp_path, job).phase == "pending"
+    assert cluster.look(tmp_path, job).phase == "pending"
+    assert cluster.look(tmp_path, job).phase == "pending"
     assert len(commands.asked("squeue")) == 1
     (tmp_path / "cache").unlink()
-    squeue._own.clear()
+    cluster = Slurm()
 
     def refuse(*arguments):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(squeue.fcntl, "flock", refuse)
-    assert slurm.state(tmp_path, job).phase == "pending"
+    assert cluster.look(tmp_path, job).phase == "pending"
     assert len(commands.asked("squeue")) == 2
 
 
@@ -237,8 +244,7 @@ def test_submission_that_broke_off_is_looked_for(run, commands):
     wait_for(lambda: run.read("job.json").get("id") == "7")
     assert run.read("job.json")["state"] == "submitted"
     (run.folder / "done.json").write_text("{}")
-    verdict = f'{{"name": "{run.read("job.json")["name"]}", "verdict": "done"}}'
-    (run.folder / "verdict.json").write_text(verdict)
+    run.returns("done")
     words = finish(launcher)
     assert launcher.returncode == 0 and len(commands.asked("sbatch")) == 1, words
 
@@ -263,7 +269,7 @@ def test_job_that_could_not_be_cancelled_is_not_called_so(run, commands):
     launcher.send_signal(signal.SIGINT)
     words = finish(launcher)
     assert launcher.returncode == 130 and "was not cancelled" in words
-    assert run.read("job.json")["state"] == "submitted" and (run.folder / "stop").exists()
+    assert run.state() == "submitted" and run.job().stop
 
 
 def take_over(run) -> None:
@@ -271,7 +277,8 @@ def take_over(run) -> None:
     run.folder.mkdir()
     run.resources |= {"cluster": "slurm", "devices": 1}
     name = f"maect-{run.folder.name}-1"
-    record.write_job(run.folder, Job("slurm", name, 1, 0, state="submitted", id="7", submitted=0.0))
+    job = Job("slurm", name, 1, 0, {"cpus": 1}, state="submitted", id="7", submitted=0.0)
+    record.write_job(run.folder, job)
 
 
 @pytest.mark.parametrize("word", ["NODE_FAIL", pytest.param("PREEMPTED", marks=pytest.mark.slow)])
@@ -285,8 +292,7 @@ def test_job_that_slurm_puts_back_is_waited_for(run, commands, word):
     count = len(commands.asked("squeue"))
     wait_for(lambda: len(commands.asked("squeue")) > count + 2)
     commands.says("squeue", row.format("RUNNING"))
-    verdict = {"name": run.read("job.json")["name"], "verdict": "done"}
-    (run.folder / "verdict.json").write_text(str(verdict).replace("'", '"'))
+    run.returns("done")
     (run.folder / "done.json").write_text("{}")
     words = finish(launcher)
     assert launcher.returncode == 0, words

@@ -4,10 +4,10 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Place:
     step: int = 0
     freeze_at: int | None = None
     results: object = None
+    meeting: str = ""
 
     @property
     def local_world_size(self):
@@ -46,20 +47,25 @@ class Place:
         if self.freeze_at is not None and self.rank == 1 and self.step >= self.freeze_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 
+    def saved(self, step):
+        pass
+
+    def store(self, timeout):
+        from torch.distributed import FileStore
+
+        return FileStore(self.meeting, self.world_size)
+
     def fail(self, error):
         self.results.put((self.rank, f"{type(error).__name__}: {error}"))
         os._exit(1)
 
 
-def _rank(rank, world_size, port, jobs, results, options):
+def _rank(rank, world_size, meeting, jobs, results, options):
     log = open(options.pop("log"), "a")  # noqa: SIM115
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-    )  # fmt: skip
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     limit = options.pop("file_limit", None)
     if limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -71,7 +77,8 @@ def _rank(rank, world_size, port, jobs, results, options):
 
     try:
         verdicts = []
-        for job in jobs:
+        for number, job in enumerate(jobs):
+            options["meeting"] = f"{meeting}-{number}"
             arguments = dict(job)
             function = arguments.pop("function", train)
             verdicts.append(function(Place(rank, rank, world_size, **options), **arguments))
@@ -87,12 +94,10 @@ class Ranks:
     """Processes of one launch; `finish` gives rank 0's verdicts or its error message."""
 
     def __init__(self, world_size, jobs, log: Path, **options):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        meeting = str(log.with_name(f".{log.name}-{uuid.uuid4().hex[:8]}"))
         self.results = _server.SimpleQueue()
         self.log = log
-        arguments = (port, jobs, self.results, options | {"log": str(log)})
+        arguments = (meeting, jobs, self.results, options | {"log": str(log)})
         self.processes = [
             _server.Process(target=_rank, args=(rank, world_size, *arguments), daemon=True)
             for rank in range(world_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ENCODER, losses, metrics
-from ranks import run
+from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maect.core.errors import UserError
@@ -156,7 +156,7 @@ def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
 
 
 def test_training_does_not_wait_for_a_save(tmp_path):
-    savers = [Saver(tmp_path, rank, 2) for rank in range(2)]
+    savers = [Saver(tmp_path, Place(rank, rank, 2)) for rank in range(2)]
     savers[0].save(1, {"param|0|x": torch.zeros(3)}, {})  # waits in its thread for rank 1
     assert savers[0]._thread.is_alive() and not saved(tmp_path / "state")
     savers[1].save(1, {"param|3|x": torch.ones(3)}, {})
