@@ -34,7 +34,7 @@ class Comparison:
     left: float
     right: float
     difference: float
-    deviation: float
+    std: float
     """Standard deviation of the difference over seeds; NaN with one seed of everything."""
     missing: tuple[Key, ...]
     decimals: int = 2
@@ -42,9 +42,9 @@ class Comparison:
 
     @property
     def significant(self) -> bool | None:
-        """Whether the difference exceeds its deviation; None where that is not known."""
-        known = self.holds is not None and not math.isnan(self.deviation)
-        return abs(self.difference) > self.deviation if known else None
+        """Whether the difference exceeds its standard deviation; None where that is not known."""
+        known = self.holds is not None and not math.isnan(self.std)
+        return abs(self.difference) > self.std if known else None
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Verdict:
 
     @property
     def significant(self) -> str:
-        """`yes` if every comparison behind the result exceeds its deviation over seeds."""
+        """`yes` if every comparison behind the result exceeds its standard deviation."""
         if self.result == OPEN:
             return ""
         decisive = [c for c in self.comparisons if c.holds is (self.result == HOLDS)]
@@ -81,10 +81,10 @@ class Verdict:
                 missing.setdefault(table, {})[f"{architecture} {method}"] = None
             if one.holds is None:
                 continue
-            deviation = "" if math.isnan(one.deviation) else f" ± {one.deviation:.{one.decimals}f}"
+            spread = "" if math.isnan(one.std) else f" ± {one.std:.{one.decimals}f}"
             mark = "" if one.holds else " (fails)"
             difference = f"{one.left - one.right:+.{one.decimals}f}"
-            parts.append(f"{one.text}: {difference}{deviation}{mark}")
+            parts.append(f"{one.text}: {difference}{spread}{mark}")
         parts += [f"needs {table}: {', '.join(models)}" for table, models in missing.items()]
         return "; ".join(parts)
 
@@ -106,8 +106,8 @@ def _look_up(tables: Tables, key: Key, suffix: str) -> float:
 def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     """Decide one comparison, without `*`.
 
-    The deviation is that of a function of independent values, to first order. A value without one
-    beside others that have one, such as that of an imported encoder, counts as exact.
+    The standard deviation is that of a function of independent values, to first order. A value
+    without one beside others that have one, as an imported encoder's, counts as exact.
 
     Args:
         text: the comparison.
@@ -140,9 +140,9 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     difference = left - right if sign.startswith(">") else right - left
     margin = nominal_value(difference)
     holds = margin >= -TOLERANCE if sign.endswith("=") else margin > TOLERANCE
-    deviation = std_dev(difference) if known else math.nan
+    std = std_dev(difference) if known else math.nan
     decimals = _decimals(margin, values.values())
-    return Comparison(label, holds, *ends, margin, deviation, (), decimals)
+    return Comparison(label, holds, *ends, margin, std, (), decimals)
 
 
 def _decimals(difference: float, values: Iterable[float]) -> int:

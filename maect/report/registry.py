@@ -29,7 +29,7 @@ class Metric:
     instead: tuple[str, ...] = ()
     """Evaluations that give the value for runs without the first: the paper takes for each model
     the protocol that suits it."""
-    deviation: str = ""
+    std: str = ""
     """Metric with the standard deviation over the seeds of the evaluation itself, for one run."""
 
     @property
@@ -54,8 +54,8 @@ class Table:
     """Pattern of metrics that are columns as well: of sets that stand in for the paper's."""
     other_title: str = ""
     """Title where only such columns are shown."""
-    whole: bool = False
-    """Beside one model of the paper's show all that the paper prints, also those whose weights are
+    all_of_paper: bool = False
+    """Beside one model of the paper's, show all that the paper prints, also those whose weights are
     not public."""
 
     def other(self, name: str) -> Metric | None:
@@ -189,8 +189,8 @@ TABLES: dict[str, Table] = {
             "frozen features, mean of the label subsets) and with 1 % and 10 % of the labels "
             "(fine-tuning), and evaluations of the frozen features with all labels. k-NN is given "
             "for the features as they are and standardised with the training set's mean and "
-            "deviation: the paper does not say which it used, its code standardises. Paper: table "
-            "1."
+            "standard deviation: the paper does not say which it used, its code standardises. "
+            "Paper: table 1."
         ),
     ),
     "clustering": Table(
@@ -283,7 +283,7 @@ TABLES: dict[str, Table] = {
     "fine_tune": Table(
         "Fine-tuning with all labels",
         "Table 13",
-        (Metric("fine_tune", "Accuracy", "fine_tune", digits=2, deviation="fine_tune_std"),),
+        (Metric("fine_tune", "Accuracy", "fine_tune", digits=2, std="fine_tune_std"),),
         caption="Fine-tuning of the whole encoder with all labels. Paper: table 13.",
     ),
     "huge14": Table(
@@ -327,7 +327,7 @@ TABLES: dict[str, Table] = {
         "Table 17",
         _FEATURES,
         caption="Linear probing and k-NN beside published models. Paper: table 17.",
-        whole=True,
+        all_of_paper=True,
     ),
     "clustering_best": Table(
         "Clustering, the run with the lowest inertia",

@@ -33,7 +33,7 @@ class Cell:
     """The parts of one cell as text, empty where there is nothing."""
 
     value: str
-    deviation: str
+    std: str
     paper: str
     difference: str
     anchor: str = ""
@@ -42,7 +42,7 @@ class Cell:
     @property
     def measured(self) -> str:
         """What was measured, ± standard deviation."""
-        return self.value + (f" ± {self.deviation}" if self.deviation else "") or MISSING
+        return self.value + (f" ± {self.std}" if self.std else "") or MISSING
 
     def __str__(self) -> str:
         if not self.paper:
@@ -92,7 +92,7 @@ def cell(line: "pd.Series", metric: Metric, anchor: str = "") -> Cell:
     difference = round(value, metric.digits) - round(paper, metric.digits)
     return Cell(
         value=text(value, f".{metric.digits}f").replace("-", MINUS),
-        deviation=text(float(line[f"{metric.name}_std"]), f".{metric.digits}f"),
+        std=text(float(line[f"{metric.name}_std"]), f".{metric.digits}f"),
         paper=text(paper, f".{metric.digits}f").replace("-", MINUS),
         difference=text(difference + 0.0, f"+.{metric.digits}f").replace("-", MINUS),
         anchor=anchor,
@@ -151,9 +151,9 @@ def printed(
 
 def _legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
     """How to read a cell, of the parts that occur."""
-    deviations = any(frame[f"{m.name}_std"].notna().any() for m in metrics)
+    spread = any(frame[f"{m.name}_std"].notna().any() for m in metrics)
     papers = any(frame[f"{m.name}_paper"].notna().any() for m in metrics)
-    text = "Measured" + (" ± standard deviation over seeds" if deviations else "")
+    text = "Measured" + (" ± standard deviation over seeds" if spread else "")
     text += " (paper, difference)" if papers else ""
     return f"{text}; {MISSING}: not run."
 
@@ -222,7 +222,10 @@ def claims_page(frame: pd.DataFrame) -> str:
     """The verdicts of `claims_table` as a page."""
     counts = frame["verdict"].value_counts()
     words = {"holds": "hold", "fails": "fail", "not measured": "not measured"}
-    sure = {"yes": "beyond the deviation over seeds", "no": "within the deviation over seeds"}
+    sure = {
+        "yes": "beyond the standard deviation over seeds",
+        "no": "within the standard deviation over seeds",
+    }
     lines: list[dict[Any, Any]] = frame.to_dict("records")
     for line in lines:
         line["notes"] = [sure[line["significant"]]] if line["significant"] else []

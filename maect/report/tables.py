@@ -20,7 +20,7 @@ from maect.report.registry import TABLES, Metric, Table, named_table
 KEYS = ["architecture", "method"]
 PAPER = resources.files("maect.report") / "paper"
 COST = ("hours", "overhead")
-DECIMALS = 4  # far below any deviation over seeds, and the same text on every platform
+DECIMALS = 4  # far below any difference between seeds, and the same text on every platform
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
@@ -53,16 +53,16 @@ def _finite(path: Path, key: str) -> float:
 
 
 def measured(
-    evaluations: Path, runs: Sequence[str], names: Sequence[str], key: str, deviation: str = ""
+    evaluations: Path, runs: Sequence[str], names: Sequence[str], key: str, std: str = ""
 ) -> tuple[float | None, float | None]:
-    """Mean over the runs and their sample deviation; None where there is nothing to compute it of.
+    """Mean over the runs and sample standard deviation; None where there is nothing to compute.
 
     Args:
         evaluations: folder of the results.
         runs: one a seed.
         names: evaluations that may give the metric; of each run the first that does.
         key: the metric.
-        deviation: metric that holds the deviation where there is one run.
+        std: metric that holds the standard deviation where there is one run.
 
     Raises:
         UserError: a value that is not a finite number.
@@ -72,8 +72,8 @@ def measured(
     mean = round(statistics.fmean(values), DECIMALS) if values else None
     if len(values) > 1:
         return mean, round(statistics.stdev(values), DECIMALS)
-    if deviation and paths and read_metrics(paths[0]).get(deviation) is not None:
-        return mean, round(_finite(paths[0], deviation), DECIMALS)
+    if std and paths and read_metrics(paths[0]).get(std) is not None:
+        return mean, round(_finite(paths[0], std), DECIMALS)
     return mean, None
 
 
@@ -106,7 +106,7 @@ def paper_value(name: str, architecture: str, method: str, column: str) -> float
 
 def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric]:
     """Columns for what was evaluated beside the paper's sets, where the table takes such."""
-    found: dict[str, Metric] = {}
+    columns: dict[str, Metric] = {}
     for row in rows if table.others else ():
         for run, protocol in itertools.product(row.runs, table.reads(row.method)):
             path = evaluations / run / f"{protocol}.json"
@@ -114,8 +114,8 @@ def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric
                 known = {metric.source for metric in table.metrics}
                 metric = table.other(name) if isinstance(value, float) else None
                 if metric is not None and name not in known:
-                    found.setdefault(name, metric)
-    return list(found.values())
+                    columns.setdefault(name, metric)
+    return list(columns.values())
 
 
 def build_table(
@@ -139,7 +139,7 @@ def build_table(
     table, rows = named_table(name), list(rows)
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
     given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(name).index)
-    if paper and table.whole and not given.isdisjoint(printed):
+    if paper and table.all_of_paper and not given.isdisjoint(printed):
         rows += [Row(size, method, []) for size, method in printed if (size, method) not in given]
     lines: list[dict[str, Any]] = []
     seen = set()
@@ -150,10 +150,8 @@ def build_table(
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
         for metric in metrics:
             names = table.evaluations_of(metric, row.method)
-            mean, deviation = measured(
-                evaluations, row.runs, names, metric.source, metric.deviation
-            )
-            line[metric.name], line[f"{metric.name}_std"] = mean, deviation
+            mean, std = measured(evaluations, row.runs, names, metric.source, metric.std)
+            line[metric.name], line[f"{metric.name}_std"] = mean, std
             key = row.architecture, row.method, metric.paper or metric.name
             line[f"{metric.name}_paper"] = paper_value(name, *key) if paper else None
         lines.append(line)

@@ -41,7 +41,7 @@ class Point:
     method: str
     hours: float
     accuracy: float
-    deviation: float = math.nan
+    std: float = math.nan
     paper: float = math.nan
 
 
@@ -71,7 +71,7 @@ def gpu_hours(shown: ShownConfig) -> Figure:
         hours = [p.hours for p in line]
         ax.errorbar(
             hours, [p.accuracy for p in line],
-            yerr=[0 if math.isnan(p.deviation) else p.deviation for p in line],
+            yerr=[0 if math.isnan(p.std) else p.std for p in line],
             color=color, linestyle=LINES[number % len(LINES)], capsize=2,
             marker=MARKERS[number % len(MARKERS)], label=method_title(method),
         )  # fmt: skip

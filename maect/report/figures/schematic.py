@@ -45,16 +45,16 @@ def rows_of(nodes: Sequence[Node]) -> tuple[dict[str, float], float]:
     rows: dict[str, float] = {}
     used = 0.0
 
-    def place(name: str) -> float:
+    def set_row(name: str) -> float:
         nonlocal used
-        below = [place(child) for child in children.get(name, [])]
+        below = [set_row(child) for child in children.get(name, [])]
         if not below:
             below, used = [used], used + 1
         rows[name] = (below[0] + below[-1]) / 2
         return rows[name]
 
     for root in children.get(None, []):
-        place(root)
+        set_row(root)
     return rows, used
 
 

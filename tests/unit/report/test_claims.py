@@ -85,7 +85,7 @@ def test_a_comparison_in_numbers(tables):
     one = compare("clustering.tiny.ct_min.accuracy > clustering.tiny.mae.accuracy", tables)
     assert one.holds and one.significant
     assert (one.left, one.right, one.difference) == (62.0, 51.0, 11.0)
-    assert one.deviation == pytest.approx(math.sqrt(2**2 + 1**2), rel=1e-6)
+    assert one.std == pytest.approx(math.sqrt(2**2 + 1**2), rel=1e-6)
 
 
 def test_margins_are_printed_so_that_they_show(result, evaluations):
@@ -111,9 +111,9 @@ def test_deviations_of_products_and_quotients(tables):
     one = compare(text, tables)
     assert one.difference == pytest.approx(62 / 51 - 1)
     exact = 62 / 51 * math.sqrt((2 / 62) ** 2 + (1 / 51) ** 2)
-    assert one.deviation == pytest.approx(exact, rel=1e-3)
+    assert one.std == pytest.approx(exact, rel=1e-3)
     text = "clustering.tiny.ct_min.accuracy > 2 * (clustering.tiny.mae.accuracy - 21)"
-    assert compare(text, tables).deviation == pytest.approx(math.sqrt(2**2 + 2**2), rel=1e-3)
+    assert compare(text, tables).std == pytest.approx(math.sqrt(2**2 + 2**2), rel=1e-3)
 
 
 def test_less_than_has_its_sign(tables):
@@ -140,7 +140,7 @@ def test_an_imported_encoder_has_no_seeds_and_counts_as_exact(tables, result, ev
     imported = build_table("clustering", [Row("tiny", "ibot", ["ibot"])], evaluations)
     tables = {"clustering": pd.concat([tables["clustering"], imported])}
     text = "clustering.tiny.ct_min.accuracy > {}clustering.tiny.ibot.accuracy"
-    assert compare(text.format(""), tables).deviation == pytest.approx(2.0)
+    assert compare(text.format(""), tables).std == pytest.approx(2.0)
     assert verdict(tables, text.format("")).significant == "yes"  # 62 ± 2 against 55
     assert verdict(tables, text.format("6 + ")).significant == "no"
     alone = "clustering.tiny.ibot.accuracy > clustering.small.mae.accuracy"
