@@ -39,10 +39,10 @@ demo: install
 		tables=low_shot,clustering figures=umap,training_curves
 	@$(BIN)/maect show $(DEMO)
 
-# Three workers on two cores: many tests wait for processes, time limits or SLURM.
+# Four workers on two cores: many tests wait for processes, time limits or SLURM.
 test:
 	@$(MAKE) --no-print-directory --jobs=3 install check packages
-	$(BIN)/pytest tests -n 3 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/pytest tests -n 4 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000

@@ -8,7 +8,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-FIRST = ("tests/end_to_end", "tests/cluster")
+FIRST = ("tests/end_to_end", "tests/cluster", "tests/unit/launch/test_launch_local.py")
 TEARDOWN_SECONDS = 240
 # The workers share the cores: more threads would only make the tests slower.
 os.environ["OMP_NUM_THREADS"] = "1"
