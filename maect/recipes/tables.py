@@ -27,21 +27,29 @@ def _read(name: str) -> dict[str, Any]:
 
 @cache
 def _recipes() -> dict[str, dict[str, Any]]:
-    """Every recipe's file by its name, and files that only serve as bases."""
+    """Every recipe with what it inherits; a file without a stage only serves as a base."""
     files = (file.name for file in resources.files(__package__).iterdir())
     names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
-    return {name: _read(name) for name in names if name not in ("encoders", "evaluations")}
+    own = {name: _read(name) for name in names if name not in ("encoders", "evaluations")}
+    recipes = {name: _inherit(own, name) for name in own}
+    return {name: recipe for name, recipe in recipes.items() if "stage" in recipe}
+
+
+@cache
+def _variants() -> dict[str, dict[str, Any]]:
+    """Every entry of `evaluations.yaml` with what it inherits."""
+    own = _read("evaluations")
+    return {name: _inherit(own, name) for name in own}
 
 
 def recipe_names() -> tuple[str, ...]:
     """Names of the recipes that come with the package."""
-    recipes = _recipes()
-    return tuple(name for name in recipes if "stage" in _inherit(recipes, name))
+    return tuple(_recipes())
 
 
 def variant_names() -> tuple[str, ...]:
     """Names of the evaluations in `evaluations.yaml`."""
-    return tuple(_read("evaluations"))
+    return tuple(_variants())
 
 
 def sizes() -> tuple[str, ...]:
@@ -55,9 +63,9 @@ def recipe_values(name: str, size: str) -> dict[str, Any]:
     Raises:
         UserError: unknown recipe or size.
     """
-    if name not in recipe_names():
-        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, recipe_names())}")
-    return _at_size(_inherit(_recipes(), name), size, f"recipe {name}")
+    if name not in _recipes():
+        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, _recipes())}")
+    return _at_size(_recipes()[name], size, f"recipe {name}")
 
 
 def variant_values(name: str, size: str) -> dict[str, Any]:
@@ -66,9 +74,7 @@ def variant_values(name: str, size: str) -> dict[str, Any]:
     Raises:
         UserError: unknown size.
     """
-    variants = _read("evaluations")
-    values = _inherit(variants, name) if name in variants else {}
-    return _at_size(values, size, f"evaluation {name}")
+    return _at_size(_variants().get(name, {}), size, f"evaluation {name}")
 
 
 def load_encoder(size: str, image_size: int | None = None) -> Encoder:
@@ -77,8 +83,6 @@ def load_encoder(size: str, image_size: int | None = None) -> Encoder:
     Raises:
         UserError: unknown size, or an image size that the patches do not tile.
     """
-    if size not in sizes():
-        raise UserError(f"unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
     values: dict[str, Any] = {}
     for name in reversed(like(size)):
         values |= _read("encoders")[name]
@@ -92,7 +96,13 @@ def load_encoder(size: str, image_size: int | None = None) -> Encoder:
 
 
 def like(size: str) -> tuple[str, ...]:
-    """A size, the one that it is like, the one that this is like, and so on."""
+    """A size, the one that it is like, the one that this is like, and so on.
+
+    Raises:
+        UserError: unknown size.
+    """
+    if size not in sizes():
+        raise UserError(f"unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
     other = _read("encoders")[size].get("like")
     return (size,) if other is None else (size, *like(other))
 
@@ -134,7 +144,13 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _inherit(entries: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """An entry with everything that it has from its bases."""
+    """An entry with everything that it has from its bases.
+
+    Raises:
+        UserError: a base that does not exist.
+    """
+    if name not in entries:
+        raise UserError(f"recipes: unknown base {name!r}; {did_you_mean(name, entries)}")
     own = dict(entries[name])
     base = own.pop("base", None)
     return own if base is None else merge(_inherit(entries, base), own)

@@ -123,6 +123,17 @@ def test_one_entry_is_a_new_encoder_size(add_size):
     assert load_evaluation("throughput", "wide")[1].size == "wide"
 
 
+def test_misspelt_relations_are_one_line(add_size):
+    add_size("wide", {"like": "larg"})
+    with pytest.raises(UserError, match="unknown encoder size 'larg'; did you mean 'large'"):
+        load_recipe("mae", "wide")
+    with pytest.raises(UserError, match="unknown base 'ct_mni'; did you mean 'ct_min'"):
+        tables._inherit({"ct_min": {}, "x": {"base": "ct_mni"}}, "x")
+    add_size("other", {"image_size": 32})
+    with pytest.raises(UserError, match="recipe mae: epochs has no value for other or a size that"):
+        load_recipe("mae", "other")
+
+
 def test_an_encoder_with_registers_is_one_entry(add_size):
     add_size("reg", {"like": "large", "registers": 4})
     large, reg = load_encoder("large"), load_encoder("reg")
