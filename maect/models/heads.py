@@ -67,7 +67,7 @@ class NNCLRHead(nn.Module):
     """Projector, EMA projector, predictor and queue.
 
     Attributes:
-        slow_projector: the EMA projector, or None. States and `head.safetensors` have this name.
+        slow_projector: the EMA projector, or None; states of training have this name in them.
         queue: normalised vectors of earlier samples, float32 [Q, E].
         queue_ids: their sample ids, int64 [Q], -1 where the initial noise still is.
         queue_labels: their labels, int64 [Q], -1 if unknown; for logging and the oracle only.
