@@ -8,12 +8,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.data.index import Index
 from maect.data.loader import evaluation_batches
-from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import BATCH
 from maect.evaluate.heads import BN_EPS
@@ -86,7 +86,7 @@ class Classifier:
             index,
             image_size=self.encoding.settings.image_size,
             resize=job.resize,
-            rows=ranks.share_of(context, index.n, BATCH),
+            rows=distributed.share_of(context, index.n, BATCH),
             batch_size=BATCH,
             threads=context.cpus,
         ):

@@ -64,8 +64,8 @@ class ColorHistogram(Encodes):
             Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
             UserError: an encoder without [CLS] token, or a batch larger than all epochs together.
         """
+        from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate import ranks
         from maect.evaluate.encoding import Encoding
         from maect.evaluate.heads import HistogramHeads
         from maect.evaluate.probing import Probing, check
@@ -75,16 +75,24 @@ class ColorHistogram(Encodes):
         test = open_index(job.path("test"))
         check(train, test, labelled=False)
         path = job.run / "encoder.safetensors"
-        device = ranks.device_of(context)
+        device = distributed.device_of(context)
         encoding = Encoding(path, device, self.precision, blocks=10**9, pooling="cls")
         identity = digest(self, sha256_file(path), train.digest, test.digest, str(job.resize))
         rank, size, blocks = context.rank, context.world_size, encoding.blocks
         mine = slice(blocks * rank // size, blocks * (rank + 1) // size)
-        with ranks.process_group(context):
-            heads = HistogramHeads(encoding.settings.width, blocks, self, device, mine)
+        with distributed.process_group(context):
+            peak = self.learning_rate * self.batch_size / 256
+            heads = HistogramHeads(
+                encoding.settings.width, blocks, peak, self.momentum, self.seed, device, mine
+            )
+
+            def update(features: Tensor, targets: Tensor, factor: float) -> Tensor:
+                features = distributed.gather_rows(features)
+                return heads.step(features, distributed.gather_rows(targets), factor)
+
             groups = {"heads": heads}
             training = Probing(context, job, self, train, encoding, groups, identity)
-            for _ in training.epochs(_targets, heads.step):
+            for _ in training.epochs(_targets, update):
                 pass
             trained = {
                 key: training.full("heads", key) for key in ("weight", "bias", "mean", "var")
@@ -128,8 +136,8 @@ def _errors(
     """Mean absolute error of each block's head on the test split, and of a uniform prediction."""
     import torch
 
+    from maect.core import distributed
     from maect.data.loader import evaluation_batches
-    from maect.evaluate import ranks
     from maect.evaluate.encoding import finite
     from maect.evaluate.features import BATCH
     from maect.evaluate.heads import BINS, BN_EPS, predict_histograms
@@ -140,7 +148,7 @@ def _errors(
         test,
         image_size=encoding.settings.image_size,
         resize=job.resize,
-        rows=ranks.share_of(context, test.n, BATCH),
+        rows=distributed.share_of(context, test.n, BATCH),
         batch_size=BATCH,
         threads=context.cpus,
     ):
@@ -152,5 +160,5 @@ def _errors(
         )
         sums[:-1] += (p - target).abs().mean(dim=(2, 3)).double().sum(dim=1).cpu()
         sums[-1] += (1 / BINS - target).abs().mean(dim=(1, 2)).double().sum().cpu()
-    *errors, uniform = (ranks.sum_ranks(context, sums) / test.n).tolist()
+    *errors, uniform = (distributed.sum_over_ranks(sums) / test.n).tolist()
     return errors, uniform

@@ -58,23 +58,23 @@ class EffectiveInvariance(Encodes):
         """
         import torch
 
+        from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate import ranks
         from maect.evaluate.classifier import Classifier
 
         index = open_index(job.path("test"))
-        classifier = Classifier(job, ranks.device_of(context), self.precision)
+        classifier = Classifier(job, distributed.device_of(context), self.precision)
         classifier.check(index)
         # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.
         sums = torch.zeros(2, 4, dtype=torch.float64)
-        with ranks.process_group(context):
+        with distributed.process_group(context):
             for images, _, ids in classifier.shares(context, job, index):
                 plain = classifier(images)
                 for change, changed in _changed(images, ids, self):
                     values = invariance(plain, classifier(changed))
                     sums[CHANGES.index(change), :3] += torch.stack(values).double().sum(dim=1).cpu()
                     sums[CHANGES.index(change), 3] += len(images)
-            ranks.sum_ranks(context, sums)
+            distributed.sum_over_ranks(sums)
         metrics = {}
         for change, (code, paper, agreement, images) in zip(CHANGES, sums.tolist(), strict=True):
             metrics[f"ei_{change}"] = code / images

@@ -94,6 +94,26 @@ class Encoding:
         self._earlier.clear()
         return torch.cat(parts, dim=1)
 
+    @torch.no_grad()
+    def tokens(self, images: Tensor) -> Tensor:
+        """Patch tokens that the last block gives, before the final norm.
+
+        Args:
+            images: uint8 [b, 3, S, S], or float32, normalized.
+
+        Returns:
+            [b, patches, width] on the encoder's device, in the precision that the blocks run in.
+        """
+        images = images.to(self.device, non_blocking=True)
+        if images.dtype == torch.uint8:
+            images = normalize(images)
+        last: list[Tensor] = []
+        block = self.encoder.blocks[-1]
+        hook = block.register_forward_hook(lambda module, inputs, output: last.append(output))
+        with hook, mixed_precision(self.device, self.precision):
+            self.encoder(images)
+        return last[0][:, self.settings.prefix_tokens :]
+
 
 def finite(features: Tensor, run: Path) -> None:
     """Refuse a broken encoder.

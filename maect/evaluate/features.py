@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, evaluation_parts
-from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.job import encoder_checksum
 from maect.evaluate.store import write_features
@@ -62,7 +62,7 @@ def extract(
     """
     encoder, out = Path(encoder), Path(out)
     index = open_index(shards)
-    model = Encoding(encoder, ranks.device_of(context), precision)
+    model = Encoding(encoder, distributed.device_of(context), precision)
     resize = resize or round(model.settings.image_size * 256 / 224)
     record = {
         "run": encoder.parent.name,
@@ -81,14 +81,14 @@ def extract(
         folder / f"{digest(record)}-{number:06d}.safetensors"
         for number in range(len(part_ranges(index.n)))
     ]
-    with ranks.process_group(context):
+    with distributed.process_group(context):
         todo = [number for number, file in enumerate(files) if not _whole(file)]
-        todo = ranks.from_first(context, todo)
+        todo = distributed.from_rank_0(todo)
         mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
         missing = sum(len(part_ranges(index.n)[number]) for number in todo)
         whole = _encode(context, index, model, resize, files, mine.tolist(), missing)
         # Also the barrier: nobody joins parts before all are written.
-        stopped = ranks.any_rank(context, not whole)
+        stopped = distributed.any_rank(not whole)
     if stopped:
         return "requeue"
     if context.rank == 0:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from maect.core.context import Context as TrainContext
-from maect.core.distributed import from_rank_0
+from maect.core.distributed import from_rank_0, share_of
 from maect.core.distributed import sum_scalars as summed
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
@@ -34,7 +34,6 @@ from maect.evaluate.fine_tune_loop import FineTuneLoop, Part, stage_of
 from maect.evaluate.fine_tune_model import Classifier, parameter_groups
 from maect.evaluate.fine_tune_settings import FineTune
 from maect.evaluate.job import Interrupted, Job
-from maect.evaluate.ranks import share_of
 from maect.models.weights import load_encoder_weights
 from maect.stages.base import SelfSupervised as Stage
 from maect.train.distributed import start

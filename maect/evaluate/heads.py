@@ -1,47 +1,75 @@
-"""Heads on frozen features, trained together: linear classifiers and colour histograms."""
+"""Heads on frozen features, many trained together: linear classifiers and colour histograms.
 
-import math
-from typing import TYPE_CHECKING
+One stacked weight and torch's SGD on the sum of the heads' losses, which do not meet. By hand a
+step takes 0.7 to 1.2 times as long (10 heads, 200 and 1,000 classes), little beside the encoder.
+"""
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from maect.evaluate.color_histogram import ColorHistogram
+from torch.nn import functional as F
 
 BN_EPS = 1e-5
 BN_MOMENTUM = 0.1
 BINS = 64  # of a colour channel
 
 
-def learning_rate(step: int, steps: int, warmup: float) -> float:
-    """Factor of the peak rate at an update: linear warm-up, then cosine to 0.
-
-    As in the authors' schedules, neither 0 nor the peak comes up in the warm-up, nor 0 at the end.
-
-    Args:
-        step: update, from 0.
-        steps: number of updates.
-        warmup: updates of warm-up.
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-
-
-class Heads:
-    """R times BatchNorm1d(affine=False) and Linear, with SGD on the mean cross-entropy.
-
-    All heads see the same features, so they share the statistics of one BatchNorm. The gradient
-    of softmax regression is written out: one matrix product forward, one backward, for all heads.
+class Stack:
+    """A weight and bias for each head, with SGD and momentum.
 
     Attributes:
-        weight: [R·C, D], bias: [R·C]; weight_momentum, bias_momentum alike.
-        mean, var: running statistics of the features, [D].
-        rows: which rows of all ranks' `total` these are.
+        weight: of this rank's heads, [H, ...]; bias alike.
+        rows: which heads of all ranks' `total` these are.
     """
 
     SPLIT: tuple[str, ...] = ("weight", "bias", "weight_momentum", "bias_momentum")
+    SHARED: tuple[str, ...] = ()
+
+    def __init__(self, weight: Tensor, bias: Tensor, mine: slice, momentum: float) -> None:
+        """Take this rank's heads.
+
+        Args:
+            weight: initial values for the heads of all ranks.
+            bias: likewise.
+            mine: which of them are this rank's.
+            momentum: of SGD.
+        """
+        first, last, _ = mine.indices(len(weight))
+        self.rows, self.total = slice(first, last), len(weight)
+        self.weight, self.bias = (w[mine].clone().requires_grad_() for w in (weight, bias))
+        self.optimizer = torch.optim.SGD([self.weight, self.bias], momentum=momentum)
+        for parameter in (self.weight, self.bias):
+            self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+    @property
+    def weight_momentum(self) -> Tensor:
+        """The optimizer's buffer of the weight."""
+        buffer: Tensor = self.optimizer.state[self.weight]["momentum_buffer"]
+        return buffer
+
+    @property
+    def bias_momentum(self) -> Tensor:
+        """The optimizer's buffer of the bias."""
+        buffer: Tensor = self.optimizer.state[self.bias]["momentum_buffer"]
+        return buffer
+
+    def descend(self, losses: Tensor, rate: float) -> None:
+        """One update on the sum of losses."""
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.zero_grad()
+        losses.sum().backward()
+        self.optimizer.step()
+
+
+class Heads(Stack):
+    """R times BatchNorm1d(affine=False) and Linear, on the mean cross-entropy.
+
+    All heads see the same features, so they share the statistics of one BatchNorm.
+
+    Attributes:
+        weight: [R, C, D], bias: [R, C].
+        mean, var: running statistics of the features, [D].
+    """
+
     SHARED: tuple[str, ...] = ("mean", "var")
 
     def __init__(
@@ -54,7 +82,7 @@ class Heads:
         device: torch.device,
         mine: slice = slice(None),
     ) -> None:
-        """Initialise from a normal distribution of deviation 0.01; biases are 0.
+        """Initialise from a normal distribution of standard deviation 0.01; biases are 0.
 
         Args:
             width: features per sample, D.
@@ -68,18 +96,12 @@ class Heads:
         generator = torch.Generator().manual_seed(seed)
         weight = torch.empty(len(rates), classes * width)
         torch.nn.init.trunc_normal_(weight, std=0.01, generator=generator)
-        self.weight = weight[mine].reshape(-1, width).to(device)
-        self.count, self.classes, self.momentum = len(rates[mine]), classes, momentum
-        self.bias = torch.zeros(self.count * classes, device=device)
-        self.weight_momentum = torch.zeros_like(self.weight)
-        self.bias_momentum = torch.zeros_like(self.bias)
+        bias = torch.zeros(len(rates), classes, device=device)
+        super().__init__(weight.view(-1, classes, width).to(device), bias, mine, momentum)
         self.mean = torch.zeros(width, device=device)
         self.var = torch.ones(width, device=device)
-        first, last, _ = mine.indices(len(rates))
-        self.rows, self.total = slice(first * classes, last * classes), len(rates) * classes
-        self.rates = torch.tensor(rates[mine], device=device).repeat_interleave(classes)
+        self.rates = torch.tensor(rates[mine], device=device)
 
-    @torch.no_grad()
     def step(self, features: Tensor, labels: Tensor, factor: float) -> Tensor:
         """One update of every head on the global batch.
 
@@ -91,70 +113,72 @@ class Heads:
         Returns:
             Mean cross-entropy of each head before the update, [R].
         """
-        size = len(features)
-        var, mean = torch.var_mean(features, dim=0, correction=0)
-        self.mean.lerp_(mean, BN_MOMENTUM)
-        self.var.lerp_(var * size / max(size - 1, 1), BN_MOMENTUM)
-        x = (features - mean) * torch.rsqrt(var + BN_EPS)
-        logits = torch.addmm(self.bias, x, self.weight.T).view(size, self.count, self.classes)
-        logp = logits.log_softmax(dim=2)
-        target = labels.view(-1, 1, 1).expand(-1, self.count, 1)
-        loss = -logp.gather(2, target).mean(dim=(0, 2))
-        gradient = logp.exp_().scatter_add_(2, target, logp.new_full(target.shape, -1.0))
-        gradient = gradient.view(size, -1).div_(size)
-        self.weight_momentum.mul_(self.momentum).addmm_(gradient.T, x)
-        self.bias_momentum.mul_(self.momentum).add_(gradient.sum(dim=0))
-        self.weight.addcmul_(self.weight_momentum, self.rates[:, None], value=-factor)
-        self.bias.addcmul_(self.bias_momentum, self.rates, value=-factor)
-        return loss
+        x = F.batch_norm(
+            features, self.mean, self.var, training=True, momentum=BN_MOMENTUM, eps=BN_EPS
+        )
+        logits = self._logits(x)
+        target = labels[:, None].expand(logits.shape[:2])
+        losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none").mean(dim=0)
+        # SGD is linear in the gradients: a head's rate may as well be in its loss.
+        self.descend(losses * self.rates, factor)
+        return losses.detach()
 
     @torch.no_grad()
     def predict(self, features: Tensor) -> Tensor:
         """Class of each sample by each head, with the running statistics: int64 [n, R]."""
         x = (features - self.mean) * torch.rsqrt(self.var + BN_EPS)
-        logits = torch.addmm(self.bias, x, self.weight.T)
-        return logits.view(len(features), self.count, self.classes).argmax(dim=2)
+        return self._logits(x).argmax(dim=2)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Of normalized features [n, D], as one product: [n, R, C]."""
+        return F.linear(x, self.weight.flatten(0, 1), self.bias.flatten()).unflatten(
+            1, self.bias.shape
+        )
 
 
-class HistogramHeads:
-    """A BatchNorm1d(affine=False) and Linear on each block, with SGD on the mean absolute error.
+class HistogramHeads(Stack):
+    """A BatchNorm1d(affine=False) and Linear on each block, on the mean absolute error.
 
     Each block's loss is the mean over the batch and 192 bins of |softmax over a channel's bins −
-    histogram|; its gradient is written out, one batched product forward and one backward.
+    histogram|.
 
     Attributes:
-        weight: [L, D, 192], bias: [L, 192], of this rank's L blocks; the momenta alike.
+        weight: [L, D, 192], bias: [L, 192], of this rank's L blocks.
         mean, var: running statistics of the features, [L, D].
-        rows: which blocks of all these are.
     """
 
-    SPLIT: tuple[str, ...] = ("weight", "bias", "weight_momentum", "bias_momentum", "mean", "var")
-    SHARED: tuple[str, ...] = ()
+    SPLIT: tuple[str, ...] = (*Stack.SPLIT, "mean", "var")
 
     def __init__(
         self,
         width: int,
         blocks: int,
-        settings: "ColorHistogram",
+        peak: float,
+        momentum: float,
+        seed: int,
         device: torch.device,
         mine: slice = slice(None),
     ) -> None:
-        """Initialise from a normal distribution of deviation 0.01; biases are 0."""
-        generator = torch.Generator().manual_seed(settings.seed)
+        """Initialise from a normal distribution of standard deviation 0.01; biases are 0.
+
+        Args:
+            width: features per sample and block, D.
+            blocks: of all ranks.
+            peak: learning rate, already scaled by the batch size.
+            momentum: of SGD.
+            seed: of the initial weights.
+            device: where to train.
+            mine: which blocks are this rank's.
+        """
+        generator = torch.Generator().manual_seed(seed)
         weight = torch.empty(blocks, width, 3 * BINS)
         torch.nn.init.trunc_normal_(weight, std=0.01, generator=generator)
-        self.width, self.total, self.rows = width, blocks, mine
-        self.weight = weight[mine].to(device)
-        count = len(self.weight)
-        self.bias = torch.zeros(count, 3 * BINS, device=device)
-        self.weight_momentum = torch.zeros_like(self.weight)
-        self.bias_momentum = torch.zeros_like(self.bias)
-        self.mean = torch.zeros(count, width, device=device)
-        self.var = torch.ones(count, width, device=device)
-        self.momentum = settings.momentum
-        self.peak = settings.learning_rate * settings.batch_size / 256
+        bias = torch.zeros(blocks, 3 * BINS, device=device)
+        super().__init__(weight.to(device), bias, mine, momentum)
+        self.width, self.peak = width, peak
+        self.mean = torch.zeros(len(self.weight), width, device=device)
+        self.var = torch.ones(len(self.weight), width, device=device)
 
-    @torch.no_grad()
     def step(self, features: Tensor, targets: Tensor, factor: float) -> Tensor:
         """One update of every head on the global batch.
 
@@ -172,16 +196,10 @@ class HistogramHeads:
         self.mean.lerp_(mean, BN_MOMENTUM)
         self.var.lerp_(var * size / max(size - 1, 1), BN_MOMENTUM)
         x = (x - mean[:, None]) * torch.rsqrt(var + BN_EPS)[:, None]
-        p = predict_histograms(x, self.weight, self.bias)
-        difference = p - targets
-        slope = difference.sign() / (size * 3 * BINS)
-        gradient = p * (slope - (p * slope).sum(dim=3, keepdim=True))
-        gradient = gradient.flatten(2)
-        self.weight_momentum.mul_(self.momentum).baddbmm_(x.transpose(1, 2), gradient)
-        self.bias_momentum.mul_(self.momentum).add_(gradient.sum(dim=1))
-        self.weight.sub_(self.weight_momentum, alpha=self.peak * factor)
-        self.bias.sub_(self.bias_momentum, alpha=self.peak * factor)
-        return difference.abs_().mean(dim=(1, 2, 3))
+        predicted = predict_histograms(x, self.weight, self.bias)
+        losses = (predicted - targets).abs().mean(dim=(1, 2, 3))
+        self.descend(losses, self.peak * factor)
+        return losses.detach()
 
 
 def predict_histograms(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -75,8 +75,8 @@ class LinearProbe(Encodes):
             UserError: unlabelled images, classes that differ between the splits, or a batch that is
                 larger than all epochs together or no multiple of the ranks.
         """
+        from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate import ranks
         from maect.evaluate.encoding import Encoding
         from maect.evaluate.probing import check
         from maect.models.weights import save_tensors
@@ -87,14 +87,14 @@ class LinearProbe(Encodes):
         path = job.run / "encoder.safetensors"
         encoding = Encoding(
             path,
-            ranks.device_of(context),
+            distributed.device_of(context),
             self.precision,
             blocks=max(BLOCKS) if self.concat else 1,
             other_pooling=self.concat,
         )
         sha256 = sha256_file(path)
         identity = digest(self, sha256, train.digest, test.digest, str(job.resize))
-        with ranks.process_group(context):
+        with distributed.process_group(context):
             probe = _Probe(context, job, self, train, encoding, identity)
             metrics = probe.run(*_test_features(context, job, test, encoding))
             if context.rank == 0:
@@ -139,12 +139,11 @@ class _Probe:
         self.columns = representations(encoding) if settings.concat else {PLAIN: slice(None)}
         bounds = [len(self.rates) * i // context.world_size for i in range(context.world_size + 1)]
         self.mine = slice(bounds[context.rank], bounds[context.rank + 1])
-        self.classes = len(train.class_names)
         peaks = [rate * settings.batch_size / 256 for rate in self.rates]
         self.heads = {
             name: Heads(
                 len(range(*columns.indices(encoding.width))),
-                self.classes,
+                len(train.class_names),
                 peaks,
                 settings.momentum,
                 settings.seed,
@@ -170,6 +169,10 @@ class _Probe:
     def _update(self, features: Tensor, labels: Tensor, factor: float) -> Tensor:
         import torch
 
+        from maect.core import distributed
+
+        features = distributed.gather_rows(features)
+        labels = distributed.gather_rows(labels)
         losses = [
             heads.step(features[:, self.columns[name]], labels, factor)
             for name, heads in self.heads.items()
@@ -180,7 +183,7 @@ class _Probe:
         """In percent, of each rate."""
         import torch
 
-        from maect.evaluate import ranks
+        from maect.core import distributed
         from maect.evaluate.features import BATCH
 
         hits = torch.zeros(len(self.rates), dtype=torch.int64)
@@ -188,14 +191,14 @@ class _Probe:
             part = slice(start, start + BATCH)
             predicted = self.heads[name].predict(features[part, self.columns[name]])
             hits[self.mine] += (predicted == labels[part, None]).sum(dim=0).cpu()
-        ranks.sum_ranks(self.context, hits)
+        distributed.sum_over_ranks(hits)
         return [100 * count / len(labels) for count in hits.tolist()]
 
     def _keep(self, name: str, rate: int) -> None:
         from maect.evaluate.heads import Heads
 
-        rows = slice(rate * self.classes, (rate + 1) * self.classes)
-        best = {key: self.training.full(name, key, rows) for key in ("weight", "bias")}
+        one = slice(rate, rate + 1)
+        best = {key: self.training.full(name, key, one)[0] for key in ("weight", "bias")}
         best |= {key: getattr(self.heads[name], key) for key in Heads.SHARED}
         prefix = "" if name == PLAIN else f"{name}."
         self.training.kept |= {prefix + key: value.clone() for key, value in best.items()}
@@ -229,15 +232,15 @@ def _test_features(
     """Features of the test split on every rank, [n, D], and its labels."""
     import torch
 
-    from maect.evaluate import ranks
+    from maect.core import distributed
     from maect.evaluate.encoding import finite
     from maect.evaluate.features import BATCH, batches
 
-    rows = ranks.share_of(context, test.n, BATCH)
+    rows = distributed.share_of(context, test.n, BATCH)
     largest = -(-test.n // (context.world_size * BATCH)) * BATCH
     out = torch.zeros(largest, encoding.width, device=encoding.device)
     for start, part in batches(test, encoding, job.resize, rows, context.cpus):
         out[start : start + len(part)] = part
-    features = ranks.gather_rows(context, out)[: test.n]
+    features = distributed.gather_rows(out)[: test.n]
     finite(features, job.run)
     return features, torch.tensor(test.labels, device=features.device)

@@ -1,12 +1,11 @@
 """Training of small heads on a frozen encoder's features: batches, exchange, exact resume.
 
-The encoder runs once per image. Every rank encodes its share of the batch, the features are
-exchanged, and each rank trains some of the heads, so that the gradients need no exchange and the
-world size does not change them. State is saved after every epoch and when the job is told to stop.
+The encoder runs once per image. Every rank encodes its share of the batch; what the ranks exchange
+is up to the heads. State is saved after every epoch and when the job is told to stop.
 """
 
 import json
-import sys
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,19 +16,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.data.index import Index
 from maect.data.loader import Batch, train_batches
 from maect.data.transforms import augment
-from maect.evaluate import ranks
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.heads import learning_rate
 from maect.evaluate.job import Interrupted, Job
 from maect.recipes import View
+from maect.train.parameters import schedule
+
+log = logging.getLogger(__name__)
 
 STATE = "heads.safetensors"
+FORMAT = 2  # of this file; an older one is as good as none
 
 
 class Group(Interface):
@@ -73,6 +75,7 @@ class Probing:
         encoding: Encoding,
         groups: Mapping[str, Group],
         identity: str,
+        encode: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Go on from a saved state, if there is one of this very training.
 
@@ -81,6 +84,7 @@ class Probing:
         """
         self.context, self.settings, self.train = context, settings, train
         self.encoding, self.groups, self.identity = encoding, groups, identity
+        self.encode = encode or encoding
         self.file, self.run = job.state / STATE, job.run
         if settings.epochs * train.n < settings.batch_size:
             raise UserError(
@@ -104,8 +108,9 @@ class Probing:
         Args:
             targets: what the heads learn from this rank's part of a batch, [b, ...], given also
                 its images on the device, uint8 [b, 3, S, S].
-            update: train the heads on features [B, D] and targets [B, ...] of the global batch,
-                with a factor of the peak learning rates; returns losses.
+            update: train the heads on what this rank's part of the batch gives, features
+                [b, ...] and targets [b, ...], with a factor of the peak learning rates; returns
+                losses.
 
         Raises:
             Interrupted: told to stop; the state is saved.
@@ -129,13 +134,11 @@ class Probing:
         )
         for batch in loader:
             images = batch.images[0].to(device, non_blocking=True)
-            x = self.encoding(augment(images, view, 0, settings.seed, batch.epochs, batch.ids))
-            x = ranks.gather_rows(self.context, x)
+            x = self.encode(augment(images, view, 0, settings.seed, batch.epochs, batch.ids))
             y = targets(batch, images).to(device, non_blocking=True)
-            y = ranks.gather_rows(self.context, y)
-            loss = update(x, y, learning_rate(self.step, self.steps, self.warmup))
+            loss = update(x, y, schedule(self.step, self.steps, self.warmup))
             self.step += 1
-            stop = ranks.any_rank(self.context, self.context.stop_requested())
+            stop = distributed.any_rank(self.context.stop_requested())
             reported = self.step % 10 == 0 or self.step == self.steps
             # Not in every step: to look at a loss is to wait for the GPU.
             if stop or reported or self._at_end():
@@ -151,12 +154,12 @@ class Probing:
     def full(self, name: str, key: str, rows: slice = slice(None)) -> Tensor:
         """Rows of a group's split tensor, those of all ranks together; called on every rank."""
         group = self.groups[name]
-        mine: Tensor = getattr(group, key)
+        mine: Tensor = getattr(group, key).detach()
         if self.context.world_size == 1:
             return mine[rows]
         out = mine.new_zeros(group.total, *mine.shape[1:])
         out[group.rows] = mine
-        return ranks.sum_ranks(self.context, out[rows].contiguous())
+        return distributed.sum_over_ranks(out[rows].contiguous())
 
     def _at_end(self) -> bool:
         return self.done < self.settings.epochs and self.ends[self.done] <= self.step
@@ -167,7 +170,7 @@ class Probing:
         Raises:
             UserError: a loss of any rank that is not finite.
         """
-        if ranks.any_rank(self.context, not bool(loss.isfinite().all())):
+        if distributed.any_rank(not bool(loss.isfinite().all())):
             raise UserError(
                 f"{self.run}: after {self.step} updates on {self.train.directory} the probe is not "
                 "finite; the encoder diverged or its weights are damaged, or the rate is too high"
@@ -199,26 +202,26 @@ class Probing:
             tensors |= {f"{name}.{key}": getattr(group, key) for key in group.SHARED}
         if self.context.rank:
             return
-        record = {"identity": self.identity, "step": self.step, "done": self.done}
+        record = {"format": FORMAT, "identity": self.identity, "step": self.step, "done": self.done}
         with atomic_write(self.file) as temporary:
-            plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
+            plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
             save_file(plain, temporary, {"record": json.dumps(record | {"own": self.record})})
         self.context.saved(self.step)
 
     def _load(self) -> None:
-        record = ranks.from_first(self.context, _record(self.file))
+        record = distributed.from_rank_0(_record(self.file))
         if record is None:
             return
         if record["identity"] != self.identity:
             if self.context.rank == 0:
-                print(f"{self.file}: of another encoder or other settings; anew", file=sys.stderr)
+                log.warning("%s: of another encoder or other settings; starting over", self.file)
             return
         tensors = load_file(self.file)
         for name, group in self.groups.items():
             for key in group.SPLIT:
-                getattr(group, key).copy_(tensors[f"{name}.{key}"][group.rows])
+                getattr(group, key).data.copy_(tensors[f"{name}.{key}"][group.rows])
             for key in group.SHARED:
-                getattr(group, key).copy_(tensors[f"{name}.{key}"])
+                getattr(group, key).data.copy_(tensors[f"{name}.{key}"])
         own = {name for name in tensors if name.startswith("kept.")}
         self.kept = {name.removeprefix("kept."): tensors[name] for name in own}
         self.step, self.done, self.record = record["step"], record["done"], record["own"]
@@ -258,4 +261,4 @@ def _record(file: Path) -> dict[str, Any] | None:
             record: dict[str, Any] = json.loads(handle.metadata()["record"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
         return None
-    return record
+    return record if record.get("format") == FORMAT else None

@@ -12,6 +12,7 @@ from maect.evaluate.base import Protocol
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.color_histogram import ColorHistogram
 from maect.evaluate.effective_invariance import EffectiveInvariance
+from maect.evaluate.efficient_probe import EfficientProbe
 from maect.evaluate.fine_tune_settings import FineTune
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
@@ -28,6 +29,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
         Knn,
         LowShot,
         LinearProbe,
+        EfficientProbe,
         FineTune,
         ColorHistogram,
         Clustering,

@@ -62,11 +62,11 @@ class Robustness(Encodes):
         import numpy as np
         import torch
 
+        from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate import ranks
         from maect.evaluate.classifier import Classifier
 
-        classifier = Classifier(job, ranks.device_of(context), self.precision)
+        classifier = Classifier(job, distributed.device_of(context), self.precision)
         indexes = {name: open_index(job.path(name)) for name in self.splits}
         for index in indexes.values():
             classifier.check(index)
@@ -76,7 +76,7 @@ class Robustness(Encodes):
             raise UserError(
                 f"{indexes[single[0]].directory}: images of one class, which any classifier finds"
             )
-        with ranks.process_group(context):
+        with distributed.process_group(context):
             accuracies = {
                 name: _accuracy(context, job, classifier, index, torch.from_numpy(classes[name]))
                 for name, index in indexes.items()
@@ -89,11 +89,11 @@ def _accuracy(
 ) -> float:
     import torch
 
-    from maect.evaluate import ranks
+    from maect.core import distributed
 
     classes = classes.to(classifier.weight.device)
     hits = torch.zeros((), dtype=torch.int64)
     for images, labels, _ in classifier.shares(context, job, index):
         predicted = classes[classifier(images)[:, classes].argmax(dim=1)]
         hits += int((predicted.cpu() == torch.from_numpy(labels)).sum())
-    return 100 * int(ranks.sum_ranks(context, hits)) / index.n
+    return 100 * int(distributed.sum_over_ranks(hits)) / index.n

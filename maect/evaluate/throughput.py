@@ -54,7 +54,7 @@ class Throughput(Protocol):
         """
         import torch
 
-        from maect.evaluate import ranks
+        from maect.core import distributed
         from maect.evaluate.compared import METHODS, Views, method_step
         from maect.evaluate.speed import Step, measure, stage_step
         from maect.models.weights import load_encoder_weights
@@ -69,7 +69,7 @@ class Throughput(Protocol):
                 f"throughput: recipes of size {self.size} do not fit the encoder of {job.run}; "
                 "say which with settings.size=SIZE"
             )
-        device = ranks.device_of(context)
+        device = distributed.device_of(context)
         results: dict[str, dict[str, float]] = {}
         epochs: dict[str, int] = {}
         for name, stage in stages.items():

@@ -78,7 +78,7 @@ def grouped(
     return list(groups.values())
 
 
-def schedule(step: int, steps: int, warmup: int) -> float:
+def schedule(step: int, steps: int, warmup: float) -> float:
     """Fraction of the peak learning rate in update `step` (from 0) of `steps`.
 
     Linear warm-up between 0 and the peak, both excluded, then a cosine from the peak towards 0,

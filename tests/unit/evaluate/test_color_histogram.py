@@ -11,9 +11,10 @@ from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate.color_histogram import ColorHistogram, histograms
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.heads import HistogramHeads, learning_rate
+from maect.evaluate.heads import HistogramHeads
 from maect.evaluate.job import Interrupted
 from maect.recipes import View
+from maect.train.parameters import schedule
 
 from .conftest import Rank
 from .test_linear_probe import job_of, refuses_broken_features
@@ -53,7 +54,7 @@ class Model(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(heads.width, affine=False)
         self.linear = nn.Linear(heads.width, 192)
-        self.linear.weight.data = heads.weight[block].T.clone()
+        self.linear.weight.data = heads.weight[block].detach().T.clone()
         nn.init.zeros_(self.linear.bias)
         self.double()
 
@@ -63,7 +64,7 @@ class Model(nn.Module):
 
 def test_heads_train_like_modules_under_autograd() -> None:
     torch.manual_seed(0)
-    heads = HistogramHeads(7, 3, SETTINGS, CPU)
+    heads = HistogramHeads(7, 3, 10.0, 0.9, 0, CPU)
     models = [Model(heads, block) for block in range(3)]
     optimizers = [torch.optim.SGD(m.parameters(), 10.0, 0.9) for m in models]
     for step in range(20):
@@ -98,7 +99,7 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
     metrics = SETTINGS.evaluate(rank, job)
     train, test = open_index(job.path("train")), open_index(job.path("test"))
     encoding = Encoding(job.run / "encoder.safetensors", CPU, blocks=3, pooling="cls")
-    models = [Model(HistogramHeads(16, 3, SETTINGS, CPU), block) for block in range(3)]
+    models = [Model(HistogramHeads(16, 3, 10.0, 0.9, 0, CPU), block) for block in range(3)]
     optimizers = [torch.optim.SGD(m.parameters(), 1.0, 0.9) for m in models]
     view = View(crop_scale=(0.6, 1.0), flip=0.0)
     steps = 3 * 150 // 32
@@ -109,7 +110,7 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
         x = encoding(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids)).clone()
         y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0].numpy()]))
         for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.param_groups[0]["lr"] = 10 * learning_rate(batch.step, steps, 150 / 32)
+            optimizer.param_groups[0]["lr"] = 10 * schedule(batch.step, steps, 150 / 32)
             optimizer.zero_grad()
             nn.functional.l1_loss(model(x[:, 16 * block : 16 * block + 16]), y).backward()
             optimizer.step()

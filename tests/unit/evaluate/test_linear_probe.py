@@ -12,11 +12,12 @@ from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate import probing
 from maect.evaluate.encoding import Encoding
-from maect.evaluate.heads import Heads, learning_rate
+from maect.evaluate.heads import Heads
 from maect.evaluate.job import Interrupted, Job
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.run import evaluate
 from maect.recipes import View
+from maect.train.parameters import schedule
 
 from .conftest import Rank, resolved
 
@@ -65,7 +66,7 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     history, best = {}, (0.0, x_test)
     for batch in loader:
         x = encoding(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids))
-        factor = learning_rate(batch.step, steps, 150 / 32)
+        factor = schedule(batch.step, steps, 150 / 32)
         heads.step(x, torch.from_numpy(batch.labels), factor)
         right = heads.predict(x_test) == y_test[:, None]
         history[batch.step + 1] = (100 * right.sum(0) / len(y_test)).tolist()
@@ -154,16 +155,20 @@ def refuses_broken_features(job: Job, settings, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Interrupted):
         settings.evaluate(Rank(patience=6), job)
     state = job.state / probing.STATE
-    saved, plain, seen = state.read_bytes(), Encoding.__call__, []
+    saved, seen = state.read_bytes(), []
 
-    def encoded(self, images):
-        x = plain(self, images).clone()
-        if images.dtype == torch.float32:  # augmented; those of the test split are bytes
-            seen.append(images)
-            x[3] = torch.nan if len(seen) > 1 else x[3]
-        return x
+    def broken(plain):
+        def encoded(self, images):
+            x = plain(self, images).clone()
+            if images.dtype == torch.float32:  # augmented; those of the test split are bytes
+                seen.append(images)
+                x[3] = torch.nan if len(seen) > 1 else x[3]
+            return x
 
-    monkeypatch.setattr(Encoding, "__call__", encoded)
+        return encoded
+
+    for name in ("__call__", "tokens"):
+        monkeypatch.setattr(Encoding, name, broken(getattr(Encoding, name)))
     # At the end of the epoch, and by one that is told to stop before.
     for patience in (10**9, 1):
         with pytest.raises(UserError, match=r"mae: after \d+ updates on .*train the probe is not"):
@@ -184,7 +189,7 @@ def test_every_rank_refuses_what_one_finds(
 ) -> None:
     asked = []
     monkeypatch.setattr(
-        probing.ranks, "any_rank", lambda context, flag: asked.append(flag) or len(asked) == 6
+        probing.distributed, "any_rank", lambda flag: asked.append(flag) or len(asked) == 6
     )
     with pytest.raises(UserError, match=r"mae: after 5 updates"):
         SETTINGS.evaluate(rank, job_of(images, tmp_path / "linear_probe.json"))
@@ -257,7 +262,7 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     )  # fmt: skip
     for batch in loader:
         x = encoding(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids)).clone()
-        optimizer.param_groups[0]["lr"] = learning_rate(batch.step, 18, 150 / 32)
+        optimizer.param_groups[0]["lr"] = schedule(batch.step, 18, 150 / 32)
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), torch.from_numpy(batch.labels)).backward()
         optimizer.step()

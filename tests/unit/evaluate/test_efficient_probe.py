@@ -1,0 +1,221 @@
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from maect.core.errors import UserError
+from maect.data.index import open_index
+from maect.data.loader import evaluation_batches, train_batches
+from maect.data.transforms import augment
+from maect.evaluate import probing
+from maect.evaluate.efficient_probe import EfficientProbe, Probe, lars
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.job import Interrupted
+from maect.recipes import View
+
+from .conftest import Rank
+from .test_linear_probe import job_of, refuses_broken_features
+
+SETTINGS = EfficientProbe(
+    queries=4,
+    epochs=4,
+    batch_size=32,
+    base_lr=160.0,
+    warmup_epochs=1,
+    crop_scale=(0.6, 1.0),
+    flip=0.0,
+    precision="fp32",
+)
+CPU = torch.device("cpu")
+NAMES = ("queries", "values", "weight", "bias")
+
+
+class Plain:
+    """The probe a second time: float64, a loop over images, queries and tokens, one over tensors.
+
+    Every token is projected before the sum, as the paper writes it.
+    """
+
+    def __init__(self, probe: Probe) -> None:
+        self.parts = {n: getattr(probe, n).detach().double().requires_grad_() for n in NAMES}
+        self.velocity = {name: torch.zeros_like(part) for name, part in self.parts.items()}
+        self.mean = torch.zeros(len(probe.mean), dtype=torch.float64)
+        self.var = torch.ones(len(probe.mean), dtype=torch.float64)
+
+    def pool(self, tokens: torch.Tensor) -> torch.Tensor:
+        queries, values = self.parts["queries"], self.parts["values"]
+        count, width = queries.shape
+        share, pooled = width // count, []
+        for image in tokens.double():
+            channels = []
+            for q in range(count):
+                scores = [math.exp(float(queries[q] @ t) / math.sqrt(width)) for t in image]
+                terms = [torch.exp(queries[q] @ t / math.sqrt(width)) for t in image]
+                own = values[q * share : (q + 1) * share]
+                total = sum(terms)
+                assert float(total) == pytest.approx(sum(scores))
+                channels.append(
+                    sum(w / total * (own @ t) for w, t in zip(terms, image, strict=True))
+                )
+            pooled.append(torch.cat(channels))
+        return torch.stack(pooled)
+
+    def step(self, tokens: torch.Tensor, labels: torch.Tensor, rate: float, decay: float) -> float:
+        x = self.pool(tokens)
+        mean, var = x.mean(0), ((x - x.mean(0)) ** 2).mean(0)
+        n = len(x)
+        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
+        self.var = 0.9 * self.var + 0.1 * var.detach() * n / (n - 1)
+        logits = (x - mean) / (var + 1e-6).sqrt() @ self.parts["weight"].T + self.parts["bias"]
+        loss = sum(row.exp().sum().log() - row[y] for row, y in zip(logits, labels, strict=True))
+        loss = loss / n
+        gradients = torch.autograd.grad(loss, list(self.parts.values()))
+        for (name, part), gradient in zip(self.parts.items(), gradients, strict=True):
+            if name != "bias":
+                gradient = gradient + decay * part.detach()
+                trust = 0.001 * math.sqrt(float((part**2).sum()))
+                gradient = gradient * trust / math.sqrt(float((gradient**2).sum()))
+            self.velocity[name] = 0.9 * self.velocity[name] + gradient
+            self.parts[name] = (part.detach() - rate * self.velocity[name]).requires_grad_()
+        return float(loss)
+
+    def predict(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = (self.pool(tokens) - self.mean) / (self.var + 1e-6).sqrt()
+        return (x @ self.parts["weight"].T + self.parts["bias"]).argmax(1)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_probe_trains_like_a_plain_loop(decay: float) -> None:
+    settings = SETTINGS.model_copy(update={"weight_decay": decay})
+    probe = Probe(12, 5, settings, CPU)
+    plain = Plain(probe)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(6):
+        tokens = 2 * torch.randn(8, 7, 12, generator=generator) + 0.5
+        labels = torch.randint(5, (8,), generator=generator)
+        pooled = plain.pool(tokens)
+        torch.testing.assert_close(probe.pool(tokens).double(), pooled, rtol=1e-4, atol=1e-5)
+        factor = 1 / (1 + step)
+        loss = float(probe.step(tokens, labels, factor))
+        expected = plain.step(tokens, labels, 160.0 * 32 / 256 * factor, decay)
+        assert loss == pytest.approx(expected, rel=1e-4)
+    for name in NAMES:
+        ours = getattr(probe, name).detach().double()
+        torch.testing.assert_close(ours, plain.parts[name].detach(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(probe.mean.double(), plain.mean, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(probe.var.double(), plain.var, rtol=1e-3, atol=1e-4)
+    tokens = torch.randn(40, 7, 12, generator=generator)
+    assert torch.equal(probe.predict(tokens), plain.predict(tokens))
+
+
+def test_what_has_no_length_is_not_scaled() -> None:
+    weight, momentum = torch.zeros(2, 2, requires_grad=True), torch.zeros(2, 2)
+    weight.grad = torch.ones(2, 2)
+    lars(weight, momentum, 0.5, 0.0)
+    assert weight.tolist() == [[-0.5, -0.5]] * 2 and weight.grad is None
+    weight.grad = torch.zeros(2, 2)
+    lars(weight, momentum, 0.5, 0.0)  # the momentum goes on
+    torch.testing.assert_close(weight.detach(), torch.full((2, 2), -0.95))
+
+
+def test_initial_values_are_those_of_the_authors_modules() -> None:
+    probe = Probe(64, 10, SETTINGS, CPU)
+    assert float(probe.queries.std()) == pytest.approx(0.02, rel=0.15)
+    assert float(probe.values.abs().max()) <= 64**-0.5 < 1.01 * float(probe.values.abs().max())
+    again = Probe(64, 10, SETTINGS, CPU)
+    assert torch.equal(probe.weight, again.weight) and torch.equal(probe.queries, again.queries)
+
+
+def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
+    """One step after the other, written without the protocol's machinery."""
+    job = job_of(images, tmp_path / "efficient_probe.json")
+    metrics = SETTINGS.evaluate(rank, job)
+    encoding = Encoding(job.run / "encoder.safetensors", CPU)
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
+
+    def tokens(pictures: torch.Tensor) -> torch.Tensor:
+        """Block by block, without the last norm and the [CLS] token."""
+        encoder = encoding.encoder
+        with torch.no_grad():
+            x = encoder.patch_embed(pictures) + encoder.pos_embed[:, 1:]
+            first = encoder.cls_token + encoder.pos_embed[:, :1]
+            x = torch.cat([first.expand(len(x), -1, -1), x], 1)
+            for block in encoder.blocks:
+                x = block(x)
+        return x[:, 1:]
+
+    parts = list(
+        evaluation_batches(
+            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
+        )
+    )
+    still = View(crop_scale=(1, 1), flip=0.0)
+    zeros = np.zeros(test.n, int)
+    pictures = torch.cat([images for images, _, _ in parts])
+    x_test = tokens(augment(pictures, still, 0, 0, zeros, zeros))
+    y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
+    probe = Probe(16, 10, SETTINGS, CPU)
+    view = View(crop_scale=(0.6, 1.0), flip=0.0)
+    steps, warmup, ends, history = 18, 150 / 32, [5, 10, 15, 18], []
+    for batch in train_batches(
+        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
+        start_step=0, steps=steps, threads=1,
+    ):  # fmt: skip
+        x = tokens(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids))
+        cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
+        factor = (batch.step + 1) / (warmup + 1) if batch.step < warmup else cosine
+        probe.step(x, torch.from_numpy(batch.labels), factor)
+        if batch.step + 1 in ends:
+            right = (probe.predict(x_test) == y_test).float().mean()
+            history.append(100 * float(right))
+    assert metrics["by_epoch"] == pytest.approx(history, abs=100 / 70 + 1e-6)
+    assert metrics["efficient_probe"] == max(metrics["by_epoch"])
+    assert metrics["efficient_probe_last"] == metrics["by_epoch"][-1]
+    kept = load_file(job.out.with_suffix(".safetensors"))
+    assert set(kept) == {*NAMES, "mean", "var"}
+
+
+def test_it_learns_digits(images: Path) -> None:
+    """From the tokens of an encoder that has learnt nothing."""
+    encoding = Encoding(images / "runs" / "mae" / "encoder.safetensors", CPU)
+    tokens, labels = {}, {}
+    for split in ("train", "val"):
+        index = open_index(images / "shards" / split)
+        (batch,) = evaluation_batches(
+            index, image_size=16, resize=16, rows=range(index.n), batch_size=256, threads=1
+        )
+        tokens[split], labels[split] = encoding.tokens(batch[0]), torch.from_numpy(batch[1])
+    probe = Probe(16, 10, SETTINGS.model_copy(update={"base_lr": 40.0}), CPU)
+    for step in range(300):
+        probe.step(tokens["train"], labels["train"], 1 - step / 300)
+    right = probe.predict(tokens["val"]) == labels["val"]
+    assert float(right.float().mean()) > 0.4  # chance is 0.1
+
+
+@pytest.mark.parametrize("patience", [0, 6, 16])
+def test_a_restart_ends_with_the_same_bits(
+    images: Path, tmp_path: Path, rank: Rank, patience: int
+) -> None:
+    whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
+    job = job_of(images, tmp_path / "efficient_probe.json")
+    with pytest.raises(Interrupted):
+        SETTINGS.evaluate(Rank(patience=patience), job)
+    again = Rank()
+    assert SETTINGS.evaluate(again, job) == whole
+    kept = [tmp_path / f"{name}.safetensors" for name in ("whole", "efficient_probe")]
+    assert kept[0].read_bytes() == kept[1].read_bytes()
+    states = [tmp_path / f".{n}.state" / probing.STATE for n in ("whole", "efficient_probe")]
+    assert states[0].read_bytes() == states[1].read_bytes()
+    assert all(report["step"] > patience for report in again.reports)
+
+
+def test_what_does_not_work_is_one_line(
+    images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = job_of(images, tmp_path / "efficient_probe.json")
+    with pytest.raises(UserError, match="queries 5 do not divide the encoder's width 16"):
+        SETTINGS.model_copy(update={"queries": 5}).evaluate(rank, job)
+    refuses_broken_features(job, SETTINGS, monkeypatch)
