@@ -2,6 +2,7 @@ import os
 import re
 import sys
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 from maect import experiment as experiments

@@ -15,9 +15,13 @@ def images_of(wildcards):
 
 def image_folder(wildcards):
     """Passed as a resource, not in `params`: images that moved re-run nothing."""
-    split = wildcards.dataset, wildcards.split
-    warn(check.missing_images(experiment, [split]))
-    return str(experiment.images(*split))
+    return images_at(wildcards.dataset, wildcards.split)
+
+
+@cache  # a split may have a thousand shards
+def images_at(dataset, split):
+    warn(check.missing_images(experiment, [(dataset, split)]))
+    return str(experiment.images(dataset, split))
 
 
 def parts_of(wildcards):
