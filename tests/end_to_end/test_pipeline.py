@@ -11,6 +11,7 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
+import pytest
 from conftest import MINI, ROOT, Pipeline, wait_for
 
 from maect.launch.record import progress, read_job
@@ -55,13 +56,27 @@ def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
     assert "done: epoch " in log and "images/s" in log
 
 
-def test_killed_three_times_and_started_again(undisturbed: Pipeline, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "ends",
+    [
+        # A killed Snakemake is also in tests/unit/launch and tests/cluster, without training.
+        {"head_min_tiny": "everything", "ct_min_tiny": "interrupt"},
+        pytest.param(
+            {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=len,
+)
+def test_killed_and_started_again(
+    undisturbed: Pipeline, tmp_path: Path, ends: dict[str, str]
+) -> None:
     """A different end in each training; after each, the same command as before."""
     pipeline = Pipeline(tmp_path / "killed", copy.deepcopy(MINI))
     pipeline.command()
-    for data in ("images", "shards"):  # only trainings are disturbed
-        shutil.copytree(undisturbed.results / data, pipeline.results / data)
-    ends = {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"}
+    finished = [f"runs/{run}" for run in ENCODERS if run not in ends]
+    for folder in ("images", "shards", *finished):  # only trainings are disturbed
+        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
     for stage, kill in ends.items():
         started = pipeline.start("evaluations")
         run = pipeline.results / "runs" / stage
