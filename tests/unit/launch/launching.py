@@ -13,7 +13,15 @@ from pathlib import Path
 import psutil
 
 from maect.core.files import write_json
-from maect.launch.record import Job, make_job_folder, progress, read_job, verdict, write_job
+from maect.launch.record import (
+    Job,
+    make_job_folder,
+    progress,
+    rank_file,
+    read_job,
+    verdict,
+    write_job,
+)
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -43,7 +51,8 @@ class Run:
 
     def start(self, *words: str, **arguments: object) -> subprocess.Popen[str]:
         """Start a launcher; its words go to a pipe."""
-        arguments = {"steps": 40, **arguments}
+        if "function" not in arguments:
+            arguments = {"steps": 40, **arguments}
         process = subprocess.Popen(
             self.command(arguments, self.resources, *words),
             stderr=subprocess.PIPE,
@@ -101,6 +110,10 @@ class Run:
         """Say in rank 0's place that the function has returned."""
         folder = make_job_folder(self.folder, self.job().name)
         write_json(folder / "rank-0.json", {"rank": 0, "id": self.job().id, "end": how})
+
+    def meeting(self) -> dict:
+        """Where rank 0 says that the ranks meet."""
+        return json.loads(rank_file(self.folder, self.job().name, 0).read_text())["meeting"]
 
     def progress(self) -> dict:
         """The last report."""

@@ -12,10 +12,11 @@ from maect.launch import Resources, Task, launch
 def main() -> int:
     folder = Path(sys.argv[1])
     arguments, resources = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    function = arguments.pop("function", "counting:count")
     try:
         with command_log():
             launch(
-                Task("counting:count", {"folder": str(folder), **arguments}),
+                Task(function, {"folder": str(folder), **arguments}),
                 folder,
                 Resources(**{**resources, "sbatch": tuple(resources.get("sbatch", ()))}),
                 is_done=(folder / "done.json").exists,

@@ -1,0 +1,165 @@
+"""The ranks meet where nobody else can take part, or at least where nothing is executed."""
+
+import json
+import multiprocessing
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from exchanging import check
+from launching import HERE, Run, finish, wait_for
+
+from maect.core.errors import UserError
+from maect.core.files import write_json
+from maect.launch.record import Job, make_job_folder, rank_file, write_job
+from maect.launch.rendezvous import Rendezvous
+
+
+def attack(mark: Path, *ports: int) -> dict[str, list[str]]:
+    """What another user can reach while a job runs: keys by port."""
+    words = [sys.executable, str(HERE / "attack.py"), str(mark), *map(str, ports)]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
+    answers: dict[str, list[str]] = json.loads(done.stdout)
+    return answers
+
+
+def listening(process: psutil.Process) -> list[tuple[str, int]]:
+    """Addresses and ports on which a process waits for connections."""
+    try:
+        found = process.net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []
+    return [(at.laddr.ip, at.laddr.port) for at in found if at.status == psutil.CONN_LISTEN]
+
+
+def test_one_node_has_no_port_to_attack(tmp_path: Path) -> None:
+    run = Run(tmp_path / f"run{time.monotonic_ns()}")
+    mark = tmp_path / "executed"
+    tmp_path.chmod(0o777)  # the attacker could leave the mark
+    try:
+        launcher = run.start(function="exchanging:exchange")
+        run.reaches(1)
+        ours = [port for process in run.processes() for port in listening(process)]
+        assert {address for address, _ in ours} <= {"127.0.0.1", "::1"}
+        assert attack(mark, *(port for _, port in ours)) == {}
+        meeting = run.meeting()
+        assert meeting["port"] == 0 and os.path.exists(meeting["file"])
+        for private in (Path(meeting["file"]).parent, run.folder / "jobs"):
+            assert stat.S_IMODE(private.stat().st_mode) == 0o700
+        (run.folder / "enough").touch()
+        words = finish(launcher)
+        assert launcher.returncode == 0, words
+        check(json.loads((run.folder / "done.json").read_text()))
+        assert not mark.exists() and len(run.job().earlier) == 0
+        wait_for(lambda: not Path(meeting["file"]).parent.exists())
+    finally:
+        run.end()
+
+
+class Rank:
+    """One of two ranks on two nodes that both are this machine."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        self.folder, self.rank, self.world_size = folder, rank, 2
+        self.rendezvous = Rendezvous(folder, "job", 0, rank, 2, ["n1", "n2"])
+        if rank == 0:
+            write_json(rank_file(folder, "job", 0), {"meeting": self.rendezvous.published()})
+
+    def store(self, timeout: timedelta) -> object:
+        return self.rendezvous.store(timeout)
+
+    def report(self, progress: dict[str, int]) -> None:
+        (self.folder / "met").touch()
+
+
+def on_node(folder: Path, rank: int) -> None:
+    sys.path.insert(0, str(HERE))
+    from exchanging import exchange
+
+    exchange(context=Rank(folder, rank), folder=str(folder))
+
+
+def test_on_several_nodes_nothing_is_executed_and_nobody_misled(tmp_path: Path) -> None:
+    """The port answers on the ranks' interface alone; what an intruder writes there has no effect
+    on ranks that have met, and none of it is unpickled."""
+    make_job_folder(tmp_path, "job")
+    tmp_path.chmod(0o777 | stat.S_ISVTX)
+    spawn = multiprocessing.get_context("spawn")
+    ranks = [spawn.Process(target=on_node, args=(tmp_path, rank)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        file = rank_file(tmp_path, "job", 0)
+        wait_for(file.exists)
+        meeting = json.loads(file.read_text())["meeting"]
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", meeting["port"]), 5):
+            pass
+        wait_for((tmp_path / "met").exists)
+        (keys,) = attack(tmp_path / "executed", meeting["port"]).values()
+        assert keys and all(key.startswith(meeting["secret"]) for key in keys)
+        (tmp_path / "enough").touch()
+        for process in ranks:
+            process.join(120)
+        assert [process.exitcode for process in ranks] == [0, 0]
+        check(json.loads((tmp_path / "done.json").read_text()))
+        assert not (tmp_path / "executed").exists()
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> None:
+    make_job_folder(tmp_path, "job")
+    rendezvous = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
+    first = rendezvous.store(timedelta(seconds=5))
+    first.set("key", "value")
+    assert not rendezvous.store(timedelta(seconds=5)).check(["key"])
+    folder = Path(rendezvous.meeting.file).parent
+    rendezvous.close()
+    assert not folder.exists()
+
+
+def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maect.launch.rendezvous.PATIENCE", 0.2)
+    make_job_folder(tmp_path, "job")
+    # What an attempt before this one has written under the same id is not taken for this one's.
+    old = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
+    write_json(rank_file(tmp_path, "job", 0), {"meeting": old.published()})
+    assert Rendezvous(tmp_path, "job", 0, 1, 2, ["here"]).meeting == old.meeting
+    with pytest.raises(UserError, match="all nodes share"):
+        Rendezvous(tmp_path, "job", 1, 1, 2, ["here"])
+    old.close()
+
+
+def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    """The ranks unpickle what submitit leaves there."""
+    open_, linked = tmp_path / "open", tmp_path / "linked"
+    open_.mkdir()
+    open_.chmod(0o777)
+    with pytest.raises(UserError, match="every user may write there; run `chmod o-w"):
+        make_job_folder(open_, "job")
+    (linked / "elsewhere").mkdir(parents=True)
+    (linked / "jobs").symlink_to(linked / "elsewhere")
+    with pytest.raises(UserError, match="not a folder of yours"):
+        make_job_folder(linked, "job")
+    mine = tmp_path / "mine/jobs"
+    mine.mkdir(parents=True, mode=0o755)
+    write_job(mine.parent, Job("local", "job", 1, 0))
+    make_job_folder(mine.parent, "job")
+    assert stat.S_IMODE(mine.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
+def test_another_user_s_job_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    os.chown(tmp_path / "jobs", 65534, 65534)
+    with pytest.raises(UserError, match="not a folder of yours"):
+        make_job_folder(tmp_path, "job")

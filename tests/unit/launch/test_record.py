@@ -1,0 +1,112 @@
+"""`job.json`: damaged is damaged, absent is absent, old is read."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from maect.core.errors import UserError
+from maect.core.files import write_json
+from maect.launch.record import (
+    Job,
+    make_job_folder,
+    new_job,
+    progress,
+    rank_file,
+    read_job,
+    saved_step,
+    write_job,
+)
+from maect.launch.state import clusters, state_of
+
+DONE = {"cluster": "local", "name": "maect-x-1", "ranks": 2, "step": 0, "attempt": 3}
+DONE |= {"state": "ended", "id": "4", "created": 1.5, "host": "h", "submitted": 2.5}
+OLD = DONE | {"ending": "done", "earlier": []}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job("slurm", "maect-x-1", 2, 20, {"function": "a:b", "cpus": 1}, progress={"step": 30})
+    write_job(tmp_path, job)
+    return job
+
+
+def test_what_is_written_is_read(tmp_path: Path, job: Job) -> None:
+    assert read_job(tmp_path) == job
+    assert read_job(tmp_path / "nothing") is None
+
+
+def test_any_damage_is_named_in_one_line(tmp_path: Path, job: Job) -> None:
+    file = tmp_path / "job.json"
+    whole = file.read_bytes()
+    for place in range(0, len(whole), 7):
+        for damage in (
+            whole[:place],
+            whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
+        ):
+            file.write_bytes(damage)
+            try:
+                assert read_job(tmp_path) == job  # a space more or less
+            except UserError as error:
+                assert str(error).startswith(f"{file}: damaged (") and "\n" not in str(error)
+                assert "delete the file and start again" in str(error)
+
+
+@pytest.mark.parametrize("value", [[], 3, {}, {"name": 1}, OLD | {"state": "??"}, OLD | {"x": 1}])
+def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
+    write_json(tmp_path / "job.json", value)
+    with pytest.raises(UserError, match="damaged"):
+        read_job(tmp_path)
+
+
+def test_a_record_of_an_older_version(tmp_path: Path) -> None:
+    """Read; the reports of that version, which nobody renews, are removed with the next job."""
+    write_json(tmp_path / "job.json", OLD | {"ending": "its processes have ended"})
+    for name in ("progress.json", "verdict.json", "stop"):
+        (tmp_path / name).write_text('{"step": 99}')
+    old = read_job(tmp_path)
+    assert old is not None and progress(tmp_path, old) == {}
+    assert state_of(tmp_path, old, clusters()).outcome == "lost"
+    job = new_job(tmp_path, "local", 2, old)
+    assert (job.attempt, job.step, len(job.earlier)) == (4, 0, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+    write_json(tmp_path / "job.json", OLD)
+    done = read_job(tmp_path)
+    assert done is not None and state_of(tmp_path, done, clusters()).outcome == "done"
+    assert new_job(tmp_path, "local", 2, done).attempt == 1
+
+
+def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:
+    make_job_folder(tmp_path, job.name)
+    file = rank_file(tmp_path, job.name, 0)
+    write_json(file, {"rank": 0, "progress": {"step": 77}})
+    assert progress(tmp_path, job)["step"] == 77 and saved_step(tmp_path, job) == 20
+    write_json(file, {"rank": 0, "progress": {"step": 77}, "saved": 60})
+    assert saved_step(tmp_path, job) == 60
+    assert new_job(tmp_path, "slurm", 2, job).step == 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "rank", "outcome"),
+    [
+        ({"ending": "done"}, {}, "done"),
+        ({"ending": "its processes have ended"}, {"end": "done"}, "done"),
+        ({"ending": "rank 0 died"}, {}, "lost"),
+        ({"ending": "its processes have ended"}, {"end": "requeue"}, "saved"),
+        ({"ending": "stopped by the user"}, {"end": "stopped"}, "stopped"),
+        ({"ending": "not accepted: no", "id": None}, None, "failed"),
+        ({"ending": "rank 0 failed"}, {"end": "error"}, "failed"),
+        # What was on record when the job's folder was cleared away.
+        ({"ending": "its processes have ended", "verdict": "requeue"}, None, "saved"),
+    ],
+)
+def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, outcome: str) -> None:
+    ended = Job(**asdict(job) | {"state": "ended", "id": "7"} | changes)
+    if rank is not None:
+        make_job_folder(tmp_path, job.name)
+        said = {"kind": "RuntimeError", "message": "no", "traceback": "T", "time": 1.0}
+        value = {"rank": 0, "end": None} | (said if rank.get("end") == "error" else {}) | rank
+        rank_file(tmp_path, job.name, 0).write_text(json.dumps(value))
+    state = state_of(tmp_path, ended, clusters())
+    assert (state.look.phase, state.outcome) == ("ended", outcome)
