@@ -6,6 +6,7 @@ gives a run for every combination. The `from` links are the edges of the pipelin
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ from maect.experiment.expand import Run, begins_with, expand_runs, runs_to_score
 from maect.experiment.rows import (
     CHANGES,
     REPLACED,
-    Line,
     lines,
     matching,
     restricted,
@@ -34,6 +34,7 @@ from maect.experiment.schema import (
     expand_path,
     fill_path,
 )
+from maect.report.config import Row
 from maect.report.registry import FIGURES, TABLE_NAMES
 
 EXPERIMENTS = Path("workflow/experiments")
@@ -87,7 +88,7 @@ class Experiment:
                 self._rows[name] = without_twins(self._rows[name], self.runs)
         # What imported weights cost is not known.
         shown = self._rows.get("gpu_hours", [])
-        self._rows["gpu_hours"] = [line for line in shown if trained.issuperset(line[2])]
+        self._rows["gpu_hours"] = [line for line in shown if trained.issuperset(line.runs)]
 
     def _check_plain(self) -> None:
         """Refuse names that commands could not say without quotes."""
@@ -128,8 +129,8 @@ class Experiment:
         self.runs = {name: run for name, run in self.runs.items() if name not in gone}
         self.evaluations = tuple(pair for pair in self.evaluations if pair[0] not in gone)
         for name, rows in self._rows.items():
-            left = [(s, m, [run for run in runs if run not in gone]) for s, m, runs in rows]
-            self._rows[name] = [line for line in left if line[2]]
+            left = [replace(row, runs=tuple(r for r in row.runs if r not in gone)) for row in rows]
+            self._rows[name] = [row for row in left if row.runs]
 
     def _error(self, message: str) -> UserError:
         return UserError(f"{self.file}: {message}")
@@ -201,7 +202,7 @@ class Experiment:
             return self.root / "images" / dataset / split
         return Path(fill_path(given.images))
 
-    def rows(self, name: str) -> list[Line]:
+    def rows(self, name: str) -> list[Row]:
         """Lines of a table or figure."""
         return self._rows[name]
 

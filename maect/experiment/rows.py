@@ -8,12 +8,11 @@ from maect.core.errors import UserError
 from maect.core.names import check_names
 from maect.experiment.expand import Run, begins_with, seedless
 from maect.experiment.schema import ExperimentSpec, Rows
+from maect.report.config import Row
 
 REPLACED = ("seeds", "starting_from")
 CHANGES = (*REPLACED, "tables", "figures", "protocols")
 """What `--config` may say beside `experiment`: other values, and less of what the file asks."""
-Line = tuple[str, str, list[str]]
-"""Architecture, method and the runs behind it, one a seed."""
 
 
 def restricted(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
@@ -72,7 +71,7 @@ def _pairs(rows: Rows) -> Iterator[tuple[str | None, str]]:
 
 def lines(
     where: str, rows: Rows, runs: Mapping[str, Run], shown: Collection[str], partial: bool = False
-) -> list[Line]:
+) -> list[Row]:
     """The lines of a table or figure.
 
     Args:
@@ -101,19 +100,19 @@ def lines(
                 )
             if name not in line:
                 line.append(name)
-    return [(architecture, method, line) for (architecture, method), line in found.items()]
+    return [Row(*key, tuple(line)) for key, line in found.items()]
 
 
-def without_twins(rows: Iterable[Line], runs: Mapping[str, Run]) -> list[Line]:
+def without_twins(rows: Iterable[Row], runs: Mapping[str, Run]) -> list[Row]:
     """The lines of a table without those that another one, `METHOD_public`, says the same as.
 
     Both begin with the same file: there is nothing to compare.
     """
     rows = list(rows)
-    first = {(size, method): begins_with(names[0], runs).weights for size, method, names in rows}
+    first = {(row.architecture, row.method): begins_with(row.runs[0], runs).weights for row in rows}
     return [
-        (size, method, names)
-        for size, method, names in rows
-        if first[size, method] is None
-        or first[size, method] != first.get((size, f"{method}_public"))
+        row
+        for row in rows
+        if (weights := first[row.architecture, row.method]) is None
+        or weights != first.get((row.architecture, f"{row.method}_public"))
     ]

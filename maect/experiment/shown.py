@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maect.core.settings_file import SettingsFile
 from maect.experiment.load import Experiment
-from maect.report.config import ClaimsConfig, Row, ShownConfig
+from maect.report.config import ClaimsConfig, ShownConfig
 from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
 
 
@@ -30,7 +30,7 @@ def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig
     """All that a table or figure is told."""
     return ShownConfig(
         name=name,
-        rows=[Row(*line) for line in experiment.rows(name)],
+        rows=experiment.rows(name),
         evaluations=experiment.root / "evaluations",
         runs=experiment.root / "runs",
         compare_with_paper=experiment.spec.compare_with_paper,
@@ -41,10 +41,10 @@ def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig
 def claims_config(experiment: Experiment) -> ClaimsConfig:
     """All that the claims are told."""
     names = tables(experiment)
-    rows = {tuple(map(str, line)): Row(*line) for name in names for line in experiment.rows(name)}
+    rows = dict.fromkeys(row for name in names for row in experiment.rows(name))
     return ClaimsConfig(
         tables=[experiment.root / "tables" / f"{name}.csv" for name in names],
-        rows=list(rows.values()),
+        rows=list(rows),
         runs=experiment.root / "runs",
     )
 
@@ -66,7 +66,7 @@ def read_by(experiment: Experiment, name: str, figure: bool) -> list[Path]:
 
 def records(experiment: Experiment, names: list[str]) -> list[Path]:
     """Completion records of the runs in tables and figures and of all that they start from."""
-    runs = [run for name in names for _, _, line in experiment.rows(name) for run in line]
+    runs = [run for name in names for row in experiment.rows(name) for run in row.runs]
     return [experiment.folder(run) / "run.json" for run in experiment.behind(runs)]
 
 
@@ -74,8 +74,8 @@ def _evaluations(
     experiment: Experiment, name: str, shown: Table | Figure
 ) -> Iterator[tuple[str, str]]:
     """Those that a table or figure reads and the experiment makes, as (run, name)."""
-    for _, method, runs in experiment.rows(name):
-        for pair in itertools.product(runs, shown.reads(method)):
+    for row in experiment.rows(name):
+        for pair in itertools.product(row.runs, shown.reads(row.method)):
             if pair in experiment.asked:
                 yield pair
 

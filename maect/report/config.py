@@ -16,7 +16,7 @@ class Row:
 
     architecture: Name
     method: Name
-    runs: list[str]
+    runs: tuple[str, ...]
 
 
 class ShownConfig(SettingsFile):

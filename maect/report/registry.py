@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from maect.core.errors import UserError
 from maect.core.names import did_you_mean
+from maect.report.config import Row
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Figure:
 def can_show(
     name: str,
     figure: bool,
-    rows: Iterable[tuple[str, str, list[str]]],
+    rows: Iterable[Row],
     made: Collection[tuple[str, str]],
 ) -> bool:
     """Whether a table or figure has anything to show.
@@ -124,7 +125,7 @@ def can_show(
     Args:
         name: which.
         figure: not a table.
-        rows: its lines, as (architecture, method, runs).
+        rows: its lines.
         made: evaluations that are made, as (run, name).
     """
     needs = FIGURES[name].needs if figure else ()
@@ -132,9 +133,9 @@ def can_show(
         return True
     return any(
         (run, need) in made
-        for _, method, runs in rows
-        for run in runs
-        for need in (needs or TABLES[name].reads(method))
+        for row in rows
+        for run in row.runs
+        for need in (needs or TABLES[name].reads(row.method))
     )
 
 

@@ -140,7 +140,7 @@ def build_table(
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
     given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(name).index)
     if paper and table.all_of_paper and not given.isdisjoint(printed):
-        rows += [Row(size, method, []) for size, method in printed if (size, method) not in given]
+        rows += [Row(size, method, ()) for size, method in printed if (size, method) not in given]
     lines: list[dict[str, Any]] = []
     seen = set()
     for row in rows:
@@ -163,7 +163,7 @@ def build_table(
 def printed_tables() -> dict[str, pd.DataFrame]:
     """All of the paper's tables as `build_table` makes them, with nothing measured."""
     return {
-        name: build_table(name, [Row(str(a), str(m), []) for a, m in _paper(name).index], Path())
+        name: build_table(name, [Row(str(a), str(m), ()) for a, m in _paper(name).index], Path())
         for name in TABLES
         if len(_paper(name))
     }
@@ -241,7 +241,7 @@ def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     for row in rows:
         done = [run for run in row.runs if (runs / run / "run.json").exists()]
         values = [hours_of(chain(run, runs)) for run in done]
-        if done and done == row.runs and all(math.isnan(hours) for hours, _ in values):
+        if done and len(done) == len(row.runs) and all(math.isnan(hours) for hours, _ in values):
             continue
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
         for position, column in enumerate(COST):

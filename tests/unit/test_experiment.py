@@ -14,6 +14,7 @@ from maect.experiment import load, resolve, shown
 from maect.experiment.check import missing_images
 from maect.experiment.resolve import run_config
 from maect.experiment.rows import names
+from maect.report.config import Row
 from maect.stages import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,9 @@ def test_expansion_and_links(tmp_path: Path) -> None:
     assert experiment.runs["ct_aug_tiny-s1"].source == "head_aug_tiny-s1"
     assert experiment.runs["head_min_tiny"].source == "mae_tiny"
     assert experiment.runs["ct_min_tiny"].method == "ct_min"
-    assert experiment.rows("low_shot")[1] == ("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"])
+    assert experiment.rows("low_shot")[1] == Row(
+        "tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"]
+    )
     assert experiment.behind(["ct_min_tiny"]) == ["ct_min_tiny", "head_min_tiny", "mae_tiny"]
     assert ("mae_tiny-s1", "knn") in experiment.evaluations
     assert experiment.runs["mae_tiny"].settings.leaves == ("encoder.safetensors",)
@@ -248,12 +251,12 @@ def test_rows_in_their_order_and_under_other_names(tmp_path: Path) -> None:
     rows = ["ct_*", {"trainable_3": "ct_min_tiny", "start": "mae_*"}]
     shown = load(write(tmp_path, seeds=2, tables={"sensitivity": rows, "low_shot": None}))
     assert shown.rows("sensitivity") == [
-        ("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"]),
-        ("tiny", "ct_aug", ["ct_aug_tiny", "ct_aug_tiny-s1"]),
-        ("tiny", "trainable_3", ["ct_min_tiny", "ct_min_tiny-s1"]),
-        ("tiny", "start", ["mae_tiny", "mae_tiny-s1"]),
+        Row("tiny", "ct_min", ["ct_min_tiny", "ct_min_tiny-s1"]),
+        Row("tiny", "ct_aug", ["ct_aug_tiny", "ct_aug_tiny-s1"]),
+        Row("tiny", "trainable_3", ["ct_min_tiny", "ct_min_tiny-s1"]),
+        Row("tiny", "start", ["mae_tiny", "mae_tiny-s1"]),
     ]
-    assert [method for _, method, _ in shown.rows("low_shot")] == ["mae", "ct_min", "ct_aug"]
+    assert [row.method for row in shown.rows("low_shot")] == ["mae", "ct_min", "ct_aug"]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path: Pa
     figures = {"umap": ["mae_tiny"], "training_curves": ["ct_*", "mae_tiny"], "pipeline": ["ct_*"]}
     file = write(tmp_path, evaluate=asked, tables=["low_shot"], figures=figures)
     less = load(file, protocols="umap")
-    assert [method for _, method, _ in less.rows("training_curves")] == ["mae"]
+    assert [row.method for row in less.rows("training_curves")] == ["mae"]
     assert less.figures == ["umap", "training_curves"]
     assert load(file, tables=None, figures="").tables == []
     wrong = write(tmp_path, evaluate=asked, figures={"umap": ["ma_tiny"]})

@@ -31,7 +31,7 @@ def test_every_table_and_figure_is_asked_for(name):
 @pytest.mark.parametrize("table", TABLE_NAMES)
 def test_a_run_behind_every_line_of_the_papers_tables(table):
     experiment = load("paper")
-    lines = {(size, method) for size, method, _ in experiment.rows(table)}
+    lines = {(row.architecture, row.method) for row in experiment.rows(table)}
     assert set(paper_table(table).index) - lines == (UNPUBLISHED if table == "extended" else set())
 
 
@@ -39,7 +39,8 @@ def test_a_run_behind_every_line_of_the_papers_tables(table):
 def test_an_evaluation_behind_every_number_of_the_papers_tables(table):
     experiment = load("paper")
     asked, printed, columns = set(experiment.evaluations), paper_table(table), TABLES[table]
-    for size, method, runs in experiment.rows(table):
+    for row in experiment.rows(table):
+        size, method, runs = row.architecture, row.method, row.runs
         if (size, method) not in printed.index:
             continue
         for metric in columns.metrics:
@@ -60,23 +61,24 @@ def test_one_percent_for_mae_with_vit_h14_has_the_higher_rate():
     columns = TABLES["huge14"]
     one_percent = next(m for m in columns.metrics if m.name == "low_shot_1pct")
     rates = {}
-    for size, method, (run,) in experiment.rows("huge14"):
+    for row in experiment.rows("huge14"):
+        (run,) = row.runs
         found = [
             n
-            for n in columns.evaluations_of(one_percent, method)
+            for n in columns.evaluations_of(one_percent, row.method)
             if (run, n) in experiment.evaluations
         ]
         assert len(found) == 1, run
-        rates[size, method] = experiment.evaluation(run, found[0]).base_lr
+        rates[row.architecture, row.method] = experiment.evaluation(run, found[0]).base_lr
     assert rates.pop(("huge14", "mae")) == 1e-2
     assert set(rates.values()) == {3e-5}
 
 
 def test_every_line_of_the_label_figure_ends_at_all_labels():
     experiment = load("paper")
-    for size, method, runs in experiment.rows("label_efficiency"):
-        asked = {name for run, name in experiment.evaluations if run in runs}
-        assert "fine_tune" in asked and any("10pct" in name for name in asked), (size, method)
+    for row in experiment.rows("label_efficiency"):
+        asked = {name for run, name in experiment.evaluations if run in row.runs}
+        assert "fine_tune" in asked and any("10pct" in name for name in asked), row
 
 
 # Snakemake with a last line about itself: seconds of CPU and kilobytes of memory. Not ru_maxrss,

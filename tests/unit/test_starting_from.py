@@ -13,7 +13,7 @@ import yaml
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.report.claims import claims_table
-from maect.report.tables import Row, build_table
+from maect.report.tables import build_table
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = {"weights": "/none/{size}.pth", "layout": "mae"}
@@ -58,7 +58,7 @@ def test_public_weights_take_the_place_of_pretraining(tmp_path: Path) -> None:
     assert public.runs["ct_base"].settings == load(write(tmp_path)).runs["ct_base"].settings
     assert public.evaluated == ("mae_base", "ct_base", "ibot_base")
     assert public.tables == ["low_shot"] and public.figures == ["pipeline"]
-    assert [method for _, method, _ in public.rows("low_shot")] == ["mae", "ct", "ibot"]
+    assert [row.method for row in public.rows("low_shot")] == ["mae", "ct", "ibot"]
     # In another folder: 10,000 GPU hours must not be overwritten by a download.
     assert public.root == Path("results/mine-public") != load(write(tmp_path)).root
 
@@ -67,7 +67,7 @@ def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path: Path) -> None:
     asked = [{"runs": ["*"], "protocols": ["linear_probe"]}]
     file = write(tmp_path, evaluate=asked, figures=["gpu_hours", "pipeline"])
     scratch = load(file)
-    assert [method for _, method, _ in scratch.rows("gpu_hours")] == ["mae", "mae", "ct", "ct"]
+    assert [row.method for row in scratch.rows("gpu_hours")] == ["mae", "mae", "ct", "ct"]
     public = load(file, starting_from="public")
     assert public.figures == ["pipeline"]  # with no line left, it could only fail
     assert "gpu_hours" not in load("paper", starting_from="public").figures
@@ -76,19 +76,19 @@ def test_gpu_hours_are_drawn_of_what_was_trained_here(tmp_path: Path) -> None:
 def test_weights_are_not_compared_with_themselves() -> None:
     """Table 6 holds our own MAE against the public one: with one of them it decides nothing."""
     paper = load("paper", starting_from="public")
-    methods = [method for _, method, _ in paper.rows("reimplementation")]
+    methods = [row.method for row in paper.rows("reimplementation")]
     assert methods == ["mae_public", "ct_min_k1_public"]
-    lines = {(size, method) for size, method, _ in paper.rows("extended")}
+    lines = {(row.architecture, row.method) for row in paper.rows("extended")}
     assert ("base", "mae_public") in lines and ("base", "mae") not in lines
     assert ("base", "ct_min") in lines
-    assert "ct_min_k1" in {method for _, method, _ in paper.rows("ablation")}
-    scratch = [method for _, method, _ in load("paper").rows("reimplementation")]
+    assert "ct_min_k1" in {row.method for row in paper.rows("ablation")}
+    scratch = [row.method for row in load("paper").rows("reimplementation")]
     assert scratch == ["mae_public", "mae", "ct_min_k1_public", "ct_min_k1"]
 
 
 def test_a_table_without_the_twin_leaves_the_claim_open(tmp_path: Path) -> None:
     paper = load("paper", starting_from="public")
-    rows = [Row(*line) for line in paper.rows("reimplementation")]
+    rows = paper.rows("reimplementation")
     for run, name in itertools.product(paper.runs, ("linear_probe", "knn")):
         (tmp_path / run).mkdir(exist_ok=True)
         (tmp_path / run / f"{name}.json").write_text(json.dumps({"metrics": {name: 75.0}}))
@@ -112,7 +112,7 @@ def test_a_mistake_in_what_is_left_out_is_found_all_the_same(tmp_path: Path) -> 
 def test_another_image_size_is_another_architecture(tmp_path: Path) -> None:
     runs = {"mae": {"recipe": "mae", "size": "base", "image_size": 96}}
     changes: dict[str, Any] = {"runs": runs, "tables": ["low_shot"]}
-    assert load(write(tmp_path, **changes)).rows("low_shot")[0][0] == "base_96"
+    assert load(write(tmp_path, **changes)).rows("low_shot")[0].architecture == "base_96"
 
 
 def snakemake(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":

@@ -49,12 +49,8 @@ def test_the_overhead_of_the_papers_runs_is_decided(tmp_path):
     hours = {"pretrain": 100.0, "head": 2.0, "tune": 6.0, "import": 0.0}
     for name, run in paper.runs.items():
         record(tmp_path, name, run.stage, hours[run.stage], run.source)
-    lines = dict.fromkeys(
-        (size, method, tuple(runs))
-        for name in paper.tables
-        for size, method, runs in paper.rows(name)
-    )
-    frame = cost_table([Row(size, method, list(runs)) for size, method, runs in lines], tmp_path)
+    rows = dict.fromkeys(row for name in paper.tables for row in paper.rows(name))
+    frame = cost_table(rows, tmp_path)
     overhead = next(one for one in STATEMENTS if one.name == "overhead")
     verdict = judge({"cost": frame}, [overhead])[0]
     assert verdict.result == "holds"
