@@ -216,9 +216,10 @@ def launch(
         sbatch=tuple(part for part in options.sbatch.split(",") if part),
         setup=os.path.abspath(options.setup) if options.setup else None,
     )
+    name = folder.name.removesuffix(".job")  # a run's may have a dot
     launch_task(
         Task(task, arguments), folder, resources,
-        is_done=is_done, describe=f"{options.command} {folder.stem}", detach=options.detach,
+        is_done=is_done, describe=f"{options.command} {name}", detach=options.detach,
     )  # fmt: skip
 
 
