@@ -1,10 +1,12 @@
 """Mixed precision: bfloat16 for matrix products, where the processor has it."""
 
-import warnings
+import logging
 from functools import cache
 from typing import Literal
 
 import torch
+
+log = logging.getLogger(__name__)
 
 Precision = Literal["fp32", "bf16"]
 
@@ -24,5 +26,5 @@ def bfloat16_on(device_type: str) -> str:
     """
     if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return device_type
-    warnings.warn("precision: this CPU computes no bfloat16; using float32", stacklevel=2)
+    log.warning("precision: this CPU computes no bfloat16; using float32")
     return "float32"

@@ -1,6 +1,6 @@
 """The vision transformer: timm's blocks and names, with masking and frozen lower blocks."""
 
-import warnings
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from maect.core.errors import UserError
 from maect.models.positions import sincos_2d
 from maect.recipes import Encoder
+
+log = logging.getLogger(__name__)
 
 
 class VisionEncoder(VisionTransformer):
@@ -172,7 +174,7 @@ def flash_kernel() -> Any:
     try:
         from flash_attn import flash_attn_qkvpacked_func  # type: ignore[import-not-found]
     except ImportError as error:
-        warnings.warn(f"attention: flash_attn is not installed ({error}); using sdpa", stacklevel=2)
+        log.warning("attention: flash_attn is not installed (%s); using sdpa", error)
         return None
     return flash_attn_qkvpacked_func
 
