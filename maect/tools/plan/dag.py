@@ -42,16 +42,15 @@ def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) ->
 
     LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", listener)
     words = ["--snakefile", str(SNAKEFILE), *targets, "--profile", str(profile), "--dry-run"]
-    said = io.StringIO()
+    logging.getLogger("snakemake").propagate = False  # our own handlers would print it
+    said = io.StringIO()  # "Using profile ...", what a dry run warns of, what the Snakefile refuses
     try:
-        with redirect_stderr(said):  # "Using profile ..."
+        with redirect_stderr(said), listener.listening() as heard:
             parser, options = parse_args([*words, "--logger", "maect", "--config", *config])
+            done = args_to_api(options, parser)
     except (SystemExit, Exception) as error:
         last = [line for line in said.getvalue().splitlines() if line.strip()][-1:]
         raise UserError(*(last or [str(error)])) from None
-    logging.getLogger("snakemake").propagate = False  # our own handlers would print it
-    with listener.listening() as heard:
-        done = args_to_api(options, parser)
     if not done:
         raise UserError(heard.errors[-1].splitlines()[-1] if heard.errors else "Snakemake failed")
     return [RuleJob(*one) for one in heard.jobs]
