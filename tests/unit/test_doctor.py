@@ -1,4 +1,4 @@
-"""`maect doctor`: each fault is a line with its cure. Its job: tests/cluster/test_site.py."""
+"""`maect doctor`: each fault is a line with a hint. Its job: tests/cluster/test_site.py."""
 
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ def report(**changes: Any) -> dict[str, Any]:
 
 
 def failures(findings: list[Finding]) -> list[str]:
-    assert all(finding.cure for finding in findings if finding.kind == "FAIL")
+    assert all(finding.hint for finding in findings if finding.kind == "FAIL")
     return [finding.what for finding in findings if finding.kind == "FAIL"]
 
 
 def test_a_healthy_site() -> None:
     text = "\n".join(lines(judge(report(), TWO_BY_TWO)))
-    assert "FAIL" not in text and "cure" not in text
+    assert "FAIL" not in text and "hint" not in text
     assert "ok   job on 2 nodes, 4 ranks: python 3.12.1, torch 2.14" in text
     assert "ok   2 GPUs a node: NVIDIA A100" in text
     assert "ok   NCCL all-reduce over 4 ranks: 20.00 GB/s" in text
@@ -93,7 +93,7 @@ def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPat
 def test_faults_before_any_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No sbatch, no setup script: two lines, two cures, and no job is tried."""
+    """No sbatch, no setup script: two lines, two hints, and no job is tried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(login.shutil, "which", lambda name: None)
@@ -101,8 +101,8 @@ def test_faults_before_any_job(
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"set-resources": {"pretrain": asked}}))
     assert cli.main(["doctor", "--profile", str(tmp_path), "--experiment", "digits"]) == 2
     said = capsys.readouterr()
-    assert "FAIL setup script no.sh does not exist\n     cure: correct `setup`" in said.out
-    assert "FAIL no sbatch here\n     cure: start on a login node" in said.out
+    assert "FAIL setup script no.sh does not exist\n     hint: correct `setup`" in said.out
+    assert "FAIL no sbatch here\n     hint: start on a login node" in said.out
     assert "2 of" in said.err and not (tmp_path / "results").exists()
 
 

@@ -1,1 +1,1 @@
-"""`maect doctor`: whether a site is ready for an experiment, each fault with its cure."""
+"""`maect doctor`: whether a site is ready for an experiment, each fault with a hint."""

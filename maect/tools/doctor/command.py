@@ -6,7 +6,7 @@ from maect.core.errors import UserError
 
 
 def doctor(options: argparse.Namespace) -> None:
-    """`maect doctor`: whether a site is ready, each fault with its cure.
+    """`maect doctor`: whether a site is ready, each fault with a hint.
 
     The job needs what the other checks look at: it runs only if they have found no fault.
     """

@@ -11,12 +11,12 @@ class Finding:
 
     Attributes:
         kind: "ok", "note" (nothing to do with whether it works) or "FAIL".
-        cure: what to do, of a failure.
+        hint: what to do, of a failure.
     """
 
     kind: Literal["ok", "note", "FAIL"]
     what: str
-    cure: str = ""
+    hint: str = ""
 
 
 def lines(findings: Iterable[Finding]) -> list[str]:
@@ -24,6 +24,6 @@ def lines(findings: Iterable[Finding]) -> list[str]:
     out = []
     for finding in findings:
         out.append(f"{finding.kind:<5}{finding.what}")
-        if finding.cure:
-            out.append(f"     cure: {finding.cure}")
+        if finding.hint:
+            out.append(f"     hint: {finding.hint}")
     return out

@@ -28,14 +28,14 @@ def software() -> list[Finding]:
     """Python, the packages of the lock file, what is optional, the native decoder."""
     here = ".".join(map(str, sys.version_info[:3]))
     fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
-    cure = "" if fits else "load a module of Python 3.11 to 3.13 and `make install PYTHON=...`"
-    out = [Finding("ok" if fits else "FAIL", f"python {here} ({sys.executable})", cure)]
+    hint = "" if fits else "load a module of Python 3.11 to 3.13 and `make install PYTHON=...`"
+    out = [Finding("ok" if fits else "FAIL", f"python {here} ({sys.executable})", hint)]
     for package in PACKAGES:
         try:
             out.append(Finding("ok", f"{package} {version(package)}"))
         except PackageNotFoundError:
-            cure = "`make install` on a node with internet"
-            out.append(Finding("FAIL", f"{package} is not installed", cure))
+            hint = "`make install` on a node with internet"
+            out.append(Finding("FAIL", f"{package} is not installed", hint))
     flash = importlib.util.find_spec("flash_attn") is not None
     out.append(
         Finding("note", "flash-attn is installed" if flash else "no flash-attn: SDPA is used")
@@ -44,8 +44,8 @@ def software() -> list[Finding]:
 
     name = decoder_name()
     built = name.startswith("native")
-    cure = "" if built else "python -m maect.data.native.build says what is missing; works without"
-    return [*out, Finding("note", f"JPEG decoder: {name}", cure)]
+    hint = "" if built else "python -m maect.data.native.build says what is missing; works without"
+    return [*out, Finding("note", f"JPEG decoder: {name}", hint)]
 
 
 def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -55,14 +55,14 @@ def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
         str(asked["setup"]) for asked in rules.values() if asked.get("setup")
     ):
         if not Path(script).exists():
-            cure = "correct `setup` in the profile, or start in the project's folder"
-            out.append(Finding("FAIL", f"setup script {script} does not exist", cure))
+            hint = "correct `setup` in the profile, or start in the project's folder"
+            out.append(Finding("FAIL", f"setup script {script} does not exist", hint))
             continue
         done = subprocess.run(["bash", "-c", f"source {script}"], capture_output=True, text=True)
         said = " ".join(done.stderr.split())[:200]
         if done.returncode:
-            cure = "each job would end there: correct the script"
-            out.append(Finding("FAIL", f"setup script {script} fails: {said}", cure))
+            hint = "each job would end there: correct the script"
+            out.append(Finding("FAIL", f"setup script {script} fails: {said}", hint))
         else:
             what = f"setup script {script}" + (f" says: {said}" if said else "")
             out.append(Finding("note" if said else "ok", what))
@@ -72,14 +72,14 @@ def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
 def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
     """Whether SLURM would take a job of each kind (`sbatch --test-only`)."""
     if shutil.which("sbatch") is None:
-        cure = "start on a login node of the cluster"
-        return [Finding("FAIL", "no sbatch here", cure)]
+        hint = "start on a login node of the cluster"
+        return [Finding("FAIL", "no sbatch here", hint)]
     groups: dict[tuple[str, ...], tuple[Resources, list[str], bool]] = {}
     for rule, asked in rules.items():
         account = str(asked.get("slurm_account", ""))
         if account.startswith("$"):
-            cure = f"export {account[1:]}=... in this shell, and where you start Snakemake"
-            return [Finding("FAIL", f"account {account} is not set", cure)]
+            hint = f"export {account[1:]}=... in this shell, and where you start Snakemake"
+            return [Finding("FAIL", f"account {account} is not set", hint)]
         least, most = nodes_of(asked)
         for nodes in sorted({least, most}):
             wanted = resources(asked, nodes, int)
@@ -106,8 +106,8 @@ def _request(
     )
     if is_the_most:
         return Finding("note", f"not so many: {what}: {reason}", "end the range of `nodes` earlier")
-    cure = "correct partition, account, runtime, devices or slurm_extra of these rules"
-    return Finding("FAIL", f"{what}: {reason}", cure)
+    hint = "correct partition, account, runtime, devices or slurm_extra of these rules"
+    return Finding("FAIL", f"{what}: {reason}", hint)
 
 
 def _sbatch(wanted: Resources) -> tuple[str, ...]:
@@ -131,23 +131,23 @@ def storage(experiment: Experiment) -> list[Finding]:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        cure = "set `storage` in the experiment to a folder of yours that all nodes share"
-        return [Finding("FAIL", f"{place}: cannot write ({error.strerror})", cure)]
+        hint = "set `storage` in the experiment to a folder of yours that all nodes share"
+        return [Finding("FAIL", f"{place}: cannot write ({error.strerror})", hint)]
     size, files = _needs(experiment)
     system = os.statvfs(place)
     free, inodes = system.f_bavail * system.f_frsize, system.f_favail
-    cure = "make room, or set `storage` in the experiment to a larger file system"
+    hint = "make room, or set `storage` in the experiment to a larger file system"
     out = [
         Finding("ok", f"{place}: {size_text(free)} free, about {size_text(size)} needed")
         if free > size
         else Finding(
-            "FAIL", f"{place}: {size_text(free)} free, about {size_text(size)} needed", cure
+            "FAIL", f"{place}: {size_text(free)} free, about {size_text(size)} needed", hint
         )
     ]
     if not system.f_files:
         return [*out, Finding("note", f"{place}: does not say how many files it can take")]
     what = f"{place}: {inodes:,} more files possible, about {files:,} needed"
-    return [*out, Finding("ok", what) if inodes > files else Finding("FAIL", what, cure)]
+    return [*out, Finding("ok", what) if inodes > files else Finding("FAIL", what, hint)]
 
 
 def _needs(experiment: Experiment) -> tuple[int, int]:

@@ -34,8 +34,8 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
             folder, wanted, is_done=result.exists, describe=f"doctor on {where}",
         )  # fmt: skip
     except LaunchError as error:
-        cure = f"logs: {folder}; the last lines say why, often the setup script or the network"
-        return [Finding("FAIL", f"job on {where}: {error}", cure)]
+        hint = f"logs: {folder}; the last lines say why, often the setup script or the network"
+        return [Finding("FAIL", f"job on {where}: {error}", hint)]
     found = judge(read_json(result), wanted)
     shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -107,10 +107,10 @@ def judge(found: dict[str, Any], wanted: Resources) -> list[Finding]:
     if devices >= wanted.devices:
         out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
     elif promised or devices:
-        cure = (
+        hint = (
             "the driver may be older than this torch needs (nvidia-smi there); or lower `devices`"
         )
-        out.append(Finding("FAIL", f"{promised} GPUs were given, torch sees {devices}", cure))
+        out.append(Finding("FAIL", f"{promised} GPUs were given, torch sees {devices}", hint))
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))
     kind = "NCCL" if devices else "gloo"
@@ -118,13 +118,13 @@ def judge(found: dict[str, Any], wanted: Resources) -> list[Finding]:
         slowest = min(r["gigabytes"] for r in ranks)
         out.append(Finding("ok", f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s"))
     else:
-        cure = "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
-        out.append(Finding("FAIL", f"{kind} all-reduce gives a wrong sum", cure))
+        hint = "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+        out.append(Finding("FAIL", f"{kind} all-reduce gives a wrong sum", hint))
     if all(r["files"] == count for r in ranks):
         out.append(Finding("ok", "every rank sees the files of all others"))
     else:
-        cure = "set `storage` in the experiment to a file system that all nodes share"
-        out.append(Finding("FAIL", "files written on one node are not seen on another", cure))
+        hint = "set `storage` in the experiment to a file system that all nodes share"
+        out.append(Finding("FAIL", "files written on one node are not seen on another", hint))
     open_ = found["internet"]
     return [*out, Finding("note", f"compute nodes {'reach' if open_ else 'have no'} internet")]
 
