@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from maect.evaluate import PROTOCOLS
 from maect.experiment import Experiment
 from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run
 from maect.launch.devices import count_devices
@@ -80,12 +79,12 @@ def make_plan(jobs: Iterable[RuleJob], experiment: Experiment, device: Device) -
         given = job.wildcards
         if job.rule == "index_shards":
             _note_shards(plan, experiment, given["dataset"], given["split"])
-        if job.rule in STAGES:
-            plan.jobs.append(_training(plan, job, experiment, device))
+        if "evaluation" in given:
+            plan.jobs.append(_evaluation(plan, job, experiment, device))
         elif job.rule == "features":
             plan.jobs.append(_features(plan, job, experiment, device))
-        elif job.rule in PROTOCOLS:
-            plan.jobs.append(_evaluation(plan, job, experiment, device))
+        elif job.rule in STAGES:
+            plan.jobs.append(_training(plan, job, experiment, device))
         else:
             plan.others += 1
     return plan
