@@ -20,23 +20,28 @@ def read_profile(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def parsed(profile: str | None = None) -> dict[str, Any]:
-    """Rules and jobs of `digits`, and the modules that reading them has imported."""
-    words = [sys.executable, __file__, *([profile] if profile else [])]
+def parsed(resources: str = "{}") -> dict[str, Any]:
+    """Rules and jobs of `digits`, and the modules that reading them has imported.
+
+    Args:
+        resources: of each rule, in place of its own, as JSON.
+    """
+    words = [sys.executable, __file__, resources]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
-def main(profile: str | None = None) -> None:
+def main(resources: str) -> None:
     from snakemake import api
     from snakemake.settings import types as settings
 
     quiet = settings.OutputSettings(quiet={settings.Quietness.ALL})
-    asked = read_profile(profile)["set-resources"] if profile else {}
     with contextlib.redirect_stdout(sys.stderr), api.SnakemakeApi(quiet) as snakemake:
         loaded = snakemake.workflow(
-            resource_settings=settings.ResourceSettings(cores=1, overwrite_resources=asked),
+            resource_settings=settings.ResourceSettings(
+                cores=1, overwrite_resources=json.loads(resources)
+            ),
             config_settings=settings.ConfigSettings(config={"experiment": "digits"}),
             snakefile=ROOT / "Snakefile",
         )
@@ -63,4 +68,4 @@ def main(profile: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -1,5 +1,7 @@
 """The rules as Snakemake understands them."""
 
+import json
+
 from parsed_workflow import parsed
 
 
@@ -12,13 +14,23 @@ def test_every_rule_with_a_command_has_a_log_and_a_benchmark() -> None:
 
 def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
     """Snakemake runs a job again whose parameters or inputs change: no cluster setting is there."""
-    here, there = parsed()["jobs"], parsed("juwels")["jobs"]
-    assert here.keys() == there.keys()
-    for name, job in here.items():
-        moved = there[name]
+    elsewhere = {
+        "cluster": "slurm", "nodes": 3, "devices": 5, "cpus_per_task": 7, "mem_mb": 11,
+        "runtime": 13, "slurm_partition": "p", "slurm_account": "a", "slurm_extra": "qos=q",
+        "setup": "s.sh", "save_every_minutes": 17, "stage_to": "t",
+    }  # fmt: skip
+    here = parsed()
+    computing = [name for name, rule in here["rules"].items() if "cluster" in rule["resources"]]
+    for name in computing:
+        known = {key for key in here["rules"][name]["resources"] if key[0] != "_"}
+        assert known - {"tmpdir"} == elsewhere.keys(), name
+    there = parsed(json.dumps(dict.fromkeys(computing, elsewhere)))
+    assert here["jobs"].keys() == there["jobs"].keys()
+    for name, job in here["jobs"].items():
+        moved = there["jobs"][name]
         assert (moved["params"], moved["input"]) == (job["params"], job["input"]), name
         if "cluster" in job["resources"]:
-            assert moved["resources"]["cluster"] == "slurm" != job["resources"]["cluster"], name
+            assert all(moved["resources"][key] == str(value) for key, value in elsewhere.items())
 
 
 def test_reading_an_experiment_imports_no_torch() -> None:
