@@ -80,9 +80,9 @@ def _gather(value: dict[str, Any]) -> list[dict[str, Any]]:
     import torch.distributed as dist
 
     own = torch.frombuffer(bytearray(json.dumps(value).encode().ljust(REPORT)), dtype=torch.uint8)
-    rows = torch.empty(dist.get_world_size(), REPORT, dtype=torch.uint8)
+    rows = torch.empty(dist.get_world_size() * REPORT, dtype=torch.uint8)
     dist.all_gather_into_tensor(rows, own)
-    return [json.loads(bytes(row.numpy())) for row in rows]
+    return [json.loads(bytes(row.numpy())) for row in rows.view(-1, REPORT)]
 
 
 def _device_ids(torch: Any) -> list[str]:
