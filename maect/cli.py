@@ -346,7 +346,7 @@ def train(options: argparse.Namespace) -> None:
     launch(
         options,
         path.parent,
-        "maect.train.run:train_resolved",
+        "maect.stages.run:train",
         lambda: is_finished(path.parent, identity),
         nodes,
         config=str(path.absolute()),
@@ -359,7 +359,7 @@ def train(options: argparse.Namespace) -> None:
 def import_weights(options: argparse.Namespace) -> None:
     """`maect import`."""
     from maect.stages.config import RunConfig
-    from maect.train.imported import import_weights as convert
+    from maect.stages.imported import import_weights as convert
 
     if options.weights.suffix == ".yaml":
         config = RunConfig.read(options.weights)

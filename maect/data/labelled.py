@@ -4,15 +4,18 @@ Rows of an index and of its features files are numbered alike, so that logistic 
 fine-tuning see the same images.
 """
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
+from maect.data.index import ID, Index, open_index
 from maect.data.sources.base import read_list
 from maect.data.subsets import balanced_rows, fraction_rows, rows_by_name
 
@@ -55,6 +58,14 @@ def shots_rows(
         raise UserError(
             f"{train.path}: {error}; ask for fewer shots, or leave the class out (kind: view)"
         ) from None
+
+
+def subset_record(index: Index) -> dict[str, Any]:
+    """Size of a subset of a split, and sha256 of its samples' names in the split's order."""
+    split = open_index(index.directory)
+    chosen = np.isin(split.rows[:, ID], index.rows[:, ID])
+    text = "".join(f"{name}\n" for name, take in zip(split.keys(), chosen, strict=True) if take)
+    return {"images": index.n, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def fraction_name(fraction: float) -> str:

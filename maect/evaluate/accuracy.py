@@ -1,17 +1,27 @@
 """Accuracy of fine-tuned encoders on the test split (paper, B and E)."""
 
-from typing import Annotated
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from maect.evaluate.base import Protocol
+from maect.core.context import Context
+from maect.evaluate.base import Count, Images, Input, Protocol, Shards, Trained
+from maect.evaluate.job import Job
+from maect.recipes import Encoder
+from maect.recipes.flops import encode_flops
 from maect.stages.fine_tune import FineTune, Recipe
-
-Count = Annotated[int, Field(gt=0)]
 
 
 class Accuracy(Recipe, Protocol):
     """Mean accuracy over fine-tunings: of every seed, or every number of shots and split."""
+
+    name: ClassVar[str] = "accuracy"
+    title: ClassVar[str] = "accuracy of fine-tuned encoders"
+    every_rank: ClassVar[bool] = True
+    encoder_input: ClassVar[bool] = True
 
     shots: tuple[Count, ...] = ()
     """So many labels per class instead of a fraction, `splits` times each."""
@@ -46,3 +56,72 @@ class Accuracy(Recipe, Protocol):
             )
             for shots, split in subsets
         }
+
+    def check_ranks(self, ranks: int) -> None:
+        """Any number of ranks can score; what trains checks its own."""
+
+    def inputs(self) -> dict[str, Input]:
+        """The fine-tuned runs, and the images that score them."""
+        return {"trained": Trained(tuple(self.trainings())), "test": Shards(self.test_split)}
+
+    def flops(self, encoder: Encoder, images: Images) -> float | None:
+        """Encode the test images with every encoder."""
+        return encode_flops(encoder) * images(self.test_split) * len(self.trainings())
+
+    @property
+    def full_precision(self) -> bool:
+        """Whether the encoder runs in float32."""
+        return self.precision == "fp32"
+
+    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+        """Accuracies in percent: `fine_tune`, or `low_shot_N`, `low_shot_Npct`.
+
+        Each is the mean over seeds (with `_std` and `_seeds`) or splits (`_splits`). `losses` has
+        the mean training loss of every epoch and `weights_sha256` the final weights of every
+        training.
+
+        Raises:
+            UserError: runs that are not finished or not those of these settings, or a test split
+                of other classes.
+        """
+        folders = dict(zip(self.trainings(), job.paths("trained"), strict=True))
+        return self.score(context, job, folders)
+
+    def score(self, context: Context, job: Job, folders: Mapping[str, Path]) -> dict[str, Any]:
+        """The metrics of finished runs, by the last parts of their names."""
+        from maect.core.distributed import device_of, process_group
+        from maect.data.index import open_index
+        from maect.evaluate.fine_tuned import FineTuned
+
+        test, device, results = open_index(job.path("test")), device_of(context), {}
+        with process_group(context):
+            for number, (suffix, (stage, seed)) in enumerate(self.trainings().items()):
+                run = FineTuned(folders[suffix], stage, seed, test, device)
+                results[suffix] = run.result(context, test, job.resize)
+                context.report({"step": number + 1, "steps": len(folders)})
+        named = {self._name(suffix): result for suffix, result in results.items()}
+        job.notes["subsets"] = {name: result["subset"] for name, result in named.items()}
+        metrics: dict[str, Any] = {}
+        for metric in dict.fromkeys(self._metric(suffix) for suffix in results):
+            group = {s: r["accuracy"] for s, r in results.items() if self._metric(s) == metric}
+            values = list(group.values())
+            metrics[metric] = statistics.fmean(values)
+            if len(values) > 1:
+                metrics[f"{metric}_std"] = statistics.stdev(values)
+                metrics[f"{metric}_{'splits' if self.shots else 'seeds'}"] = values
+        for key in ("losses", "weights_sha256"):
+            metrics[key] = {name: result[key] for name, result in named.items()}
+        return metrics
+
+    def _metric(self, suffix: str) -> str:
+        """The metric that a training counts for."""
+        from maect.data.labelled import fraction_name
+
+        shots = self.trainings()[suffix][0].shots
+        if shots:
+            return f"low_shot_{shots}"
+        return "fine_tune" if self.fraction == 1 else fraction_name(self.fraction)
+
+    def _name(self, suffix: str) -> str:
+        """How results name a training: `low_shot_2-split1`."""
+        return f"{self._metric(suffix)}-{suffix.rpartition('-')[2]}"

@@ -17,7 +17,8 @@ class Encoding:
 
     Attributes:
         settings: the encoder's shape.
-        pooling: what its file says: "cls" or "mean" (of the patch tokens, after the final norm).
+        pooling: what its file says: "cls" or "mean" (of the patch tokens, after the final norm) or
+            "fc_norm" (the norm after the mean).
         blocks: whose features are given: the last so many, earliest first.
         width: features per image.
     """

@@ -26,7 +26,7 @@ from maect.data.transforms import augment
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.job import Interrupted, Job
 from maect.recipes import View
-from maect.train.parameters import schedule
+from maect.train.optimizer import schedule
 
 log = logging.getLogger(__name__)
 

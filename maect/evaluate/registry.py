@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from maect.core.errors import UserError
 from maect.core.names import did_you_mean
 from maect.core.settings import one_line
+from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.base import Protocol
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.color_histogram import ColorHistogram
 from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.efficient_probe import EfficientProbe
-from maect.evaluate.fine_tune_settings import FineTune
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.low_shot import LowShot
@@ -30,7 +30,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
         LowShot,
         LinearProbe,
         EfficientProbe,
-        FineTune,
+        Accuracy,
         ColorHistogram,
         Clustering,
         Retrieval,

@@ -3,22 +3,16 @@
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from maect.core.errors import UserError
-from maect.models.decoder import Decoder
-from maect.models.heads import NNCLRHead
-from maect.models.vit import build_encoder
 from maect.recipes import Encoder
 from maect.stages.base import SelfSupervised as Stage
-from maect.stages.pretrain import Pretrain
-from maect.stages.tune import Tune
-from maect.train import objectives
-from maect.train.objectives import ContrastiveObjective, MaskedAutoencoder
-from maect.train.parameters import parameter_groups
+from maect.stages.objectives import Views
 
 if TYPE_CHECKING:
     from maect.evaluate.throughput import Throughput
@@ -87,60 +81,36 @@ def _fits(steps: Callable[[int], Step], size: int) -> bool:
 
 def stage_step(stage: Stage, encoder: Encoder, batch: int, device: torch.device) -> Step:
     """One update of a stage on random views; weights are random, which changes no speed."""
-    objective = _objective(stage, encoder).to(device)
+    objective = stage.objective(encoder, 0).to(device)
     averages: list[Tensor] = []
-    if isinstance(stage, Tune):
+    if stage.encoder_average is not None:
         averages = [p.detach().clone() for p in _trained(objective.encoder)]
     fused = device.type == "cuda"
-    groups = parameter_groups(objective, stage)
+    groups = stage.parameter_groups(objective)
     for group in groups:
         group["lr"] = group["peak_lr"]
     optimizer = torch.optim.AdamW(groups, fused=fused)
     size = encoder.image_size
-    order = dice = None
+    shuffle = neighbors = None
     if stage.mask_ratio:
-        order = torch.rand(stage.views, batch, encoder.patches, device=device).argsort(dim=2)
-    head = getattr(stage, "head", None)
-    if head is not None:
-        dice = torch.randint(head.topk, (stage.views, batch), device=device)
+        shuffle = torch.rand(stage.views, batch, encoder.patches, device=device).argsort(dim=2)
+    if stage.head is not None:
+        neighbors = torch.randint(stage.head.topk, (stage.views, batch), device=device)
     ids = torch.arange(batch, device=device)
     images = torch.randn(stage.views, batch, 3, size, size, device=device)
-    views = objectives.Views(images, order, ids, torch.zeros_like(ids), dice)
+    views = Views(images, shuffle, ids, torch.zeros_like(ids), neighbors)
 
     def step() -> None:
         optimizer.zero_grad()
         loss, _ = objective(views)
         loss.backward()
         optimizer.step()
-        if averages and isinstance(stage, Tune):
+        if stage.encoder_average is not None:
             trained = [p.detach() for p in _trained(objective.encoder)]
-            torch._foreach_lerp_(averages, trained, 1 - stage.encoder_ema)
-        if isinstance(objective, ContrastiveObjective):
-            objective.head.update_ema()
+            torch._foreach_lerp_(averages, trained, 1 - stage.encoder_average)
+        objective.after_update(lambda part: nullcontext())
 
     return step
-
-
-def _objective(stage: Stage, encoder: Encoder) -> MaskedAutoencoder | ContrastiveObjective:
-    vit = build_encoder(encoder)
-    if isinstance(stage, Pretrain):
-        return MaskedAutoencoder(
-            vit,
-            Decoder(encoder),
-            mask_ratio=stage.mask_ratio,
-            normalize_pixels=stage.normalize_pixels,
-            precision=stage.precision,
-        )
-    if isinstance(stage, Tune):
-        vit.freeze(stage.frozen_blocks)
-    return ContrastiveObjective(
-        vit,
-        NNCLRHead(encoder.width, stage.head),  # type: ignore[arg-type]
-        pooling=encoder.ct_pooling,
-        precision=stage.precision,
-        mask_ratio=stage.mask_ratio,
-        train_encoder=isinstance(stage, Tune),
-    )
 
 
 def _trained(module: nn.Module) -> list[nn.Parameter]:

@@ -65,7 +65,8 @@ def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
         "class_token": encoder.class_token,
         **({"reg_tokens": encoder.registers} if encoder.registers else {}),
         "global_pool": "token" if pooling == "cls" else "avg",
-        "fc_norm": False,  # the mean of the normalised patches, not the norm of their mean
+        # Only fine-tuned encoders take the norm of the mean, the others the mean of normed patches.
+        "fc_norm": pooling == "fc_norm",
         "num_classes": 0,
     }
 
@@ -116,7 +117,14 @@ def model_card(
         facts |= {f"imported {key}": given[key] for key in ("file", "sha256", "layout")}
     lines = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
     more = {key: record[key] for key in ("recipe", "versions") if key in record}
-    vector = "[CLS] token" if pooling == "cls" else "mean of the patch tokens"
+    vector = {
+        "cls": "[CLS] token after the final norm",
+        "mean": "mean of the patch tokens after the final norm",
+        "fc_norm": "norm of the mean of the patch tokens",
+    }[pooling]
+    labels = (
+        "fine-tuned with labels" if record["stage"] == "fine_tune" else "trained without labels"
+    )
     return f"""---
 library_name: timm
 pipeline_tag: image-feature-extraction
@@ -126,9 +134,9 @@ tags:
 ---
 # {record["run"]}
 
-A vision transformer without a classifier, trained without labels: {encoder.depth} blocks of width
+A vision transformer without a classifier, {labels}: {encoder.depth} blocks of width
 {encoder.width}, patches of {encoder.patch_size} pixels, images of {encoder.image_size} pixels.
-Its output is the {vector} after the final norm, {encoder.width} numbers an image.
+Its output is the {vector}, {encoder.width} numbers an image.
 
 ```python
 import timm

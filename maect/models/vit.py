@@ -19,6 +19,9 @@ from maect.recipes import Encoder
 
 log = logging.getLogger(__name__)
 
+Pooling = Literal["cls", "mean", "fc_norm"]
+"""How tokens become one vector; with `fc_norm` the final norm follows the mean of the patches."""
+
 
 class VisionEncoder(VisionTransformer):
     """timm's `VisionTransformer` without a classifier; its state dict is timm's.
@@ -94,20 +97,25 @@ class VisionEncoder(VisionTransformer):
                 x = block(x)
         return self.norm(x)
 
-    def pool(self, tokens: Tensor, how: Literal["cls", "mean"]) -> Tensor:  # type: ignore[override]
+    def pool(self, tokens: Tensor, how: Pooling) -> Tensor:  # type: ignore[override]
         """One vector per image, [b, D]: the [CLS] token, or the mean of the patch tokens.
 
         Args:
             tokens: [b, P + K, D], of any block.
-            how: "cls" or "mean".
+            how: "cls", "mean", or "fc_norm" for the norm of the mean.
 
         Raises:
             UserError: "cls" is asked for and there is none.
         """
         if how == "cls" and self.cls_token is None:
             raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
-        kind = {"cls": "token", "mean": "avg"}[how]
-        return global_pool_nlc(tokens, kind, self.num_prefix_tokens)
+        kind = "token" if how == "cls" else "avg"
+        pooled = global_pool_nlc(tokens, kind, self.num_prefix_tokens)
+        return self.fc_norm(pooled) if how == "fc_norm" else pooled
+
+    def norm_after_pooling(self) -> None:
+        """Move the final norm behind the pooling of patches, as MAE's fine-tuning does."""
+        self.fc_norm, self.norm = nn.LayerNorm(self.settings.width, eps=1e-6), nn.Identity()
 
     def freeze(self, blocks: int) -> None:
         """Freeze the lowest blocks, patch embedding, [CLS] and registers (the paper's protocol)."""

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.models.vit import VisionEncoder, build_encoder
+from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.recipes import Encoder
-
-Pooling = Literal["cls", "mean"]
 
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -80,9 +78,11 @@ def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pool
         pooling = metadata["pooling"]
     except (KeyError, ValueError, ValidationError):
         raise UserError(f"{path}: no encoder settings in its metadata") from None
-    if pooling not in ("cls", "mean"):
+    if pooling not in get_args(Pooling):
         raise UserError(f"{path}: unknown pooling {pooling!r}")
     module = build_encoder(settings)
+    if pooling == "fc_norm":
+        module.norm_after_pooling()
     try:
         module.load_state_dict({name: value.float() for name, value in tensors.items()})
     except RuntimeError as error:

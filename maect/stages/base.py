@@ -1,7 +1,9 @@
 """What a stage declares, and what all stages that train have in common; no torch at import."""
 
 from abc import abstractmethod
-from typing import ClassVar, Literal, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -9,6 +11,13 @@ from maect.core.errors import UserError
 from maect.core.settings import Settings
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, View
 from maect.recipes.flops import parameters
+
+if TYPE_CHECKING:  # these import torch
+    from maect.data.index import Index
+    from maect.data.transforms import Change
+    from maect.stages.objectives import ViewsObjective
+    from maect.train.checkpoint import StateReader
+    from maect.train.objective import Objective
 
 STATES = 3  # two are kept and one is being written
 
@@ -101,9 +110,89 @@ class Training(Stage):
     def warmup(self) -> float:
         """Fraction of the updates in which the learning rate rises."""
 
+    def lr_multiplier(self, step: int, steps: int) -> float:
+        """Fraction of the peak learning rates in update `step` (from 0) of `steps`."""
+        from maect.train.optimizer import schedule
+
+        return schedule(step, steps, round(self.warmup * steps))
+
+    @property
+    def encoder_average(self) -> float | None:
+        """Momentum of the encoder's running average; None: no average."""
+        return None
+
     @abstractmethod
     def view_settings(self) -> tuple[View, ...]:
         """How each view of an image is made."""
+
+    def image_change(self, seed: int) -> "Change | None":
+        """What happens to each decoded image before flip and colours, if anything."""
+        return None
+
+    def training_images(self, index: "Index") -> "Index":
+        """The images to train on, out of a split.
+
+        Raises:
+            UserError: too few.
+        """
+        if index.n < self.batch_size:
+            raise UserError(
+                f"batch_size {self.batch_size} is larger than the train split's {index.n} images: "
+                "an image would be in the same batch twice"
+            )
+        return index
+
+    @abstractmethod
+    def build(
+        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
+    ) -> "Objective":
+        """The objective on the CPU, with weights from `seed` and from the run at `source`.
+
+        Args:
+            encoder: its shape.
+            seed: of initial weights and of everything drawn in training.
+            source: folder of the run to start from.
+            classes: names of the classes of the training images.
+
+        Raises:
+            UserError: no source where one is needed, or one that does not fit.
+        """
+
+    @abstractmethod
+    def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
+        """Trainable parameters for AdamW (`maect.train.optimizer.grouped`)."""
+
+    @abstractmethod
+    def export(
+        self,
+        folder: Path,
+        encoder: Encoder,
+        reader: "StateReader",
+        source: Path | None,
+        index: "Index",
+    ) -> dict[str, Any]:
+        """Write the files that a run leaves, from its final state.
+
+        Args:
+            folder: of the run.
+            encoder: its shape.
+            reader: of the state.
+            source: folder of the run that it started from.
+            index: the images that it was trained on.
+
+        Returns:
+            What `run.json` says beside what it says of every run: `pooling` at least.
+        """
+
+    def need(self, source: Path | None) -> Path:
+        """The run to start from.
+
+        Raises:
+            UserError: none is given.
+        """
+        if source is None:
+            raise UserError(f"stage {self.name} needs a run to start from: none given")
+        return source
 
     def _state(self, learnt: int, averaged: int, left: int) -> int:
         """Bytes of states (weights and AdamW's two moments in fp32; averages) and exports."""
@@ -142,6 +231,28 @@ class SelfSupervised(Training):
         return tuple(view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation])[
             : self.views
         ]
+
+    def objective(self, encoder: Encoder, seed: int) -> "ViewsObjective":
+        """The objective with random weights."""
+        raise NotImplementedError
+
+    def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
+        """The head's rates for the head, `encoder_rates` for everything else."""
+        from maect.train.optimizer import grouped
+
+        depth = len(objective.encoder.blocks)
+
+        def rates(name: str) -> tuple[float, float]:
+            part, _, inner = name.partition(".")
+            if part == "head" and self.head is not None:
+                return self.scaled_lr(self.head.head_lr), self.head.head_weight_decay
+            return self.encoder_rates(inner if part == "encoder" else None, depth)
+
+        return grouped(objective, rates)
+
+    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
+        """Learning rate and weight decay of a parameter of the encoder; None: of another part."""
+        raise NotImplementedError
 
     def scaled_lr(self, base_lr: float) -> float:
         """Peak learning rate by the linear scaling rule (paper, A.1)."""

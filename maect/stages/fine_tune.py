@@ -1,6 +1,10 @@
 """Supervised fine-tuning."""
 
-from typing import Annotated, ClassVar, Literal
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,6 +13,13 @@ from maect.core.settings import Settings
 from maect.recipes import Encoder, View
 from maect.recipes.flops import parameters, view_flops
 from maect.stages.base import Training
+
+if TYPE_CHECKING:  # these import torch
+    from maect.data.index import Index
+    from maect.data.transforms import Change
+    from maect.stages.classifier import Classifier
+    from maect.train.checkpoint import StateReader
+    from maect.train.objective import Objective
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -123,6 +134,14 @@ class FineTune(Recipe, Training):  # type: ignore[misc]  # zero_stage without 3
         """Fraction of the updates in which the learning rate rises."""
         return self.warmup_epochs / self.epochs
 
+    def lr_multiplier(self, step: int, steps: int) -> float:
+        """Fraction of the peak learning rates: linear warm-up, then cosine to `min_lr`."""
+        fraction = super().lr_multiplier(step, steps)
+        if step < round(self.warmup * steps):
+            return fraction
+        lowest = self.min_lr / self.peak_lr
+        return lowest + (1 - lowest) * fraction
+
     def view_settings(self) -> tuple[View, ...]:
         """One view: crop and flip; the rest comes after decoding."""
         return (View(crop_scale=self.crop_scale, flip=self.flip),)
@@ -130,6 +149,85 @@ class FineTune(Recipe, Training):  # type: ignore[misc]  # zero_stage without 3
     def images_of(self, images: int, classes: int) -> int:
         """Images of an epoch, of a training split with so many images and classes."""
         return self.shots * classes if self.shots else round(self.fraction * images)
+
+    def image_change(self, seed: int) -> "Change | None":
+        """RandAugment."""
+        from maect.data.transforms import randaugment
+
+        return randaugment(self.randaugment_layers, self.randaugment_magnitude, seed)
+
+    def training_images(self, index: "Index") -> "Index":
+        """The labelled images: all, a fraction, or so many of each class.
+
+        Raises:
+            UserError: images without labels, too few classes, or too few images.
+        """
+        from maect.data.labelled import Labelled, fraction_rows_of, shots_rows
+
+        if index.n == 0 or index.labels.min() < 0:
+            raise UserError(f"{index.directory}: fine-tuning needs labels; some images have none")
+        if len(index.class_names) < 2:
+            raise UserError(f"{index.directory}: fine-tuning needs at least two classes")
+        labelled = Labelled(index.directory, index.labels, index.keys, index.class_names)
+        if self.shots:
+            rows = shots_rows(labelled, self.shots, self.split, self.subset_seed, self.subsets)
+        else:
+            rows = fraction_rows_of(labelled, self.fraction, self.subset_seed, self.subsets)
+        if len(rows) < self.batch_size:
+            raise UserError(
+                f"{index.directory}: batch_size {self.batch_size} is larger than its "
+                f"{len(rows)} labelled images: an image would be in the same batch twice"
+            )
+        return replace(index, rows=index.rows[rows])
+
+    def build(
+        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
+    ) -> "Classifier":
+        """Put a classifier on the encoder of a run."""
+        from maect.models.weights import load_encoder_weights
+        from maect.stages.classifier import Classifier
+
+        vit, _, pooling = load_encoder_weights(self.need(source) / "encoder.safetensors")
+        return Classifier(self, vit, len(classes), pooling, seed)
+
+    def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
+        """Layer-wise decay in the encoder, the peak itself for norm and classifier."""
+        from maect.train.optimizer import grouped, layer_scale
+
+        depth = len(objective.encoder.blocks)
+
+        def rates(name: str) -> tuple[float, float]:
+            part, _, inner = name.partition(".")
+            scale = layer_scale(inner, depth, self.layer_decay) if part == "encoder" else 1.0
+            return self.peak_lr * scale, self.weight_decay
+
+        return grouped(objective, rates)
+
+    def export(
+        self,
+        folder: Path,
+        encoder: Encoder,
+        reader: "StateReader",
+        source: Path | None,
+        index: "Index",
+    ) -> dict[str, Any]:
+        """Write the encoder and its classifier; `run.json` says which images were labelled."""
+        from maect.data.labelled import subset_record
+        from maect.models.weights import save_encoder, save_tensors
+        from maect.train.checkpoint import PARAM
+
+        objective = self.build(encoder, 0, source, index.class_names)
+        weights = objective.encoder.state_dict() | reader.part(
+            PARAM, "encoder.", objective.encoder.state_dict()
+        )
+        norm = reader.part(PARAM, "fc_norm.", objective.fc_norm.state_dict())
+        weights |= {f"fc_norm.{name}": value for name, value in norm.items()}
+        save_encoder(folder / "encoder.safetensors", weights, encoder, objective.pooling)
+        classifier = reader.part(PARAM, "head.", objective.head.state_dict())
+        save_tensors(
+            folder / "head.safetensors", classifier, {"classes": json.dumps(index.class_names)}
+        )
+        return {"pooling": objective.pooling, "subset": subset_record(index)}
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Refuse to freeze more blocks than there are."""

@@ -1,12 +1,21 @@
 """Initialisation of the NNCLR head."""
 
-from typing import ClassVar
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import model_validator
 
+from maect.core.files import atomic_write
 from maect.recipes import Contrastive, Encoder, visible_patches
 from maect.recipes.flops import head_flops, head_parameters, parameters, view_flops
 from maect.stages.base import SelfSupervised
+
+if TYPE_CHECKING:  # these import torch
+    from maect.data.index import Index
+    from maect.stages.objectives import ContrastiveObjective
+    from maect.train.checkpoint import StateReader
 
 
 class Head(SelfSupervised):
@@ -21,6 +30,48 @@ class Head(SelfSupervised):
     @model_validator(mode="after")
     def _consistent(self) -> "Head":
         return self.check_contrastive()
+
+    def objective(self, encoder: Encoder, seed: int) -> "ContrastiveObjective":
+        """Frozen encoder and head, with random weights."""
+        from maect.models.heads import NNCLRHead
+        from maect.models.vit import build_encoder, seeded
+        from maect.stages.objectives import ContrastiveObjective
+
+        with seeded(seed):
+            vit, head = build_encoder(encoder), NNCLRHead(encoder.width, self.head)
+        return ContrastiveObjective(self, vit, head, seed, train_encoder=False)
+
+    def build(
+        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
+    ) -> "ContrastiveObjective":
+        """Put a new head on the encoder of a run."""
+        from maect.stages.weights import load_source
+
+        source, objective = self.need(source), self.objective(encoder, seed)
+        load_source(objective.encoder, encoder, source)
+        return objective
+
+    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
+        """Nothing but the head learns."""
+        return 0.0, 0.0
+
+    def export(
+        self,
+        folder: Path,
+        encoder: Encoder,
+        reader: "StateReader",
+        source: Path | None,
+        index: "Index",
+    ) -> dict[str, Any]:
+        """Write the head, and the source's encoder as it is, to the byte."""
+        from maect.models.weights import load_encoder_weights
+        from maect.stages.weights import export_head
+
+        target = folder / "encoder.safetensors"
+        with atomic_write(target) as temporary:
+            shutil.copyfile(self.need(source) / "encoder.safetensors", temporary)
+        export_head(folder, self.head, encoder, reader)
+        return {"pooling": load_encoder_weights(target)[2]}
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""

@@ -1,8 +1,16 @@
 """Encoders that others have trained."""
 
-from typing import ClassVar, Literal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file, write_json
+from maect.core.settings import digest
 from maect.stages.base import Stage
+
+if TYPE_CHECKING:  # it imports torch
+    from maect.models.checkpoints import Converted
 
 
 class Import(Stage):
@@ -16,3 +24,68 @@ class Import(Stage):
         Literal["mae", "mae_ct", "layer_grafting", "moco_v3", "msn", "ijepa", "ibot", "dino"] | None
     ) = None
     """How the checkpoint is laid out; none: found from its content."""
+
+
+def import_weights(
+    weights: Path,
+    folder: Path,
+    layout: str | None = None,
+    size: str | None = None,
+    image_size: int | None = None,
+) -> tuple[str, "Converted"]:
+    """Make a run folder out of a public checkpoint: its encoder, and a record of where it is from.
+
+    Args:
+        weights: the checkpoint, as published.
+        folder: the run folder, `runs/RUN`; an earlier import in it is replaced.
+        layout: of the checkpoint, a key of `maect.models.checkpoints.LAYOUTS`; none: found.
+        size: of the encoder; none: found.
+        image_size: to use the encoder at; none: the one that it was trained at.
+
+    Returns:
+        The layout, and what was taken out of the checkpoint.
+
+    Raises:
+        UserError: weights that cannot be read or are of another layout or size, or a folder that
+            holds a run that was trained.
+    """
+    from maect.models.checkpoints import LAYOUTS, convert, find_layout, read_checkpoint
+    from maect.models.weights import save_encoder
+    from maect.train.record import origin
+
+    record = folder / "run.json"
+    trained = (folder / "state").exists() or (folder / "metrics.jsonl").exists()
+    if trained or (record.exists() and read_json(record).get("stage") != "import"):
+        raise UserError(f"{folder}: holds a run that was trained here; import into another folder")
+    checkpoint = read_checkpoint(weights)
+    if layout is None:
+        layout = find_layout(checkpoint, weights.name)
+    elif layout not in LAYOUTS:
+        raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    found = convert(checkpoint, layout, weights.name, size, image_size)
+    sha256 = sha256_file(weights)
+    record.unlink(missing_ok=True)  # it would be about another encoder for a moment
+    save_encoder(folder / "encoder.safetensors", found.tensors, found.encoder, found.pooling)
+    write_json(
+        record,
+        {
+            "run": folder.name,
+            "stage": "import",
+            "fingerprint": digest("import", layout, found.encoder, found.pooling, sha256),
+            "weights": {
+                "file": weights.name,
+                "sha256": sha256,
+                "layout": layout,
+                "left_out": found.left_out,
+            },
+            "size": found.size,
+            "encoder": found.encoder.model_dump(mode="json"),
+            "pooling": found.pooling,
+            "seed": None,
+            "source": None,
+            "files": ["encoder.safetensors"],
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            **origin(),
+        },
+    )
+    return layout, found

@@ -1,12 +1,19 @@
 """MAE pre-training."""
 
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from maect.recipes import Encoder, visible_patches
 from maect.recipes.flops import decoder_flops, head_flops, head_parameters, parameters, view_flops
 from maect.stages.base import SelfSupervised
+
+if TYPE_CHECKING:  # these import torch
+    from maect.data.index import Index
+    from maect.stages.objectives import MaskedAutoencoder
+    from maect.train.checkpoint import StateReader
 
 
 class Pretrain(SelfSupervised):
@@ -28,6 +35,50 @@ class Pretrain(SelfSupervised):
         if (self.contrastive == "none") != (self.head is None):
             raise ValueError("`head` settings belong to contrastive: combined or detached")
         return self.check_contrastive()
+
+    def objective(self, encoder: Encoder, seed: int) -> "MaskedAutoencoder":
+        """The masked autoencoder with random weights."""
+        from maect.models.decoder import Decoder
+        from maect.models.heads import NNCLRHead
+        from maect.models.vit import build_encoder, seeded
+        from maect.stages.objectives import MaskedAutoencoder
+
+        with seeded(seed):
+            vit, decoder = build_encoder(encoder), Decoder(encoder)
+            head = NNCLRHead(encoder.width, self.head) if self.head else None
+        vit.checkpointing = self.activation_checkpointing
+        return MaskedAutoencoder(self, vit, decoder, head, seed)
+
+    def build(
+        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
+    ) -> "MaskedAutoencoder":
+        """Start from random weights, or with the encoder of a run."""
+        from maect.stages.weights import load_source
+
+        objective = self.objective(encoder, seed)
+        if source is not None:
+            load_source(objective.encoder, encoder, source)
+        return objective
+
+    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
+        """The same for all of encoder and decoder."""
+        return self.scaled_lr(self.base_lr), self.weight_decay
+
+    def export(
+        self,
+        folder: Path,
+        encoder: Encoder,
+        reader: "StateReader",
+        source: Path | None,
+        index: "Index",
+    ) -> dict[str, Any]:
+        """Write the encoder, and the head where there is one."""
+        from maect.stages.weights import export_encoder, export_head
+
+        export_encoder(folder, encoder, reader, source, encoder.mae_pooling)
+        if self.head is not None:
+            export_head(folder, self.head, encoder, reader)
+        return {"pooling": encoder.mae_pooling}
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""

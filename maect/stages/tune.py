@@ -1,12 +1,20 @@
 """Contrastive tuning."""
 
-from typing import ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from maect.core.errors import UserError
 from maect.recipes import Contrastive, Encoder, visible_patches
 from maect.recipes.flops import head_flops, head_parameters, parameters, view_flops
 from maect.stages.base import SelfSupervised, Stage
+
+if TYPE_CHECKING:  # these import torch
+    from maect.data.index import Index
+    from maect.stages.objectives import ContrastiveObjective
+    from maect.train.checkpoint import StateReader
 
 
 class Tune(SelfSupervised):
@@ -47,6 +55,63 @@ class Tune(SelfSupervised):
                 ours, theirs = getattr(self.head, key), getattr(source.head, key)
                 if ours != theirs:
                     raise ValueError(f"head.{key} {ours} differs from {theirs}")
+
+    def objective(self, encoder: Encoder, seed: int) -> "ContrastiveObjective":
+        """Encoder and head, with random weights."""
+        from maect.models.heads import NNCLRHead
+        from maect.models.vit import build_encoder, seeded
+        from maect.stages.objectives import ContrastiveObjective
+
+        with seeded(seed):
+            vit, head = build_encoder(encoder), NNCLRHead(encoder.width, self.head)
+        vit.freeze(self.frozen_blocks)
+        vit.checkpointing = self.activation_checkpointing
+        return ContrastiveObjective(self, vit, head, seed)
+
+    def build(
+        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
+    ) -> "ContrastiveObjective":
+        """Take over a run's encoder and, where it has one, its head."""
+        from maect.stages.weights import load_head, load_source
+
+        source = self.need(source)
+        if self.frozen_blocks > encoder.depth:
+            raise UserError(
+                f"frozen_blocks {self.frozen_blocks}: the encoder has {encoder.depth} blocks"
+            )
+        objective = self.objective(encoder, seed)
+        load_source(objective.encoder, encoder, source)
+        if (source / "head.safetensors").exists():
+            load_head(objective.head, source / "head.safetensors")
+        return objective
+
+    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
+        """Lower for lower layers."""
+        from maect.train.optimizer import layer_scale
+
+        scale = 1.0 if name is None else layer_scale(name, depth, self.layer_decay)
+        return self.scaled_lr(self.base_lr) * scale, self.weight_decay
+
+    @property
+    def encoder_average(self) -> float | None:
+        """Momentum of the encoder's running average, which is what a run leaves."""
+        return self.encoder_ema
+
+    def export(
+        self,
+        folder: Path,
+        encoder: Encoder,
+        reader: "StateReader",
+        source: Path | None,
+        index: "Index",
+    ) -> dict[str, Any]:
+        """Write the encoder's average, and the head."""
+        from maect.stages.weights import export_encoder, export_head
+        from maect.train.checkpoint import AVERAGE
+
+        export_encoder(folder, encoder, reader, source, encoder.ct_pooling, AVERAGE)
+        export_head(folder, self.head, encoder, reader)
+        return {"pooling": encoder.ct_pooling}
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""

@@ -1,73 +1,97 @@
-"""The DeepSpeed engine, and this rank's fragments of masters, moments and EMA.
+"""The one module that knows DeepSpeed: forward, backward, step, and this rank's shards.
 
-A fragment is a contiguous piece of one parameter that this rank alone updates: with ZeRO 1 to 3
-whatever lies in its partition, with ZeRO 0 every world_size-th parameter. Saving, restoring and
-averaging work on fragments, so none of them gathers anything and none depends on the ZeRO stage.
+With ZeRO 1 to 3 this rank owns whatever lies in its partition, with ZeRO 0 every world_size-th
+parameter. Saving, restoring and averaging work on these shards, so none of them gathers anything
+and none depends on the ZeRO stage.
 """
 
+import importlib
+import logging
+import os
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
 
+from maect.core.context import Context
+from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
 from maect.models.vit import use_attention
-from maect.stages.base import SelfSupervised as Stage
-from maect.train.objectives import Objective
+from maect.train.checkpoint import AVERAGE, PARAM, Shard
+from maect.train.objective import EngineSettings
 
 _BUCKET = 50_000_000
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass
-class Fragment:
-    """A piece of a parameter: `name` in the objective, offset `start` in its flattened values.
+def start(context: Context) -> torch.device:
+    """Join the process group for an engine; returns this rank's device."""
+    device = device_of(context)
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+        keep_freed_memory()
+    join(context, "nccl" if device.type == "cuda" else "gloo", STEP_TIMEOUT)
+    import deepspeed
 
-    Attributes:
-        master: fp32 values, 1-D, a view on what the optimizer updates.
-        exp_avg, exp_avg_sq: AdamW's moments, likewise.
-        ema: running average of `master`, or None.
-    """
-
-    name: str
-    start: int
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    ema: Tensor | None = None
+    # An optimizer that is not ours compiles itself there, which imports the compiler: seconds.
+    with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
+        importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    # None of its C++ operators is used. To look which ones there are takes a second, and to
+    # compile its shared-memory collectives a minute and a compiler.
+    deepspeed.ops.__compatible_ops__ = {}
+    # The name that torch 2.11 to 2.14 share, for what later versions rename.
+    warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor")
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+    return device
 
 
 class Engine:
-    """One stage's objective under DeepSpeed, stepped with the learning rates of a schedule.
+    """A module under DeepSpeed with AdamW, stepped with the learning rates of a schedule.
 
     Attributes:
-        module: the objective; call the engine itself to run it.
-        fragments: what this rank owns, and saves.
-        replicas: what it updates too, but another rank saves; with ZeRO 0 only.
+        module: what is trained; call the engine itself to run it.
+        shards: what this rank owns, and saves.
     """
 
     def __init__(
-        self, objective: Objective, stage: Stage, groups: list[dict[str, Any]], device: torch.device
+        self,
+        module: nn.Module,
+        settings: EngineSettings,
+        groups: list[dict[str, Any]],
+        device: torch.device,
     ) -> None:
+        """Wrap a module.
+
+        Args:
+            module: on the device.
+            settings: precision of the steps apart, all that says how they are computed.
+            groups: trained parameters with `peak_lr` and `weight_decay`.
+            device: this rank's.
+        """
         import deepspeed
 
-        self.module, self.stage = objective, stage
-        use_attention(objective, stage.attention)
-        if stage.compile:
-            compile_blocks(objective, device)
+        self.module, self.zero_stage = module, settings.zero_stage
+        use_attention(module, settings.attention)
+        if settings.compile:
+            compile_blocks(module, device)
         self._adam = torch.optim.AdamW(
-            groups, lr=0.0, betas=(stage.beta1, stage.beta2), fused=device.type == "cuda"
+            groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=device.type == "cuda"
         )
-        names = {id(p): name for name, p in objective.named_parameters()}
+        names = {id(p): name for name, p in module.named_parameters()}
         trained = [p for group in groups for p in group["params"]]
         elements = sum(p.numel() for p in trained)
         config = {
-            "train_micro_batch_size_per_gpu": stage.batch_size
-            // (dist.get_world_size() * stage.accumulation),
-            "gradient_accumulation_steps": stage.accumulation,
+            "train_micro_batch_size_per_gpu": settings.batch_size
+            // (dist.get_world_size() * settings.accumulation),
+            "gradient_accumulation_steps": settings.accumulation,
             "zero_optimization": {
-                "stage": stage.zero_stage,
+                "stage": settings.zero_stage,
                 "reduce_bucket_size": min(_BUCKET, 2 * elements),
                 "allgather_bucket_size": min(_BUCKET, 2 * elements),
                 "overlap_comm": False,
@@ -77,54 +101,72 @@ class Engine:
             "steps_per_print": None,
         }
         self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=objective, optimizer=self._adam, config=config
+            model=module, optimizer=self._adam, config=config
         )
         self._create_moments(trained)
-        self.replicas: list[Fragment] = []
-        self.fragments = self._find_fragments(trained, names)
+        self.shards: list[Shard] = []
+        self._replicas: list[Shard] = []  # updated here too, but saved by another rank: ZeRO 0
+        self._find_shards(trained, names)
 
-    def __call__(self, *args: Any) -> Any:
-        """Forward pass of the objective."""
-        return self._engine(*args)
+    def __call__(self, inputs: Any) -> Any:
+        """Forward pass of the module."""
+        return self._engine(inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients, averaged over the ranks."""
         self._engine.backward(loss)
 
-    def step(self, rate: float) -> tuple[float, bool]:
-        """Update the weights with `rate` times each group's peak learning rate.
+    def step(self, lr_multiplier: float) -> float:
+        """Update the weights with `lr_multiplier` times each group's peak learning rate.
 
         Call it after every backward pass; only the last one of an accumulation updates.
 
         Returns:
-            Norm of the global gradient, and whether this was an update. With a norm that is no
-            finite number nothing is updated (ZeRO 1 to 3 see to that themselves).
+            Norm of the global gradient; NaN if this was no update. With a norm that is no finite
+            number nothing is updated (ZeRO 1 to 3 see to that themselves). Reading it costs no
+            further wait: DeepSpeed has looked at the gradients on the host by then.
         """
         update = self._engine.is_gradient_accumulation_boundary()
         for group in self._adam.param_groups:
-            group["lr"] = group["peak_lr"] * rate
-        norm = self._plain_norm() if update and not self.stage.zero_stage else None
+            group["lr"] = group["peak_lr"] * lr_multiplier
+        norm = self._plain_norm() if update and not self.zero_stage else None
         if norm is not None and not norm.isfinite():
-            return float(norm), True
+            return float(norm)
         self._engine.step()
         if norm is None and update:
             norm = self._engine.get_global_grad_norm()
-        return (float("nan") if norm is None else float(norm)), update
+        return float("nan") if norm is None else float(norm)
 
     def learning_rates(self) -> tuple[float, float]:
         """Smallest and largest learning rate of the last update."""
         rates = [group["lr"] for group in self._adam.param_groups]
         return min(rates), max(rates)
 
-    def full_parameters(self, module: torch.nn.Module) -> Any:
-        """Context in which a part's parameters are whole on every rank, also under ZeRO 3."""
+    def gathered(self, module: nn.Module) -> Any:
+        """Context in which a part's parameters are complete on every rank, also under ZeRO 3."""
         import deepspeed
 
-        sharded = self.stage.zero_stage == 3
+        sharded = self.zero_stage == 3
         return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=sharded)
 
-    def restore_moments(self, step: int) -> None:
-        """Set AdamW's count of updates; the moments themselves are restored by fragment."""
+    def start_average(self, prefix: str) -> None:
+        """Let a running average of the parameters whose names begin so start at their values."""
+        for shard in self.shards:
+            if shard.name.startswith(prefix):
+                shard.values[AVERAGE] = shard.values[PARAM].clone()
+
+    @torch.no_grad()
+    def update_average(self, momentum: float) -> None:
+        """average <- momentum * average + (1 - momentum) * fp32 weights."""
+        averaged = [shard.values for shard in self.shards if AVERAGE in shard.values]
+        if averaged:
+            averages = [values[AVERAGE] for values in averaged]
+            weights = [values[PARAM] for values in averaged]
+            torch._foreach_lerp_(averages, weights, 1 - momentum)
+
+    def restore(self, fill: Callable[[list[Shard]], None], step: int) -> None:
+        """Let `fill` set the values of all shards, and set the count of updates."""
+        fill([*self.shards, *self._replicas])
         for state in self._adam.state.values():
             state["step"].fill_(step)
 
@@ -133,77 +175,60 @@ class Engine:
         return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
 
     def _create_moments(self, trained: list[Tensor]) -> None:
-        """Create AdamW's state before its first step, as the place to restore one into."""
-        if self.stage.zero_stage == 0:
+        """Create AdamW's state before its first step, to restore a saved one into."""
+        if self.zero_stage == 0:
             flat = trained
-        elif self.stage.zero_stage == 3:
+        elif self.zero_stage == 3:
             flat = self._zero.fp32_partitioned_groups_flat
         else:
             flat = self._zero.single_partition_of_fp32_groups
         for values in flat:
             on = values.device if self._adam.defaults["fused"] else torch.device("cpu")
-            self._adam.state[values] = {
-                "step": torch.zeros((), dtype=torch.float32, device=on),
-                "exp_avg": torch.zeros_like(values, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(values, requires_grad=False),
-            }
+            moments = {name: torch.zeros_like(values, requires_grad=False) for name in MOMENTS}
+            step = torch.zeros((), dtype=torch.float32, device=on)
+            self._adam.state[values] = {"step": step, **moments}
 
-    def _find_fragments(self, trained: list[Tensor], names: dict[int, str]) -> list[Fragment]:
+    def _find_shards(self, trained: list[Tensor], names: dict[int, str]) -> None:
+        """Find where the optimizer keeps this rank's part of each parameter."""
         rank, size = dist.get_rank(), dist.get_world_size()
-        found: list[Fragment] = []
         for number, parameter in enumerate(trained):
-            if self.stage.zero_stage == 0:
-                mine = found if number % size == rank else self.replicas
-                mine.append(self._fragment(parameter, names, 0, parameter, 0))
-            elif self.stage.zero_stage == 3:
+            name = names[id(parameter)]
+            if self.zero_stage == 0:
+                owned = self.shards if number % size == rank else self._replicas
+                owned.append(self._shard(name, 0, parameter))
+            elif self.zero_stage == 3:
                 group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
                 start = rank * padded
                 length = min(padded, parameter.ds_numel - start)  # type: ignore[attr-defined]
                 if length > 0:
                     flat = self._zero.fp32_partitioned_groups_flat[group]
-                    found.append(self._fragment(parameter, names, start, flat, offset, length))
+                    self.shards.append(self._shard(name, start, flat, offset, length))
             else:
                 mapping = parameter._hp_mapping  # type: ignore[attr-defined]
                 if mapping is not None:
                     flat = self._zero.single_partition_of_fp32_groups[mapping.param_group_index]
-                    place = mapping.get_hp_fragment_address()
+                    address = mapping.get_hp_fragment_address()
                     start = mapping.lp_fragment_address.start
-                    found.append(
-                        self._fragment(parameter, names, start, flat, place.start, place.numel)
-                    )
-        return found
+                    self.shards.append(self._shard(name, start, flat, address.start, address.numel))
 
-    def _fragment(
-        self,
-        parameter: Tensor,
-        names: dict[int, str],
-        start: int,
-        flat: Tensor,
-        offset: int,
-        length: int | None = None,
-    ) -> Fragment:
-        def piece(values: Tensor) -> Tensor:
-            line = values.detach().view(-1)
-            return line if length is None else line[offset : offset + length]
-
+    def _shard(
+        self, name: str, start: int, flat: Tensor, offset: int = 0, length: int | None = None
+    ) -> Shard:
         state = self._adam.state[flat]
-        return Fragment(
-            names[id(parameter)],
-            start,
-            piece(flat),
-            piece(state["exp_avg"]),
-            piece(state["exp_avg_sq"]),
-        )
+        values = {PARAM: flat, **{moment: state[moment] for moment in MOMENTS}}
+        end = None if length is None else offset + length
+        pieces = {kind: value.detach().view(-1)[offset:end] for kind, value in values.items()}
+        return Shard(name, start, pieces)
 
 
-def compile_blocks(objective: Objective, device: torch.device) -> None:
+def compile_blocks(module: nn.Module, device: torch.device) -> None:
     """Compile the transformer blocks; where nothing can be compiled, say so once and do not."""
     try:
         torch.compile(torch.nn.functional.gelu)(torch.ones(8, device=device))
     except Exception as error:  # no C++ compiler, no Triton: the compiler has many kinds of errors
         reason = str(error).strip().partition("\n")[0]
-        warnings.warn(f"compile: not possible here ({reason}); going on without", stacklevel=2)
+        warnings.warn(f"compile: not possible here ({reason}); continuing without", stacklevel=2)
         return
-    for part in (objective.encoder, getattr(objective, "decoder", None)):
-        for block in getattr(part, "blocks", []):
+    for block in module.modules():
+        if isinstance(block, Block):
             block.compile()

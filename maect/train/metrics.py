@@ -1,9 +1,14 @@
-"""`metrics.jsonl` and TensorBoard: exactly one entry per logged step, whatever was interrupted."""
+"""What a run logs: one entry per logged step, whatever was interrupted, and its use of a device."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+import psutil
+import torch
+
+from maect.recipes.flops import peak_flops
 
 LOGGED_EVERY_STEP = 10_000
 """Runs longer than this many steps log every 50th."""
@@ -21,7 +26,7 @@ class Metrics:
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        """Go on after `step`; later entries, of an attempt that was interrupted, are dropped."""
+        """Resume after `step`; later entries, of an attempt that was interrupted, are dropped."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder / "metrics.jsonl"
@@ -51,7 +56,7 @@ class Metrics:
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """Whole entries of a metrics file, oldest first; what a kill cut off is left out."""
+    """Complete entries of a metrics file, oldest first; what a kill cut off is left out."""
     found = []
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -81,3 +86,30 @@ def _truncate(path: Path, step: int) -> None:
                 break
             kept += len(line)
         file.truncate(kept)
+
+
+def usage(flops: float, precision: str, device: torch.device) -> dict[str, float]:
+    """How much of its device this rank uses.
+
+    Args:
+        flops: model operations a second on this device.
+        precision: of the training.
+        device: this rank's.
+
+    Returns:
+        `memory_gib`: the most that was allocated on a GPU, or this process's resident memory;
+        `tflops`: 10^12 model operations a second; `utilization`: the same as a fraction of the
+        device's dense bfloat16 rate, where that is known and the precision is bfloat16.
+    """
+    values = {"memory_gib": _memory(device) / 2**30, "tflops": flops / 1e12}
+    if device.type == "cuda" and precision == "bf16":
+        peak = peak_flops(torch.cuda.get_device_name(device))
+        if peak is not None:
+            values["utilization"] = flops / peak
+    return values
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)

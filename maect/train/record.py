@@ -1,5 +1,6 @@
 """What a run folder says about itself, and when its contents are no longer about this run."""
 
+import logging
 import platform
 import subprocess
 from importlib.metadata import version
@@ -12,16 +13,17 @@ from maect.core.files import read_json, sha256_file, write_json, write_text
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
 from maect.recipes import Encoder
-from maect.stages import Stage
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = ("state", "metrics.jsonl", "tensorboard", "recipe.json", "run.json")
 
 
 def fingerprint(
-    name: str, stage: Stage, encoder: Encoder, seed: int, data: str, source: Path | None
+    name: str, stage: Any, encoder: Encoder, seed: int, data: str, source: Path | None
 ) -> str:
-    """Identity of a run's result: recipe, shape, seed, data and what it starts from."""
+    """Identity of a run's result: settings, shape, seed, data and what it starts from."""
     return digest(name, stage, encoder, seed, data, source_files(source))
 
 
@@ -72,11 +74,11 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
             for name in _MOVED:
                 if (folder / name).exists():
                     (folder / name).rename(aside / name)
-            print(
-                f"{folder}: recipe, seed, data or source changed since its state was saved; "
-                f"that is now in {aside.name}, training starts anew",
-                flush=True,
-            )
+            log.warning(
+                "%s: recipe, seed, data or source changed since its state was saved; "
+                "that is now in %s, and training starts from the beginning",
+                folder, aside.name,
+            )  # fmt: skip
     changes = _git("diff", "HEAD")
     if changes:
         write_text(folder / "source.diff", changes)
@@ -84,15 +86,14 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
 
 
 def _warn_of_versions(folder: Path, before: dict[str, str]) -> None:
-    """Say so if a run goes on with other software: its bits are then no longer promised."""
+    """Say so if a run resumes with other software: its bits are then no longer promised."""
     now = origin()["versions"]
     for name in sorted(before.keys() & now.keys()):
         if before[name] != now[name]:
-            print(
-                f"warning: {folder} goes on with {name} {now[name]}, it was {before[name]}: "
-                "the result may differ in the last bits",
-                flush=True,
-            )
+            log.warning(
+                "%s resumes with %s %s, it was %s: the result may differ in the last bits",
+                folder, name, now[name], before[name],
+            )  # fmt: skip
 
 
 def origin() -> dict[str, Any]:
@@ -128,10 +129,10 @@ def _unused(path: Path) -> Path:
 
 def _git(*arguments: str) -> str:
     """Output of git about the source's checkout; empty where there is none."""
-    place = Path(maect.__file__).parent
+    checkout = Path(maect.__file__).parent
     try:
         done = subprocess.run(
-            ["git", "-C", str(place), *arguments], capture_output=True, text=True, timeout=30
+            ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, timeout=30
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

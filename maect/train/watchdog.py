@@ -22,8 +22,8 @@ LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
 STEPS = 5  # and so many times the longest step so far, where steps take minutes
 READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
 ORDER = (READING, COMPUTING, UPDATING)
-SAVING, EVALUATING = "saving the state before", "evaluating before"
-"""A rank may be in one of these two for as long as it lives."""
+SAVING = "saving the state before"
+"""A rank may do so for as long as it lives."""
 
 
 class StalledError(RuntimeError):

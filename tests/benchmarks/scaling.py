@@ -207,14 +207,14 @@ def decoding(shards: Path, stage: Pretrain) -> float:
     return (time.process_time() - start) / steps / stage.batch_size
 
 
-def count(context: Any, out: str, **arguments: Any) -> str:
+def count(context: Any, out: str, config: str) -> str:
     """A training whose rank 0 counts the bytes of its collectives, by kind; runs on every rank."""
     from torch.profiler import ProfilerActivity, profile
 
-    from maect.train.run import train
+    from maect.stages.run import train
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        verdict = train(context, **arguments)
+        verdict = train(context, config=config)
     bytes_of: dict[str, float] = {}
     for event in seen.key_averages(group_by_input_shape=True):
         if event.key.startswith("c10d::"):
@@ -257,11 +257,12 @@ def volumes() -> list[str]:
                 counted = folder / "count.json"
                 folder.mkdir()
                 stage = load_recipe("mae", "tiny", {"epochs": epochs})
-                arguments = {
-                    "out": str(counted), "folder": str(folder), "shards": str(shards),
-                    "stage": "pretrain", "settings": stage.model_dump(mode="json"),
-                    "encoder": encoder.model_dump(mode="json"), "seed": 0,
-                }  # fmt: skip
+                config = RunConfig(
+                    run=folder.name, stage=stage.name, size="tiny", shards=shards,
+                    encoder=encoder, settings=stage,
+                )  # fmt: skip
+                config.write(folder / "config.yaml")
+                arguments = {"out": str(counted), "config": str(folder / "config.yaml")}
                 launch(
                     Task("scaling:count", arguments), folder, Resources(devices=ranks),
                     is_done=counted.exists, describe=folder.name,

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,13 @@ from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
-from maect.stages import Stage, load_recipe
-from maect.stages.tune import Tune
-from maect.train.distributed import start
-from maect.train.ema import start_ema
-from maect.train.engine import Engine
-from maect.train.loop import Loop
+from maect.stages import load_recipe
+from maect.stages.base import SelfSupervised as Stage
+from maect.stages.objectives import Views
+from maect.train.checkpoint import Saver
+from maect.train.engine import Engine, start
 from maect.train.metrics import Metrics
-from maect.train.objectives import Views
-from maect.train.parameters import parameter_groups
-from maect.train.stages import build_objective
-from maect.train.state import Saver
+from maect.train.trainer import Trainer
 from maect.train.watchdog import Watchdog
 
 WARM_UP = 3  # steps that are not counted: compilation, first allocations
@@ -50,7 +47,7 @@ class Alone:
     """The context of a job of one rank that nobody watches."""
 
     rank = local_rank = 0
-    world_size = 1
+    world_size = local_world_size = 1
     cpus = len(os.sched_getaffinity(0))
 
     def stop_requested(self) -> bool:
@@ -104,11 +101,11 @@ def engine_steps(
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = None if not needs_source(stage) else source_run(folder, shape)
-        objective = build_objective(stage, shape, 0, source).to(device)
-        engine = Engine(objective, stage, parameter_groups(objective, stage), device)
-        if isinstance(stage, Tune):
-            start_ema(engine.fragments)
+        source = source_run(folder, shape) if stage.starts_from else None
+        objective = stage.build(shape, 0, source).to(device)
+        engine = Engine(objective, stage, stage.parameter_groups(objective), device)
+        if stage.encoder_average is not None:
+            engine.start_average("encoder.")
         batch, metrics = random_batch(shape, stage.batch_size, device), Metrics(folder, 0)
 
         def batches() -> Iterator[Batch]:
@@ -118,16 +115,14 @@ def engine_steps(
                 yield batch
                 seconds.append(clock(device) - began)
 
-        Loop(
-            Alone(), engine, stage, shape, 0, device, 0, steps, 10**6, Saver(folder, Alone()),
-            metrics, 1e9, {}, Watchdog(folder, Alone()),
+        Trainer(
+            context=Alone(), stage=stage, encoder=shape, objective=objective, engine=engine,
+            device=device, step=0, steps=steps, images=10**6, saver=Saver(folder, Alone()),
+            metrics=metrics, watchdog=Watchdog(folder, Alone()), save_seconds=1e9, record={},
+            losses=[],
         ).run(batches())  # fmt: skip
         metrics.close()
     return seconds
-
-
-def needs_source(stage: Stage) -> bool:
-    return not hasattr(stage, "normalize_pixels")
 
 
 def clock(device: torch.device) -> float:
@@ -150,12 +145,12 @@ class PlainLoop:
     ) -> None:
         self.stage, self.shape, self.device = stage, shape, device
         with tempfile.TemporaryDirectory() as name:
-            source = source_run(Path(name), shape) if needs_source(stage) else None
-            self.objective = build_objective(stage, shape, 0, source).to(device)
+            source = source_run(Path(name), shape) if stage.starts_from else None
+            self.objective = stage.build(shape, 0, source).to(device)
         for module in self.objective.modules() if explicit else ():
             if isinstance(module, Attention):
                 module.__class__, module.fused_attn = Attention, False
-        groups = [{**group, "lr": 1e-4} for group in parameter_groups(self.objective, stage)]
+        groups = [{**group, "lr": 1e-4} for group in stage.parameter_groups(self.objective)]
         fused = device.type == "cuda" and not explicit
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=fused)
         named = self.objective.encoder.named_parameters()
@@ -170,18 +165,19 @@ class PlainLoop:
         images = (self.pixels.float() / 255 - 0.45) / 0.22
         order = torch.rand(2, b, patches, device=self.device).argsort(2)
         ids = torch.arange(b, device=self.device)
-        head = getattr(self.stage, "head", None)
-        dice = torch.randint(head.topk, (2, b), device=self.device) if head else None
+        head = self.stage.head
+        neighbors = torch.randint(head.topk, (2, b), device=self.device) if head else None
         loss, _ = self.objective(
-            Views(images, order if self.stage.mask_ratio else None, ids, ids, dice)
+            Views(images, order if self.stage.mask_ratio else None, ids, ids, neighbors)
         )
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
-        if isinstance(self.stage, Tune):
+        self.objective.after_update(lambda part: nullcontext())
+        if self.stage.encoder_average is not None:
             with torch.no_grad():
-                self.objective.head.update_ema()
-                torch._foreach_lerp_(self.averages, self.masters, 1 - self.stage.encoder_ema)
+                momentum = self.stage.encoder_average
+                torch._foreach_lerp_(self.averages, self.masters, 1 - momentum)
         loss.item()
         self.seconds.append(clock(self.device) - began)
 

@@ -14,7 +14,7 @@ from maect.evaluate.encoding import Encoding
 from maect.evaluate.heads import HistogramHeads
 from maect.evaluate.job import Interrupted
 from maect.recipes import View
-from maect.train.parameters import schedule
+from maect.train.optimizer import schedule
 
 from .conftest import Rank
 from .test_linear_probe import job_of, refuses_broken_features

@@ -1,34 +1,34 @@
-"""Which trainings there are, on which images, and what is refused before anything is computed."""
+"""Which trainings there are, on which images, what is refused, and what a score is the mean of."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from maect.core.errors import UserError
-from maect.data.index import open_index
-from maect.data.labelled import fraction_rows_of
-from maect.data.subsets import fraction_rows
-from maect.evaluate import fine_tune
+from maect.data.index import ID, Index, open_index
+from maect.data.labelled import fraction_rows_of, subset_record
+from maect.data.subsets import class_view, fraction_rows
+from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.features import extract
-from maect.evaluate.fine_tune_settings import FineTune
+from maect.evaluate.fine_tuned import FineTuned
 from maect.evaluate.job import Job
 from maect.evaluate.low_shot import LowShot, choose, labelled
 from maect.evaluate.store import open_features
+from maect.stages.fine_tune import FineTune
 
-from .conftest import Rank, given
+from .conftest import Rank
 
-FEW = {"batch_size": 10, "mixup": 0, "cutmix": 0}
+FEW: dict[str, Any] = {"batch_size": 10, "mixup": 0, "cutmix": 0}
 
 
-@pytest.fixture
-def job(images: Path, tmp_path: Path) -> Job:
-    shards = images / "shards"
-    return Job(
-        run=images / "runs" / "mae", out=tmp_path / "out.json", resize=16,
-        inputs={"train": shards / "train", "test": shards / "val"},
-    )  # fmt: skip
+def rows_of(split: Index, images: Index) -> list[int]:
+    """Which rows of a split are trained on."""
+    return np.flatnonzero(np.isin(split.rows[:, ID], images.rows[:, ID])).tolist()
 
 
 def test_the_images_are_those_of_logistic_regression(
@@ -37,45 +37,38 @@ def test_the_images_are_those_of_logistic_regression(
     encoder, shards = images / "runs" / "mae" / "encoder.safetensors", images / "shards" / "train"
     extract(rank, encoder=encoder, shards=shards, out=tmp_path / "train.safetensors", resize=16)
     features, index = open_features(tmp_path / "train.safetensors"), open_index(shards)
-    plan = fine_tune.trainings(index, FineTune(shots=(1, 2), seed=4))
-    names = [(t.metric, t.name) for t in plan]
-    assert names[:2] == [("low_shot_1", f"low_shot_1-split{n}") for n in (1, 2)]
-    assert names[5] == ("low_shot_2", "low_shot_2-split3") and len(plan) == 6
-    for number, training in enumerate(plan):
+    plan = Accuracy(shots=(1, 2), seed=4, **FEW).trainings()
+    assert list(plan)[::5] == ["1shot-split1", "2shot-split3"] and len(plan) == 6
+    for number, (stage, seed) in enumerate(plan.values()):
         shots, split = 1 + number // 3, 1 + number % 3
-        assert training.rows.tolist() == choose(features, shots, split, LowShot(seed=4)).tolist()
-        assert np.bincount(index.labels[training.rows]).tolist() == [shots] * 10
-    (ten,) = fine_tune.trainings(index, FineTune(fraction=0.1, seed=4))
-    assert ten.metric == "low_shot_10pct"
-    assert ten.rows.tolist() == fraction_rows_of(labelled(features), 0.1, 4, None).tolist()
-    both = fine_tune.trainings(index, FineTune(fraction=0.1, seeds=2, seed=4))
-    assert [t.seed for t in both] == [4, 5] and both[1].rows.tolist() == ten.rows.tolist()
+        chosen = stage.training_images(index)
+        assert rows_of(index, chosen) == choose(features, shots, split, LowShot(seed=4)).tolist()
+        assert np.bincount(chosen.labels).tolist() == [shots] * 10 and seed == 4
+    tenth = Accuracy(fraction=0.1, seed=4, seeds=2, **FEW).trainings()
+    assert [seed for _, seed in tenth.values()] == [4, 5]
+    ten, again = (stage.training_images(index) for stage, _ in tenth.values())
+    assert rows_of(index, ten) == fraction_rows_of(labelled(features), 0.1, 4, None).tolist()
+    assert rows_of(index, again) == rows_of(index, ten)
     names = index.keys()
-    listed = tmp_path / "simclr_10percent.txt"
-    listed.write_text("".join(f"{names[row].split('/')[1]}.JPEG\n" for row in ten.rows[::-1]))
-    (again,) = fine_tune.trainings(index, FineTune(fraction=0.1, subsets=str(tmp_path)))
-    assert again.rows.tolist() == ten.rows.tolist()
-    assert [*fine_tune.subset_record(index, [again]).values()] == [
-        *fine_tune.subset_record(index, [ten]).values()
-    ]
+    listed = [f"{names[row].split('/')[1]}.JPEG\n" for row in rows_of(index, ten)[::-1]]
+    (tmp_path / "simclr_10percent.txt").write_text("".join(listed))
+    official = FineTune(fraction=0.1, subsets=str(tmp_path), **FEW)
+    assert subset_record(official.training_images(index)) == subset_record(ten)
     with pytest.raises(UserError, match="simclr_1percent"):
-        fine_tune.trainings(index, FineTune(fraction=0.01, subsets=str(tmp_path)))
+        official.model_copy(update={"fraction": 0.01}).training_images(index)
 
 
 def test_shots_need_images_of_every_class_that_the_split_names(
     images: Path, tmp_path: Path
 ) -> None:
     """A view names its own classes, so those that it leaves out are not missed."""
-    from maect.data.subsets import class_view
-
     class_view(images / "shards" / "train", tmp_path / "view", ["3", "1"])
-    view, settings = open_index(tmp_path / "view"), FineTune(shots=(2,), splits=1)
-    (plan,) = fine_tune.trainings(view, settings)
-    assert np.bincount(view.labels[plan.rows]).tolist() == [2, 2]
+    view, settings = open_index(tmp_path / "view"), FineTune(shots=2, **FEW | {"batch_size": 4})
+    assert np.bincount(settings.training_images(view).labels).tolist() == [2, 2]
     whole = open_index(images / "shards" / "train")
     without = replace(whole, rows=whole.rows[whole.labels != 7])
     with pytest.raises(UserError, match=r"train: class 7: 0 samples, 2 wanted"):
-        fine_tune.trainings(without, settings)
+        settings.training_images(without)
 
 
 def test_fractions_of_every_class() -> None:
@@ -88,55 +81,73 @@ def test_fractions_of_every_class() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"shots": 1, "batch_size": 16}, "batch_size 16 is larger than its 10 labelled images"),
+        ({"shots": 30, **FEW}, "30 wanted"),
+    ],
+)
+def test_too_few_images(images: Path, values: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        FineTune(**values).training_images(open_index(images / "shards" / "train"))
+
+
+@pytest.mark.parametrize(
     ("values", "ranks", "message"),
     [
-        ({"shots": (1,), "batch_size": 16}, 1, "low_shot_1-split1: batch_size 16 is larger than"),
-        ({"shots": (30,), **FEW}, 1, "30 wanted"),
         ({"batch_size": 10}, 4, "batch_size 10 is not a multiple of 4 ranks"),
         ({"batch_size": 12}, 4, "leave 3 each, an odd number"),
         ({"batch_size": 12, "accumulation": 4}, 1, "leave 3 each, an odd number"),
     ],
 )
-def test_what_does_not_work(job: Job, values: dict, ranks: int, message: str) -> None:
+def test_batches_that_do_not_split(values: dict, ranks: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        fine_tune.evaluate(Rank(world_size=ranks), job, FineTune(**values))
-    assert not job.state.exists()
+        FineTune(**values).check_ranks(ranks)
 
 
-def test_splits_that_do_not_fit(job: Job, images: Path, tmp_path: Path) -> None:
-    from maect.data.subsets import class_view
-
-    class_view(images / "shards" / "val", tmp_path / "two", ["3", "4"])
-    with pytest.raises(UserError, match="their classes differ"):
-        fine_tune.evaluate(Rank(), given(job, test=tmp_path / "two"), FineTune(**FEW))
+def test_one_class_is_not_enough(images: Path, tmp_path: Path) -> None:
     class_view(images / "shards" / "train", tmp_path / "one", ["3"])
-    one = given(job, train=tmp_path / "one", test=tmp_path / "one")
     with pytest.raises(UserError, match="at least two classes"):
-        fine_tune.evaluate(Rank(), one, FineTune(**FEW))
-    with pytest.raises(UserError, match="lacks the input 'test'"):
-        fine_tune.evaluate(Rank(), given(job, test=None), FineTune(**FEW))
+        FineTune(**FEW).training_images(open_index(tmp_path / "one"))
 
 
-def test_a_mean_and_what_it_is_the_mean_of() -> None:
-    rows = np.arange(3)
-    plan = [fine_tune.Training("low_shot_1", f"low_shot_1-split{n}", 0, rows) for n in (1, 2)]
-    found = {
-        training.name: {"accuracy": 40.0 + n, "losses": [1.0], "weights_sha256": "a"}
-        for n, training in enumerate(plan)
-    }
-    metrics = fine_tune.metrics(plan, found)
+def test_a_mean_and_what_it_is_the_mean_of(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracies = iter([40.0, 41.0, 50.0])
+
+    class Trained:
+        def __init__(self, folder: Path, *rest: Any) -> None:
+            self.folder = folder
+
+        def result(self, *rest: Any) -> dict[str, Any]:
+            result = {"losses": [1.0], "weights_sha256": self.folder.name, "subset": {"images": 3}}
+            return result | {"accuracy": next(accuracies)}
+
+    monkeypatch.setattr("maect.evaluate.fine_tuned.FineTuned", Trained)
+    inputs = {"test": images / "shards" / "val", "trained": [tmp_path / "a", tmp_path / "b"]}
+    job, settings = (
+        Job(tmp_path, tmp_path / "x.json", inputs),
+        Accuracy(shots=(1,), splits=2, **FEW),
+    )
+    metrics = settings.evaluate(Rank(), job)
     assert metrics["low_shot_1"] == 40.5 and metrics["low_shot_1_splits"] == [40.0, 41.0]
     assert metrics["low_shot_1_std"] == pytest.approx(0.5**0.5)
-    alone = fine_tune.metrics(plan[:1], found)
-    assert set(alone) == {"low_shot_1", "losses", "weights_sha256"}
+    assert metrics["weights_sha256"] == {"low_shot_1-split1": "a", "low_shot_1-split2": "b"}
+    assert list(job.notes["subsets"]) == ["low_shot_1-split1", "low_shot_1-split2"]
+    alone = Job(tmp_path, tmp_path / "x.json", inputs | {"trained": [tmp_path / "a"]})
+    metrics = Accuracy(seed=2, **FEW).evaluate(Rank(), alone)
+    assert set(metrics) == {"fine_tune", "losses", "weights_sha256"}
+    assert list(metrics["losses"]) == ["fine_tune-seed2"]
 
 
-def test_state_of_another_evaluation_is_dropped(tmp_path: Path, capsys) -> None:
-    folder = tmp_path / ".fine_tune.state"
-    fine_tune._claim(folder, "a")
-    (folder / "fine_tune-seed0").mkdir()
-    fine_tune._claim(folder, "a")
-    assert (folder / "fine_tune-seed0").exists() and not capsys.readouterr().err
-    fine_tune._claim(folder, "b")
-    assert not (folder / "fine_tune-seed0").exists()
-    assert "other settings; anew" in capsys.readouterr().err
+def test_only_the_runs_that_were_asked_for_are_scored(images: Path, tmp_path: Path) -> None:
+    stage, test = FineTune(**FEW), open_index(images / "shards" / "val")
+    record = {"recipe": stage.model_dump(mode="json"), "seed": 0, "sha256": {"a": "b"}}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    (tmp_path / "a").touch()
+    for other, seed in ((FineTune(epochs=7, **FEW), 0), (stage, 1)):
+        with pytest.raises(UserError, match="trained with other settings"):
+            FineTuned(tmp_path, other, seed, test, torch.device("cpu"))
+    with pytest.raises(UserError, match="damaged"):
+        FineTuned(tmp_path, stage, 0, test, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The real thing: two ranks, killed and restarted, ends with the bits of one that was not."""
+"""The real thing: two ranks, killed and restarted, end with the bits of ranks that were not."""
 
 import json
 import sys
@@ -7,101 +7,133 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
+import torch
 
 from maect.core.files import read_json
-from maect.evaluate import fine_tune
-from maect.evaluate.fine_tune_settings import FineTune
+from maect.data.index import open_index
+from maect.evaluate.accuracy import Accuracy
+from maect.evaluate.encoding import Encoding
+from maect.evaluate.fine_tuned import FineTuned
 from maect.evaluate.job import Job
 from maect.evaluate.run import evaluate
+from maect.models.weights import load_encoder_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks
 from ranks import run
 
-from .conftest import resolved
+from .conftest import Rank, resolved
 
 ranks._server.set_forkserver_preload(
-    ["maect.train.run", "deepspeed", "torch.utils.tensorboard", "maect.evaluate.fine_tune"]
+    ["maect.stages.run", "deepspeed", "torch.utils.tensorboard", "maect.evaluate.fine_tuned"]
 )
 
-SETTINGS = FineTune(
+SETTINGS = Accuracy(
     epochs=2, batch_size=24, base_lr=2e-2, warmup_epochs=0.5, seeds=2, precision="fp32",
     crop_scale=(0.5, 1.0), flip=0.0,
 )  # fmt: skip
+ALWAYS = {"save_every_minutes": 0.0}
 
 
-def evaluated(context: Any, save_seconds: float, config: str) -> str:
-    """In every rank; a rank that ends before the others would end them here."""
-    fine_tune.SAVE_SECONDS = save_seconds
-    verdict = evaluate(context, config=config)
-    dist.barrier()
-    return verdict
+def trainings(images: Path, folder: Path, settings: Accuracy = SETTINGS) -> dict[str, Any]:
+    """Arguments of each training, by its suffix."""
+    encoder = load_encoder_weights(images / "runs" / "mae" / "encoder.safetensors")[1]
+    return {
+        suffix: {
+            "folder": str(folder / suffix),
+            "shards": str(images / "shards" / "train"),
+            "stage": "fine_tune",
+            "settings": stage.model_dump(mode="json"),
+            "encoder": encoder.model_dump(mode="json"),
+            "seed": seed,
+            "source": str(images / "runs" / "mae"),
+        }
+        for suffix, (stage, seed) in settings.trainings().items()
+    }
 
 
-def job(images: Path, out: Path, settings: FineTune = SETTINGS, save_seconds: float = 600):
-    shards = images / "shards"
-    inputs = {"train": shards / "train", "test": shards / "val"}
+def scored(images: Path, folder: Path, settings: Accuracy = SETTINGS) -> dict[str, Any]:
+    """The result of the protocol on one rank."""
+    out, test = folder / "fine_tune.json", images / "shards" / "val"
+    inputs = {"trained": [folder / suffix for suffix in settings.trainings()], "test": test}
     config = resolved(Job(images / "runs" / "mae", out, inputs, resize=16), settings)
-    return {"function": evaluated, "save_seconds": save_seconds, "config": str(config)}
-
-
-@pytest.fixture(scope="module")
-def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two seeds of 12 steps each, with every component, on two ranks."""
-    out = tmp_path_factory.mktemp("whole") / "fine_tune.json"
-    assert run(2, job(images, out), log=out.with_suffix(".log")) == ["done"]
-    assert sorted(path.name for path in out.parent.iterdir()) == ["fine_tune.json", "fine_tune.log"]
+    assert evaluate(Rank(), config=config) == "done"
     return read_json(out)
 
 
-def test_killed_and_restarted(images: Path, tmp_path: Path, whole: dict[str, Any]) -> None:
-    out, log = tmp_path / "fine_tune.json", tmp_path / "log"
-    always = job(images, out, save_seconds=0)
+@pytest.fixture(scope="module")
+def whole(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of 12 steps each, with every component, on two ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    jobs = trainings(images, folder).values()
+    assert run(2, *jobs, log=folder / "log") == ["done"] * 2
+    return folder
+
+
+def test_killed_and_restarted(images: Path, tmp_path: Path, whole: Path) -> None:
+    job, log = trainings(images, tmp_path)["seed0"] | ALWAYS, tmp_path / "log"
     with pytest.raises(RuntimeError, match="no rank answered"):
-        run(2, always, log=log, kill_at=5)  # in the first training
-    assert not out.exists()
-    assert run(2, always, log=log, stop_at=17) == ["requeue"]  # in the second
-    assert log.read_text().count("going on from step") == 1
-    assert run(2, always, log=log) == ["done"]
-    assert read_json(out)["metrics"] == whole["metrics"]
-    assert not list(tmp_path.glob(".*"))
+        run(2, job, log=log, kill_at=5)
+    assert run(2, job, log=log, stop_at=9) == ["requeue"]
+    assert log.read_text().count("resuming from step") == 1
+    assert run(2, job, log=log) == ["done"]
+    ours, theirs = tmp_path / "seed0", whole / "seed0"
+    for name in ("encoder.safetensors", "head.safetensors"):
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    assert read_json(ours / "run.json")["losses"] == read_json(theirs / "run.json")["losses"]
 
 
-def test_one_rank_has_the_losses_of_two(
-    images: Path, tmp_path: Path, whole: dict[str, Any]
-) -> None:
-    out = tmp_path / "fine_tune.json"
-    assert run(1, job(images, out), log=tmp_path / "log") == ["done"]
-    one, two = read_json(out)["metrics"], whole["metrics"]
-    for name, losses in two["losses"].items():
-        np.testing.assert_allclose(one["losses"][name], losses, rtol=1e-4)
-    np.testing.assert_allclose(one["fine_tune_seeds"], two["fine_tune_seeds"], atol=100 / 70 + 1e-9)
+def test_it_logs_as_other_stages_do(whole: Path) -> None:
+    lines = [json.loads(text) for text in (whole / "seed1/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert list((whole / "seed1/tensorboard").iterdir())
+    losses = read_json(whole / "seed1/run.json")["losses"]
+    steps = [line["loss"] for line in lines]
+    # 150 images, batches of 24: the seventh straddles the epochs and counts for the first.
+    assert losses == pytest.approx([np.mean(steps[:7]), np.mean(steps[7:])])
 
 
-def test_what_the_result_says(whole: dict[str, Any]) -> None:
-    metrics, subsets = whole["metrics"], whole["provenance"]["subsets"]
+def test_one_rank_has_the_losses_of_two(images: Path, tmp_path: Path, whole: Path) -> None:
+    job = trainings(images, tmp_path)["seed0"]
+    assert run(1, job, log=tmp_path / "log") == ["done"]
+    one, two = (read_json(folder / "seed0/run.json")["losses"] for folder in (tmp_path, whole))
+    np.testing.assert_allclose(one, two, rtol=1e-4)
+
+
+def test_what_the_result_says(images: Path, whole: Path) -> None:
+    result = scored(images, whole)
+    metrics, subsets = result["metrics"], result["provenance"]["subsets"]
     values = metrics["fine_tune_seeds"]
     assert metrics["fine_tune"] == pytest.approx(np.mean(values))
     assert metrics["fine_tune_std"] == pytest.approx(np.std(values, ddof=1))
     assert list(subsets) == ["fine_tune-seed0", "fine_tune-seed1"]
     assert [subset["images"] for subset in subsets.values()] == [150, 150]
     assert len(set(metrics["weights_sha256"].values())) == 2
-    assert whole["provenance"]["world_size"] == 2 and whole["provenance"]["test_data"] is None
-    assert FineTune.model_validate(
-        {k: v for k, v in whole["settings"].items() if k != "resize"}
-    ) == SETTINGS  # fmt: skip
-    json.dumps(whole, allow_nan=False)
+    settings = {key: value for key, value in result["settings"].items() if key != "resize"}
+    assert Accuracy.model_validate(settings) == SETTINGS
+    json.dumps(result, allow_nan=False)
+
+
+def test_any_protocol_can_encode_with_what_it_leaves(images: Path, whole: Path) -> None:
+    """Its file holds the norm behind the pooling, so features classify as the run itself does."""
+    stage, seed = SETTINGS.trainings()["seed0"]
+    test = open_index(images / "shards" / "val")
+    trained = FineTuned(whole / "seed0", stage, seed, test, torch.device("cpu"))
+    encoding = Encoding(whole / "seed0/encoder.safetensors", torch.device("cpu"))
+    assert encoding.pooling == "fc_norm"
+    x = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    logits = torch.nn.functional.linear(encoding(x), **trained.classifier)
+    assert torch.equal(logits.argmax(1), trained.predict(x))
 
 
 def test_learns_digits_and_stops_at_a_loss_that_is_not_finite(images: Path, tmp_path: Path) -> None:
     plain = {"seeds": 1, "mixup": 0, "cutmix": 0, "random_erasing": 0, "randaugment_layers": 0}
     plain |= {"drop_path": 0, "epochs": 25, "base_lr": 6e-2, "layer_decay": 1.0}
-    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     settings = SETTINGS.model_copy(update=plain)
     diverges = settings.model_copy(update={"base_lr": 1e30, "warmup_epochs": 0})
-    message = run(
-        1, job(images, good, settings), job(images, bad, diverges), log=tmp_path / "log"
-    )  # fmt: skip
-    assert read_json(good)["metrics"]["fine_tune"] > 30  # ten classes
-    assert "UserError" in message and "nan in step" in message and not bad.exists()
+    good = trainings(images, tmp_path / "good", settings)["seed0"]
+    bad = trainings(images, tmp_path / "bad", diverges)["seed0"]
+    message = run(1, good, bad, log=tmp_path / "log")
+    assert scored(images, tmp_path / "good", settings)["metrics"]["fine_tune"] > 30  # ten classes
+    assert "UserError" in message and "nan in step" in message
+    assert not (tmp_path / "bad/seed0/run.json").exists()

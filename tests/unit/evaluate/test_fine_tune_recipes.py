@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 import maect.recipes
 from maect.evaluate import load_evaluation
-from maect.evaluate.fine_tune_settings import FineTune
+from maect.evaluate.accuracy import Accuracy as FineTune
 from maect.recipes import load_encoder
 from maect.report.registry import TABLES
 
@@ -36,7 +36,7 @@ COLUMNS = [(letter, size) for letter, sizes in SIZES.items() for size in sizes]
 
 def recipe(name: str, size: str) -> FineTune:
     protocol, settings = load_evaluation(name, size)
-    assert protocol == "fine_tune" and isinstance(settings, FineTune)
+    assert protocol == "accuracy" and isinstance(settings, FineTune)
     return settings
 
 

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from maect.evaluate.heads import Heads
-from maect.train.parameters import schedule
+from maect.train.optimizer import schedule
 
 
 def reference(heads: Heads, rates: list[float], batches, factors, momentum: float):

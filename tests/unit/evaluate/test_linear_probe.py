@@ -17,7 +17,7 @@ from maect.evaluate.job import Interrupted, Job
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.run import evaluate
 from maect.recipes import View
-from maect.train.parameters import schedule
+from maect.train.optimizer import schedule
 
 from .conftest import Rank, resolved
 

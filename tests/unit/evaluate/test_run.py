@@ -43,7 +43,7 @@ def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
         ("clustering", "test split's own mean"),
         ("effective_invariance", "chosen on the test split"),
         ("low_shot", None),
-        ("fine_tune", None),
+        ("accuracy", None),
     ],
 )
 def test_json_says_what_test_data_was_used_for(protocol: str, used: str | None) -> None:
@@ -124,7 +124,7 @@ def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
         ("low_shot", {"fractions": [0.1, 2.0]}, r"fractions\.1: .* less than or equal to 1"),
         ("low_shot", {"fractions": [0]}, r"fractions\.0: .* greater than 0"),
         ("low_shot", {"shots": []}, "neither shots nor fractions"),
-        ("fine_tune", {"shots": [-1]}, r"shots\.0: .* greater than 0"),
+        ("accuracy", {"shots": [-1]}, r"shots\.0: .* greater than 0"),
         ("linear_probe", {"learning_rates": []}, "learning_rates: .* at least 1 item"),
         ("linear_probe", {"learning_rates": [0.1, -0.1]}, r"learning_rates\.1: .* greater than 0"),
     ],

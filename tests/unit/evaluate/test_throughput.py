@@ -12,6 +12,7 @@ from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder
 from maect.stages import load_recipe
+from maect.stages.tune import Tune
 
 from .conftest import Rank
 
@@ -43,23 +44,19 @@ def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
         Throughput(batch_size=4).evaluate(rank, job)
 
 
-def test_steps_train_what_the_stage_trains() -> None:
+def test_steps_train_what_the_stage_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = load_recipe("ct_min", "tiny")
     kept = []
-    torch.manual_seed(0)
-    original = speed._objective
+    original = Tune.objective
 
     def remember(*arguments):
         kept.append(original(*arguments))
         return kept[-1]
 
-    speed._objective, saved = remember, original
-    try:
-        step = speed.stage_step(stage, SMALL, 8, CPU)
-        before = {name: p.detach().clone() for name, p in kept[0].named_parameters()}
-        step()
-    finally:
-        speed._objective = saved
+    monkeypatch.setattr(Tune, "objective", remember)
+    step = speed.stage_step(stage, SMALL, 8, CPU)
+    before = {name: p.detach().clone() for name, p in kept[0].named_parameters()}
+    step()
     after = dict(kept[0].named_parameters())
     # Peak rates of the first groups may be tiny, but no trained weight stands still.
     moved = {name for name in before if not torch.equal(before[name], after[name])}

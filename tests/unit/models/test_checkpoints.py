@@ -18,7 +18,7 @@ from maect.models.checkpoints import LAYOUTS, convert, find_layout, read_checkpo
 from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
 from maect.recipes import tables
-from maect.train.imported import import_weights
+from maect.stages.imported import import_weights
 
 PUBLISHED = [
     ("mae", "mae_pretrain_vit_base.pth", "mae", "mean"),

@@ -15,7 +15,9 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(["maect.train.run", "deepspeed", "torch.utils.tensorboard"])
+_server.set_forkserver_preload(
+    ["maect.stages.run", "maect.stages.classifier", "deepspeed", "torch.utils.tensorboard"]
+)
 
 
 @dataclass
@@ -73,8 +75,9 @@ def _rank(rank, world_size, meeting, jobs, results, options):
     if "stall_seconds" in options:
         os.environ["MAECT_STALL_SECONDS"] = str(options.pop("stall_seconds"))
     options["results"] = results
-    from maect.train.run import train
+    from maect.core.log import rank_log
 
+    rank_log(rank)
     try:
         verdicts = []
         for number, job in enumerate(jobs):
@@ -88,6 +91,19 @@ def _rank(rank, world_size, meeting, jobs, results, options):
         sys.stderr.flush()
         results.put((rank, f"{type(error).__name__}: {error}"))
         os._exit(1)
+
+
+def train(context, *, folder, shards, stage, settings, encoder, seed, source, **options):
+    """A training whose parts a test names one by one."""
+    from maect.recipes import Encoder
+    from maect.stages import STAGES
+    from maect.train import trainer
+
+    run = trainer.Run(
+        Path(folder), Path(shards), STAGES[stage].model_validate(settings),
+        Encoder.model_validate(encoder), seed, source and Path(source),
+    )  # fmt: skip
+    return trainer.train(context, run, **options)
 
 
 class Ranks:

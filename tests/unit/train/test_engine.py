@@ -15,24 +15,26 @@ from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maect.core.errors import UserError
+from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, flash_kernel, seeded, use_attention
 from maect.stages import load_recipe
+from maect.train.checkpoint import Saver, saved
 from maect.train.engine import compile_blocks
-from maect.train.objectives import Objective
-from maect.train.state import Saver, saved
+from maect.train.objective import Objective
 
 
 class Bare(Objective):
     """An encoder and nothing else."""
 
     def __init__(self, precision="fp32"):
-        super().__init__(precision, 0.0)
+        super().__init__()
+        self.precision = precision
         with seeded(0):
             self.encoder = build_encoder(ENCODER)
 
     def gradients(self):
         images = torch.linspace(-1, 1, 4 * 3 * 16 * 16).view(4, 3, 16, 16)
-        with self.autocast(images.device):
+        with mixed_precision(images.device, self.precision):
             tokens = self.encoder(images)
         tokens.square().mean().backward()
         return {name: p.grad for name, p in self.encoder.named_parameters() if p.grad is not None}

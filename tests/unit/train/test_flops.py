@@ -10,8 +10,7 @@ from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.flops import peak_flops
 from maect.stages import load_recipe
-from maect.train.objectives import Views
-from maect.train.stages import build_objective
+from maect.stages.objectives import Views
 
 # Odd sizes, so that no two terms are equal by chance.
 SHAPE = Encoder(
@@ -45,7 +44,7 @@ def test_as_counted_by_torch(case, tmp_path):
         weights = build_encoder(SHAPE).state_dict()
         save_encoder(tmp_path / "encoder.safetensors", weights, SHAPE, "cls")
         source = tmp_path
-    objective = build_objective(stage, SHAPE, 0, source)
+    objective = stage.build(SHAPE, 0, source)
     b, views = stage.batch_size, stage.views
     order = torch.rand(views, b, SHAPE.patches).argsort(2) if stage.mask_ratio else None
     ids, dice = torch.arange(b), torch.zeros(views, b, dtype=torch.int64)

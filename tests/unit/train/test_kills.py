@@ -83,4 +83,4 @@ def test_encoders_are_those_of_runs_without_kills(job, tmp_path):
         assert run(2, broken, log=log) == ["done"]
         identical(whole[number]["folder"], folder)
     print(f"{landed} of {count} kills hit live ranks; {torn} left a state half written")
-    assert landed == count and "going on from step" in log.read_text()
+    assert landed == count and "resuming from step" in log.read_text()

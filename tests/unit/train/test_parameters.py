@@ -9,16 +9,9 @@ import torch
 from maect.models.vit import seeded
 from maect.recipes import Encoder, load_encoder, visible_patches
 from maect.stages import load_recipe
-from maect.train.ema import start_ema, update_ema
-from maect.train.engine import Fragment
-from maect.train.parameters import (
-    layer_scale,
-    parameter_groups,
-    schedule,
-    total_steps,
-    warmup_steps,
-)
-from maect.train.stages import build_objective
+from maect.train.checkpoint import Shard
+from maect.train.engine import Engine
+from maect.train.optimizer import layer_scale, schedule
 
 TINY = Encoder(
     image_size=16, patch_size=4, width=24, depth=4, heads=2, decoder_width=16, decoder_depth=1,
@@ -30,7 +23,7 @@ def found_groups(objective, stage):
     """Name of each trained parameter to its (learning rate, weight decay)."""
     return {
         name: (group["peak_lr"], group["weight_decay"])
-        for group in parameter_groups(objective, stage)
+        for group in stage.parameter_groups(objective)
         for name in group["names"]
     }
 
@@ -79,12 +72,12 @@ def tuned(stage, tmp_path):
         save_encoder(
             tmp_path / "encoder.safetensors", build_encoder(TINY).state_dict(), TINY, "cls"
         )
-    return build_objective(stage, TINY, 0, tmp_path)
+    return stage.build(TINY, 0, tmp_path)
 
 
 def test_pretraining_decays_the_tokens_but_no_norm_and_no_bias():
     stage = load_recipe("mae", "base", {"batch_size": 256})
-    objective = build_objective(stage, TINY, 0, None)
+    objective = stage.build(TINY, 0, None)
     groups = found_groups(objective, stage)
     assert set(groups) == {name for name, _ in objective.named_parameters()}
     for name, parameter in objective.named_parameters():
@@ -118,25 +111,29 @@ def test_schedule():
     assert rates[0] > 0 and 0 < rates[-1] < 0.01 and rates[10] == 1
     assert schedule(0, 5, 0) == 1
     recipe = load_recipe("ct_min", "large")
-    steps = total_steps(recipe, 1281167)
-    assert steps == 20 * 1281167 // 1024 and warmup_steps(recipe, steps) == round(0.2 * steps)
+    steps = recipe.total_steps(1281167)
+    assert steps == 20 * 1281167 // 1024
+    peak = max(range(steps), key=lambda step: recipe.lr_multiplier(step, steps))
+    assert peak == round(0.2 * steps)
 
 
-def test_encoder_ema():
+def test_encoder_average():
     torch.manual_seed(0)
-    master = torch.randn(7)
-    fragment = Fragment("encoder.blocks.1.w", 0, master, master * 0, master * 0)
-    head = Fragment("head.w", 0, torch.randn(3), torch.zeros(3), torch.zeros(3))
-    start_ema([fragment, head])
-    assert head.ema is None and torch.equal(fragment.ema, master)
-    expected = master.double().clone()
+    weights = torch.randn(7)
+    shard = Shard("encoder.blocks.1.w", 0, {"param": weights})
+    head = Shard("head.w", 0, {"param": torch.randn(3)})
+    engine = Engine.__new__(Engine)
+    engine.shards = [shard, head]
+    engine.start_average("encoder.")
+    assert "ema" not in head.values and torch.equal(shard.values["ema"], weights)
+    expected = weights.double().clone()
     for _ in range(100):
-        master.add_(0.01)
-        update_ema([fragment, head], 0.9999)
-        expected = 0.9999 * expected + (1 - 0.9999) * master.double()
-    torch.testing.assert_close(fragment.ema.double(), expected, rtol=1e-6, atol=1e-7)
-    update_ema([fragment], 0.0)
-    torch.testing.assert_close(fragment.ema, master)
+        weights.add_(0.01)
+        engine.update_average(0.9999)
+        expected = 0.9999 * expected + (1 - 0.9999) * weights.double()
+    torch.testing.assert_close(shard.values["ema"].double(), expected, rtol=1e-6, atol=1e-7)
+    engine.update_average(0.0)
+    torch.testing.assert_close(shard.values["ema"], weights)
 
 
 def test_visible_patches_are_rounded_down_as_in_mae():

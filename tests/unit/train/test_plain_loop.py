@@ -15,10 +15,9 @@ from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.transforms import augment
 from maect.recipes import Encoder
+from maect.stages.objectives import Views
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
-from maect.train.objectives import Views
-from maect.train.stages import build_objective
 
 
 def plain(value, kind, rates):
@@ -26,7 +25,7 @@ def plain(value, kind, rates):
     stage = kind.model_validate(value["settings"])
     shape = Encoder.model_validate(value["encoder"])
     seed, source = value["seed"], value["source"]
-    objective = build_objective(stage, shape, seed, source and Path(source))
+    objective = stage.build(shape, seed, source and Path(source))
     trained = [(n, p) for n, p in objective.named_parameters() if p.requires_grad]
     average = {n: p.detach().clone() for n, p in trained if n.startswith("encoder.")}
     index, views = open_index(Path(value["shards"])), stage.view_settings()

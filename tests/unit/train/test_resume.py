@@ -12,7 +12,6 @@ from ranks import Ranks, run
 from safetensors.torch import load_file
 
 from maect.stages.pretrain import Pretrain
-from maect.train.stages import build_objective
 
 ALWAYS = {"save_every_minutes": 0.0}
 
@@ -56,7 +55,7 @@ def test_killed_and_restarted(job, tmp_path, start, zero):
             assert not (Path(broken["folder"]) / "run.json").exists()
             assert steps_saved(broken["folder"])[-1] < kill_at
         assert run(2, broken, log=log) == ["done"]
-        assert "going on from step" in log.read_text()
+        assert "resuming from step" in log.read_text()
         identical(whole["folder"], broken["folder"])
 
 
@@ -105,13 +104,13 @@ def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_p
     log.write_text("")
     assert run(2, broken, log=log) == ["done"]
     assert "rank-0001.safetensors: checksum differs; using the state before" in log.read_text()
-    assert "going on from step 5" in log.read_text()
+    assert "resuming from step 5" in log.read_text()
     identical(whole["folder"], broken["folder"])
     for name in ("encoder.safetensors", "run.json"):
         (Path(broken["folder"]) / name).unlink()
     log.write_text("")
     assert run(2, broken, log=log) == ["done"]
-    assert "going on from step 10" in log.read_text()
+    assert "resuming from step 10" in log.read_text()
     identical(whole["folder"], broken["folder"])
 
 
@@ -138,7 +137,7 @@ def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
     log.write_text("")
     assert run(1, new, log=log) == ["done"]
     assert "changed since its state was saved" in log.read_text()
-    assert "going on" not in log.read_text()
+    assert "resuming" not in log.read_text()
     aside = next(Path(new["folder"]).glob("stale-*"))
     assert len(metrics(aside)) == 5 and steps_saved(aside) == [5]
     assert run(1, fresh, log=log) == ["done"]
@@ -157,7 +156,7 @@ def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, start):
     failed = run(2, full, log=log, file_limit=size // 2)
     assert "UserError" in failed and "File too large" in failed
     text = log.read_text()
-    assert "warning: state of step 4 not saved" in text and "the one before it stays" in text
+    assert "state of step 4 not saved" in text and "the one before it stays" in text
     assert steps_saved(full["folder"]) == before
     assert not list(Path(full["folder"]).glob("state/*/.*tmp"))
     assert run(2, full, log=log) == ["done"]
@@ -182,7 +181,7 @@ def test_refusals(job, tmp_path):
     assert "larger than the train split's 40 images" in run(
         1, job("b", "mae", batch_size=64), log=log
     )
-    assert "start from a pre-trained run" in run(1, job("c", "head_min"), log=log)
+    assert "needs a run to start from" in run(1, job("c", "head_min"), log=log)
     assert "is not finished" in run(1, job("d", "head_min", "nowhere"), log=log)
     assert run(1, job("mae", "mae"), job("head", "head_min", "mae"), log=log) == ["done"] * 2
     other = job("e", "ct_min", "head", head={"embedding": 4})
@@ -219,7 +218,7 @@ def test_an_infinite_gradient_is_not_stepped_with(job, tmp_path, zero):
     message = run(2, value, log=tmp_path / "log")
     assert "gradient norm" in message and "in step 1" in message
     stage, shape = (Pretrain.model_validate(value["settings"]), ENCODER)
-    initial = build_objective(stage, shape, value["seed"], None).state_dict()
+    initial = stage.build(shape, value["seed"], None).state_dict()
     for tensors in saved_tensors(value["folder"], 0):
         for key, found in tensors.items():
             kind, offset, name = key.split("|")

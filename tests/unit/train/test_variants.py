@@ -12,9 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder
 from maect.stages.head import Head
+from maect.stages.objectives import Views
 from maect.stages.pretrain import Pretrain
-from maect.train.objectives import Views
-from maect.train.stages import build_objective
 
 
 def weights(folder, name="encoder"):
@@ -123,9 +122,8 @@ def test_head_initialisation_builds_no_graph_of_the_encoder(job, tmp_path):
     assert run(1, only, log=tmp_path / "log") == ["done"]
     value = job("head", "head_min", "mae")
     shape = Encoder.model_validate(value["encoder"])
-    objective = build_objective(
-        Head.model_validate(value["settings"]), shape, 0, Path(only["folder"])
-    )
+    stage = Head.model_validate(value["settings"])
+    objective = stage.build(shape, 0, Path(only["folder"]))
     seen = []
     objective.encoder.register_forward_hook(lambda _, __, out: seen.append(out.requires_grad))
     ids = torch.arange(4)
@@ -149,7 +147,7 @@ def test_only_a_combined_head_reaches_the_encoder(job):
         value = job(how, "mae", batch_size=4, contrastive=how, contrastive_weight=1.0, **head)
         stage = Pretrain.model_validate(value["settings"])
         shape = Encoder.model_validate(value["encoder"])
-        objective = build_objective(stage, shape, 0, None)
+        objective = stage.build(shape, 0, None)
         objective(views)[0].backward()
         gradients[how] = objective.encoder.blocks[0].mlp.fc1.weight.grad
         if how != "none":

@@ -1,18 +1,19 @@
 """Resumable state on disk: one file a rank, free of the world size, and never pickled.
 
-    state/step-000000123/rank-0000.safetensors ...   fragments, and rank 0's buffers
-    state/step-000000123/rank-0000.json ...          this rank's file is whole
+    state/step-000000123/rank-0000.safetensors ...   its shards, and rank 0's buffers
+    state/step-000000123/rank-0000.json ...          this rank's file is complete
     state/step-000000123/state.json                  all are: written last
 
 Each rank copies what it owns at a step boundary and writes it in a thread while training goes on.
 """
 
 import json
+import logging
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,40 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maect.core.context import Context
+from maect.core.distributed import from_rank_0, sum_scalars
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, sha256_file, write_json
-from maect.train.engine import Fragment
 
-KINDS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "ema": "ema"}
+log = logging.getLogger(__name__)
+
+PARAM, AVERAGE = "param", "ema"
+"""Kinds of values in a state; the others are the optimizer's: `exp_avg`, `exp_avg_sq`."""
 KEPT = 2
 _WAIT_FOR_RANKS = 1800.0
 
 
-def snapshot(fragments: Iterable[Fragment], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+@dataclass
+class Shard:
+    """A contiguous piece of one parameter that this rank updates, and what belongs to it.
+
+    Attributes:
+        name: of the parameter in the objective.
+        start: offset in its flattened values.
+        values: 1-D float32 by kind, views on what the optimizer updates: `param`, AdamW's
+            `exp_avg` and `exp_avg_sq`, and `ema` where there is a running average.
+    """
+
+    name: str
+    start: int
+    values: dict[str, Tensor]
+
+
+def snapshot(shards: Iterable[Shard], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU of what this rank has to save."""
     tensors = {f"buffer|0|{name}": value for name, value in buffers.items()}
-    for fragment in fragments:
-        for kind, attribute in KINDS.items():
-            value = getattr(fragment, attribute)
-            if value is not None:
-                tensors[f"{kind}|{fragment.start}|{fragment.name}"] = value
+    for shard in shards:
+        for kind, value in shard.values.items():
+            tensors[f"{kind}|{shard.start}|{shard.name}"] = value
     return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
 
 
@@ -69,25 +87,25 @@ class Saver:
             self._thread = None
 
     def _run(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        place = self.folder / step_name(step)
+        folder = self.folder / step_name(step)
         try:
-            self._write(place, tensors, record | {"step": step, "world_size": self.world_size})
+            self._write(folder, tensors, record | {"step": step, "world_size": self.world_size})
             self.context.saved(step)
         except Exception as error:  # a full disk must not end the training
             self.error = f"state of step {step} not saved ({error}); the one before it stays"
-            print(f"warning: {self.error}", file=sys.stderr, flush=True)
+            log.warning(self.error)
             try:
                 if self.rank == 0:
-                    shutil.rmtree(place, ignore_errors=True)
+                    shutil.rmtree(folder, ignore_errors=True)
                 else:
-                    (place / f"rank-{self.rank:04d}.safetensors").unlink(missing_ok=True)
+                    (folder / f"rank-{self.rank:04d}.safetensors").unlink(missing_ok=True)
                     note = {"error": str(error), "save": self._number}
-                    write_json(place / f"rank-{self.rank:04d}.json", note)
+                    write_json(folder / f"rank-{self.rank:04d}.json", note)
             except OSError:
                 pass  # rank 0 gives up waiting, and cleans up
 
-    def _write(self, place: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
-        own = place / f"rank-{self.rank:04d}.safetensors"
+    def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        own = folder / f"rank-{self.rank:04d}.safetensors"
         with atomic_write(own) as temporary:
             save_file(tensors, temporary)
             digest = sha256_file(temporary)
@@ -95,15 +113,17 @@ class Saver:
         write_json(own.with_suffix(".json"), note)
         if self.rank:
             return
-        files = {f"rank-{rank:04d}": self._wait_for(place, rank) for rank in range(self.world_size)}
-        write_json(place / "state.json", record | {"files": files})
+        files = {
+            f"rank-{rank:04d}": self._wait_for(folder, rank) for rank in range(self.world_size)
+        }
+        write_json(folder / "state.json", record | {"files": files})
         for old in saved(self.folder)[KEPT:]:
             (old / "state.json").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
 
-    def _wait_for(self, place: Path, rank: int) -> str:
-        """Checksum of a rank's file, as soon as that is whole."""
-        file = place / f"rank-{rank:04d}.json"
+    def _wait_for(self, folder: Path, rank: int) -> str:
+        """Checksum of a rank's file, as soon as that is complete."""
+        file = folder / f"rank-{rank:04d}.json"
         deadline = time.monotonic() + _WAIT_FOR_RANKS
         while time.monotonic() < deadline:
             value = json.loads(file.read_text()) if file.exists() else {}
@@ -128,24 +148,24 @@ def saved(folder: Path) -> list[Path]:
 
 def remove_incomplete(folder: Path) -> None:
     """Delete what an interrupted save left behind; for rank 0, before anyone saves again."""
-    for place in folder.glob("step-*"):
-        if not (place / "state.json").exists():
-            shutil.rmtree(place)
+    for state in folder.glob("step-*"):
+        if not (state / "state.json").exists():
+            shutil.rmtree(state)
 
 
-def read_record(place: Path) -> dict[str, Any] | None:
+def read_record(folder: Path) -> dict[str, Any] | None:
     """A state's record, or None if that is damaged."""
     try:
-        record = json.loads((place / "state.json").read_text())
+        record = json.loads((folder / "state.json").read_text())
         return record if isinstance(record["step"], int) and record["files"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def damage(place: Path, record: dict[str, Any], rank: int, world_size: int) -> str | None:
+def damage(folder: Path, record: dict[str, Any], rank: int, world_size: int) -> str | None:
     """What is wrong with this rank's share of a state's files; together the ranks check all."""
     for name, digest in list(record["files"].items())[rank::world_size]:
-        file = place / f"{name}.safetensors"
+        file = folder / f"{name}.safetensors"
         try:
             if sha256_file(file) != digest:
                 return f"{file}: checksum differs"
@@ -157,12 +177,12 @@ def damage(place: Path, record: dict[str, Any], rank: int, world_size: int) -> s
 class StateReader:
     """Reads tensors, or parts of them, out of a state saved by any number of ranks."""
 
-    def __init__(self, place: Path, record: dict[str, Any]) -> None:
-        self.place, self.record = place, record
+    def __init__(self, folder: Path, record: dict[str, Any]) -> None:
+        self.folder, self.record = folder, record
         self.step: int = record["step"]
         self._parts: dict[tuple[str, str], list[tuple[int, int, Any, str]]] = {}
         for file in record["files"]:
-            path = place / f"{file}.safetensors"
+            path = folder / f"{file}.safetensors"
             try:
                 opened = safe_open(str(path), "pt").__enter__()
             except (OSError, SafetensorError) as error:
@@ -175,10 +195,10 @@ class StateReader:
 
     def names(self, kind: str) -> list[str]:
         """Names of the tensors of one kind."""
-        return sorted(name for found, name in self._parts if found == kind)
+        return sorted(name for other, name in self._parts if other == kind)
 
     def buffer(self, name: str) -> Tensor:
-        """A buffer, whole."""
+        """A buffer."""
         (_, _, file, key) = self._parts["buffer", name][0]
         return file.get_tensor(key)
 
@@ -196,18 +216,67 @@ class StateReader:
                 out[low - start : high - start] = file.get_slice(key)[low - begin : high - begin]
                 missing -= high - low
         if missing:
-            raise UserError(f"{self.place}: {missing} values of {kind} {name} are missing")
+            raise UserError(f"{self.folder}: {missing} values of {kind} {name} are missing")
         return out
 
     def full(self, kind: str, name: str, like: torch.Size) -> Tensor:
-        """A whole parameter, moment or average."""
+        """A complete parameter, moment or average."""
         return self.values(kind, name, 0, like.numel()).view(like)
 
-    def restore(self, fragments: Iterable[Fragment]) -> None:
-        """Fill fragments, of whatever world size, in place."""
-        for fragment in fragments:
-            for kind, attribute in KINDS.items():
-                target = getattr(fragment, attribute)
-                if target is not None:
-                    values = self.values(kind, fragment.name, fragment.start, target.numel())
-                    target.copy_(values)
+    def restore(self, shards: Iterable[Shard]) -> None:
+        """Fill shards, of whatever world size, in place."""
+        for shard in shards:
+            for kind, target in shard.values.items():
+                target.copy_(self.values(kind, shard.name, shard.start, target.numel()))
+
+    def part(self, kind: str, prefix: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One module's parameters (of `kind`) and buffers, under their own names.
+
+        Args:
+            kind: of the parameters' values, `param` or `ema`.
+            prefix: the module's name in the objective, with a dot.
+            like: tensors of the shapes that are wanted, by name.
+        """
+        found = {}
+        for name in self.names(kind):
+            if name.startswith(prefix):
+                own = name.removeprefix(prefix)
+                found[own] = self.full(kind, name, like[own].shape)
+        for name in self.names("buffer"):
+            own = name.removeprefix(prefix)
+            if name.startswith(prefix) and own in like:
+                found[own] = self.buffer(name)
+        return found
+
+
+def find_state(
+    folder: Path, context: Context, convert_world_size: bool, device: torch.device
+) -> StateReader | None:
+    """The newest undamaged state, the same on all ranks.
+
+    Raises:
+        UserError: it was saved by another number of ranks, and `convert_world_size` is not given.
+    """
+    for name in from_rank_0([state.name for state in saved(folder)]):
+        record = read_record(folder / name)
+        fault = f"{folder / name / 'state.json'}: damaged"
+        if record is not None:
+            fault = damage(folder / name, record, context.rank, context.world_size) or ""
+        if fault:
+            log.warning("%s; using the state before it, if any", fault)
+        if sum_scalars([float(bool(fault))], device)[0]:
+            continue
+        assert record is not None
+        if record["world_size"] != context.world_size:
+            change = f"{record['world_size']} ranks to {context.world_size}"
+            if not convert_world_size:
+                raise UserError(
+                    f"{folder / name}: resuming would change from {change}, and the sums' rounding "
+                    "with it; pass --convert-world-size if that is meant"
+                )
+            if context.rank == 0:
+                log.info("%s: converted from %s", folder / name, change)
+        if context.rank == 0:
+            log.info("resuming from step %d", record["step"])
+        return StateReader(folder / name, record)
+    return None

@@ -1,19 +1,24 @@
-"""Encoder and linear classifier as an objective of the training engine."""
+"""Fine-tuning as a module: the encoder with a linear classifier on the pooled tokens."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.data.transforms import partners
-from maect.evaluate.fine_tune_settings import FineTune
-from maect.models.vit import VisionEncoder, seeded
-from maect.train.objectives import Objective
-from maect.train.parameters import grouped, layer_scale
+from maect.data.draws import drop_path_factors
+from maect.data.loader import Batch
+from maect.data.transforms import apply_mix, augment, draw_mix, erase, partners
+from maect.models.precision import mixed_precision
+from maect.models.vit import Pooling, VisionEncoder, seeded
+from maect.train.objective import Objective
+
+if TYPE_CHECKING:
+    from maect.stages.fine_tune import FineTune
 
 HEAD_STD = 2e-5  # MAE's
 
@@ -36,7 +41,7 @@ class Examples:
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (Huang et al. 2016) whose dice are drawn elsewhere.
+    """Stochastic depth (Huang et al. 2016) whose factors are drawn elsewhere.
 
     Attributes:
         factor: 0 or 1 / (1 - rate) for each sample, [b]; None: nothing is dropped.
@@ -53,69 +58,78 @@ class Classifier(Objective):
     """Cross-entropy of a linear classifier on the pooled encoder."""
 
     def __init__(
-        self, encoder: VisionEncoder, classes: int, settings: FineTune, pooling: Any, seed: int
+        self, stage: "FineTune", encoder: VisionEncoder, classes: int, pooling: Pooling, seed: int
     ) -> None:
-        """Put a new head on an encoder.
+        """Put a new classifier on an encoder.
 
         Args:
+            stage: the settings.
             encoder: changed in place: frozen blocks, drop path, and no final norm for `fc_norm`.
             classes: number of outputs.
-            settings: the recipe.
             pooling: what the encoder's file says, for `pooling: encoder`.
-            seed: of the head's weights.
+            seed: of the classifier's weights and of everything drawn.
 
         Raises:
             UserError: more frozen blocks than there are, or no [CLS] token to pool.
         """
-        super().__init__(settings.precision, 0.0)
+        super().__init__()
         width, depth = encoder.settings.width, encoder.settings.depth
-        if settings.frozen_blocks > depth:
-            raise UserError(f"frozen_blocks {settings.frozen_blocks}: the encoder has {depth}")
-        encoder.requires_grad_(True).freeze(settings.frozen_blocks)
-        encoder.checkpointing = settings.activation_checkpointing
-        self.pooling = pooling if settings.pooling == "encoder" else settings.pooling
+        if stage.frozen_blocks > depth:
+            raise UserError(f"frozen_blocks {stage.frozen_blocks}: the encoder has {depth} blocks")
+        encoder.requires_grad_(True).freeze(stage.frozen_blocks)
+        encoder.checkpointing = stage.activation_checkpointing
+        self.stage, self.seed = stage, seed
+        self.pooling: Pooling = pooling if stage.pooling == "encoder" else stage.pooling
         if self.pooling == "cls" and not encoder.settings.class_token:
             raise UserError("pooling cls: this encoder has no [CLS] token; set pooling=mean")
-        self.smoothing = settings.label_smoothing
         self.fc_norm: nn.Module = nn.Identity()
         if self.pooling == "fc_norm":
             encoder.norm = nn.Identity()
             self.fc_norm = nn.LayerNorm(width, eps=1e-6)
         self.encoder, self.drop_paths = encoder, []
-        if settings.drop_path:
+        if stage.drop_path:
             self.drop_paths = insert_drop_paths(encoder)
         with seeded(seed):
             self.head = nn.Linear(width, classes)
             nn.init.trunc_normal_(self.head.weight, std=HEAD_STD)
         nn.init.zeros_(self.head.bias)
 
-    def logits(self, images: Tensor) -> Tensor:
-        """Float32 [b, classes] of normalized images [b, 3, S, S]."""
-        how = "mean" if self.pooling == "fc_norm" else self.pooling
-        with self.autocast(images.device):
-            tokens = self.encoder(images)
-        with torch.autocast(images.device.type, enabled=False):
-            features = self.encoder.pool(tokens.float(), how)
-            return self.head(self.fc_norm(features))
+    def prepare(self, batch: Batch, device: torch.device) -> Examples:
+        """Flipped, erased and mixed images, and which residual branches are dropped."""
+        stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
+        (view,) = stage.view_settings()
+        raw = batch.images[0].to(device, non_blocking=True)
+        images = augment(raw, view, 0, seed, epochs, ids)
+        erase(images, stage.random_erasing, seed, epochs, ids)
+        mix = draw_mix(stage.mixup, stage.cutmix, images.shape[-1], seed, batch.step)
+        kept = None
+        if stage.drop_path:
+            rates = np.array(drop_rates(stage, self.encoder.settings.depth))
+            kept = drop_path_factors(rates, seed, epochs, ids).to(device)
+        labels = torch.from_numpy(batch.labels).to(device)
+        return Examples(apply_mix(images, mix), labels, mix.share, kept)
 
     def forward(self, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean cross-entropy with the smoothed, mixed labels, []."""
         for number, drop_path in enumerate(self.drop_paths):
             drop_path.factor = None if batch.kept is None else batch.kept[number]
         logits = self.logits(batch.images)
-        loss = F.cross_entropy(logits, batch.labels, label_smoothing=self.smoothing)
+        smoothing = self.stage.label_smoothing
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=smoothing)
         if batch.share < 1:
             # Linear in the labels: what timm's soft targets give.
-            other = F.cross_entropy(logits, partners(batch.labels), label_smoothing=self.smoothing)
+            other = F.cross_entropy(logits, partners(batch.labels), label_smoothing=smoothing)
             loss = batch.share * loss + (1 - batch.share) * other
         return loss, {}
 
-    @torch.inference_mode()
-    def predict(self, images: Tensor) -> Tensor:
-        """Class of each normalized image, int64 [b]; nothing is dropped."""
-        for drop_path in self.drop_paths:
-            drop_path.factor = None
-        return self.logits(images).argmax(dim=1)
+    def logits(self, images: Tensor) -> Tensor:
+        """Float32 [b, classes] of normalized images [b, 3, S, S]."""
+        how = "mean" if self.pooling == "fc_norm" else self.pooling
+        with mixed_precision(images.device, self.stage.precision):
+            tokens = self.encoder(images)
+        with torch.autocast(images.device.type, enabled=False):
+            logits: Tensor = self.head(self.fc_norm(self.encoder.pool(tokens.float(), how)))
+        return logits
 
 
 def insert_drop_paths(encoder: VisionTransformer) -> list[DropPath]:
@@ -127,23 +141,10 @@ def insert_drop_paths(encoder: VisionTransformer) -> list[DropPath]:
     return inserted
 
 
-def drop_rates(settings: FineTune, depth: int) -> list[float]:
+def drop_rates(stage: "FineTune", depth: int) -> list[float]:
     """Probability of dropping each residual branch, [2 * depth]: both of a block have the same."""
-    if settings.drop_path_schedule == "constant" or depth == 1:
-        rates = [settings.drop_path] * depth
+    if stage.drop_path_schedule == "constant" or depth == 1:
+        rates = [stage.drop_path] * depth
     else:
-        rates = [settings.drop_path * block / (depth - 1) for block in range(depth)]
+        rates = [stage.drop_path * block / (depth - 1) for block in range(depth)]
     return [rate for rate in rates for _ in range(2)]
-
-
-def parameter_groups(model: Classifier, settings: FineTune) -> list[dict[str, Any]]:
-    """Groups for AdamW: layer-wise decay in the encoder, the peak itself for norm and head."""
-    peak = settings.base_lr * settings.batch_size / 256
-    depth = model.encoder.settings.depth
-
-    def rates(name: str) -> tuple[float, float]:
-        part, _, inner = name.partition(".")
-        scale = layer_scale(inner, depth, settings.layer_decay) if part == "encoder" else 1.0
-        return peak * scale, settings.weight_decay
-
-    return grouped(model, rates)

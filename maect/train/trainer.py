@@ -1,0 +1,403 @@
+"""One training from start, or from a saved state, to its completion record; top to bottom."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from maect.core.context import Context
+from maect.core.distributed import barrier, from_rank_0, sum_scalars
+from maect.core.errors import UserError
+from maect.core.files import sha256_file, write_json
+from maect.data.index import Index, open_index
+from maect.data.loader import Batch, train_batches
+from maect.data.staging import stage as stage_shards
+from maect.recipes import Encoder
+from maect.train.checkpoint import (
+    Saver,
+    StateReader,
+    find_state,
+    remove_incomplete,
+    saved,
+    snapshot,
+)
+from maect.train.engine import Engine, start
+from maect.train.metrics import Metrics, entries, log_interval, usage
+from maect.train.objective import Objective, Trainable
+from maect.train.record import claim, fingerprint, is_finished, origin
+from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
+
+log = logging.getLogger(__name__)
+
+Verdict = Literal["done", "requeue", "stopped"]
+HEALTH_INTERVAL = 10
+"""Steps between two looks at the embedding's spread."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is told.
+
+    Attributes:
+        folder: where it leaves its files, `runs/RUN`.
+        shards: shard folder of the train split.
+        stage: what to train, with its settings.
+        encoder: its shape.
+        seed: of everything random.
+        source: folder of the run to start from.
+    """
+
+    folder: Path
+    shards: Path
+    stage: Trainable
+    encoder: Encoder
+    seed: int
+    source: Path | None = None
+
+
+def train(
+    context: Context,
+    run: Run,
+    *,
+    save_every_minutes: float = 10.0,
+    convert_world_size: bool = False,
+    stage_to: str | None = None,
+) -> Verdict:
+    """Run a training, or resume it; called on every rank.
+
+    Args:
+        context: this rank's.
+        run: what is trained on what.
+        save_every_minutes: how much work a kill may cost.
+        convert_world_size: resume from a state that another number of ranks saved.
+        stage_to: node-local folder to read the shards from, copied there first.
+
+    Returns:
+        "done" once `run.json` is written; "requeue" if told to stop, with the state saved.
+
+    Raises:
+        UserError: settings, data, source and saved state do not go together.
+    """
+    # ---- what is trained, and whether it is done already
+    stage, folder = run.stage, run.folder
+    device = start(context)
+    split = open_index(run.shards)
+    stage.check_ranks(context.world_size)
+    images = stage.training_images(split)
+    identity = None
+    if context.rank == 0:
+        identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
+        claim(folder, identity, _told(run))
+        remove_incomplete(folder / "state")
+    identity = from_rank_0(identity)
+    if from_rank_0(context.rank == 0 and is_finished(folder, identity)):
+        return "done"
+
+    # ---- weights and optimizer, from the source or from a saved state
+    reader = find_state(folder / "state", context, convert_world_size, device)
+    objective = stage.build(run.encoder, run.seed, run.source, split.class_names)
+    if reader:
+        objective.restore(reader)
+    groups = stage.parameter_groups(objective)
+    engine = Engine(objective.to(device), stage, groups, device)
+    if stage.encoder_average is not None:
+        engine.start_average("encoder.")
+    step = reader.step if reader else 0
+    if reader:
+        engine.restore(reader.restore, step)
+
+    # ---- the steps
+    steps = stage.total_steps(images.n)
+    metrics = Metrics(folder, step) if context.rank == 0 else None
+    trainer = Trainer(
+        context=context,
+        stage=stage,
+        encoder=run.encoder,
+        objective=objective,
+        engine=engine,
+        device=device,
+        step=step,
+        steps=steps,
+        images=images.n,
+        saver=Saver(folder, context),
+        metrics=metrics,
+        watchdog=Watchdog(folder, context),
+        save_seconds=60 * save_every_minutes,
+        record={"fingerprint": identity},
+        losses=reader.record.get("losses") if reader else [],
+    )
+    try:
+        if step < steps:
+            if stage_to:
+                staged = open_index(stage_shards(run.shards, stage_to))
+                images = replace(staged, rows=images.rows)
+            batches = train_batches(
+                images,
+                global_batch=stage.batch_size,
+                rank=context.rank,
+                world_size=context.world_size,
+                seed=run.seed,
+                views=stage.view_settings(),
+                image_size=run.encoder.image_size,
+                start_step=step,
+                steps=steps - step,
+                threads=max(1, context.cpus),
+                change=stage.image_change(run.seed),
+            )
+            if not trainer.run(islice(batches, steps - step)):
+                return "requeue"
+    finally:
+        trainer.watchdog.close()
+        trainer.saver.wait()
+        if metrics is not None:
+            metrics.close()
+
+    # ---- what it leaves
+    if context.rank == 0:
+        _finish(run, identity, stage.training_images(split), context.world_size, trainer.losses)
+    barrier()
+    return "done"
+
+
+@dataclass
+class Trainer:
+    """Everything that a step touches.
+
+    Attributes:
+        step: updates done so far; with the settings it is the whole position of the run.
+        images: of the training set, for the epoch that is shown.
+        metrics: rank 0's, None elsewhere.
+        save_seconds: between two states.
+        record: what every state says beside its step.
+        losses: sum and number of the losses of each epoch so far, part of the state; None in a
+            run that began before states had them.
+    """
+
+    context: Context
+    stage: Trainable
+    encoder: Encoder
+    objective: Objective
+    engine: Engine
+    device: torch.device
+    step: int
+    steps: int
+    images: int
+    saver: Saver
+    metrics: Metrics | None
+    watchdog: Watchdog
+    save_seconds: float
+    record: dict[str, Any]
+    losses: list[tuple[float, int]] | None
+
+    def __post_init__(self) -> None:
+        self._began = self._saved_at = self._stepped_at = self._logged_at = time.monotonic()
+        self._logged = self.step
+        self._spent = self.metrics.device_seconds if self.metrics else 0.0
+        self._changing = self.objective.changing_buffers()
+        self._before = [buffer.clone() for buffer in self._changing]
+
+    def run(self, batches: Iterator[Batch]) -> bool:
+        """Train until the last step, or until a rank was told to stop.
+
+        Returns:
+            Whether all steps are done. Either way the state of the last step is saved.
+
+        Raises:
+            UserError: the loss is no longer a finite number, or the embedding has collapsed.
+        """
+        self._began = self._saved_at = self._stepped_at = self._logged_at = time.monotonic()
+        self.watchdog.at(READING, self.step + 1)
+        for batch in batches:
+            self.watchdog.at(COMPUTING, self.step + 1)
+            stop, save_now = self._step(batch)
+            if stop:
+                break
+            if save_now and self.step < self.steps:
+                self.save()
+            self.watchdog.at(READING, self.step + 1)
+        self.save(wait=True)
+        return self.step >= self.steps
+
+    def _step(self, batch: Batch) -> tuple[bool, bool]:
+        """One update; returns whether to stop, and whether a state is due."""
+        for before, buffer in zip(self._before, self._changing, strict=True):
+            before.copy_(buffer)
+
+        # ---- prepare, forward, backward: in parts, as far as gradients are accumulated
+        scalars: dict[str, Any] = {}
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        pieces = self.stage.accumulation
+        for number in range(pieces):
+            inputs = self.objective.prepare(_piece(batch, number, pieces), self.device)
+            loss, values = self.engine(inputs)
+            self.engine.backward(loss)
+            loss_sum += loss.detach() / pieces
+            for name, value in values.items():
+                scalars[name] = scalars.get(name, 0) + value / pieces
+            if number < pieces - 1:
+                self.engine.step(0.0)
+
+        # ---- agree: on the loss, and on what every rank has to do at the same step. The host waits
+        # for the device here, because weights must not be updated with a loss that is not finite.
+        due = self.context.rank == 0 and time.monotonic() - self._saved_at > self.save_seconds
+        flags = [self.context.stop_requested(), due, self.saver.error is not None]
+        total = sum_scalars([loss_sum, *scalars.values(), *map(float, flags)], self.device)
+        means = [value / self.context.world_size for value in total[: 1 + len(scalars)]]
+        stop, save_now, failed = (value > 0 for value in total[1 + len(scalars) :])
+        if not math.isfinite(means[0]):
+            self._not_finite("loss", means[0])
+
+        # ---- step
+        self.watchdog.at(UPDATING, self.step + 1)
+        norm = self.engine.step(self.stage.lr_multiplier(self.step, self.steps))
+        if not math.isfinite(norm):
+            self._not_finite("gradient norm", norm)
+
+        # ---- average
+        self.objective.after_update(self.engine.gathered)
+        if self.stage.encoder_average is not None:
+            self.engine.update_average(self.stage.encoder_average)
+        self.step += 1
+
+        # ---- log
+        named = dict(zip(["loss", *scalars], means, strict=True))
+        if self.step % HEALTH_INTERVAL == 0:
+            named |= self._check_health()
+        self._log(named, norm)
+        if failed:
+            self.saver.error = None
+        return stop, save_now
+
+    def save(self, wait: bool = False) -> None:
+        """Save this step's state, in the background unless told to wait.
+
+        Raises:
+            UserError: it was to be waited for, and failed.
+        """
+        self.watchdog.at(SAVING, self.step + 1)
+        if self.metrics is not None:
+            self.metrics.sync()
+        buffers = self.objective.saved_buffers() if self.context.rank == 0 else {}
+        record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
+        self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
+        self._saved_at = time.monotonic()
+        if wait:
+            self.saver.wait()
+            (failed,) = sum_scalars([float(self.saver.error is not None)], self.device)
+            if failed:
+                raise UserError(self.saver.error or f"state of step {self.step} not saved")
+
+    def _log(self, values: dict[str, float], norm: float) -> None:
+        """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
+        now, size, stage = time.monotonic(), self.stage.batch_size, self.stage
+        done = self.step * size
+        # From step to step: a loader that is too slow shows.
+        speed = size / max(now - self._stepped_at, 1e-9)
+        self._stepped_at = now
+        self.context.report(
+            {
+                "epoch": min(done // self.images + 1, stage.epochs),
+                "epochs": stage.epochs,
+                "step": self.step,
+                "steps": self.steps,
+                "loss": values["loss"],
+                "images_per_second": speed,
+            }
+        )
+        if self.losses is not None:
+            epoch = (done - size) // self.images
+            self.losses += [(0.0, 0)] * (epoch + 1 - len(self.losses))
+            loss, count = self.losses[epoch]
+            self.losses[epoch] = (loss + values["loss"], count + 1)
+        every = log_interval(self.steps)
+        if self.metrics is None or (self.step % every and self.step != self.steps):
+            return
+        low, high = self.engine.learning_rates()
+        more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
+        mean_speed = (self.step - self._logged) * size / max(now - self._logged_at, 1e-9)
+        self._logged, self._logged_at = self.step, now
+        device_seconds = self._spent + (now - self._began) * self.context.world_size
+        timing = {"images_per_second": mean_speed, "device_seconds": device_seconds}
+        flops = stage.flops_per_image(self.encoder) * mean_speed / self.context.world_size
+        timing |= usage(flops, stage.precision, self.device)
+        self.metrics.log(self.step, values | more, timing)
+
+    def _check_health(self) -> dict[str, float]:
+        """Stop when the embedding has collapsed."""
+        values, fault = self.objective.health(self.stage.batch_size)
+        if fault:
+            self.save(wait=True)
+            raise UserError(f"step {self.step}: {fault}; the state is saved")
+        return values
+
+    def _not_finite(self, what: str, value: float) -> None:
+        """Stop before the weights are spoilt; the forward pass has already changed the queue."""
+        for before, buffer in zip(self._before, self._changing, strict=True):
+            buffer.copy_(before)
+        self.save(wait=True)
+        raise UserError(
+            f"{what} {value} in step {self.step + 1}: the state before it is saved; "
+            "a lower learning rate or fp32 precision may help"
+        )
+
+
+def _piece(batch: Batch, number: int, pieces: int) -> Batch:
+    """One of `pieces` equal parts of a batch."""
+    share = len(batch.ids) // pieces
+    rows = slice(number * share, (number + 1) * share)
+    return replace(
+        batch,
+        ids=batch.ids[rows],
+        epochs=batch.epochs[rows],
+        labels=batch.labels[rows],
+        images=batch.images[:, rows],
+    )
+
+
+def _told(run: Run) -> dict[str, Any]:
+    """What `recipe.json` and `run.json` say about a run's settings."""
+    return {
+        "stage": run.stage.name,
+        "recipe": run.stage.model_dump(mode="json"),
+        "seed": run.seed,
+        "encoder": run.encoder.model_dump(mode="json"),
+        "source": run.source.name if run.source is not None else None,
+    }
+
+
+def _finish(
+    run: Run,
+    identity: str,
+    images: Index,
+    world_size: int,
+    losses: list[tuple[float, int]] | None,
+) -> None:
+    """Export the weights and write the completion record, last."""
+    state = saved(run.folder / "state")[0]
+    reader = StateReader(state, json.loads((state / "state.json").read_text()))
+    exported = run.stage.export(run.folder, run.encoder, reader, run.source, images)
+    timing = [entry["timing"] for entry in entries(run.folder / "metrics.jsonl")]
+    speeds = sorted(t["images_per_second"] for t in timing)
+    record = {
+        "run": run.folder.name,
+        "fingerprint": identity,
+        **_told(run),
+        **exported,
+        "files": list(run.stage.leaves),
+        "sha256": {name: sha256_file(run.folder / name) for name in run.stage.leaves},
+        "world_size": world_size,
+        "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
+        "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **origin(),
+    }
+    if losses is not None:
+        record["losses"] = [loss / max(count, 1) for loss, count in losses]
+    write_json(run.folder / "run.json", record)

@@ -1,0 +1,47 @@
+"""Steps of an objective in float64 on several ranks, without the engine: sums agree to 1e-12."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def steps(context, *, out, shards, stage, settings, encoder, seed, **_):
+    """Six steps of gradient descent from random weights; rank 0 leaves what came of them.
+
+    Beside float64 the batches, masks and draws are those of training.
+    """
+    from maect.core.distributed import sum_scalars
+    from maect.data.index import open_index
+    from maect.data.loader import train_batches
+    from maect.recipes import Encoder
+    from maect.stages import STAGES
+    from maect.train.engine import start
+
+    device = start(context)
+    stage, encoder = STAGES[stage].model_validate(settings), Encoder.model_validate(encoder)
+    objective = stage.objective(encoder, seed).double()
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    batches = train_batches(
+        open_index(Path(shards)), global_batch=stage.batch_size, rank=context.rank,
+        world_size=context.world_size, seed=seed, views=stage.view_settings(),
+        image_size=encoder.image_size, start_step=0, steps=6, threads=1,
+    )  # fmt: skip
+    losses = []
+    for batch in batches:
+        views = objective.prepare(batch, device)
+        views.images = views.images.double()
+        loss, _ = objective(views)
+        objective.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in trained:
+                dist.all_reduce(parameter.grad)
+                parameter -= 0.1 / context.world_size * parameter.grad
+        objective.after_update(lambda part: nullcontext())
+        losses.append(sum_scalars([loss], device)[0] / context.world_size)
+    if context.rank == 0:
+        torch.save({"losses": torch.tensor(losses)} | objective.state_dict(), out)
+    dist.barrier()
+    return "done"
