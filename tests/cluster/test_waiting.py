@@ -3,6 +3,7 @@
 import pytest
 from launching import wait_for
 
+from maect.launch.state import clusters
 from maect.tools.status import columns, look
 
 pytestmark = pytest.mark.cluster
@@ -10,9 +11,10 @@ pytestmark = pytest.mark.cluster
 
 def test_waiting_with_slurms_reason(run):
     run.resources["sbatch"] = ["begin=now+1hour"]
+    seen = clusters()
     run.start()
     wait_for(lambda: list(run.jobs().values()) == ["PENDING"])
     wait_for(lambda: run.read("job.json").get("id"))
-    wait_for(lambda: look(run.folder, "count", False).state == "waiting")
-    table = "\n".join(columns([look(run.folder, "count", False)]))
+    wait_for(lambda: look(run.folder, "count", False, seen).state == "waiting")
+    table = "\n".join(columns([look(run.folder, "count", False, seen)]))
     assert f"slurm {run.read('job.json')['id']}" in table and "PENDING (BeginTime)" in table
