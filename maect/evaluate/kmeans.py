@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
+from maect.evaluate.standardize import moments, standardize
 from maect.evaluate.store import FeatureFile
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def cluster(
     from sklearn.utils.parallel import Parallel, delayed
 
     names, labels = np.unique(test.labels[ids], return_inverse=True)
-    rows = standardize(test.take(ids))
+    rows = standardized(test.take(ids))
     if len(np.unique(rows, axis=0)) < len(names):
         raise UserError(
             f"{test.path}: fewer distinct features than the {len(names)} classes; the encoder "
@@ -108,15 +109,9 @@ def _run(
         return inertia, scores(labels, clusters), clusters, centers
 
 
-def standardize(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Mean 0 and deviation 1 of each column (biased variance); a constant column becomes 0."""
-    mean = rows.mean(axis=0, dtype=np.float64)
-    deviation = np.sqrt(np.square(rows - mean).mean(axis=0))
-    constant = deviation <= 1e-6 * np.abs(mean)
-    out: NDArray[np.float32] = np.where(
-        constant, 0, (rows - mean) / np.where(constant, 1, deviation)
-    ).astype(np.float32)
-    return out
+def standardized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows with the mean and standard deviation that they have themselves taken out."""
+    return standardize(rows, moments(lambda start, stop: rows[start:stop], *rows.shape))
 
 
 def kmeans(

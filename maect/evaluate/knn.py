@@ -44,7 +44,8 @@ class Knn(Protocol):
         """
         import numpy as np
 
-        from maect.evaluate.neighbors import moments, nearest, vote
+        from maect.evaluate.neighbors import nearest, vote
+        from maect.evaluate.standardize import moments
 
         train, test = job.both()
         if self.k > train.n:
@@ -54,7 +55,7 @@ class Knn(Protocol):
         metrics: dict[str, Any] = {}
         sweep = []
         for name, standardized in (("knn", False), ("knn_standardized", True)):
-            scale = moments(train) if standardized else None
+            scale = moments(train.rows, train.n, train.width) if standardized else None
             similarity, ids = nearest(train, test.all(), max(counts), scale, idle_cpus(context))
             for k in counts:
                 for temperature in temperatures:

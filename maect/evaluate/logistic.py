@@ -1,11 +1,10 @@
-"""L2-regularised multinomial logistic regression without intercept, by two independent solvers.
+"""L2-regularised multinomial logistic regression without intercept, by two solvers.
 
     minimise over W  (1/n) sum_i -log softmax(x_i W)[y_i] + (penalty / 2) |W|^2
 
 A strictly convex problem: both solvers have the same answer, to their tolerance.
 """
 
-from collections import deque
 from typing import Literal
 
 import numpy as np
@@ -19,11 +18,10 @@ Matrix = NDArray[np.float64]
 TOLERANCE = 1e-3
 MAX_EPOCHS = 300
 GAP_INTERVAL = 10
-# Of our own solver.
+# Of scipy.
 GAP = 1e-9  # relative duality gap
 MEMORY = 10
 MAX_ITERATIONS = 5000
-SEARCHES = 30
 
 
 def prepare(features: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -128,91 +126,40 @@ def _cyanure(
 def _lbfgs(
     features: Matrix, labels: NDArray[np.int64], classes: int, penalty: float
 ) -> tuple[Matrix, bool]:
-    """L-BFGS (Nocedal and Wright, algorithm 7.5): two matrix products an iteration.
+    """scipy's L-BFGS, until the duality gap |gradient|^2 / (2 penalty) is small.
 
-    The search along a direction needs none, since logits are linear in the weights. The duality
-    gap of this problem is |gradient|^2 / (2 penalty).
+    By hand it took 0.5 to 0.8 times as long, since the search along a direction needs no product
+    of matrices: 1.0 for 1.3 s at 1,000 samples and classes.
     """
-    n = len(features)
-    weights = np.zeros((features.shape[1], classes))
-    logits = np.zeros((n, classes))
-    value, residual = _loss(logits, labels)
-    gradient = features.T @ residual / n
-    history: deque[tuple[Matrix, Matrix, float]] = deque(maxlen=MEMORY)
-    for _ in range(MAX_ITERATIONS):
-        if np.vdot(gradient, gradient) <= 2 * penalty * GAP * value:
-            return weights, True
-        direction = _direction(gradient, history)
-        slopes = features @ direction
-        before = value, float(np.vdot(gradient, direction))
-        squares = [float(np.vdot(x, y)) for x, y in
-                   ((weights, weights), (weights, direction), (direction, direction))]  # fmt: skip
-        found = _search(logits, slopes, labels, penalty, squares, before)
-        if found is None:
-            return weights, False  # as low as rounding lets it be
-        step, value, residual, logits = found
-        weights = weights + step * direction
-        new = features.T @ residual / n + penalty * weights
-        change = step * direction, new - gradient
-        curvature = float(np.vdot(*change))
-        if curvature > 0:
-            history.append((*change, 1 / curvature))
-        gradient = new
-    return weights, False
+    from scipy.optimize import minimize
 
+    n, shape = len(features), (features.shape[1], classes)
+    solution: Matrix | None = None
 
-def _direction(gradient: Matrix, history: deque[tuple[Matrix, Matrix, float]]) -> Matrix:
-    """Downhill, by the two loops over the last steps and the changes of the gradient there."""
-    out = -gradient
-    weights = []
-    for step, change, inverse in reversed(history):
-        weights.append(inverse * np.vdot(step, out))
-        out -= weights[-1] * change
-    if history:
-        step, change, inverse = history[-1]
-        out /= inverse * np.vdot(change, change)
-    for (step, change, inverse), weight in zip(history, reversed(weights), strict=True):
-        out += (weight - inverse * np.vdot(change, out)) * step
-    return out
+    def value(flat: Matrix) -> tuple[float, Matrix]:
+        nonlocal solution
+        weights = flat.reshape(shape)
+        loss, residual = _loss(features @ weights, labels)
+        loss += penalty / 2 * float(np.vdot(flat, flat))
+        gradient = (features.T @ residual / n + penalty * weights).ravel()
+        if np.vdot(gradient, gradient) <= 2 * penalty * GAP * loss:
+            solution = weights.copy()
+            raise StopIteration
+        return loss, gradient
 
-
-def _search(
-    logits: Matrix,
-    slopes: Matrix,
-    labels: NDArray[np.int64],
-    penalty: float,
-    squares: list[float],
-    before: tuple[float, float],
-) -> tuple[float, float, Matrix, Matrix] | None:
-    """A step that meets the strong Wolfe conditions, by secants within a bracket.
-
-    Args:
-        logits: before the step, [n, classes].
-        slopes: their change along the whole direction.
-        labels: [n].
-        penalty: weight of the squares.
-        squares: weights . weights, weights . direction, direction . direction.
-        before: value and slope at the beginning.
-
-    Returns:
-        Step, value, residual and logits there; None where no step goes lower.
-    """
-    step, low, high = 1.0, 0.0, np.inf
-    value, slope = before
-    for _ in range(SEARCHES):
-        there = logits + step * slopes
-        loss, residual = _loss(there, labels)
-        found = loss + penalty / 2 * (squares[0] + step * (2 * squares[1] + step * squares[2]))
-        new = float(np.vdot(residual, slopes)) / len(labels)
-        new += penalty * (squares[1] + step * squares[2])
-        lower = found <= value + 1e-4 * step * slope
-        if lower and abs(new) <= 0.9 * abs(slope):
-            return step, found, residual, there
-        low, high = (low, step) if new > 0 or not lower else (step, high)
-        secant = step * slope / (slope - new) if new > slope else np.inf
-        within = (low + 0.1 * (high - low), high - 0.1 * (high - low))
-        step = float(np.clip(secant, *(within if high < np.inf else (1.1 * step, 10 * step))))
-    return None
+    options = {"maxcor": MEMORY, "maxiter": MAX_ITERATIONS, "maxfun": 2 * MAX_ITERATIONS}
+    try:
+        result = minimize(
+            value,
+            np.zeros(np.prod(shape)),
+            jac=True,
+            method="L-BFGS-B",
+            options={**options, "ftol": 0.0, "gtol": 0.0},
+        )
+    except StopIteration:
+        assert solution is not None
+        return solution, True
+    return result.x.reshape(shape), False  # as low as rounding lets it be
 
 
 def _loss(logits: Matrix, labels: NDArray[np.int64]) -> tuple[float, Matrix]:

@@ -139,7 +139,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
     from safetensors import safe_open
     from safetensors.numpy import load_file
 
-    from maect.evaluate.kmeans import assign, contingency, origin, standardize
+    from maect.evaluate.kmeans import assign, contingency, origin, standardized
 
     if not path.exists():
         raise UserError(f"{path}: no such clusters; evaluate clustering first")
@@ -164,7 +164,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
     shown = min(settings.clusters, len(centers))
     classes = np.full(len(centers), -1)
     classes[columns] = names
-    rows = standardize(test.take(ids)).astype(np.float64)
+    rows = standardized(test.take(ids)).astype(np.float64)
     nearest_ids = []
     for center in centers[:shown]:
         distance = np.square(rows - center).sum(axis=1)

@@ -80,13 +80,13 @@ def knn(full: bool, folder: Path) -> None:
     """Ours, faiss's flat index, and a chunked matmul with topk as DINO's evaluation does it."""
     import torch
 
-    from maect.evaluate.neighbors import lengths, nearest
+    from maect.evaluate.neighbors import nearest
 
     n, q, width, k = (100_000, 50_000, 768, 20) if full else (20_000, 8_000, 768, 20)
     rows, labels = blobs(n, width, 1000, 0)
     queries, _ = blobs(q, width, 1000, 1)
     train = stored(folder, rows, labels)
-    x, y = (part / lengths(part)[:, None].astype(np.float32) for part in (rows, queries))
+    x, y = (part / np.linalg.norm(part, axis=1, keepdims=True) for part in (rows, queries))
 
     def dino() -> np.ndarray:
         train, chunk = torch.from_numpy(x).T, max(1, q // 100)
@@ -193,7 +193,7 @@ def probe(full: bool, folder: Path) -> None:
 
 def clustering(full: bool, folder: Path) -> None:
     """Runs of mini-batch k-means on all cores against one."""
-    from maect.evaluate import clustering as ours
+    from maect.evaluate import kmeans as ours
     from maect.evaluate.clustering import Clustering
 
     n, width, classes, runs = (50_000, 1024, 1000, 100) if full else (5_000, 384, 100, 8 * CORES)

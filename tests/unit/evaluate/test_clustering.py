@@ -65,8 +65,8 @@ def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
     metrics = settings.evaluate(rank, job)
     test = open_features(job.path("test"))
     rows = StandardScaler().fit_transform(test.all().astype(np.float64)).astype(np.float32)
-    np.testing.assert_allclose(kmeans.standardize(test.all()), rows, atol=1e-6)
-    rows = kmeans.standardize(test.all())  # the same bits: k-means branches on them
+    np.testing.assert_allclose(kmeans.standardized(test.all()), rows, atol=1e-6)
+    rows = kmeans.standardized(test.all())  # the same bits: k-means branches on them
     inertia, accuracy = [], []
     for seed in range(7):
         model = MiniBatchKMeans(6, batch_size=32, n_init=3, random_state=seed).fit(rows)
