@@ -365,3 +365,58 @@ def test_environment_variables_in_protocols_are_filled_in(
     protocols = {"low_shot": {"subsets": "$MAECT_LISTS/msn"}}
     found = load(write(tmp_path, protocols=protocols, evaluate=asked))
     assert found.evaluation("mae_tiny", "low_shot").subsets == "/lists/msn"
+
+
+def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -> None:
+    asked = [
+        {"runs": ["mae_*"], "protocols": ["fine_tune", "knn"]},
+        {"runs": ["mae_tiny.fine_tune.seed2"], "protocols": ["knn"]},
+        {"runs": ["mae_tiny"], "protocols": ["fine_tune_low_shot"]},
+    ]
+    protocols = {"fine_tune_low_shot": {"shots": [1, 2], "splits": 2}}
+    found = load(write(tmp_path, evaluate=asked, protocols=protocols, storage="r"))
+    tuned = [name for name, run in found.runs.items() if run.scored_by]
+    assert tuned == [
+        *(f"mae_tiny.fine_tune.seed{seed}" for seed in range(3)),
+        *(f"mae_tiny.fine_tune_low_shot.{n}shot-split{s}" for n in (1, 2) for s in (1, 2)),
+    ]
+    last = found.runs["mae_tiny.fine_tune.seed2"]
+    assert (last.stage, last.source, last.seed, last.size) == ("fine_tune", "mae_tiny", 2, "tiny")
+    few = found.runs["mae_tiny.fine_tune_low_shot.2shot-split1"].settings
+    assert few.model_dump()["shots"] == 2 and few.model_dump()["split"] == 1
+    # `mae_*` is the file's run alone.
+    assert {run for run, name in found.evaluations if name == "knn"} == {"mae_tiny", last.name}
+    told = run_config(found, last.name)
+    assert told.source == found.folder("mae_tiny").absolute() and told.seed == 2
+    reads = list(map(str, resolve.read_by_evaluation(found, "mae_tiny", "fine_tune")))
+    for seed in range(3):
+        folder = f"r/runs/mae_tiny.fine_tune.seed{seed}"
+        assert {f"{folder}/run.json", f"{folder}/encoder.safetensors"} <= set(reads)
+    scored = resolve.evaluation_config(found, "mae_tiny", "fine_tune")
+    assert [path.name for path in scored.paths("trained")] == tuned[:3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"evaluate": [{"runs": ["mae_tiny.fine_tune.seed9"], "protocols": ["knn"]}]},
+            "no run is named 'mae_tiny.fine_tune.seed9'",
+        ),
+        (
+            {"evaluate": [
+                {"runs": ["mae_tiny", "mae_tiny.fine_tune.seed0"], "protocols": ["fine_tune"]}
+            ]},
+            "fine_tune of mae_tiny.fine_tune.seed0, which is fine-tuned already",
+        ),
+        (
+            {"runs": {"mae_tiny": {"recipe": "mae", "size": "tiny"},
+                      "mae_tiny.fine_tune.seed0": {"recipe": "mae", "size": "tiny"}},
+             "evaluate": [{"runs": ["mae_tiny"], "protocols": ["fine_tune"]}]},
+            "mae_tiny.fine_tune.seed0 is the name of a run that is fine-tuned",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_names_of_fine_tunings(tmp_path: Path, changes: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load(write(tmp_path, **changes))

@@ -18,8 +18,7 @@ from maect.stages import STAGES, load_recipe
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted(path.parent.name for path in (ROOT / "cluster_profiles").glob("*/config.yaml"))
 SITES = [name for name in PROFILES if name != "local"]
-# The protocol of that name goes when the stage is trained in its place.
-TRAININGS = {name for name, stage in STAGES.items() if stage.trains} - {"fine_tune"}
+TRAININGS = {name for name, stage in STAGES.items() if stage.trains}
 
 
 @pytest.mark.parametrize("name", SITES)

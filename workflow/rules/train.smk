@@ -9,8 +9,7 @@ def weights_file(wildcards):
 
 
 for stage in STAGES.values():
-    # Until fine-tuning is scored by a protocol of another name.
-    if not stage.trains or stage.name in PROTOCOLS:
+    if not stage.trains:
         continue
 
     rule:
