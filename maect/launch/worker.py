@@ -172,6 +172,7 @@ def run(folder_name: str, name: str) -> None:
     place = submitit.JobEnvironment()
     folder, rank = Path(folder_name), place.global_rank
     rank_log(rank)
+    logging.getLogger("submitit").handlers.clear()  # ours has its messages, with time and rank
     # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
     # that was given up while nobody could cancel it.
     job = record.read_job(folder)
