@@ -1,7 +1,7 @@
 """k-means on the test features against the labels (paper, E).
 
 Standardised features, mini-batch k-means from many seeds; the run of lowest inertia is reported,
-and the mean and deviation of all runs. Labels are used for the score only.
+and the mean and standard deviation of all runs. Labels are used for the score only.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Clustering(Protocol):
         for ids in parts.values():
             check(test, ids)
         for prefix, ids in parts.items():
-            found, arrays = cluster(test, ids, self, idle_cpus(context))
-            metrics |= {prefix + key: value for key, value in found.items()}
+            scores, arrays = cluster(test, ids, self, idle_cpus(context))
+            metrics |= {prefix + key: value for key, value in scores.items()}
             tensors |= {prefix + key: value for key, value in arrays.items()}
         with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
             save_file(tensors, temporary, {"maect": json.dumps(origin(test))})

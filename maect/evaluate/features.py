@@ -46,7 +46,7 @@ def extract(
     """Write the features of a split (see `maect.evaluate.store`); called on every rank.
 
     Args:
-        context: this rank's place.
+        context: this rank.
         encoder: `encoder.safetensors` of a run.
         shards: folder of the split's shards.
         out: the features file.
@@ -123,8 +123,8 @@ def _encode(
     ]
     ours = sum(len(rows) for _, _, rows in pieces)
     started, done = time.monotonic(), 0
-    found = _features(context, index, model, resize, [rows for _, _, rows in pieces])
-    for (number, start, rows), features in zip(pieces, found, strict=True):
+    encoded = _features(context, index, model, resize, [rows for _, _, rows in pieces])
+    for (number, start, rows), features in zip(pieces, encoded, strict=True):
         if start == 0:
             out = np.empty((len(ranges[number]), model.width), np.float32)
         out[start : start + len(rows)] = features
@@ -174,12 +174,12 @@ def batches(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Features of `rows`: offset within `rows`, and float32 [b, width] on the model's device."""
     size = model.settings.image_size
-    place = 0
+    start = 0
     for images, _, _ in evaluation_batches(
         index, image_size=size, resize=resize, rows=rows, batch_size=BATCH, threads=threads
     ):
-        yield place, model(images)
-        place += len(images)
+        yield start, model(images)
+        start += len(images)
 
 
 def _sha256(features: NDArray[np.float32]) -> str:

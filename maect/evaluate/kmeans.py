@@ -71,18 +71,18 @@ def cluster(
     # Processes: much of a run holds Python's lock, which threads would wait for.
     workers = threads if rows.size * settings.runs > SMALL else 1
     best = None
-    found = []
+    results = []
     parallel = Parallel(workers, return_as="generator", pre_dispatch="4*n_jobs")
     runs = parallel(delayed(_run)(rows, labels, seed, settings) for seed in range(settings.runs))
     for seed, result in enumerate(runs):
-        found.append(result[:2])
+        results.append(result[:2])
         if best is None or result[0] < best[1][0]:
             best = seed, result
     assert best is not None
     seed, (inertia, score, clusters, centers) = best
     metrics: dict[str, Any] = dict(score)
     for key in SCORES:
-        values = [scores[key] for _, scores in found]
+        values = [scores[key] for _, scores in results]
         metrics |= {f"{key}_mean": float(np.mean(values)), f"{key}_std": float(np.std(values))}
     metrics |= {"silhouette": silhouette(rows, labels), "inertia": inertia, "best_seed": seed}
     table = contingency(labels, clusters)

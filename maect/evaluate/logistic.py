@@ -36,8 +36,8 @@ def prepare(features: NDArray[np.float32]) -> NDArray[np.float64]:
     centred = rows - rows.mean(axis=1, keepdims=True)
     length = np.sqrt(np.square(centred).sum(axis=1, keepdims=True))
     # What rounding leaves of a constant row is not a direction.
-    dust = 1e-6 * np.abs(rows).max(axis=1, keepdims=True)
-    centred = np.where(length > dust, centred / np.maximum(length, 1e-300), 0.0)
+    residue = 1e-6 * np.abs(rows).max(axis=1, keepdims=True)
+    centred = np.where(length > residue, centred / np.maximum(length, 1e-300), 0.0)
     return centred
 
 

@@ -101,10 +101,10 @@ class LowShot(Protocol):
             results = dict(zip(subsets, pool.map(accuracy, subsets), strict=True))
         metrics: dict[str, Any] = {}
         for shots in self.shots:
-            found = [results[shots, split] for split in range(1, self.splits + 1)]
-            metrics[f"low_shot_{shots}"] = float(np.mean([accuracy for accuracy, _ in found]))
-            metrics[f"low_shot_{shots}_splits"] = [accuracy for accuracy, _ in found]
-            metrics[f"low_shot_{shots}_converged"] = [converged for _, converged in found]
+            scored = [results[shots, split] for split in range(1, self.splits + 1)]
+            metrics[f"low_shot_{shots}"] = float(np.mean([accuracy for accuracy, _ in scored]))
+            metrics[f"low_shot_{shots}_splits"] = [accuracy for accuracy, _ in scored]
+            metrics[f"low_shot_{shots}_converged"] = [converged for _, converged in scored]
         for fraction in self.fractions:
             name = fraction_name(fraction)
             metrics[name], metrics[f"{name}_converged"] = results[fraction]

@@ -47,8 +47,8 @@ def nearest(
                 products = unit[block] @ rows.T
                 least = max(0, len(rows) - k)
                 top = np.argpartition(products, least, axis=1)[:, least:]
-                found = np.take_along_axis(products, top, axis=1)
-                values = np.concatenate([best[block], found], axis=1)
+                near = np.take_along_axis(products, top, axis=1)
+                values = np.concatenate([best[block], near], axis=1)
                 names = np.concatenate([ids[block], top + start], axis=1)
                 order = np.lexsort((names, -values), axis=1)[:, :k]
                 best[block] = np.take_along_axis(values, order, axis=1)

@@ -89,17 +89,17 @@ class Retrieval(Protocol):
         queries = choose_queries(test.labels, self.queries)
         neighbors = _neighbors(test, queries, self.neighbors, idle_cpus(context))
         clusters, classes = _clusters(job.path("clusters"), test, self)
-        found: dict[str, NDArray[Any]] = {"cluster_classes": classes}
+        left: dict[str, NDArray[Any]] = {"cluster_classes": classes}
         for name, ids in (("query", queries), ("neighbor", neighbors), ("cluster", clusters)):
-            found[f"{name}_ids"] = ids
-            found[f"{name}_labels"] = test.labels[ids]
-            found[f"{name}_images"] = _thumbnails(index, ids, test, self.side)
+            left[f"{name}_ids"] = ids
+            left[f"{name}_labels"] = test.labels[ids]
+            left[f"{name}_images"] = _thumbnails(index, ids, test, self.side)
         with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
             save_file(
-                {name: np.ascontiguousarray(array) for name, array in found.items()}, temporary
+                {name: np.ascontiguousarray(array) for name, array in left.items()}, temporary
             )
-        right = found["neighbor_labels"] == found["query_labels"][:, None]
-        matched = found["cluster_labels"] == classes[:, None]
+        right = left["neighbor_labels"] == left["query_labels"][:, None]
+        matched = left["cluster_labels"] == classes[:, None]
         return {
             "query_precision": 100 * float(right.mean()),
             "cluster_precision": 100 * float(matched.mean()),
@@ -189,7 +189,7 @@ def _thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray
         raise UserError(f"{test.path}: its labels are not those of {index.directory}")
     geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, side)
     out = np.empty((len(flat), 1, 3, side, side), np.uint8)
-    for place, row in enumerate(flat.tolist()):
-        render(index.read(row), geometries[place : place + 1], out[place])
+    for number, row in enumerate(flat.tolist()):
+        render(index.read(row), geometries[number : number + 1], out[number])
     pictures = out[:, 0].transpose(0, 2, 3, 1)
     return np.ascontiguousarray(pictures).reshape(*ids.shape, side, side, 3)

@@ -71,7 +71,7 @@ class Robustness(Encodes):
         for index in indexes.values():
             classifier.check(index)
         classes = {name: np.unique(index.labels) for name, index in indexes.items()}
-        single = [name for name, found in classes.items() if len(found) < 2]
+        single = [name for name, labels in classes.items() if len(labels) < 2]
         if single:
             raise UserError(
                 f"{indexes[single[0]].directory}: images of one class, which any classifier finds"
@@ -81,7 +81,7 @@ class Robustness(Encodes):
                 name: _accuracy(context, job, classifier, index, torch.from_numpy(classes[name]))
                 for name, index in indexes.items()
             }
-        return {**accuracies, "classes": {name: len(found) for name, found in classes.items()}}
+        return {**accuracies, "classes": {name: len(labels) for name, labels in classes.items()}}
 
 
 def _accuracy(

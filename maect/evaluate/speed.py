@@ -59,12 +59,12 @@ def largest_batch(steps: Callable[[int], Step], device: torch.device) -> int:
     """
     if device.type != "cuda":
         return CPU_BATCH
-    found, size = 0, SMALLEST
+    fitting, size = 0, SMALLEST
     while size <= LARGEST and _fits(steps, size):
-        found, size = size, 2 * size
-    if not found:
+        fitting, size = size, 2 * size
+    if not fitting:
         raise UserError(f"throughput: {SMALLEST} images do not fit into the device's memory")
-    return found
+    return fitting
 
 
 def _fits(steps: Callable[[int], Step], size: int) -> bool:
