@@ -137,13 +137,24 @@ def start():
     jobs = list(workflow.dag.needrun_jobs())
 
     def those_of(rule, *wildcards):
-        return sorted(tuple(job.wildcards[w] for w in wildcards) for job in jobs if job.rule.name == rule)
+        return sorted(
+            tuple(job.wildcards[w] for w in wildcards)
+            for job in jobs
+            if job.rule.name == rule
+        )
 
     faults = [
         *check.missing_images(experiment, those_of("plan_shards", "dataset", "split")),
-        *check.missing_weights(experiment, [run for (run,) in those_of("import_weights", "run")]),
+        *check.missing_weights(
+            experiment, [run for (run,) in those_of("import_weights", "run")]
+        ),
         *check.missing_lists(
-            experiment, [pair for name in PROTOCOLS for pair in those_of(name, "run", "evaluation")]
+            experiment,
+            [
+                pair
+                for name in PROTOCOLS
+                for pair in those_of(name, "run", "evaluation")
+            ],
         ),
     ]
     for fault in faults[:1]:

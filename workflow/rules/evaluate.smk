@@ -55,7 +55,9 @@ for protocol in PROTOCOLS.values():
         benchmark:
             f"{BENCHMARKS}/{{run}}/{{evaluation}}.tsv"
         wildcard_constraints:
-            evaluation=one_of(n for n, p in experiment.protocols.items() if p == protocol.name),
+            evaluation=one_of(
+                n for n, p in experiment.protocols.items() if p == protocol.name
+            ),
         localrule: True
         conda:
             ENVIRONMENT
@@ -72,5 +74,8 @@ for protocol in PROTOCOLS.values():
 
 rule evaluations:
     input:
-        [f"{ROOT}/evaluations/{run}/{name}.json" for run, name in experiment.evaluations],
+        [
+            f"{ROOT}/evaluations/{run}/{name}.json"
+            for run, name in experiment.evaluations
+        ],
     localrule: True
