@@ -116,6 +116,64 @@ def warn(faults):
             print(f"maect: warning: {fault}", file=sys.stderr)
 
 
+def shard_index(dataset, split):
+    return str(experiment.shards(dataset, split) / "index.json")
+
+
+def split_of(wildcards):
+    return experiment.datasets[wildcards.dataset].splits[wildcards.split]
+
+
+def images_of(wildcards):
+    """The image folder if a rule of this workflow makes it; a user's folder is not watched."""
+    if experiment.datasets[wildcards.dataset].kind == "digits":
+        return f"{ROOT}/images/{wildcards.dataset}"
+    return []
+
+
+def image_folder(wildcards):
+    """Passed as a resource, not in `params`: images that moved re-run nothing."""
+    return images_at(wildcards.dataset, wildcards.split)
+
+
+@cache  # a split may have a thousand shards
+def images_at(dataset, split):
+    warn(check.missing_images(experiment, [(dataset, split)]))
+    return str(experiment.images(dataset, split))
+
+
+def parts_of(wildcards):
+    """What an index is made of: plan and tars; for a view the whole's index, and its classes."""
+    split = split_of(wildcards)
+    if not split.source.sharded:
+        return [shard_index(wildcards.dataset, split.of), *split.files()]
+    folder = experiment.shards(wildcards.dataset, wildcards.split)
+    tars = [shard_name(wildcards.split, number) for number in range(split.shards)]
+    return [f"{folder}/{name}" for name in ("plan.json", *tars)]
+
+
+def run_digest(wildcards):
+    return resolve.run_config(experiment, wildcards.run).digest
+
+
+def weights_file(wildcards):
+    """Passed as a resource, not in `params`: weights that moved re-run nothing."""
+    warn(check.missing_weights(experiment, [wildcards.run]))
+    return str(experiment.runs[wildcards.run].weights)
+
+
+def evaluation_digest(wildcards):
+    pair = wildcards.run, wildcards.evaluation
+    warn(check.missing_lists(experiment, [pair]))
+    return resolve.evaluation_config(experiment, *pair).digest
+
+
+def resize_of(dataset):
+    """How evaluations resize a dataset's images, as an argument."""
+    resize = experiment.datasets[dataset].resize
+    return f"--resize {resize}" if resize else ""
+
+
 def resolved(job):
     """All that a job is told, or None where its command line says it."""
     name, given = job.rule.name, job.wildcards

@@ -1,39 +1,3 @@
-def shard_index(dataset, split):
-    return str(experiment.shards(dataset, split) / "index.json")
-
-
-def split_of(wildcards):
-    return experiment.datasets[wildcards.dataset].splits[wildcards.split]
-
-
-def images_of(wildcards):
-    """The image folder if a rule of this workflow makes it; a user's folder is not watched."""
-    if experiment.datasets[wildcards.dataset].kind == "digits":
-        return f"{ROOT}/images/{wildcards.dataset}"
-    return []
-
-
-def image_folder(wildcards):
-    """Passed as a resource, not in `params`: images that moved re-run nothing."""
-    return images_at(wildcards.dataset, wildcards.split)
-
-
-@cache  # a split may have a thousand shards
-def images_at(dataset, split):
-    warn(check.missing_images(experiment, [(dataset, split)]))
-    return str(experiment.images(dataset, split))
-
-
-def parts_of(wildcards):
-    """What an index is made of: plan and tars; for a view the whole's index, and its classes."""
-    split = split_of(wildcards)
-    if not split.source.sharded:
-        return [shard_index(wildcards.dataset, split.of), *split.files()]
-    folder = experiment.shards(wildcards.dataset, wildcards.split)
-    tars = [shard_name(wildcards.split, number) for number in range(split.shards)]
-    return [f"{folder}/{name}" for name in ("plan.json", *tars)]
-
-
 rule write_digits:
     output:
         directory(f"{ROOT}/images/{{dataset}}"),

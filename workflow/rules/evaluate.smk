@@ -1,18 +1,6 @@
 EVALUATION = f"{ROOT}/evaluations/{{run}}/{{evaluation}}"
 
 
-def evaluation_digest(wildcards):
-    pair = wildcards.run, wildcards.evaluation
-    warn(check.missing_lists(experiment, [pair]))
-    return resolve.evaluation_config(experiment, *pair).digest
-
-
-def resize_of(dataset):
-    """How evaluations resize a dataset's images, as an argument."""
-    resize = experiment.datasets[dataset].resize
-    return f"--resize {resize}" if resize else ""
-
-
 rule features:
     input:
         encoder=f"{RUN}/encoder.safetensors",

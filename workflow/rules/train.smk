@@ -1,13 +1,3 @@
-def run_digest(wildcards):
-    return resolve.run_config(experiment, wildcards.run).digest
-
-
-def weights_file(wildcards):
-    """Passed as a resource, not in `params`: weights that moved re-run nothing."""
-    warn(check.missing_weights(experiment, [wildcards.run]))
-    return str(experiment.runs[wildcards.run].weights)
-
-
 for stage in STAGES.values():
     if not stage.trains:
         continue
