@@ -4,8 +4,8 @@
 #   snakemake --profile cluster_profiles/SITE [--config experiment=NAME]      on a cluster
 #
 # Targets: shards encoders evaluations tables figures report, or any file below the results folder.
-# Every stage (maect/stages) and every protocol (maect/evaluate) has a rule of its name; what a job
-# is told is in a file of its own, such as runs/RUN/config.yaml, written when Snakemake starts.
+# Every stage (maect/stages) and every protocol (maect/evaluate) has a rule of its name; everything a
+# job is told is in one file, such as runs/RUN/config.yaml, written when Snakemake starts.
 from snakemake.utils import min_version
 
 min_version("9.15")

@@ -48,8 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     launching, changing = launch_options(), change_options()
 
-    sub = command("shard", shard, "Write an image folder as webdataset tars with an index.")
-    sub.add_argument("source", type=Path, help="the images: a folder or archive of that kind")
+    sub = command("shard", shard, "Write images as webdataset tars with an index.")
+    sub.add_argument("source", type=Path, help="the images: a folder or archive of the given kind")
     sub.add_argument("out", type=Path, help="folder of the shards; its name names the split")
     sub.add_argument(
         "--kind",
@@ -62,22 +62,22 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--exclude", type=Path, help="file of image names to leave out, one a line")
     sub.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
     sub.add_argument("--classes", help="for a view: dogs15, or a file of class names, one a line")
-    sub.add_argument("--only", help="one step: plan, a shard's number, or index")
+    sub.add_argument("--only", help="one step: plan, the number of a shard, or index")
     sub.add_argument("--verify", action="store_true", help="check shards that were written")
 
-    sub = command("retrieve", retrieve, "Bring data from outside the cluster.")
-    sub.add_argument("what", help="digits, or what docs/data.md lists")
+    sub = command("retrieve", retrieve, "Download public data or weights, or write the digits.")
+    sub.add_argument("what", help="digits, or a name from docs/data.md or docs/weights.md")
     sub.add_argument("out", type=Path, help="folder to put it in")
 
     sub = command("resolve", resolve, "Write the resolved file of every job of an experiment.")
     sub.add_argument("experiment", help="name or path")
-    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="Snakemake's")
+    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
 
     sub = command(
-        "train", train, "Train as a run's resolved file says; resume if it has begun.",
+        "train", train, "Train a run as its resolved file says, or resume it.",
         launching, changing,
     )  # fmt: skip
-    sub.add_argument("--save-every-minutes", type=float, default=10.0)
+    sub.add_argument("--save-every-minutes", type=float, default=10.0, help="default 10")
     sub.add_argument(
         "--convert-world-size", action="store_true", help="resume on another number of ranks"
     )
@@ -88,20 +88,20 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command("import", import_weights, "Turn public weights into a run.")
     sub.add_argument("weights", type=Path, help="a checkpoint, as published; or the resolved file "
-                     "of a run that imports one, which says all the rest")  # fmt: skip
-    sub.add_argument("run", type=Path, nargs="?", help="the run's folder")
-    sub.add_argument("--layout", help="one of docs/weights.md; found if not given")
-    sub.add_argument("--size", help="encoder size; found if not given")
-    sub.add_argument("--image-size", type=int, help="to use it at; its own if not given")
+                     "of a run that imports one, which says everything else")  # fmt: skip
+    sub.add_argument("run", type=Path, nargs="?", help="the run's folder, for a checkpoint")
+    sub.add_argument("--layout", help="one of docs/weights.md; detected if not given")
+    sub.add_argument("--size", help="encoder size; detected if not given")
+    sub.add_argument("--image-size", type=int, help="pixels to use it at; its own if not given")
 
-    sub = command("export", export, "Write an encoder for timm and the hub.")
+    sub = command("export", export, "Write an encoder as timm and the Hugging Face hub load it.")
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("out", type=Path, help="folder to write to")
 
     sub = command("features", features, "Extract an encoder's features.", launching)
     sub.add_argument("run", type=Path, help="folder of the run")
-    sub.add_argument("--shards", type=Path, required=True)
-    sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--shards", type=Path, required=True, help="folder of a split's shards")
+    sub.add_argument("--out", type=Path, required=True, help="the file to write")
     sub.add_argument("--resize", type=int, help="shorter side before the centre crop")
 
     command(
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, call, help in (
         ("table", table, "Build a table as its resolved file says."),
         ("figure", figure, "Draw a figure as its resolved file says."),
-        ("claims", claims, "Hold the paper's statements against the tables."),
+        ("claims", claims, "Decide the paper's claims by the tables."),
     ):
         command(name, call, help).add_argument("config", type=Path, help="the resolved file")
 
@@ -121,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("new-experiment", new_experiment, "Write an experiment for your own images.")
     sub.add_argument(
         "--images", type=Path, required=True,
-        help="CLASS/IMAGE, or images without classes; either of it also below train/ and val/",
+        help="CLASS/IMAGE, or images without classes; either may also be below train/ and val/",
     )  # fmt: skip
     sub.add_argument("--out", type=Path, required=True, help="the experiment to write, .yaml")
     sub.add_argument(
@@ -132,14 +132,14 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
     sub.add_argument("--experiment", default="paper", help="name or path")
     sub.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
-    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="Snakemake's")
-    sub.add_argument("--device", default="A100", help="where nothing is measured: A100, H100, cpu")
+    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
+    sub.add_argument("--device", default="A100", help="for what is not measured: A100, H100 or cpu")
     sub.add_argument("--utilisation", type=float, default=0.35, help="of its peak (default 0.35)")
 
-    sub = command("doctor", doctor, "Check a site before anything is spent on it.")
+    sub = command("doctor", doctor, "Check whether a site is ready.")
     sub.add_argument("--experiment", default="paper", help="whose storage is checked")
     sub.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
-    sub.add_argument("--no-job", action="store_true", help="only what needs no job")
+    sub.add_argument("--no-job", action="store_true", help="only the checks that need no job")
 
     sub = command("show", show, "Print the tables of a results folder.")
     sub.add_argument("root", type=Path, help="such as results/digits")
@@ -153,11 +153,11 @@ def change_options() -> argparse.ArgumentParser:
     group.add_argument("config", type=Path, help="the resolved file; results go beside it")
     group.add_argument(
         "changes", nargs="*", metavar="KEY=VALUE",
-        help="instead of what the file says, e.g. settings.epochs=10 settings.head.topk=1 seed=1; "
-        "needs --out, so that what belongs to the file stays as it is",
+        help="in place of what the file says, e.g. settings.epochs=10 settings.head.topk=1 seed=1; "
+        "this is another job, which needs --out",
     )  # fmt: skip
     group.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the changed file here, with results beside"
+        "--out", type=Path, metavar="FILE", help="write the changed file here, results beside it"
     )
     return parent
 
@@ -168,18 +168,20 @@ def launch_options() -> argparse.ArgumentParser:
     group = parent.add_argument_group("where to run")
     group.add_argument("--cluster", choices=["local", "slurm"], default="local")
     group.add_argument(
-        "--nodes", default="1", help="1..16 lets a training take as many as its batch is worth"
+        "--nodes", default="1", help="1..16: as many of them as the batch of a training is worth"
     )
     group.add_argument(
-        "--devices", default="1", help="ranks a node; auto or gpus: its GPUs; on a CPU 2 or 1"
+        "--devices",
+        default="1",
+        help="ranks per node; auto or gpus: one per GPU, without any 2 or 1",
     )
-    group.add_argument("--cpus", default="auto", help="CPUs a rank (auto: all, shared out)")
-    group.add_argument("--memory-mb", type=int, default=0, help="memory a node (0: do not say)")
+    group.add_argument("--cpus", default="auto", help="CPUs per rank (auto: an equal share of all)")
+    group.add_argument("--memory-mb", type=int, default=0, help="memory per node (0: any)")
     group.add_argument("--minutes", type=int, default=1440, help="wall limit of one job")
     group.add_argument("--partition", default="")
     group.add_argument("--account", default="")
-    group.add_argument("--sbatch", default="", help="more sbatch arguments, KEY=VALUE,KEY=VALUE")
-    group.add_argument("--setup", default="", help="script to source on the compute node")
+    group.add_argument("--sbatch", default="", help="further sbatch options, KEY=VALUE,KEY=VALUE")
+    group.add_argument("--setup", default="", help="script that the compute node sources first")
     group.add_argument("--detach", action="store_true", help="leave the job running on Ctrl-C")
     group.add_argument("--log", help="also write messages to this file")
     return parent

@@ -20,10 +20,10 @@ from maect.stages import STAGES
 # Held while this Snakemake runs: a second one on the same results folder is refused.
 ownership = ExitStack()
 
-# The rules call `maect`: the one of the environment that Snakemake itself runs in.
+# The rules call the `maect` of the environment that Snakemake itself runs in.
 shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
 
-# Launchers let go of their jobs once this process is gone. (A subprocess of it reads this, too.)
+# Launchers leave their jobs running once this process is gone. (A subprocess of it reads this, too.)
 os.environ.setdefault(SNAKEMAKE, this_process())
 
 # For those who let Snakemake make the environment (--software-deployment-method conda).
@@ -109,7 +109,7 @@ warned = set()
 
 
 def warn(faults):
-    """In a dry run: what a real one would refuse, each once."""
+    """In a dry run, print once what a real one would refuse."""
     for fault in faults:
         if workflow.dryrun and fault not in warned:
             warned.add(fault)
@@ -143,7 +143,7 @@ def images_at(dataset, split):
 
 
 def parts_of(wildcards):
-    """What an index is made of: plan and tars; for a view the whole's index, and its classes."""
+    """What an index is made of: plan and tars; for a view the index of its split, and its classes."""
     split = split_of(wildcards)
     if not split.source.sharded:
         return [shard_index(wildcards.dataset, split.of), *split.files()]
@@ -187,10 +187,10 @@ def resolved(job):
 
 
 def start():
-    """Before the first job: what would fail is refused, the folder owned, every job told.
+    """Before the first job: refuse what would fail, own the folder, write the resolved files.
 
-    Not on reading, since a dry run may look at anything. The jobs that are to run are those of
-    `workflow.dag`, of which Snakemake promises nothing: it has no other way to ask for them.
+    Not when the Snakefile is read, since a dry run may look at anything. The jobs that are to run
+    are those of `workflow.dag`, an internal of Snakemake, which has no other way to ask for them.
     """
     jobs = list(workflow.dag.needrun_jobs())
 

@@ -16,7 +16,7 @@ for stage in STAGES.values():
             f"{BENCHMARKS}/{{run}}/{stage.name}.tsv"
         wildcard_constraints:
             run=one_of(experiment.runs_of(stage.name)),
-        # Others wait for it.
+        # Other jobs wait for it.
         priority: 1
         localrule: True
         conda:
