@@ -9,6 +9,7 @@ import psutil
 from maect.launch import record
 from maect.launch.cluster import Cluster, Look
 from maect.launch.record import Job
+from maect.launch.rendezvous import remove_folder
 from maect.launch.resources import LaunchError
 from maect.launch.submit import MARK
 
@@ -72,6 +73,7 @@ class Local(Cluster):
     def end(self, folder: Path, job: Job) -> bool:
         """Kill a job's processes, data loaders included."""
         _end(job.name, 0.0)
+        remove_folder(folder, job.name)
         return True
 
 

@@ -116,6 +116,18 @@ class Rendezvous:
         return Meeting(attempt, address, secret, port=self._listener.getsockname()[1])
 
 
+def remove_folder(folder: Path, name: str) -> None:
+    """Remove the folder in which the ranks of a job on this machine met, if rank 0 could not.
+
+    Args:
+        folder: of the run.
+        name: of the job.
+    """
+    meeting = read_mapping(rank_file(folder, name, 0)).get("meeting")
+    if meeting and meeting["file"]:
+        shutil.rmtree(Path(meeting["file"]).parent, ignore_errors=True)
+
+
 def _listen(address: str) -> socket.socket:
     """A socket on a port that the kernel has free, reached under this name only."""
     family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

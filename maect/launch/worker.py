@@ -153,6 +153,7 @@ class Context:
         self.flush()
         with suppress(OSError):
             self.file.fail(error)
+        self.rendezvous.close()
         os._exit(1)
 
 
@@ -198,6 +199,8 @@ def run(folder_name: str, name: str) -> None:
         faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
         with suppress(OSError):  # a full disk: the log has it too
             file.fail(error)
+        if context is not None:
+            context.rendezvous.close()
         raise
     file.note(end=verdict, time=time.time())
     context.rendezvous.close()

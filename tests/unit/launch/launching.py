@@ -80,7 +80,12 @@ class Run:
 
     def environment(self) -> dict[str, str]:
         paths = os.pathsep.join([str(HERE), str(ROOT)])
-        return {**os.environ, "PYTHONPATH": paths}
+        # Beside the run's folder, to see what is left there.
+        return {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self.folder.parent)}
+
+    def meetings(self) -> list[Path]:
+        """Folders in which the ranks of one node meet."""
+        return list(self.folder.parent.glob("maect-*"))
 
     def read(self, name: str) -> dict:
         try:
