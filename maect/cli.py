@@ -329,15 +329,12 @@ def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
     from maect.launch.devices import count_devices
     from maect.launch.nodes import training_nodes
-    from maect.stages import Training
     from maect.stages.config import RunConfig
     from maect.train.record import fingerprint, is_finished
 
     config, path = read_changed(RunConfig, options)
-    stage = config.settings
-    if not isinstance(stage, Training) or config.shards is None:
-        raise UserError(f"{path}: stage {config.stage} does not train; `maect import {path}`")
-    data = need_shards(config.shards)
+    stage, shards = config.training(path)
+    data = need_shards(shards)
     if config.source is not None:
         need(config.source / "run.json", "finished run")
     devices = count_devices(options.devices)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from maect.core.errors import UserError
-from maect.recipes import Encoder
-from maect.stages.base import SelfSupervised as Stage
-from maect.stages.objectives import Views
+from maect.data.loader import Batch
+from maect.stages import Training
+from maect.train.objective import Objective
 
 if TYPE_CHECKING:
     from maect.evaluate.throughput import Throughput
@@ -79,9 +80,9 @@ def _fits(steps: Callable[[int], Step], size: int) -> bool:
     return True
 
 
-def stage_step(stage: Stage, encoder: Encoder, batch: int, device: torch.device) -> Step:
-    """One update of a stage on random views; weights are random, which changes no speed."""
-    objective = stage.objective(encoder, 0).to(device)
+def stage_step(stage: Training, objective: Objective, batch: int, device: torch.device) -> Step:
+    """One update of a stage on the same random views, which are on the device before it."""
+    objective.to(device)
     averages: list[Tensor] = []
     if stage.encoder_average is not None:
         averages = [p.detach().clone() for p in _trained(objective.encoder)]
@@ -90,19 +91,14 @@ def stage_step(stage: Stage, encoder: Encoder, batch: int, device: torch.device)
     for group in groups:
         group["lr"] = group["peak_lr"]
     optimizer = torch.optim.AdamW(groups, fused=fused)
-    size = encoder.image_size
-    shuffle = neighbors = None
-    if stage.mask_ratio:
-        shuffle = torch.rand(stage.views, batch, encoder.patches, device=device).argsort(dim=2)
-    if stage.head is not None:
-        neighbors = torch.randint(stage.head.topk, (stage.views, batch), device=device)
-    ids = torch.arange(batch, device=device)
-    images = torch.randn(stage.views, batch, 3, size, size, device=device)
-    views = Views(images, shuffle, ids, torch.zeros_like(ids), neighbors)
+    side, ids = objective.encoder.settings.image_size, np.arange(batch)
+    shape = (len(stage.view_settings()), batch, 3, side, side)
+    images = torch.randint(256, shape, dtype=torch.uint8)
+    inputs = objective.prepare(Batch(0, ids, 0 * ids, 0 * ids, images), device)
 
     def step() -> None:
         optimizer.zero_grad()
-        loss, _ = objective(views)
+        loss, _ = objective(inputs)
         loss.backward()
         optimizer.step()
         if stage.encoder_average is not None:

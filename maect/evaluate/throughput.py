@@ -7,7 +7,11 @@ encoder passes: views that learn, local views, and passes of a momentum teacher.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -15,10 +19,14 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Input, Protocol
 from maect.evaluate.job import Job
-from maect.stages import load_recipe
-from maect.stages.base import SelfSupervised as Stage
+from maect.recipes import Encoder
+from maect.stages import Training, load_recipe
 
-RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
+if TYPE_CHECKING:
+    from maect.train.objective import Objective
+
+RECIPES = ("mae", "head_min", "ct_min")
+"""What MAE-CT takes, one stage after the other."""
 
 
 class Throughput(Protocol):
@@ -55,35 +63,31 @@ class Throughput(Protocol):
         import torch
 
         from maect.core import distributed
-        from maect.evaluate.compared import METHODS, Views, method_step
+        from maect.evaluate.compared import METHODS, method_step
         from maect.evaluate.speed import Step, measure, stage_step
         from maect.models.weights import load_encoder_weights
 
-        encoder = load_encoder_weights(job.run / "encoder.safetensors")[1]
-        stages = {
-            name: cast(Stage, load_recipe(recipe, self.size)) for name, recipe in RECIPES.items()
-        }
-        frozen = getattr(stages["tune"], "frozen_blocks", 0)
-        if frozen >= encoder.depth or not encoder.class_token:
+        file = job.run / "encoder.safetensors"
+        encoder = load_encoder_weights(file)[1]
+        stages = [load_recipe(recipe, self.size) for recipe in RECIPES]
+        try:
+            for stage in stages:
+                stage.check_encoder(encoder)
+        except ValueError as error:
             raise UserError(
-                f"throughput: recipes of size {self.size} do not fit the encoder of {job.run}; "
-                "say which with settings.size=SIZE"
-            )
+                f"throughput: recipes of size {self.size} do not fit the encoder of {job.run} "
+                f"({error}); say which with settings.size=SIZE"
+            ) from None
         device = distributed.device_of(context)
         results: dict[str, dict[str, float]] = {}
         epochs: dict[str, int] = {}
-        for name, stage in stages.items():
-
-            def steps(batch: int, stage: Stage = stage) -> Step:
-                return stage_step(stage, encoder, batch, device)
-
-            results[name], epochs[name] = measure(steps, self, device), stage.epochs
+        for stage in stages:
+            steps: Callable[[int], Step]
+            steps = partial(stage_step, stage, _built(stage, encoder, file), device=device)
+            results[stage.name], epochs[stage.name] = measure(steps, self, device), stage.epochs
             context.report({"step": len(results), "steps": len(stages) + len(METHODS)})
         for name, views in METHODS.items():
-
-            def steps(batch: int, views: Views = views) -> Step:  # type: ignore[misc]
-                return method_step(views, encoder, batch, device)
-
+            steps = partial(method_step, views, encoder, device=device)
             results[name] = measure(steps, self, device)
             if self.size in views.epochs:
                 epochs[name] = views.epochs[self.size]
@@ -96,8 +100,15 @@ class Throughput(Protocol):
         metrics: dict[str, Any] = {k: {n: result[k] for n, result in results.items()} for k in keys}
         cuda = device.type == "cuda"
         return metrics | {
-            "device_hours": hours | {"maect": sum(hours[name] for name in RECIPES)},
+            "device_hours": hours | {"maect": sum(hours[stage.name] for stage in stages)},
             "epochs": epochs,
             "device": torch.cuda.get_device_name(device) if cuda else "cpu",
             "threads": None if cuda else torch.get_num_threads(),
         }
+
+
+def _built(stage: Training, encoder: Encoder, file: Path) -> Objective:
+    """A stage's objective on an encoder alone: a head beside it may be of another recipe."""
+    with TemporaryDirectory() as folder:
+        Path(folder, file.name).symlink_to(file.absolute())
+        return stage.build(encoder, 0, Path(folder))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from maect.core.errors import UserError
 from maect.core.names import did_you_mean
 from maect.experiment.expand import Run
-from maect.stages import STAGES
+from maect.stages import starts_from
 
 if TYPE_CHECKING:
     from maect.experiment.load import Experiment
@@ -30,7 +30,7 @@ def check_sources(runs: Mapping[str, Run], where: str) -> None:
 
 
 def _check_source(run: Run, runs: Mapping[str, Run], where: str) -> None:
-    allowed = STAGES[run.stage].starts_from
+    allowed = starts_from(run.stage)
     if run.source is None:
         if allowed:
             raise UserError(f"{where}: stage {run.stage} needs `from`: a run to start from")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
+from maect.models.layouts import LAYOUTS, Layout, Location
 from maect.models.positions import sincos_2d
 from maect.models.vit import build_encoder
 from maect.models.weights import Pooling, load_tensors
@@ -89,77 +90,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-@dataclass(frozen=True)
-class Location:
-    """Where a checkpoint may hold an encoder.
-
-    Attributes:
-        entry: of the checkpoint, with the state dict; "": the checkpoint is one itself.
-        prefix: of the encoder's names in it.
-        dropped: patterns of full names that are not the encoder's; any other name is an error.
-    """
-
-    entry: str
-    prefix: str = ""
-    dropped: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way in which weights are published.
-
-    Attributes:
-        locations: where the encoder may be.
-        pooling: how its evaluations pool: one for all sizes, or what the size says about MAE or
-            about contrastive tuning.
-        class_token: whether it has a [CLS] token.
-        mae_positions: whether its position embedding is MAE's sine-cosine table: what tells apart
-            layouts with the same names. None: not looked at.
-    """
-
-    locations: tuple[Location, ...]
-    pooling: Literal["cls", "mean", "mae_pooling", "ct_pooling"] = "cls"
-    class_token: bool = True
-    mae_positions: bool | None = None
-
-
-def _moco(kept: str, other: str) -> Location:
-    """One of the two encoders that MoCo v3 trains."""
-    dropped = (f"module.{kept}.head.*", f"module.{other}.*", "module.predictor.*")
-    return Location("state_dict", f"module.{kept}.", dropped)
-
-
-# Tried from top to bottom. docs/weights.md has their sources.
-LAYOUTS: dict[str, Layout] = {
-    "mae": Layout(
-        tuple(
-            Location(entry, dropped=("decoder_*", "mask_token"))
-            for entry in ("model", "state_dict", "")
-        ),
-        "mae_pooling",
-        mae_positions=True,
-    ),
-    "mae_ct": Layout((Location("state_dict"), Location("")), "ct_pooling", mae_positions=True),
-    "layer_grafting": Layout((_moco("momentum_encoder", "base_encoder"),), mae_positions=True),
-    "moco_v3": Layout(
-        (
-            _moco("base_encoder", "momentum_encoder"),
-            Location("state_dict", "module.", ("module.head.*",)),
-        )
-    ),
-    "msn": Layout((Location("target_encoder", "module.", ("module.fc.*",)),)),
-    "ijepa": Layout((Location("target_encoder", "module."),), "mean", class_token=False),
-    "ibot": Layout(
-        (
-            Location("state_dict", dropped=("head.*", "masked_embed")),
-            Location("teacher", "backbone.", ("head.*", "backbone.masked_embed")),
-        ),
-        mae_positions=False,
-    ),
-    "dino": Layout((Location(""),), mae_positions=False),
-}
 
 
 @dataclass(frozen=True)

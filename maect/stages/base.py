@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # these import torch
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
 
+EVERY_OTHER = "every other"
+"""Stands in `starts_from` for all stages but the one itself."""
 STATES = 3  # two are kept and one is being written
 
 
@@ -28,7 +30,7 @@ class Stage(Settings):
     Attributes:
         name: of the stage, and of its rule.
         title: what a run of it is doing, for messages.
-        starts_from: stages whose runs it may start from; () starts from nothing.
+        starts_from: stages whose runs it may start from, or `EVERY_OTHER`; () starts from nothing.
         trains: whether it trains; else it only converts.
     """
 
@@ -231,6 +233,11 @@ class SelfSupervised(Training):
         return tuple(view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation])[
             : self.views
         ]
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Refuse an encoder without [CLS] token."""
+        if not encoder.class_token:
+            raise ValueError("an encoder without [CLS] token is not trained without labels")
 
     def objective(self, encoder: Encoder, seed: int) -> "ViewsObjective":
         """The objective with random weights."""

@@ -1,15 +1,16 @@
 """A run's resolved file, `runs/RUN/config.yaml`: all that a training or an import is told."""
 
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from pydantic import Field, SerializeAsAny
 
+from maect.core.errors import UserError
 from maect.core.names import check_names
 from maect.core.settings import digest, validated
 from maect.core.settings_file import LocalPath, SettingsFile
 from maect.recipes import Encoder
-from maect.stages import STAGES, Stage
+from maect.stages import STAGES, Stage, Training
 
 
 class RunConfig(SettingsFile):
@@ -42,6 +43,19 @@ class RunConfig(SettingsFile):
     def named(self, path: Path) -> Self:
         """The same run, to be at another path."""
         return self.model_copy(update={"run": path.absolute().parent.name})
+
+    def training(self, where: str | Path) -> tuple[Training, Path]:
+        """What to train, and the shards of the images.
+
+        Args:
+            where: this file, for the message.
+
+        Raises:
+            UserError: a stage that does not train.
+        """
+        if not self.settings.trains or self.shards is None:
+            raise UserError(f"{where}: stage {self.stage} does not train; `maect import {where}`")
+        return cast(Training, self.settings), self.shards
 
     @property
     def digest(self) -> str:

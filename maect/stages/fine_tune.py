@@ -12,7 +12,7 @@ from maect.core.errors import UserError
 from maect.core.settings import Settings
 from maect.recipes import Encoder, View
 from maect.recipes.flops import parameters, view_flops
-from maect.stages.base import Training
+from maect.stages.base import EVERY_OTHER, Training
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
@@ -109,7 +109,7 @@ class FineTune(Recipe, Training):  # type: ignore[misc]  # zero_stage without 3
 
     name: ClassVar[str] = "fine_tune"
     title: ClassVar[str] = "Fine-tuning {run}"
-    starts_from: ClassVar[tuple[str, ...]] = ("pretrain", "import", "head", "tune")
+    starts_from: ClassVar[tuple[str, ...]] = (EVERY_OTHER,)
 
     shots: int = Field(default=0, ge=0)
     """So many labels per class instead of a fraction; 0: a fraction."""

@@ -2,11 +2,15 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
+
+from pydantic import field_validator
 
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
+from maect.core.names import did_you_mean
 from maect.core.settings import digest
+from maect.models.layouts import LAYOUTS
 from maect.stages.base import Stage
 
 if TYPE_CHECKING:  # it imports torch
@@ -20,10 +24,20 @@ class Import(Stage):
     title: ClassVar[str] = "Importing {run}"
     trains: ClassVar[bool] = False
 
-    layout: (
-        Literal["mae", "mae_ct", "layer_grafting", "moco_v3", "msn", "ijepa", "ibot", "dino"] | None
-    ) = None
-    """How the checkpoint is laid out; none: found from its content."""
+    layout: str | None = None
+    """How the checkpoint is laid out, a key of `LAYOUTS`; none: found from its content."""
+
+    @field_validator("layout")
+    @classmethod
+    def _known(cls, layout: str | None) -> str | None:
+        if layout is not None and layout not in LAYOUTS:
+            raise ValueError(f"unknown {layout!r}; {did_you_mean(layout, LAYOUTS)}")
+        return layout
+
+    @property
+    def class_token(self) -> bool:
+        """Whether the encoder has a [CLS] token; one of a layout still to be found should."""
+        return self.layout is None or LAYOUTS[self.layout].class_token
 
 
 def import_weights(
@@ -38,7 +52,7 @@ def import_weights(
     Args:
         weights: the checkpoint, as published.
         folder: the run folder, `runs/RUN`; an earlier import in it is replaced.
-        layout: of the checkpoint, a key of `maect.models.checkpoints.LAYOUTS`; none: found.
+        layout: of the checkpoint, a key of `LAYOUTS`; none: found.
         size: of the encoder; none: found.
         image_size: to use the encoder at; none: the one that it was trained at.
 
@@ -49,7 +63,7 @@ def import_weights(
         UserError: weights that cannot be read or are of another layout or size, or a folder that
             holds a run that was trained.
     """
-    from maect.models.checkpoints import LAYOUTS, convert, find_layout, read_checkpoint
+    from maect.models.checkpoints import convert, find_layout, read_checkpoint
     from maect.models.weights import save_encoder
     from maect.train.record import origin
 

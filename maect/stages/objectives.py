@@ -42,6 +42,7 @@ class ViewsObjective(Objective):
     """Base of the objectives on views, with or without an NNCLR head."""
 
     head: NNCLRHead | None
+    """None, unless a subclass sets it."""
 
     def __init__(self, stage: SelfSupervised, encoder: VisionEncoder, seed: int) -> None:
         """Hold what every such objective has.
@@ -54,7 +55,7 @@ class ViewsObjective(Objective):
         super().__init__()
         self.stage, self.seed, self.view_settings = stage, seed, stage.view_settings()
         self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
-        self.encoder = encoder
+        self.encoder, self.head = encoder, None
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """bfloat16 for matrix products; parameters stay in float32."""

@@ -1,11 +1,8 @@
 """What the ranks of a training run: it reads the run's resolved file."""
 
 from pathlib import Path
-from typing import cast
 
 from maect.core.context import Context
-from maect.core.errors import UserError
-from maect.stages.base import Training
 from maect.stages.config import RunConfig
 from maect.train import trainer
 
@@ -31,13 +28,11 @@ def train(
         UserError: the file is wrong, or see `maect.train.trainer.train`.
     """
     told = RunConfig.read(config)
-    if not told.settings.trains or told.shards is None:
-        raise UserError(f"{config}: nothing to train")
-    stage = cast(Training, told.settings)
+    stage, shards = told.training(config)
     folder = Path(config).absolute().parent
     return trainer.train(
         context,
-        trainer.Run(folder, told.shards, stage, told.encoder, told.seed, told.source),
+        trainer.Run(folder, shards, stage, told.encoder, told.seed, told.source),
         save_every_minutes=save_every_minutes,
         convert_world_size=convert_world_size,
         stage_to=stage_to,

@@ -41,6 +41,7 @@ class Tune(SelfSupervised):
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Refuse to freeze every block."""
+        super().check_encoder(encoder)
         if self.frozen_blocks >= encoder.depth:
             raise ValueError(
                 f"frozen_blocks {self.frozen_blocks} leaves none of the "

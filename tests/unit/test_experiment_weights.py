@@ -1,7 +1,7 @@
 """Runs with `weights:`: public weights in an experiment."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
@@ -10,7 +10,6 @@ from maect.core.errors import UserError
 from maect.experiment import Experiment, load
 from maect.experiment.check import missing_weights
 from maect.experiment.resolve import run_config
-from maect.stages.imported import Import
 
 RUNS: dict[str, Any] = {
     "mae_large_public": {"weights": "$PUBLIC/mae_{x}.pth", "size": "large", "each": {"x": ["l"]}},
@@ -108,10 +107,3 @@ def test_no_stage_starts_from_an_encoder_without_cls(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="head: its encoder differs from that of ijepa"):
         experiment(tmp_path, runs)
-
-
-def test_the_layouts_are_those_that_can_be_read() -> None:
-    from maect.models.checkpoints import LAYOUTS
-
-    names = get_args(get_args(Import.model_fields["layout"].annotation)[0])
-    assert set(names) == set(LAYOUTS)

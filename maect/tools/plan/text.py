@@ -3,9 +3,10 @@
 from collections import defaultdict
 
 from maect.launch.progress import duration
+from maect.stages import STAGES
 from maect.tools.plan.jobs import Job, Plan, critical_path, wall
 
-ORDER = ("pretrain", "head", "tune", "features")
+ORDER = (*STAGES, "features")
 
 
 def lines(plan: Plan) -> list[str]:

@@ -12,7 +12,6 @@ from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder
 from maect.stages import load_recipe
-from maect.stages.tune import Tune
 
 from .conftest import Rank
 
@@ -44,20 +43,13 @@ def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
         Throughput(batch_size=4).evaluate(rank, job)
 
 
-def test_steps_train_what_the_stage_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_train_what_the_stage_trains() -> None:
     stage = load_recipe("ct_min", "tiny")
-    kept = []
-    original = Tune.objective
-
-    def remember(*arguments):
-        kept.append(original(*arguments))
-        return kept[-1]
-
-    monkeypatch.setattr(Tune, "objective", remember)
-    step = speed.stage_step(stage, SMALL, 8, CPU)
-    before = {name: p.detach().clone() for name, p in kept[0].named_parameters()}
+    objective = stage.objective(SMALL, 0)
+    step = speed.stage_step(stage, objective, 8, CPU)
+    before = {name: p.detach().clone() for name, p in objective.named_parameters()}
     step()
-    after = dict(kept[0].named_parameters())
+    after = dict(objective.named_parameters())
     # Peak rates of the first groups may be tiny, but no trained weight stands still.
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert "encoder.blocks.3.attn.qkv.weight" in moved and "head.predictor.0.weight" in moved

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.models.checkpoints import LAYOUTS, convert, find_layout, read_checkpoint
+from maect.models.checkpoints import convert, find_layout, read_checkpoint
+from maect.models.layouts import LAYOUTS
 from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
 from maect.recipes import tables
