@@ -1,0 +1,110 @@
+"""Every stage in `STAGES` that trains, a new one included, from whatever it may start from."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import losses, metrics
+from ranks import run
+
+from maect.evaluate import load_evaluation
+from maect.models.vit import build_encoder
+from maect.models.weights import load_encoder_weights
+from maect.recipes import load_encoder, recipe_names, recipe_values, variant_names
+from maect.stages import STAGES, Training, load_recipe, starts_from
+from maect.stages.config import RunConfig
+from maect.stages.imported import import_weights
+from maect.stages.run import train
+
+ENCODER = load_encoder("tiny")
+SHORT = {"batch_size": 16, "epochs": 2, "precision": "fp32"}  # 5 steps of the 40 images
+
+
+def settings(name: str) -> Training:
+    """A stage as its first recipe has it for `tiny`, or the first evaluation that trains it."""
+    for recipe in recipe_names():
+        if recipe_values(recipe, "tiny")["stage"] == name:
+            return load_recipe(recipe, "tiny", SHORT)
+    for evaluation in variant_names():
+        for stage, _ in load_evaluation(evaluation, "tiny")[1].trainings().values():
+            if isinstance(stage, Training) and stage.name == name:
+                return type(stage).model_validate(stage.model_dump() | SHORT)
+    raise AssertionError(f"no recipe of stage {name}")
+
+
+Write = Callable[[Path, Training, Path | None], dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def write(shards) -> Write:
+    """Writes a run's resolved file: what `run` is told of it."""
+
+    def job(folder: Path, stage: Training, source: Path | None) -> dict[str, object]:
+        config = RunConfig(
+            run=folder.name, stage=stage.name, size="tiny", seed=1, shards=shards, source=source,
+            encoder=ENCODER, settings=stage,
+        )  # fmt: skip
+        config.write(folder / "config.yaml")
+        return {"function": train, "config": str(folder / "config.yaml")}
+
+    return job
+
+
+@pytest.fixture(scope="module")
+def finished(write: Write, tmp_path_factory) -> Callable[..., Path]:
+    """The folder of a finished run of a stage, made when it is first asked for."""
+    root = tmp_path_factory.mktemp("finished")
+
+    def make(name: str, after: tuple[str, ...] = ()) -> Path:
+        folder = root / name
+        if folder.exists():
+            return folder
+        if not STAGES[name].trains:
+            torch.save({"model": build_encoder(ENCODER).state_dict()}, root / "mae.pth")
+            import_weights(root / "mae.pth", folder, "mae", "tiny")
+            return folder
+        first = next((kind for kind in starts_from(name) if kind not in after), None)
+        source = None if first is None else make(first, (*after, name))
+        job = write(folder, settings(name), source)
+        assert run(1, job, log=root / "log") == ["done"]
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("name", [name for name, stage in STAGES.items() if stage.trains])
+def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, tmp_path):
+    stage, log, sources = settings(name), tmp_path / "log", dict[str, Path | None]()
+    stage.check_encoder(ENCODER)
+    for kind in starts_from(name):
+        source = STAGES[kind]() if not STAGES[kind].trains else settings(kind)
+        stage.check_source(ENCODER, source, ENCODER)
+        assert {*stage.takes(source)} <= {*source.leaves}
+        sources[kind] = finished(kind)
+    sources = sources or {"nothing": None}
+    whole, broken, alone = (
+        {kind: write(tmp_path / how / kind, stage, source) for kind, source in sources.items()}
+        for how in ("whole", "broken", "alone")
+    )
+    assert run(2, *whole.values(), log=log) == ["done"] * len(sources)
+    assert run(2, *broken.values(), log=log, stop_at=3) == ["requeue"] * len(sources)
+    assert run(2, *broken.values(), log=log) == ["done"] * len(sources)
+    assert run(1, *alone.values(), log=log, stop_at=1) == ["requeue"] * len(sources)
+    for kind, source in sources.items():
+        folder, other, single = (tmp_path / how / kind for how in ("whole", "broken", "alone"))
+        assert len(losses(folder)) == 5 and np.isfinite(losses(folder)).all()
+        # The loss is one of the global batch, however many ranks share it.
+        np.testing.assert_allclose(losses(single), losses(folder)[:1], rtol=1e-4)
+        assert metrics(folder) == metrics(other)
+        assert {path.name for path in folder.glob("*.safetensors")} == set(stage.leaves)
+        left = {file: (folder / file).read_bytes() for file in stage.leaves}
+        assert left == {file: (other / file).read_bytes() for file in stage.leaves}
+        old = [path.read_bytes() for path in source.glob("*.safetensors")] if source else []
+        assert {*left.values()} - {*old}  # something was learnt
+        _, shape, pooling = load_encoder_weights(folder / "encoder.safetensors")
+        record = json.loads((folder / "run.json").read_text())
+        assert (shape, pooling) == (ENCODER, record["pooling"])
+    assert stage.flops_per_image(ENCODER) > 0 and stage.state_bytes(ENCODER) > 0
