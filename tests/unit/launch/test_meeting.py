@@ -20,6 +20,7 @@ from maect.core.errors import UserError
 from maect.core.files import write_json
 from maect.launch.record import Job, make_job_folder, rank_file, write_job
 from maect.launch.rendezvous import Rendezvous
+from maect.launch.worker import Context
 
 
 def attack(mark: Path, *ports: int) -> dict[str, list[str]]:
@@ -125,6 +126,32 @@ def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> Non
     folder = Path(rendezvous.meeting.file).parent
     rendezvous.close()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("function", ["counting:count", "test_meeting:stuck"])
+def test_a_rank_that_fails_leaves_no_folder_to_meet_in(tmp_path: Path, function: str) -> None:
+    """Whoever started it: on a cluster nobody else could remove it."""
+    arguments = {"folder": str(tmp_path), "steps": 1, "complain": "no such file"}
+    request = {"function": function, "arguments": arguments, "cpus": 1}
+    make_job_folder(tmp_path, "job")
+    write_job(tmp_path, Job("local", "job", 1, 0, request))
+    words = [
+        sys.executable,
+        "-c",
+        "import sys; from maect.launch.worker import run; run(*sys.argv[1:])",
+    ]
+    submitit = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1"}
+    submitit |= {f"SUBMITIT_LOCAL_{name}": "0" for name in ("GLOBALID", "LOCALID", "NODEID")}
+    environment = Run(tmp_path / "run").environment() | submitit
+    assert subprocess.run([*words, str(tmp_path), "job"], env=environment, timeout=120).returncode
+    rank = json.loads(rank_file(tmp_path, "job", 0).read_text())
+    assert rank["message"] == "no such file" and rank["meeting"]["file"].startswith(str(tmp_path))
+    assert list(tmp_path.glob("maect-*")) == []
+
+
+def stuck(context: Context, complain: str, **_: object) -> None:
+    """Fail as the watchdog does, from beside a main thread that is stuck."""
+    context.fail(UserError(complain))
 
 
 def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
