@@ -33,6 +33,9 @@ class Alone:
     def report(self, progress, /):
         pass
 
+    def saved(self, step, /):
+        pass
+
 
 @pytest.mark.parametrize("published", ["mae_full", "ijepa"])
 def test_features_of_imported_weights(published, tmp_path):
