@@ -38,7 +38,7 @@ def later(default: Any, **limits: Any) -> Any:
 
 
 def one_line(error: ValidationError, where: str) -> UserError:
-    """The first fault of a validation as one message with its place and, a hint."""
+    """The first fault of a validation as one message with its key and a hint."""
     fault = error.errors()[0]
     key = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":

@@ -80,14 +80,16 @@ def is_finished(config: str | Path) -> bool:
     if not job.out.exists():
         return False
     result = read_json(job.out)
+    # First, since it is asked twice a second: the rest reads gigabytes of weights.
+    if result["settings"] != protocol.model_dump(mode="json") | {"resize": job.resize}:
+        return False
     about, wanted = result["provenance"], _sources(job, protocol)
     then, now = (
         {name: made["index_digest"] for name, made in sources["splits"].items()}
         for sources in (about, wanted)
     )
     return (
-        result["settings"] == protocol.model_dump(mode="json") | {"resize": job.resize}
-        and about["encoder_sha256"] == encoder_checksum(job.run)
+        about["encoder_sha256"] == encoder_checksum(job.run)
         and then == now
         and about.get("inputs", {}) == wanted["inputs"]
     )

@@ -42,6 +42,8 @@ class RankFile:
 
     def __init__(self, folder: Path, name: str, rank: int, job_id: str) -> None:
         self._path = record.rank_file(folder, name, rank)
+        # The thread that saves states reports here, too, beside the main thread.
+        self._lock = threading.Lock()
         self._value: dict[str, Any] = {
             "rank": rank,
             "id": job_id,
@@ -53,14 +55,15 @@ class RankFile:
 
     def note(self, **values: Any) -> None:
         """Add what must not be lost."""
-        self._value |= values
-        write_json(self._path, self._value)
+        with self._lock:
+            self._value |= values
+            write_json(self._path, self._value)
 
     def hint(self, **values: Any) -> None:
         """Add what is worth no waiting for the disk: neither durable nor sure."""
-        self._value |= values
         temporary = self._path.with_name(f".{self._path.name}.tmp")
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
+            self._value |= values
             temporary.write_text(json.dumps(self._value), encoding="utf-8")
             temporary.replace(self._path)
 
