@@ -417,7 +417,7 @@ def features(options: argparse.Namespace) -> None:
 def evaluate(options: argparse.Namespace) -> None:
     """`maect evaluate`: check everything, then run on the devices."""
     from maect.evaluate.config import EvaluationConfig
-    from maect.evaluate.run import is_finished
+    from maect.evaluate.run import completion
     from maect.launch.devices import count_devices
     from maect.launch.nodes import fixed_nodes
 
@@ -434,7 +434,7 @@ def evaluate(options: argparse.Namespace) -> None:
         options,
         path.with_suffix(".job"),
         "maect.evaluate.run:evaluate",
-        lambda: is_finished(path),
+        completion(path),
         nodes,
         config=str(path.absolute()),
     )

@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -69,30 +70,34 @@ def run(context: Context, job: Job, protocol: Protocol) -> str:
     return "done"
 
 
-def is_finished(config: str | Path) -> bool:
+def completion(config: str | Path) -> Callable[[], bool]:
     """Whether the result of a resolved file is there: of this encoder, settings and inputs.
+
+    Returns:
+        A question that is cheap to repeat: weights and inputs are read here, once.
 
     Raises:
         UserError: an input that cannot be read, or a damaged encoder.
     """
     told = EvaluationConfig.read(config)
-    job, protocol = job_of(told, Path(config)), told.settings
-    if not job.out.exists():
-        return False
-    result = read_json(job.out)
-    # First, since it is asked twice a second: the rest reads gigabytes of weights.
-    if result["settings"] != protocol.model_dump(mode="json") | {"resize": job.resize}:
-        return False
-    about, wanted = result["provenance"], _sources(job, protocol)
-    then, now = (
-        {name: made["index_digest"] for name, made in sources["splits"].items()}
-        for sources in (about, wanted)
-    )
-    return (
-        about["encoder_sha256"] == encoder_checksum(job.run)
-        and then == now
-        and about.get("inputs", {}) == wanted["inputs"]
-    )
+    job = job_of(told, Path(config))
+    settings = told.settings.model_dump(mode="json") | {"resize": job.resize}
+    encoder, wanted = encoder_checksum(job.run), _sources(job, told.settings)
+    data = {name: made["index_digest"] for name, made in wanted["splits"].items()}
+
+    def is_finished() -> bool:
+        if not job.out.exists():
+            return False
+        result = read_json(job.out)
+        about = result["provenance"]
+        return (
+            result["settings"] == settings
+            and about["encoder_sha256"] == encoder
+            and {name: made["index_digest"] for name, made in about["splits"].items()} == data
+            and about.get("inputs", {}) == wanted["inputs"]
+        )
+
+    return is_finished
 
 
 def evaluated_encoder(job: Job, protocol: Protocol) -> str | None:

@@ -1,58 +1,13 @@
-"""What an experiment is refused for before anything is queued, and what a start would not find."""
+"""What a start of an experiment would not find, for messages before anything is queued."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from maect.core.errors import UserError
-from maect.core.names import did_you_mean
-from maect.experiment.expand import Run
-from maect.stages import starts_from
-
-if TYPE_CHECKING:
-    from maect.experiment.load import Experiment
-
-
-def check_sources(runs: Mapping[str, Run], where: str) -> None:
-    """Every run starts from what its stage can start from.
-
-    Raises:
-        UserError: the first that does not, with the reason.
-    """
-    for run in runs.values():
-        _check_source(run, runs, f"{where}: {run.name}")
-    for run in runs.values():
-        chain = [run.name]
-        while (source := runs[chain[-1]].source) is not None:
-            if source in chain:
-                raise UserError(f"{where}: {' <- '.join([*chain, source])} is a circle")
-            chain.append(source)
-
-
-def _check_source(run: Run, runs: Mapping[str, Run], where: str) -> None:
-    allowed = starts_from(run.stage)
-    if run.source is None:
-        if allowed:
-            raise UserError(f"{where}: stage {run.stage} needs `from`: a run to start from")
-        return
-    if run.source not in runs:
-        raise UserError(
-            f"{where}: starts from unknown run {run.source!r}; {did_you_mean(run.source, runs)}"
-        )
-    source = runs[run.source]
-    if source.stage not in allowed:
-        raise UserError(
-            f"{where}: stage {run.stage} starts from {' or '.join(allowed) or 'nothing'}, "
-            f"but {source.name} is a {source.stage} run"
-        )
-    try:
-        run.settings.check_source(run.encoder, source.settings, source.encoder)
-    except ValueError as error:
-        raise UserError(f"{where}: {error} of {source.name}") from None
+from maect.experiment.load import Experiment
 
 
 def missing_images(
-    experiment: "Experiment", splits: Iterable[tuple[str, str]] | None = None
+    experiment: Experiment, splits: Iterable[tuple[str, str]] | None = None
 ) -> list[str]:
     """What a start would not find of the images: a sentence each, empty if all is there.
 
@@ -76,7 +31,7 @@ def missing_images(
     return faults
 
 
-def missing_weights(experiment: "Experiment", runs: Iterable[str] | None = None) -> list[str]:
+def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -> list[str]:
     """Likewise, a sentence a file of weights that is to be imported, for runs or for all."""
     chosen = [experiment.runs[name] for name in (experiment.runs if runs is None else runs)]
     return [
@@ -89,7 +44,7 @@ def missing_weights(experiment: "Experiment", runs: Iterable[str] | None = None)
     ]
 
 
-def missing_lists(experiment: "Experiment", evaluations: Iterable[tuple[str, str]]) -> list[str]:
+def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]) -> list[str]:
     """Likewise, a sentence a folder of low-shot lists that evaluations of runs read."""
     given = [experiment.evaluation(*one).lists for one in evaluations]
     return [

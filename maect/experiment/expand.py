@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from maect.core.errors import UserError
+from maect.core.names import did_you_mean
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, load_encoder
-from maect.stages import Stage, load_import, load_recipe
+from maect.stages import Stage, load_import, load_recipe, starts_from
 
 
 @dataclass(frozen=True)
@@ -161,3 +162,41 @@ def begins_with(name: str, runs: Mapping[str, Run]) -> Run:
     while (source := runs[name].source) is not None:
         name = source
     return runs[name]
+
+
+def check_sources(runs: Mapping[str, Run], where: str) -> None:
+    """Every run starts from what its stage can start from.
+
+    Raises:
+        UserError: the first that does not, with the reason.
+    """
+    for run in runs.values():
+        _check_source(run, runs, f"{where}: {run.name}")
+    for run in runs.values():
+        chain = [run.name]
+        while (source := runs[chain[-1]].source) is not None:
+            if source in chain:
+                raise UserError(f"{where}: {' <- '.join([*chain, source])} is a circle")
+            chain.append(source)
+
+
+def _check_source(run: Run, runs: Mapping[str, Run], where: str) -> None:
+    allowed = starts_from(run.stage)
+    if run.source is None:
+        if allowed:
+            raise UserError(f"{where}: stage {run.stage} needs `from`: a run to start from")
+        return
+    if run.source not in runs:
+        raise UserError(
+            f"{where}: starts from unknown run {run.source!r}; {did_you_mean(run.source, runs)}"
+        )
+    source = runs[run.source]
+    if source.stage not in allowed:
+        raise UserError(
+            f"{where}: stage {run.stage} starts from {' or '.join(allowed) or 'nothing'}, "
+            f"but {source.name} is a {source.stage} run"
+        )
+    try:
+        run.settings.check_source(run.encoder, source.settings, source.encoder)
+    except ValueError as error:
+        raise UserError(f"{where}: {error} of {source.name}") from None

@@ -17,8 +17,13 @@ from maect.core.errors import UserError
 from maect.core.names import check_names
 from maect.core.settings import validated
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
-from maect.experiment.check import check_sources
-from maect.experiment.expand import Run, begins_with, expand_runs, runs_to_score
+from maect.experiment.expand import (
+    Run,
+    begins_with,
+    check_sources,
+    expand_runs,
+    runs_to_score,
+)
 from maect.experiment.rows import (
     CHANGES,
     REPLACED,

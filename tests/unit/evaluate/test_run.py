@@ -17,7 +17,7 @@ from maect.evaluate.features import extract
 from maect.evaluate.job import Job
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.run import evaluate, is_finished
+from maect.evaluate.run import completion, evaluate
 from maect.evaluate.umap import Umap
 
 from .conftest import Rank, blobs, given, resolved, store
@@ -70,14 +70,14 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     }
     job = Job(run, tmp_path / "knn.json", paths)
     config = resolved(job, Knn(k=5))
-    assert not is_finished(config)
+    assert not completion(config)()
     evaluate(rank, config=config)
-    assert is_finished(config)
-    assert not is_finished(resolved(job, Knn(k=6)))
-    assert not is_finished(resolved(replace(job, resize=20), Knn(k=5)))
+    assert completion(config)()
+    assert not completion(resolved(job, Knn(k=6)))()
+    assert not completion(resolved(replace(job, resize=20), Knn(k=5)))()
     other = store(tmp_path / "o.safetensors", *blobs(60, 12, 6, 1), index_digest="0", **features)
-    assert not is_finished(resolved(given(job, test=other), Knn(k=5)))
-    assert is_finished(resolved(job, Knn(k=5)))
+    assert not completion(resolved(given(job, test=other), Knn(k=5)))()
+    assert completion(resolved(job, Knn(k=5)))()
 
 
 def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank) -> None:
