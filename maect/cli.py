@@ -332,6 +332,12 @@ def train(options: argparse.Namespace) -> None:
     from maect.stages.config import RunConfig
     from maect.train.record import fingerprint, is_finished
 
+    target = options.out or options.config
+    theirs = target.parent / "config.yaml"
+    if target.name != theirs.name and theirs.exists():
+        raise UserError(
+            f"{target}: this folder is that of the run in {theirs.name}; choose another"
+        )
     config, path = read_changed(RunConfig, options)
     stage, shards = config.training(path)
     data = need_shards(shards)
@@ -349,6 +355,7 @@ def train(options: argparse.Namespace) -> None:
         lambda: is_finished(path.parent, identity),
         nodes,
         config=str(path.absolute()),
+        digest=config.digest,
         save_every_minutes=options.save_every_minutes,
         convert_world_size=options.convert_world_size,
         stage_to=options.stage_to or None,
@@ -421,6 +428,13 @@ def evaluate(options: argparse.Namespace) -> None:
     from maect.launch.devices import count_devices
     from maect.launch.nodes import fixed_nodes
 
+    told = EvaluationConfig.read(options.config)
+    config = EvaluationConfig.read(options.config, options.changes)
+    if told.settings.inputs() != config.settings.inputs() and told.inputs == config.inputs:
+        raise UserError(
+            f"{options.config}: {' '.join(options.changes)} asks for other inputs; "
+            "say which files with inputs.NAME=PATH"
+        )
     config, path = read_changed(EvaluationConfig, options)
     nodes = fixed_nodes(options.nodes)
     config.settings.check_ranks(nodes * count_devices(options.devices))
@@ -437,6 +451,7 @@ def evaluate(options: argparse.Namespace) -> None:
         completion(path),
         nodes,
         config=str(path.absolute()),
+        digest=config.digest,
     )
 
 

@@ -75,6 +75,15 @@ class SettingsFile(Settings):
         """Identity of what the file says; where inputs are is not part of it."""
         return digest(self.model_dump(mode="json", context={"paths": None}))
 
+    def check_digest(self, submitted: str | None, path: str | Path) -> None:
+        """Refuse a file that says something else than when its job was submitted.
+
+        Raises:
+            UserError: it does; what the job has saved belongs to what it was told then.
+        """
+        if submitted not in (None, self.digest):
+            raise UserError(f"{path}: changed since this job was submitted; start again")
+
     def text(self, path: str | Path) -> str:
         """The content of the file at `path`."""
         folder = Path(os.path.abspath(path)).parent

@@ -20,12 +20,13 @@ from maect.evaluate.store import open_record
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
 
 
-def evaluate(context: Context, *, config: str | Path) -> str:
+def evaluate(context: Context, *, config: str | Path, digest: str | None = None) -> str:
     """Evaluate as a resolved file says and write the JSON beside it; called on every rank.
 
     Args:
         context: this rank.
         config: `evaluations/RUN/NAME.yaml`, an `EvaluationConfig`.
+        digest: of the file when the job was submitted.
 
     Returns:
         "done", or "requeue" if the job was told to stop and has saved its state.
@@ -34,6 +35,7 @@ def evaluate(context: Context, *, config: str | Path) -> str:
         UserError: a file, setting or input that the protocol cannot use.
     """
     told = EvaluationConfig.read(config)
+    told.check_digest(digest, config)
     return run(context, job_of(told, Path(config)), told.settings)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
+from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json, write_text
 from maect.models.weights import load_encoder_weights, save_tensors
 from maect.recipes import Encoder
@@ -34,6 +35,8 @@ def export_run(run: Path, out: Path) -> str:
     """
     record = read_json(run / "run.json")
     source = run / "encoder.safetensors"
+    if record.get("sha256", {}).get(source.name, actual := sha256_file(source)) != actual:
+        raise UserError(f"{source}: damaged (its checksum is not that in run.json)")
     module, encoder, pooling = load_encoder_weights(source)
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)

@@ -38,7 +38,12 @@ class RunConfig(SettingsFile):
         stage = str(values.get("stage"))
         check_names(f"{where}: stage", [stage], STAGES)
         settings = validated(STAGES[stage], values.get("settings", {}), f"{where}: settings")
-        return super().parse(values | {"settings": settings}, where, context)
+        config = super().parse(values | {"settings": settings}, where, context)
+        try:
+            settings.check_encoder(config.encoder)
+        except ValueError as error:
+            raise UserError(f"{where}: settings: {error}") from None
+        return config
 
     def named(self, path: Path) -> Self:
         """The same run, to be at another path."""

@@ -11,6 +11,7 @@ def train(
     context: Context,
     *,
     config: str | Path,
+    digest: str | None = None,
     save_every_minutes: float = 10.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
@@ -20,14 +21,16 @@ def train(
     Args:
         context: this rank's.
         config: `runs/RUN/config.yaml`.
+        digest: of the file when the job was submitted; it may have waited for days.
         save_every_minutes: how much work a kill may cost.
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
 
     Raises:
-        UserError: the file is wrong, or see `maect.train.trainer.train`.
+        UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
     """
     told = RunConfig.read(config)
+    told.check_digest(digest, config)
     stage, shards = told.training(config)
     folder = Path(config).absolute().parent
     return trainer.train(

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from maect.core.errors import UserError
 from maect.recipes import Contrastive, Encoder, visible_patches
 from maect.recipes.flops import head_flops, head_parameters, parameters, view_flops
 from maect.stages.base import SelfSupervised, Stage
@@ -76,10 +75,6 @@ class Tune(SelfSupervised):
         from maect.stages.weights import load_head, load_source
 
         source = self.need(source)
-        if self.frozen_blocks > encoder.depth:
-            raise UserError(
-                f"frozen_blocks {self.frozen_blocks}: the encoder has {encoder.depth} blocks"
-            )
         objective = self.objective(encoder, seed)
         load_source(objective.encoder, encoder, source)
         if (source / "head.safetensors").exists():

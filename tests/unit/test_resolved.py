@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from maect.cli import main
 from maect.core.errors import UserError
 from maect.evaluate import load_evaluation
 from maect.evaluate.config import EvaluationConfig
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.stages.config import RunConfig
+from maect.stages.run import train
 
 
 def tuning(root: Path) -> RunConfig:
@@ -126,3 +128,39 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, content: bytes) -> None:
 def test_a_missing_file_says_what_writes_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such file; `maect resolve EXPERIMENT` writes it"):
         RunConfig.read(tmp_path / "config.yaml")
+
+
+def test_a_job_is_what_was_submitted(tmp_path: Path) -> None:
+    """A job that waits for days must not take a recipe that was edited meanwhile."""
+    run, _ = written(tmp_path)
+    submitted = RunConfig.read(run)
+    RunConfig.read(run, ["settings.epochs=3"]).write(run)
+    with pytest.raises(UserError, match=r"config\.yaml: changed since this job was submitted"):
+        train(None, config=run, digest=submitted.digest)  # type: ignore[arg-type]
+    submitted.check_digest(submitted.digest, run)
+
+
+def test_another_file_beside_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = written(tmp_path)
+    other = run.with_name("other.yaml")
+    assert main(["train", str(run), "settings.epochs=3", "--out", str(other)]) == 2
+    assert "other.yaml: its folder is that of the run in config.yaml" in capsys.readouterr().err
+    assert not other.exists()
+
+
+def test_a_recipe_by_hand_is_checked_as_in_an_experiment(tmp_path: Path) -> None:
+    run, _ = written(tmp_path)
+    with pytest.raises(UserError, match=r"config\.yaml: settings: frozen_blocks 4 leaves none"):
+        RunConfig.read(run, ["settings.frozen_blocks=4"])
+
+
+def test_a_change_that_asks_for_other_inputs_must_name_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, probed = written(tmp_path)
+    out = str(tmp_path / "evaluations/ct/other.yaml")
+    assert main(["evaluate", str(probed), "settings.test_split=train", "--out", out]) == 2
+    assert "settings.test_split=train asks for other inputs" in capsys.readouterr().err
+    assert not Path(out).exists()

@@ -112,3 +112,10 @@ def test_the_model_card_says_where_it_comes_from(tmp_path):
 def test_an_unfinished_run_is_refused(tmp_path, capsys):
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "run.json: no such finished run" in capsys.readouterr().err
+
+
+def test_a_damaged_encoder_is_refused(tmp_path, capsys):
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls", sha256={"encoder.safetensors": "0"})
+    assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 2
+    assert "encoder.safetensors: damaged" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
