@@ -335,9 +335,7 @@ def train(options: argparse.Namespace) -> None:
     target = options.out or options.config
     theirs = target.parent / "config.yaml"
     if target.name != theirs.name and theirs.exists():
-        raise UserError(
-            f"{target}: this folder is that of the run in {theirs.name}; choose another"
-        )
+        raise UserError(f"{target}: its folder is that of the run in {theirs.name}; choose another")
     config, path = read_changed(RunConfig, options)
     stage, shards = config.training(path)
     data = need_shards(shards)
