@@ -3,6 +3,7 @@
 import json
 import platform
 import subprocess
+import sys
 import warnings
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -80,14 +81,36 @@ def test_without_flash_attn_it_says_so_once_and_takes_sdpa(caplog):
     use_attention(objective, "flash_attn")
     found = objective.gradients()
     assert caplog.text.count("flash_attn is not installed") == 1
-    assert all(torch.equal(found[name], value) for name, value in plain.gradients().items())
+    assert found.keys() == plain.gradients().keys()
+    in_a_process_of_its_own("sdpa_in_place_of_flash_attn")
 
 
 def test_recomputed_activations_give_the_same_bits_in_bf16():
+    in_a_process_of_its_own("recomputed_activations")
+
+
+def in_a_process_of_its_own(check):
+    """As a rank is one: late in a long session of tests these bits have been seen to differ."""
+    code = f"import test_engine; test_engine.{check}()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def sdpa_in_place_of_flash_attn():
+    plain, objective = Bare("bf16"), Bare("bf16")
+    use_attention(objective, "flash_attn")
+    same_bits(objective.gradients(), plain.gradients())
+
+
+def recomputed_activations():
     plain, saving = Bare("bf16"), Bare("bf16")
     saving.encoder.checkpointing = True
-    expected = plain.gradients()
-    assert all(torch.equal(value, expected[name]) for name, value in saving.gradients().items())
+    same_bits(saving.gradients(), plain.gradients())
+
+
+def same_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
 
 
 def test_contrastive_stages_refuse_accumulation_with_the_reason():
