@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
+from maect.core.errors import UserError
 from maect.evaluate.base import Count, Images, Input, Protocol, Shards, Trained
 from maect.evaluate.job import Job
 from maect.recipes import Encoder
@@ -84,8 +85,13 @@ class Accuracy(Recipe, Protocol):
             UserError: runs that are not finished or not those of these settings, or a test split
                 of other classes.
         """
-        folders = dict(zip(self.trainings(), job.paths("trained"), strict=True))
-        return self.score(context, job, folders)
+        asked, given = self.trainings(), job.paths("trained")
+        if len(asked) != len(given):
+            raise UserError(
+                f"{job.out.stem}: asks for {len(asked)} fine-tuned runs, "
+                f"inputs.trained names {len(given)}"
+            )
+        return self.score(context, job, dict(zip(asked, given, strict=True)))
 
     def score(self, context: Context, job: Job, folders: Mapping[str, Path]) -> dict[str, Any]:
         """The metrics of finished runs, by the last parts of their names."""

@@ -151,3 +151,10 @@ def test_only_the_runs_that_were_asked_for_are_scored(images: Path, tmp_path: Pa
             FineTuned(tmp_path, other, seed, test, torch.device("cpu"))
     with pytest.raises(UserError, match="damaged"):
         FineTuned(tmp_path, stage, 0, test, torch.device("cpu"))
+
+
+def test_as_many_runs_as_are_asked_for(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", tmp_path / "fine_tune.json", {"trained": [tmp_path / "a"]})
+    settings = Accuracy(seeds=2)
+    with pytest.raises(UserError, match=r"fine_tune: asks for 2 fine-tuned runs, .* names 1"):
+        settings.evaluate(Rank(), job)
