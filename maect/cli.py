@@ -198,25 +198,18 @@ def launch(
     """Run a function on every rank, as the options say, until what it was asked for is there."""
     from maect.launch import Resources, Task
     from maect.launch import launch as launch_task
-    from maect.launch.devices import count_devices
 
-    if options.account.startswith("$"):
-        raise UserError(f"--account {options.account}: this variable is not set; export it")
-    devices = count_devices(options.devices)
-    if options.cluster == "slurm" and options.cpus == "auto":
-        raise UserError("--cpus auto is for this machine; say how many CPUs a rank has there")
-    cores = len(os.sched_getaffinity(0))
-    resources = Resources(
-        cluster=options.cluster,
+    resources = Resources.parse(
         nodes=nodes,
-        devices=devices,
-        cpus=max(1, cores // devices) if options.cpus == "auto" else int(options.cpus),
-        memory_gb=-(-options.memory_mb // 1024) or None,
+        cluster=options.cluster,
+        devices=options.devices,
+        cpus=options.cpus,
+        memory_mb=options.memory_mb,
         minutes=options.minutes,
-        partition=options.partition or None,
-        account=options.account or None,
-        sbatch=tuple(part for part in options.sbatch.split(",") if part),
-        setup=os.path.abspath(options.setup) if options.setup else None,
+        partition=options.partition,
+        account=options.account,
+        sbatch=options.sbatch,
+        setup=options.setup,
     )
     name = folder.name.removesuffix(".job")  # a run's may have a dot
     launch_task(
@@ -327,8 +320,7 @@ def changes_of(pairs: Sequence[str]) -> dict[str, str]:
 
 def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
-    from maect.launch.devices import count_devices
-    from maect.launch.nodes import training_nodes
+    from maect.launch.resources import count_devices, training_nodes
     from maect.stages.config import RunConfig
     from maect.train.record import fingerprint, is_finished
 
@@ -393,7 +385,7 @@ def export(options: argparse.Namespace) -> None:
 
 def features(options: argparse.Namespace) -> None:
     """`maect features`."""
-    from maect.launch.nodes import fixed_nodes
+    from maect.launch.resources import fixed_nodes
 
     encoder = need(options.run / "encoder.safetensors", "encoder")
     wanted = {
@@ -423,8 +415,7 @@ def evaluate(options: argparse.Namespace) -> None:
     """`maect evaluate`: check everything, then run on the devices."""
     from maect.evaluate.config import EvaluationConfig
     from maect.evaluate.run import completion
-    from maect.launch.devices import count_devices
-    from maect.launch.nodes import fixed_nodes
+    from maect.launch.resources import count_devices, fixed_nodes
 
     told = EvaluationConfig.read(options.config)
     config = EvaluationConfig.read(options.config, options.changes)
@@ -503,19 +494,19 @@ def new_experiment(options: argparse.Namespace) -> None:
 def plan(options: argparse.Namespace) -> None:
     """`maect plan`: what is left to run, what it takes, and how long the longest chain is."""
     from maect import experiment
-    from maect.tools.plan import dag, jobs, text
-    from maect.tools.plan.speed import Device
+    from maect.tools.dry_run import jobs_to_run
+    from maect.tools.plan import Device, lines, make_plan
 
     chosen = experiment.load(options.experiment, **changes_of(options.config))
     config = [f"experiment={options.experiment}", *options.config]
-    left = dag.jobs_to_run(options.target, config, options.profile)
-    device = Device(options.device, options.utilisation)
-    priced = jobs.make_plan(left, chosen, device)
-    print(f"{options.experiment} on {options.profile}", *text.lines(priced), sep="\n")
+    left = jobs_to_run(options.target, config, options.profile)
+    planned = make_plan(left, chosen, Device(options.device, options.utilisation))
+    print(f"{options.experiment} on {options.profile}", *lines(planned), sep="\n")
 
 
 def doctor(options: argparse.Namespace) -> None:
     """`maect doctor`: whether a site is ready, each fault with a hint."""
-    from maect.tools.doctor.command import doctor as check
+    from maect import experiment
+    from maect.tools.doctor import doctor as check
 
-    check(options)
+    check(experiment.load(options.experiment), options.profile, not options.no_job)

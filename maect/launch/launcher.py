@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maect.launch import progress, record, slurm, submit
-from maect.launch.cluster import Cluster, Look
-from maect.launch.interruption import Interruption
-from maect.launch.owner import own
+from maect.launch.local import Local
+from maect.launch.owner import Interruption, own
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources, Task
-from maect.launch.state import STOPPED, State, clusters, meaning, state_of
+from maect.launch.slurm import Slurm
+from maect.launch.state import STOPPED, Cluster, Look, State, meaning, state_of
 
 TICK = 0.5  # seconds between two looks at the files
 ATTEMPTS = 3  # attempts without progress before giving up
@@ -59,6 +59,11 @@ def launch(
             ) from error
         finally:
             line.close()
+
+
+def clusters() -> dict[str, Cluster]:
+    """The clusters by name, with nothing seen yet."""
+    return {"local": Local(), "slurm": Slurm()}
 
 
 @dataclass

@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 
 from maect.launch import record
-from maect.launch.cluster import Cluster, Look
 from maect.launch.record import Job
 from maect.launch.rendezvous import remove_folder
 from maect.launch.resources import LaunchError
+from maect.launch.state import Cluster, Look
 from maect.launch.submit import MARK
 
 BROKEN_GRACE = 2.0  # seconds for the other ranks to end by themselves once one has died

@@ -1,14 +1,16 @@
-"""One launcher per run folder, and one that knows when its Snakemake is gone."""
+"""One launcher per run folder, and when it leaves: on a signal, or once its Snakemake is gone."""
 
 import fcntl
 import json
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -117,3 +119,41 @@ def _is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
+
+
+class Interruption(AbstractContextManager["Interruption"]):
+    """Ctrl-C and SIGTERM stop the job; SIGHUP and the death of Snakemake let go of it.
+
+    Args:
+        detach: Ctrl-C and SIGTERM let go too.
+    """
+
+    def __init__(self, detach: bool) -> None:
+        self.stops = 0  # how often we were asked to stop the job
+        self._let_go = False
+        self._detach = detach
+        self._ancestors = Ancestors()
+
+    def __enter__(self) -> "Interruption":
+        handlers = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: self._go}
+        self._before = {number: signal.signal(number, to) for number, to in handlers.items()}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def let_go(self) -> str | None:
+        """Why to leave the job alone and go, or None."""
+        if self._let_go:
+            return "detached"
+        return None if self._ancestors.are_alive() else "Snakemake is gone"
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self._detach:
+            self._let_go = True
+        else:
+            self.stops += 1
+
+    def _go(self, number: int, frame: FrameType | None) -> None:
+        self._let_go = True

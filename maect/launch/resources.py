@@ -1,10 +1,19 @@
-"""What to run and what to run it on."""
+"""What to run, and on how many nodes and devices."""
 
 import json
+import os
+import re
+import subprocess
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from maect.core.errors import UserError
+
+# Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step
+# costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.
+WORTH_A_RANK = 1e13
+VISIBLE = re.compile("[0-9]|GPU-|MIG-")  # how CUDA names a device; the first other word ends a list
 
 
 class LaunchError(UserError):
@@ -77,6 +86,61 @@ class Resources:
                 "here, source it in the shell that you start from"
             )
 
+    @classmethod
+    def parse(
+        cls,
+        *,
+        nodes: int,
+        cluster: str = "local",
+        devices: str | int = 1,
+        cpus: str | int = "auto",
+        memory_mb: str | int = 0,
+        minutes: str | int = 1440,
+        partition: str = "",
+        account: str = "",
+        sbatch: str = "",
+        setup: str = "",
+    ) -> "Resources":
+        """Resources as a person states them: on the command line, or in a profile.
+
+        Args:
+            nodes: number of nodes.
+            cluster: "local" or "slurm".
+            devices: ranks per node, or what `count_devices` counts on this machine.
+            cpus: CPUs per rank; "auto" is an equal share of this machine's.
+            memory_mb: memory per node in MB; 0 leaves it to the site.
+            minutes: wall limit of one job.
+            partition: SLURM partition; "" is the site's default, as for the account.
+            account: SLURM account.
+            sbatch: further sbatch arguments, `KEY=VALUE,KEY=VALUE`.
+            setup: script that the compute node sources; relative to the working folder.
+
+        Raises:
+            UserError: settings that fit no machine, or that only this machine could answer.
+        """
+        if account.startswith("$"):
+            raise UserError(f"--account {account}: this variable is not set; export it")
+        if cluster == "slurm" and cpus == "auto":
+            raise UserError("--cpus auto is for this machine; a job on SLURM takes a number")
+        if cluster == "slurm" and not str(devices).isdecimal():
+            raise UserError(
+                f"--devices {devices} is for this machine; a job on SLURM takes a number"
+            )
+        ranks = count_devices(str(devices))
+        share = max(1, len(os.sched_getaffinity(0)) // ranks)
+        return cls(
+            cluster=cluster,
+            nodes=nodes,
+            devices=ranks,
+            cpus=share if cpus == "auto" else int(cpus),
+            memory_gb=-(-int(memory_mb) // 1024) or None,
+            minutes=int(minutes),
+            partition=partition or None,
+            account=account or None,
+            sbatch=tuple(part for part in sbatch.split(",") if part),
+            setup=os.path.abspath(setup) if setup else None,
+        )
+
     @property
     def ranks(self) -> int:
         """Number of ranks of the job."""
@@ -86,3 +150,72 @@ class Resources:
     def warning_seconds(self) -> int:
         """Seconds between the signal to save and the wall limit: a tenth of it, 20 to 300."""
         return max(20, min(300, self.minutes * 6))
+
+
+def visible_devices() -> int | None:
+    """How many devices `CUDA_VISIBLE_DEVICES` names; None if it is not set."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return None
+    return len(list(takewhile(VISIBLE.match, names.replace(" ", "").split(","))))
+
+
+def count_devices(devices: str) -> int:
+    """`auto`: the GPUs of this machine, or two processes where there is none; `gpus`: or one.
+
+    GPUs that `CUDA_VISIBLE_DEVICES` hides are not there.
+    """
+    if devices not in ("auto", "gpus"):
+        if not devices.isdecimal() or not int(devices):
+            raise UserError(f"--devices {devices}: a positive number, auto or gpus")
+        return int(devices)
+    processes = 2 if devices == "auto" else 1
+    visible = visible_devices()
+    if visible is not None:
+        return visible or processes
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return processes
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or processes
+
+
+def node_range(nodes: str) -> tuple[int, int]:
+    """`4` as (4, 4), `1..16` as (1, 16)."""
+    match = re.fullmatch(r"([1-9][0-9]*)(?:\.\.([1-9][0-9]*))?", nodes)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if least > most:
+        raise UserError(f"--nodes {nodes}: a number of nodes, or LEAST..MOST such as 1..16")
+    return least, most
+
+
+def fixed_nodes(nodes: str) -> int:
+    """The nodes of a job whose size does not depend on a recipe."""
+    least, most = node_range(nodes)
+    if least != most:
+        raise UserError(f"--nodes {nodes}: a range is for trainings; give one number here")
+    return least
+
+
+def training_nodes(nodes: str, devices: int, batch_size: int, step_flops: float) -> int:
+    """Nodes for a training: as many of the range as its batch is worth.
+
+    That is the largest number with which the ranks divide the batch evenly and each has
+    `WORTH_A_RANK` operations a step; else the smallest that divides the batch.
+
+    Args:
+        nodes: as of `node_range`.
+        devices: ranks on a node.
+        batch_size: images in the global batch.
+        step_flops: operations of a step on all ranks together.
+
+    Raises:
+        UserError: no number of the range divides the batch.
+    """
+    least, most = node_range(nodes)
+    fitting = [n for n in range(least, most + 1) if batch_size % (n * devices) == 0]
+    if not fitting:
+        many = f"{least * devices} ranks" if least == most else f"ranks on {nodes} nodes"
+        raise UserError(f"batch_size {batch_size} is not a multiple of {many}")
+    worth = [n for n in fitting if step_flops / (n * devices) >= WORTH_A_RANK]
+    return max(worth, default=min(fitting))

@@ -1,16 +1,26 @@
 """Jobs on SLURM: the truth is in squeue, then in sacct; a question that fails is no verdict."""
 
+import fcntl
+import getpass
+import hashlib
+import json
 import os
 import re
+import subprocess
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from maect.launch import record, squeue
-from maect.launch.cluster import Cluster, Look
+from maect.launch import record
 from maect.launch.local import marked
 from maect.launch.record import Job
+from maect.launch.state import Cluster, Look
 from maect.launch.submit import ATTEMPT, NO_ANSWER
 
+INTERVAL_VARIABLE = "MAECT_SQUEUE_SECONDS"  # shorter for tests
+TIMEOUT = 60.0
 LOG_BYTES = 65536
 RUNNING = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT"}
 RUNNING |= {"SIGNALING", "RESIZING"}
@@ -40,7 +50,7 @@ class Slurm(Cluster):
     record_patience = 30.0
 
     def __init__(self) -> None:
-        self._squeue = squeue.Squeue()
+        self._squeue = Squeue()
         # Unix times at which something was first seen, by job: patience counts from there.
         self._first_look: dict[str, float] = {}
         self._missing_since: dict[str, float] = {}
@@ -90,10 +100,10 @@ class Slurm(Cluster):
 
     def end(self, folder: Path, job: Job) -> bool:
         """Cancel a job, by its unique name if need be; False if SLURM does not answer."""
-        code, _, error = squeue.command("scancel", *([job.id] if job.id else ["--name", job.name]))
+        code, _, error = command("scancel", *([job.id] if job.id else ["--name", job.name]))
         return code == 0 or any(text in error for text in ALREADY_OVER)
 
-    def _find(self, job: Job, answer: squeue.Answer) -> Look:
+    def _find(self, job: Job, answer: "Answer") -> Look:
         """A job whose launcher died before it learnt the id: its name is unique."""
         found = [key for key, (_, _, name) in answer.jobs.items() if name == job.name]
         if not found:
@@ -108,7 +118,7 @@ class Slurm(Cluster):
         text = f"{word} ({reason})" if reason not in ("", "None") else word
         if word in MAY_RETURN:
             since = self._may_return_since.setdefault(job_id, said)
-            return Look("ended" if said - since >= 2 * squeue.interval() else "unknown", text)
+            return Look("ended" if said - since >= 2 * squeue_seconds() else "unknown", text)
         self._may_return_since.pop(job_id, None)
         if word in PENDING:
             return Look("pending", text)
@@ -118,16 +128,16 @@ class Slurm(Cluster):
 
     def _ask_sacct(self, job_id: str) -> Look:
         asked, last = self._sacct.get(job_id, (float("-inf"), Look("unknown")))
-        if time.monotonic() - asked < squeue.interval():
+        if time.monotonic() - asked < squeue_seconds():
             return last
-        code, out, error = squeue.command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
+        code, out, error = command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
         if code == 0 and out:
             found = self._word(job_id, out.splitlines()[-1].split()[0], "sacct", time.time())
             # The two databases contradict each other: one of them is behind.
             if found.phase in ("pending", "running"):
                 found = Look("unknown", "SLURM is catching up")
         elif code == 0 or code == 127 or "disabled" in error:
-            found = Look("ended", "unknown to SLURM", grace=squeue.interval())
+            found = Look("ended", "unknown to SLURM", grace=squeue_seconds())
         else:
             found = Look("unknown", "no answer from sacct")
         self._sacct[job_id] = (time.monotonic(), found)
@@ -152,3 +162,111 @@ def _lost_a_rank(folder: Path, job: Job) -> bool:
     except OSError:
         return False
     return TASK_ENDED.search(attempt) is not None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What squeue said.
+
+    Attributes:
+        time: Unix time at which it was asked.
+        jobs: id to (state, reason, name).
+        queries: how often the controller was asked since the cache was made.
+    """
+
+    time: float
+    jobs: dict[str, tuple[str, str, str]]
+    queries: int
+
+
+def squeue_seconds() -> float:
+    """Seconds between two questions to the controller."""
+    return float(os.environ.get(INTERVAL_VARIABLE, "30"))
+
+
+class Squeue:
+    """squeue's answer, shared with other processes through a file as far as that can be written."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, Any] | None = None  # our last answer
+
+    def ask(self, newer_than: float) -> Answer | None:
+        """The state of all jobs of this user at some moment after `newer_than` (Unix time).
+
+        None is no verdict: the controller did not answer, or its last answer is older and it is too
+        early to ask again.
+        """
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
+        # Two clusters seen from one home do not share their answers.
+        cluster = os.environ.get("SLURM_CONF", "") + os.environ.get("SLURM_CLUSTERS", "")
+        file = folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
+        if not self._is_fresh(file):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with file.with_suffix(".lock").open("a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not self._is_fresh(file):
+                        self._refresh(file)
+            except BlockingIOError:
+                pass  # another launcher is asking; what there is must do until then
+            except OSError:  # a home that is full, or mounted without locks: each asks for itself
+                self._refresh(file)
+        value = self._read(file)
+        if value is None or value["answered"] <= newer_than:
+            return None
+        jobs = {key: (state, reason, name) for key, (state, reason, name) in value["jobs"].items()}
+        return Answer(value["answered"], jobs, value["queries"])
+
+    def _refresh(self, file: Path) -> None:
+        before = self._read(file) or {"answered": 0.0, "jobs": {}, "queries": 0}
+        now = time.time()
+        code, out, _ = command(
+            "squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%j"
+        )
+        # A question that failed counts as asked: a sick controller must not be stormed.
+        value = {**before, "asked": now, "queries": before["queries"] + 1}
+        if code == 0:
+            rows = (line.split("|", 3) for line in out.splitlines())
+            value |= {"answered": now, "jobs": {row[0]: row[1:] for row in rows if len(row) == 4}}
+        self._own = value
+        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            temporary.write_text(json.dumps(value), encoding="utf-8")
+            temporary.replace(file)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink()
+
+    def _is_fresh(self, file: Path) -> bool:
+        value = self._read(file)
+        # A time in the future (another login node's clock) is as good as none.
+        return value is not None and 0 <= time.time() - value["asked"] < squeue_seconds()
+
+    def _read(self, file: Path) -> dict[str, Any] | None:
+        """The last answer: the shared one, or our own if it could not be written."""
+        own = self._own
+        try:
+            value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            if not value.keys() >= {"asked", "answered", "jobs", "queries"}:
+                return own
+        except (OSError, ValueError, AttributeError):
+            return own
+        return own if own is not None and own["asked"] > value["asked"] else value
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """Run a SLURM command: (exit status, stdout, stderr); a Ctrl-C does not reach it."""
+    try:
+        result = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            errors="replace",  # job names may be anything
+            timeout=TIMEOUT,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return 124, "", f"{words[0]} did not answer in {TIMEOUT:.0f} s"
+    except OSError as error:
+        return 127, "", f"{words[0]}: {error.strerror}"
+    return result.returncode, result.stdout.strip(), result.stderr.strip()

@@ -26,7 +26,7 @@ from maect.launch import record
 from maect.launch.record import VERDICTS, Job
 from maect.launch.rendezvous import Rendezvous
 from maect.launch.resources import LaunchError
-from maect.launch.squeue import command
+from maect.launch.slurm import command
 
 if TYPE_CHECKING:
     from torch.distributed import Store

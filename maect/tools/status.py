@@ -13,11 +13,10 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.experiment import load
-from maect.launch import record
-from maect.launch.cluster import Cluster
+from maect.launch import clusters, record
 from maect.launch.progress import duration, part, seconds_left
 from maect.launch.record import Job
-from maect.launch.state import STOPPED, clusters, state_of
+from maect.launch.state import STOPPED, Cluster, state_of
 
 WIDTH = 100
 BAR = 10

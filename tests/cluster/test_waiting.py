@@ -3,7 +3,7 @@
 import pytest
 from launching import wait_for
 
-from maect.launch.state import clusters
+from maect.launch import clusters
 from maect.tools.status import columns, look
 
 pytestmark = pytest.mark.cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maect.core.errors import UserError
-from maect.launch.devices import count_devices
+from maect.launch.resources import count_devices
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +21,24 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("0", "-1", "many"):
         with pytest.raises(UserError, match="devices"):
             count_devices(wrong)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("", 0), ("-1", 0), ("NoDevFiles", 0), ("GPU-5ab, 2", 2), ("1,-1,0", 1)]
+)
+def test_hidden_devices(
+    visible: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What CUDA_VISIBLE_DEVICES hides is not used, whatever the driver lists."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\nprintf 'GPU 0: A\\nGPU 1: A\\nGPU 2: A\\n'\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert count_devices("auto") == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_devices("auto") == (count or 2)
+    assert count_devices("gpus") == (count or 1)
 
 
 @pytest.mark.parametrize(

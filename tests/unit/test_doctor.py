@@ -1,5 +1,6 @@
 """`maect doctor`: each fault is a line with a hint. Its job: tests/cluster/test_site.py."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,8 @@ from maect.core.errors import UserError
 from maect.experiment import Experiment, load
 from maect.launch import Resources
 from maect.stages.pretrain import Pretrain
-from maect.tools.doctor import login
-from maect.tools.doctor.findings import Finding, lines
-from maect.tools.doctor.probe import judge
-from maect.tools.doctor.site import nodes_of, read_profile, resources
+from maect.tools import doctor
+from maect.tools.doctor import Finding, judge, lines, nodes_of, read_profile, resources
 
 ROOT = Path(__file__).parents[2]
 TWO_BY_TWO = Resources("slurm", nodes=2, devices=2)
@@ -67,12 +66,12 @@ def test_a_device_bound_to_each_rank() -> None:
 
 def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 nodes are the end of one rule's range, and all that another rule asks for."""
-    monkeypatch.setattr(login.shutil, "which", lambda name: "sbatch")
-    monkeypatch.setattr(login, "command", lambda *words: (int("--nodes=16" in words), "", "no"))
-    asked = {"cluster": "slurm", "devices": 4, "slurm_partition": "p"}
-    found = login.requests({"pretrain": asked | {"nodes": "1..16"}, "tune": asked | {"nodes": 16}})
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "sbatch")
+    monkeypatch.setattr(doctor, "command", lambda *words: (int("--nodes=16" in words), "", "no"))
+    asked = {"cluster": "slurm", "devices": 4, "cpus_per_task": 8, "slurm_partition": "p"}
+    found = doctor.requests({"pretrain": asked | {"nodes": "1..16"}, "tune": asked | {"nodes": 16}})
     assert [finding.kind for finding in found] == ["ok", "FAIL"]
-    found = login.requests({"pretrain": asked | {"nodes": "1..16"}})
+    found = doctor.requests({"pretrain": asked | {"nodes": "1..16"}})
     assert [finding.kind for finding in found] == ["ok", "note"]
 
 
@@ -80,12 +79,12 @@ def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MAECT_ACCOUNT", "budget")
     rules = read_profile(ROOT / "cluster_profiles/leonardo")
     assert nodes_of(rules["pretrain"]) == (1, 16) and nodes_of(rules["features"]) == (1, 1)
-    wanted = resources(rules["pretrain"], 2, int)
+    wanted = resources(rules["pretrain"], 2)
     assert (wanted.nodes, wanted.devices, wanted.cpus, wanted.minutes) == (2, 4, 8, 1440)
     assert (wanted.partition, wanted.account) == ("boost_usr_prod", "budget")
     assert wanted.memory_gb == 469 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
     local = read_profile(ROOT / "cluster_profiles/local")["pretrain"]
-    assert resources(local, 1, lambda word: {"auto": 2}[word]).cluster == "local"
+    assert resources(local, 1).cluster == "local"
     with pytest.raises(UserError, match="not a cluster profile"):
         read_profile(ROOT / "envs")
 
@@ -96,7 +95,7 @@ def test_faults_before_any_job(
     """No sbatch, no setup script: two lines, two hints, and no job is tried."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setattr(login.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     asked = {"cluster": "slurm", "nodes": 1, "devices": 1, "cpus_per_task": 1, "setup": "no.sh"}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"set-resources": {"pretrain": asked}}))
     assert cli.main(["doctor", "--profile", str(tmp_path), "--experiment", "digits"]) == 2
@@ -109,10 +108,10 @@ def test_faults_before_any_job(
 def test_a_setup_script_that_fails(tmp_path: Path) -> None:
     script = tmp_path / "site.sh"
     script.write_text("echo no module >&2\nfalse\n")
-    found = login.setup_script({"a": {"setup": str(script)}, "b": {"setup": str(script)}})
+    found = doctor.setup_script({"a": {"setup": str(script)}, "b": {"setup": str(script)}})
     assert failures(found) == [f"setup script {script} fails: no module"]
     script.write_text("true\n")
-    assert failures(login.setup_script({"a": {"setup": str(script)}})) == []
+    assert failures(doctor.setup_script({"a": {"setup": str(script)}})) == []
 
 
 def stored(tmp_path: Path, storage: str) -> Experiment:
@@ -124,14 +123,39 @@ def stored(tmp_path: Path, storage: str) -> Experiment:
 
 def test_room_for_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = stored(tmp_path, str(tmp_path / "not/yet/there"))
-    found = login.storage(experiment)
+    found = doctor.storage(experiment)
     assert not failures(found) and str(tmp_path) in found[0].what
     # The room that is needed is a sum over runs: more than any disk has.
     monkeypatch.setattr(Pretrain, "state_bytes", lambda self, encoder: 10**18)
-    monkeypatch.setattr(login, "FILES_PER_RUN", 10**15)
-    assert ["TB needed" in what for what in failures(login.storage(experiment))] == [True, False]
+    monkeypatch.setattr(doctor, "FILES_PER_RUN", 10**15)
+    assert ["TB needed" in what for what in failures(doctor.storage(experiment))] == [True, False]
+
+
+def test_features_of_the_splits_that_evaluations_read(tmp_path: Path) -> None:
+    """Whatever they are called; a split that no evaluation reads costs nothing."""
+    shards = tmp_path / "results/shards/digits/held_out"
+    shards.mkdir(parents=True)
+    values = {
+        "storage": str(tmp_path / "results"),
+        "datasets": {
+            "digits": {"splits": {name: {"images": "x"} for name in ("train", "val", "held_out")}}
+        },
+        "runs": {"mae": {"recipe": "mae", "size": "tiny"}},
+        "evaluate": [{"runs": ["mae"], "protocols": ["knn"]}],
+    }
+    file = tmp_path / "mine.yaml"
+
+    def needed(split: str, images: int) -> int:
+        (shards / "index.json").write_text(json.dumps({"n": images, "shards": []}))
+        protocols = {"knn": {"test_split": split}}
+        file.write_text(yaml.safe_dump(values | {"protocols": protocols}))
+        return doctor.needs(load(str(file)))[0]
+
+    width = load("digits").runs["mae_tiny"].encoder.width
+    assert needed("val", 10**9) == needed("val", 1)
+    assert needed("held_out", 10**9 + 1) - needed("held_out", 1) == 10**9 * (4 * width + 8)
 
 
 def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
-    found = login.storage(stored(tmp_path, "/proc/maect"))
+    found = doctor.storage(stored(tmp_path, "/proc/maect"))
     assert "cannot write" in failures(found)[0]

@@ -11,16 +11,26 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.experiment import Experiment, load
-from maect.launch.record import Job as JobRecord
-from maect.launch.record import write_job
+from maect.launch.record import Job, write_job
 from maect.recipes import load_encoder
 from maect.recipes.flops import encode_flops, parameters
 from maect.stages import load_recipe
-from maect.tools.plan import dag, work
-from maect.tools.plan.dag import RuleJob
-from maect.tools.plan.jobs import REQUEUED, START, Job, Plan, critical_path, make_plan
-from maect.tools.plan.speed import FP32, Device, measured
-from maect.tools.plan.text import lines
+from maect.tools.dry_run import jobs_to_run
+from maect.tools.plan import (
+    FP32,
+    REQUEUED,
+    START,
+    Device,
+    Plan,
+    PlannedJob,
+    RuleJob,
+    Shards,
+    critical_path,
+    lines,
+    make_plan,
+    measured,
+    shards_of,
+)
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
 HEAD = "results/digits/runs/head_min_tiny/encoder.safetensors"
@@ -32,9 +42,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(name: str, seconds: float | None, *needs: str, **more: Any) -> Job:
+def job(name: str, seconds: float | None, *needs: str, **more: Any) -> PlannedJob:
     usual = {"nodes": 1, "devices": 4, "limit": 86400.0, "source": "", "stage": "tune"} | more
-    return Job(name=name, seconds=seconds, makes=Path(name), needs=tuple(map(Path, needs)), **usual)
+    return PlannedJob(
+        name=name, seconds=seconds, makes=Path(name), needs=tuple(map(Path, needs)), **usual
+    )
 
 
 def plan_of(
@@ -46,7 +58,7 @@ def plan_of(
 
 
 def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
-    left = dag.jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
+    left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     rules = [job.rule for job in left]
     assert sorted(rules) == [
         "head", "index_shards", "plan_shards", "pretrain", "write_digits", *["write_shard"] * 2,
@@ -69,13 +81,13 @@ def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
         (shards / name).touch()
     for name in ("encoder.safetensors", "run.json"):
         (mae / name).touch()
-    left = dag.jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
+    left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     assert [job.rule for job in left] == ["head"]
 
 
 def test_what_waits_for_what_through_features_and_other_evaluations(here: Path) -> None:
     target = "results/digits/evaluations/mae_tiny/retrieval.json"
-    left = dag.jobs_to_run([target], ["experiment=digits"], PROFILE)
+    left = jobs_to_run([target], ["experiment=digits"], PROFILE)
     path = critical_path(make_plan(left, load("digits"), Device("A100")).jobs)
     assert [job.stage for job in path] == ["pretrain", "features", "clustering", "retrieval"]
 
@@ -88,7 +100,7 @@ def test_snakemakes_refusal_is_one_line(
     here: Path, target: str, profile: Path, words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match=words) as error:
-        dag.jobs_to_run([target], ["experiment=digits"], profile)
+        jobs_to_run([target], ["experiment=digits"], profile)
     assert "\n" not in str(error.value)
     assert capfd.readouterr() == ("", "")
 
@@ -128,7 +140,7 @@ def test_a_measurement_beats_operations(here: Path) -> None:
         json.dumps(record | {"images_per_second": 100.0})
     )
     (root / "runs/ct_min_tiny").mkdir()
-    job = JobRecord("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
+    job = Job("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
     write_job(root / "runs/ct_min_tiny", job)
     (found,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
     assert found.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
@@ -148,12 +160,12 @@ def unknown_images(folder: Path) -> Experiment:
 
 
 def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
-    assert work.shards(Path("shards/mine/train")).images is None
+    assert shards_of(Path("shards/mine/train")).images is None
     folder = here / "shards/imagenet/train"
-    assert work.shards(folder) == work.Shards(1_281_167, 147_897_477_120, False)
+    assert shards_of(folder) == Shards(1_281_167, 147_897_477_120, False)
     folder.mkdir(parents=True)
     (folder / "index.json").write_text('{"n": 10, "shards": [{"size": 3}, {"size": 4}]}')
-    assert work.shards(folder) == work.Shards(10, 7, True)
+    assert shards_of(folder) == Shards(10, 7, True)
     plan = plan_of(unknown_images(here), Device("A100"), "pretrain", run="mae_tiny")
     assert plan.jobs[0].seconds is None
     text = "\n".join(lines(plan))
@@ -192,7 +204,7 @@ def test_what_a_run_leaves_is_near_what_it_left() -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys, maect.cli, maect.tools.plan.jobs, maect.tools.plan.text, maect.tools.plan.dag;"
+        "import sys, maect.cli, maect.tools.plan;"
         "assert not {'torch', 'numpy', 'snakemake'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

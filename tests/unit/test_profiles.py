@@ -11,7 +11,7 @@ from parsed_workflow import parsed, read_profile
 
 from maect.core.errors import UserError
 from maect.experiment.profile import by_rule, like_slurm
-from maect.launch.nodes import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
+from maect.launch.resources import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.recipes import load_encoder
 from maect.stages import STAGES, load_recipe
 

@@ -11,7 +11,7 @@ import pytest
 from launching import HERE, finish, wait_for
 
 from maect.core.errors import UserError
-from maect.launch import LaunchError, Resources, Task, launch, progress, squeue, submit
+from maect.launch import LaunchError, Resources, Task, launch, progress, slurm, submit
 from maect.launch.record import new_job
 
 
@@ -121,7 +121,7 @@ def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
     """Many launchers, one controller that does not answer: one question, no answer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [squeue.Squeue().ask(newer_than=0) for _ in range(5)] == [None] * 5
+    assert [slurm.Squeue().ask(newer_than=0) for _ in range(5)] == [None] * 5
     (cache,) = (tmp_path / "maect").glob("*.json")
     assert json.loads(cache.read_text())["queries"] == 1
 
@@ -129,7 +129,7 @@ def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
 def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    shared = squeue.Squeue()
+    shared = slurm.Squeue()
     shared.ask(newer_than=0)
     (cache,) = (tmp_path / "maect").glob("*.json")
     now = time.time()

@@ -8,6 +8,7 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.core.files import write_json
+from maect.launch import clusters
 from maect.launch.record import (
     Job,
     make_job_folder,
@@ -18,7 +19,7 @@ from maect.launch.record import (
     saved_step,
     write_job,
 )
-from maect.launch.state import clusters, state_of
+from maect.launch.state import state_of
 
 DONE = {"cluster": "local", "name": "maect-x-1", "ranks": 2, "step": 0, "attempt": 3}
 DONE |= {"state": "ended", "id": "4", "created": 1.5, "host": "h", "submitted": 2.5}

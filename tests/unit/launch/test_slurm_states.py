@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launching import finish, wait_for
 
-from maect.launch import record, slurm, squeue
+from maect.launch import record, slurm
 from maect.launch.record import Job
 from maect.launch.slurm import Slurm
 
@@ -225,7 +225,7 @@ def test_home_that_is_full_or_without_locks(tmp_path, commands, job, monkeypatch
     def refuse(*arguments):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(squeue.fcntl, "flock", refuse)
+    monkeypatch.setattr(slurm.fcntl, "flock", refuse)
     assert cluster.look(tmp_path, job).phase == "pending"
     assert len(commands.asked("squeue")) == 2
 

@@ -10,6 +10,7 @@ from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.evaluate import evaluation_names, load_evaluation
 from maect.recipes import load_encoder, recipe_names, sizes, tables
+from maect.recipes.__main__ import table_of
 from maect.stages import load_recipe
 from maect.stages.tune import Tune
 
@@ -147,14 +148,14 @@ def test_an_encoder_with_registers_is_one_entry(add_size):
 
 
 def test_a_recipe_prints_beside_the_papers_table():
-    rows = [line.split() for line in tables.table_of("ct_min").splitlines()]
+    rows = [line.split() for line in table_of("ct_min").splitlines()]
     assert rows[0] == ["ct_min", *sizes()]
     assert ["head.temperature", "0.15", "0.15", "0.15", "0.2", "0.3", "0.3"] in rows
     assert ["frozen_blocks", "2", "6", "6", "12", "16", "16"] in rows
-    rows = [line.split() for line in tables.table_of("fine_tune").splitlines()]
+    rows = [line.split() for line in table_of("fine_tune").splitlines()]
     assert ["drop_path", "0.05", "0.1", "0.1", "0.2", "0.3", "0.3"] in rows
     with pytest.raises(UserError, match="unknown recipe 'ct_mni'; did you mean 'ct_min'"):
-        tables.table_of("ct_mni")
+        table_of("ct_mni")
 
 
 def override(cell: str) -> dict:

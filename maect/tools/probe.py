@@ -1,44 +1,22 @@
-"""A job that looks at the nodes: devices, the network between them, the shared file system."""
+"""The job of `maect doctor`: devices, the network between them, the shared file system."""
 
 import importlib.util
 import json
 import os
 import platform
-import shutil
 import socket
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import read_json, write_json
-from maect.launch import LaunchError, Resources, Task, launch
-from maect.tools.doctor.findings import Finding
+from maect.core.files import write_json
 
 SEEN = 60.0  # seconds for a file to become visible on another node
 MEGABYTES = {"cuda": 256, "cpu": 8}
 REPORT = 8192  # bytes of a rank's report, more than it needs
 TIMEOUT = timedelta(minutes=30)
 OUTSIDE = ("www.python.org", 443)
-
-
-def run_probe(root: Path, wanted: Resources) -> list[Finding]:
-    """Run the job in the experiment's own storage and judge what its ranks saw."""
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
-    result = folder / "probe.json"
-    where = f"{wanted.nodes} node{'s' if wanted.nodes > 1 else ''} x {wanted.devices}"
-    try:
-        launch(
-            Task("maect.tools.doctor.probe:probe", {"folder": str(folder.absolute())}),
-            folder, wanted, is_done=result.exists, describe=f"doctor on {where}",
-        )  # fmt: skip
-    except LaunchError as error:
-        hint = f"logs: {folder}; the last lines say why, often the setup script or the network"
-        return [Finding("FAIL", f"job on {where}: {error}", hint)]
-    found = judge(read_json(result), wanted)
-    shutil.rmtree(folder, ignore_errors=True)
-    return found
 
 
 def probe(context: Any, folder: str) -> str:
@@ -89,44 +67,6 @@ def _device_ids(torch: Any) -> list[str]:
     """Every device that this rank sees, by what tells it from the others of its node."""
     devices = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     return [str(getattr(device, "uuid", number)) for number, device in enumerate(devices)]
-
-
-def judge(found: dict[str, Any], wanted: Resources) -> list[Finding]:
-    """What the ranks' reports mean."""
-    ranks, count = found["ranks"], len(found["ranks"])
-    versions = ", ".join(f"{name} {value}" for name, value in found["versions"].items())
-    out = [
-        Finding("ok", f"job on {len({r['node'] for r in ranks})} nodes, {count} ranks: {versions}")
-    ]
-    promised = max(r["promised"] for r in ranks)
-    # Where srun binds a device to each rank, a rank sees only its own.
-    nodes = [{d for r in ranks if r["node"] == node for d in r["devices"]} for node in
-             {r["node"] for r in ranks}]  # fmt: skip
-    devices = min(map(len, nodes))
-    names = ", ".join(sorted({r["device"] for r in ranks}))
-    if devices >= wanted.devices:
-        out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
-    elif promised or devices:
-        hint = (
-            "the driver may be older than this torch needs (nvidia-smi there); or lower `devices`"
-        )
-        out.append(Finding("FAIL", f"{promised} GPUs were given, torch sees {devices}", hint))
-    else:
-        out.append(Finding("note", "no GPU: ranks run on the CPU"))
-    kind = "NCCL" if devices else "gloo"
-    if all(r["sum"] == count * (count - 1) / 2 for r in ranks):
-        slowest = min(r["gigabytes"] for r in ranks)
-        out.append(Finding("ok", f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s"))
-    else:
-        hint = "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
-        out.append(Finding("FAIL", f"{kind} all-reduce gives a wrong sum", hint))
-    if all(r["files"] == count for r in ranks):
-        out.append(Finding("ok", "every rank sees the files of all others"))
-    else:
-        hint = "set `storage` in the experiment to a file system that all nodes share"
-        out.append(Finding("FAIL", "files written on one node are not seen on another", hint))
-    open_ = found["internet"]
-    return [*out, Finding("note", f"compute nodes {'reach' if open_ else 'have no'} internet")]
 
 
 def _files_seen(context: Any, folder: Path) -> int:

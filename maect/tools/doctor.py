@@ -1,0 +1,354 @@
+"""`maect doctor`: whether a site is ready for an experiment, each fault with a hint."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+import yte
+from yte.exceptions import YteError
+
+from maect.core.errors import UserError
+from maect.core.files import read_json
+from maect.evaluate import Features
+from maect.experiment import Experiment
+from maect.launch import LaunchError, Resources, Task, launch
+from maect.launch.resources import node_range
+from maect.launch.slurm import command
+from maect.launch.submit import slurm
+from maect.tools.plan import feature_bytes, shards_of, size_text
+
+PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
+FILES_PER_RUN = 200  # states of many ranks, logs, TensorBoard, jobs
+OPTIONS = {  # of `Resources.parse`, by the profile's words
+    "cluster": "cluster",
+    "devices": "devices",
+    "cpus_per_task": "cpus",
+    "mem_mb": "memory_mb",
+    "runtime": "minutes",
+    "slurm_partition": "partition",
+    "slurm_account": "account",
+    "slurm_extra": "sbatch",
+    "setup": "setup",
+}
+FLAGS = {"ntasks_per_node": "ntasks-per-node", "cpus_per_task": "cpus-per-task"}
+TRIAL_MINUTES = 15
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        kind: "ok", "note" (nothing to do with whether it works) or "FAIL".
+        hint: what to do, of a failure.
+    """
+
+    kind: Literal["ok", "note", "FAIL"]
+    what: str
+    hint: str = ""
+
+
+def lines(findings: Iterable[Finding]) -> list[str]:
+    """For the terminal."""
+    out = []
+    for finding in findings:
+        out.append(f"{finding.kind:<5}{finding.what}")
+        if finding.hint:
+            out.append(f"     hint: {finding.hint}")
+    return out
+
+
+def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
+    """Check a site and print a line for each check.
+
+    The job needs what the other checks look at: it runs only if they have found no fault.
+
+    Args:
+        experiment: whose storage and trainings are looked at.
+        profile: folder of the cluster profile.
+        try_job: whether to submit a job.
+
+    Raises:
+        UserError: how many checks failed.
+    """
+    findings: list[Finding] = []
+
+    def note(more: list[Finding]) -> None:
+        findings.extend(more)
+        print(*lines(more), sep="\n", flush=True)
+
+    rules = read_profile(profile)
+    largest = rules.get(largest_rule(experiment), {})
+    slurm = largest.get("cluster") == "slurm"
+    note(software())
+    note(storage(experiment))
+    if slurm:
+        note([*setup_script(rules), *requests(rules)])
+    if try_job and not any(finding.kind == "FAIL" for finding in findings):
+        trial = resources(largest | {"runtime": TRIAL_MINUTES}, 2 if slurm else 1)
+        note(run_probe(experiment.root, trial))
+    failed = sum(finding.kind == "FAIL" for finding in findings)
+    if failed:
+        raise UserError(f"{failed} of {len(findings)} checks failed")
+
+
+def largest_rule(experiment: Experiment) -> str:
+    """The rule whose jobs take most: of the first training, or of features if nothing trains."""
+    trainings = (run.stage for run in experiment.runs.values() if run.settings.trains)
+    return next(trainings, "features")
+
+
+def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
+    """The resources of each rule, with environment variables filled in.
+
+    Raises:
+        UserError: no profile there.
+    """
+    file = profile / "config.yaml"
+    try:
+        rules = yte.process_yaml(file.read_text(encoding="utf-8"), require_use_yte=True)
+        return {
+            rule: {key: _fill(value) for key, value in values.items()}
+            for rule, values in rules["set-resources"].items()
+        }
+    except (OSError, yaml.YAMLError, YteError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"{file}: not a cluster profile ({error})") from None
+
+
+def resources(asked: dict[str, Any], nodes: int) -> Resources:
+    """A rule's resources on so many nodes, as the launcher understands them.
+
+    Raises:
+        UserError: what no machine has.
+    """
+    given = {OPTIONS[key]: value for key, value in asked.items() if key in OPTIONS}
+    return Resources.parse(nodes=nodes, **given)
+
+
+def nodes_of(asked: dict[str, Any]) -> tuple[int, int]:
+    """Least and most nodes of a rule."""
+    return node_range(str(asked.get("nodes", 1)))
+
+
+def _fill(value: Any) -> Any:
+    return os.path.expandvars(value).strip("'") if isinstance(value, str) else value
+
+
+def software() -> list[Finding]:
+    """Python, the packages of the lock file, what is optional, the native decoder."""
+    here = ".".join(map(str, sys.version_info[:3]))
+    fits = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    hint = "" if fits else "load a module of Python 3.11 to 3.13 and `make install PYTHON=...`"
+    out = [Finding("ok" if fits else "FAIL", f"python {here} ({sys.executable})", hint)]
+    for package in PACKAGES:
+        try:
+            out.append(Finding("ok", f"{package} {version(package)}"))
+        except PackageNotFoundError:
+            hint = "`make install` on a node with internet"
+            out.append(Finding("FAIL", f"{package} is not installed", hint))
+    flash = importlib.util.find_spec("flash_attn") is not None
+    out.append(
+        Finding("note", "flash-attn is installed" if flash else "no flash-attn: SDPA is used")
+    )
+    from maect.data.decode import decoder_name
+
+    name = decoder_name()
+    built = name.startswith("native")
+    hint = "" if built else "python -m maect.data.native.build says what is missing; works without"
+    return [*out, Finding("note", f"JPEG decoder: {name}", hint)]
+
+
+def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
+    """Whether the scripts that jobs source exist and end well."""
+    out = []
+    for script in dict.fromkeys(
+        str(asked["setup"]) for asked in rules.values() if asked.get("setup")
+    ):
+        if not Path(script).exists():
+            hint = "correct `setup` in the profile, or start in the project's folder"
+            out.append(Finding("FAIL", f"setup script {script} does not exist", hint))
+            continue
+        done = subprocess.run(["bash", "-c", f"source {script}"], capture_output=True, text=True)
+        said = " ".join(done.stderr.split())[:200]
+        if done.returncode:
+            hint = "each job would end there: correct the script"
+            out.append(Finding("FAIL", f"setup script {script} fails: {said}", hint))
+        else:
+            what = f"setup script {script}" + (f" says: {said}" if said else "")
+            out.append(Finding("note" if said else "ok", what))
+    return out
+
+
+def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
+    """Whether SLURM would take a job of each kind (`sbatch --test-only`)."""
+    if shutil.which("sbatch") is None:
+        hint = "start on a login node of the cluster"
+        return [Finding("FAIL", "no sbatch here", hint)]
+    groups: dict[tuple[str, ...], tuple[Resources, list[str], bool]] = {}
+    for rule, asked in rules.items():
+        account = str(asked.get("slurm_account", ""))
+        if account.startswith("$"):
+            hint = f"export {account[1:]}=... in this shell, and where you start Snakemake"
+            return [Finding("FAIL", f"account {account} is not set", hint)]
+        least, most = nodes_of(asked)
+        for nodes in sorted({least, most}):
+            wanted = resources(asked, nodes)
+            words = _sbatch(wanted)
+            # What one rule cannot do without is no upper end of a range, whoever else asks for it.
+            _, rules_so_far, optional = groups.get(words, (wanted, [], True))
+            groups[words] = (wanted, [*rules_so_far, rule], optional and nodes > least)
+    return [_request(words, *group) for words, group in groups.items()]
+
+
+def _request(
+    words: tuple[str, ...], wanted: Resources, rules: list[str], is_the_most: bool
+) -> Finding:
+    code, _, said = command("sbatch", "--test-only", *words, "--wrap", "true")
+    place = wanted.partition or "the default partition"
+    what = (
+        f"{wanted.nodes} x {wanted.devices} devices in {place}"
+        f" for {wanted.minutes} min, account {wanted.account or 'default'} ({', '.join(rules)})"
+    )
+    if code == 0:
+        return Finding("ok", what)
+    reason = (
+        said.splitlines()[-1].removeprefix("allocation failure: ") if said else f"status {code}"
+    )
+    if is_the_most:
+        return Finding("note", f"not so many: {what}: {reason}", "end the range of `nodes` earlier")
+    hint = "correct partition, account, runtime, devices or slurm_extra of these rules"
+    return Finding("FAIL", f"{what}: {reason}", hint)
+
+
+def _sbatch(wanted: Resources) -> tuple[str, ...]:
+    """The launcher's own parameters as options of sbatch."""
+    parameters = slurm(wanted, "maect-doctor", Path("doctor"))
+    keys = ("partition", "account", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem")
+    asked = {key: parameters[key] for key in keys} | parameters["additional_parameters"]
+    return tuple(
+        f"--{FLAGS.get(key, key)}" + ("" if value is True else f"={value}")
+        for key, value in asked.items()
+        if value is not None
+    )
+
+
+def storage(experiment: Experiment) -> list[Finding]:
+    """Room for what the experiment will leave, and the right to write it."""
+    folder = experiment.root.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        hint = "set `storage` in the experiment to a folder of yours that all nodes share"
+        return [Finding("FAIL", f"{folder}: cannot write ({error.strerror})", hint)]
+    size, files = needs(experiment)
+    system = os.statvfs(folder)
+    free, inodes = system.f_bavail * system.f_frsize, system.f_favail
+    hint = "make room, or set `storage` in the experiment to a larger file system"
+    out = [
+        Finding("ok", f"{folder}: {size_text(free)} free, about {size_text(size)} needed")
+        if free > size
+        else Finding(
+            "FAIL", f"{folder}: {size_text(free)} free, about {size_text(size)} needed", hint
+        )
+    ]
+    if not system.f_files:
+        return [*out, Finding("note", f"{folder}: does not say how many files it can take")]
+    what = f"{folder}: {inodes:,} more files possible, about {files:,} needed"
+    return [*out, Finding("ok", what) if inodes > files else Finding("FAIL", what, hint)]
+
+
+def needs(experiment: Experiment) -> tuple[int, int]:
+    """Bytes and files of the whole experiment, near enough; shards that exist cost nothing."""
+    size, files = 0, FILES_PER_RUN * len(experiment.runs)
+    for name, dataset in experiment.datasets.items():
+        for split, given in dataset.splits.items():
+            known = shards_of(experiment.shards(name, split))
+            if not known.written:
+                size += known.bytes or 0
+                files += 4 * given.shards
+    for run in experiment.runs.values():
+        size += run.settings.state_bytes(run.encoder)
+    for name, split in _features(experiment):
+        images = shards_of(experiment.shards(experiment.default_dataset, split)).images or 0
+        size += feature_bytes(experiment.runs[name].encoder, images)
+    return size, files + 10 * len(experiment.evaluations)
+
+
+def _features(experiment: Experiment) -> set[tuple[str, str]]:
+    """(run, split) of all features that evaluations read."""
+    return {
+        (run, source.split)
+        for run, name in experiment.evaluations
+        for source in experiment.evaluation(run, name).inputs().values()
+        if isinstance(source, Features)
+    }
+
+
+def run_probe(root: Path, wanted: Resources) -> list[Finding]:
+    """Run the job in the experiment's own storage and judge what its ranks saw."""
+    root.mkdir(parents=True, exist_ok=True)
+    folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
+    result = folder / "probe.json"
+    where = f"{wanted.nodes} node{'s' if wanted.nodes > 1 else ''} x {wanted.devices}"
+    try:
+        launch(
+            Task("maect.tools.probe:probe", {"folder": str(folder.absolute())}),
+            folder, wanted, is_done=result.exists, describe=f"doctor on {where}",
+        )  # fmt: skip
+    except LaunchError as error:
+        hint = f"logs: {folder}; the last lines say why, often the setup script or the network"
+        return [Finding("FAIL", f"job on {where}: {error}", hint)]
+    findings = judge(read_json(result), wanted)
+    shutil.rmtree(folder, ignore_errors=True)
+    return findings
+
+
+def judge(seen: dict[str, Any], wanted: Resources) -> list[Finding]:
+    """What the ranks' reports mean."""
+    ranks, count = seen["ranks"], len(seen["ranks"])
+    versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
+    out = [
+        Finding("ok", f"job on {len({r['node'] for r in ranks})} nodes, {count} ranks: {versions}")
+    ]
+    promised = max(r["promised"] for r in ranks)
+    # Where srun binds a device to each rank, a rank sees only its own.
+    nodes = [{d for r in ranks if r["node"] == node for d in r["devices"]} for node in
+             {r["node"] for r in ranks}]  # fmt: skip
+    devices = min(map(len, nodes))
+    names = ", ".join(sorted({r["device"] for r in ranks}))
+    if devices >= wanted.devices:
+        out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
+    elif promised or devices:
+        hint = (
+            "the driver may be older than this torch needs (nvidia-smi there); or lower `devices`"
+        )
+        out.append(Finding("FAIL", f"{promised} GPUs were given, torch sees {devices}", hint))
+    else:
+        out.append(Finding("note", "no GPU: ranks run on the CPU"))
+    kind = "NCCL" if devices else "gloo"
+    if all(r["sum"] == count * (count - 1) / 2 for r in ranks):
+        slowest = min(r["gigabytes"] for r in ranks)
+        out.append(Finding("ok", f"{kind} all-reduce over {count} ranks: {slowest:.2f} GB/s"))
+    else:
+        hint = "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
+        out.append(Finding("FAIL", f"{kind} all-reduce gives a wrong sum", hint))
+    if all(r["files"] == count for r in ranks):
+        out.append(Finding("ok", "every rank sees the files of all others"))
+    else:
+        hint = "set `storage` in the experiment to a file system that all nodes share"
+        out.append(Finding("FAIL", "files written on one node are not seen on another", hint))
+    open_ = seen["internet"]
+    return [*out, Finding("note", f"compute nodes {'reach' if open_ else 'have no'} internet")]

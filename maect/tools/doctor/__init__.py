@@ -1,1 +1,0 @@
-"""`maect doctor`: whether a site is ready for an experiment, each fault with a hint."""

@@ -1,0 +1,410 @@
+"""`maect plan`: where each job that is left runs, for how long, and after which others."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from maect.core.errors import UserError
+from maect.core.files import read_mapping
+from maect.evaluate.throughput import Throughput
+from maect.experiment import Experiment
+from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run, run_config
+from maect.launch import record
+from maect.launch.progress import duration, part
+from maect.launch.resources import count_devices, fixed_nodes, training_nodes
+from maect.recipes import Encoder
+from maect.recipes.flops import encode_flops, peak_flops
+from maect.stages import STAGES
+
+START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
+REQUEUED = 120.0  # seconds for which SLURM holds back a job that was put back into the queue
+UTILISATION = 0.35
+# Float32 without TF32 against dense bfloat16: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
+FP32 = 1 / 16
+CPU_RATE = 2e10  # FLOP/s of a CPU process of a few cores in PyTorch, where there is no GPU: a guess
+# Numbers of images of data sets whose shards are not there yet, from their publications.
+KNOWN_IMAGES = {
+    "imagenet": {
+        "train": 1_281_167,
+        "val": 50_000,
+        "imagenet_v2_threshold": 10_000,
+        "imagenet_v2_matched": 10_000,
+        "imagenet_v2_top": 10_000,
+        "imagenet_r": 30_000,
+        "imagenet_sketch": 50_889,
+        "imagenet_a": 7_500,
+    },
+    "cifar10": {"train": 50_000, "val": 10_000},
+    "digits": {"train": 1_297, "val": 500},
+}
+# Bytes of the archives ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
+KNOWN_BYTES = {"imagenet": {"train": 147_897_477_120, "val": 6_744_924_160}}
+ORDER = (*STAGES, "features")
+
+
+@dataclass(frozen=True)
+class RuleJob:
+    """A job that Snakemake would run: its rule, and what it is given."""
+
+    rule: str
+    wildcards: dict[str, str]
+    resources: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What is known of a split: an index, a plan, a publication, or nothing (None)."""
+
+    images: int | None
+    bytes: int | None
+    written: bool
+    classes: int = 1000
+    """ImageNet's, where they are not known."""
+
+
+def shards_of(folder: Path) -> Shards:
+    """Look at `shards/DATASET/SPLIT`."""
+    index, plan = read_mapping(folder / "index.json"), read_mapping(folder / "plan.json")
+    if index:
+        size = sum(shard["size"] for shard in index.get("shards", []))
+        return Shards(index["n"], size, True, len(index.get("class_names", [])) or 1000)
+    dataset, split = folder.parent.name, folder.name
+    images = plan.get("n") or KNOWN_IMAGES.get(dataset, {}).get(split)
+    return Shards(images, KNOWN_BYTES.get(dataset, {}).get(split), False)
+
+
+def feature_bytes(encoder: Encoder, images: int) -> int:
+    """Float32 features and labels."""
+    return images * (4 * encoder.width + 8)
+
+
+def part_done(folder: Path) -> float:
+    """The part of a training that its last report has behind it."""
+    return min(1.0, part(record.progress(folder, record.read_job(folder))) or 0.0)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one rank computes on.
+
+    Attributes:
+        name: as of the driver, such as A100, or cpu.
+        utilisation: part of the peak that a training reaches.
+    """
+
+    name: str
+    utilisation: float = UTILISATION
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of a training in bfloat16.
+
+        Raises:
+            UserError: the device is not in `maect.recipes.flops.PEAKS`.
+        """
+        if self.name == "cpu":
+            return CPU_RATE
+        peak = peak_flops(self.name)
+        if peak is None:
+            raise UserError(f"--device {self.name}: its peak is not known; name one like A100")
+        return peak * self.utilisation
+
+    @property
+    def source(self) -> str:
+        """Where `rate` is from, for people."""
+        if self.name == "cpu":
+            return f"operations at {CPU_RATE / 1e9:.0f} GFLOP/s a process"
+        return f"operations at {self.utilisation:.0%} of an {self.name}'s peak"
+
+
+def measured(root: Path, stage: str, size: str, encoder: Encoder) -> tuple[float, str] | None:
+    """Images per second of one device in a stage, and the file that says so.
+
+    A finished run with the same encoder is nearer to the truth than a `throughput` result, which
+    is without loader and network.
+    """
+    for file in sorted(root.glob("runs/*/run.json")):
+        record = read_mapping(file)
+        same = record.get("stage") == stage and record.get("encoder") == encoder.model_dump()
+        if same and record.get("images_per_second") and record.get("world_size"):
+            return record["images_per_second"] / record["world_size"], str(file)
+    for file in sorted(root.glob("evaluations/*/*.json")):
+        result = read_mapping(file)
+        about = result.get("provenance", {}).get("protocol"), result.get("settings", {}).get("size")
+        speed = result.get("metrics", {}).get("samples_per_second", {})
+        if about == (Throughput.name, size) and stage in speed:
+            return speed[stage], str(file)
+    return None
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """One job of the cluster.
+
+    Attributes:
+        stage: of a training; else features, or the evaluation's protocol.
+        name: the run, or run and evaluation.
+        seconds: of computing, or None where the number of images is not known.
+        limit: wall limit of one piece in seconds.
+        source: where `seconds` is from.
+        makes, needs: files that say what comes after what.
+        bytes: what it leaves on disk.
+    """
+
+    stage: str
+    name: str
+    nodes: int
+    devices: int
+    seconds: float | None
+    limit: float
+    source: str
+    makes: Path
+    needs: tuple[Path, ...] = ()
+    bytes: int = 0
+
+    @property
+    def pieces(self) -> int:
+        """Jobs between wall limits that it takes."""
+        useful = self.limit - max(20.0, min(300.0, self.limit / 10)) - START
+        return max(1, -int(-(self.seconds or 0.0) // useful))
+
+    @property
+    def wall(self) -> float:
+        """Seconds from its start to its end, were there no waiting in the queue."""
+        return (self.seconds or 0.0) + self.pieces * START + (self.pieces - 1) * REQUEUED
+
+    @property
+    def node_hours(self) -> float:
+        """Node hours that it is billed for."""
+        return self.nodes * ((self.seconds or 0.0) + self.pieces * START) / 3600
+
+
+@dataclass
+class Plan:
+    """All that is left to do."""
+
+    jobs: list[PlannedJob] = field(default_factory=list)
+    shard_bytes: dict[str, int] = field(default_factory=dict)
+    unknown: set[str] = field(default_factory=set)
+    others: int = 0
+    """Commands on the login node: shards, tables, figures."""
+
+
+def make_plan(jobs: Iterable[RuleJob], experiment: Experiment, device: Device) -> Plan:
+    """Price the jobs of an experiment that Snakemake would run."""
+    plan = Plan()
+    for job in jobs:
+        given = job.wildcards
+        if job.rule == "index_shards":
+            _note_shards(plan, experiment, given["dataset"], given["split"])
+        if "evaluation" in given:
+            plan.jobs.append(_evaluation(plan, job, experiment, device))
+        elif job.rule == "features":
+            plan.jobs.append(_features(plan, job, experiment, device))
+        elif job.rule in STAGES:
+            plan.jobs.append(_training(plan, job, experiment, device))
+        else:
+            plan.others += 1
+    return plan
+
+
+def critical_path(jobs: list[PlannedJob]) -> list[PlannedJob]:
+    """The jobs that the last one waits for longest, first to last."""
+    by_file = {job.makes: job for job in jobs}
+    paths: dict[Path, list[PlannedJob]] = {}
+
+    def path_to(file: Path) -> list[PlannedJob]:
+        if file not in by_file:
+            return []
+        if file not in paths:
+            before = max(map(path_to, by_file[file].needs), key=wall, default=[])
+            paths[file] = [*before, by_file[file]]
+        return paths[file]
+
+    return max(map(path_to, by_file), key=wall, default=[])
+
+
+def wall(jobs: Iterable[PlannedJob]) -> float:
+    """Seconds of jobs one after another."""
+    return sum(job.wall for job in jobs)
+
+
+def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -> None:
+    if not experiment.datasets[dataset].splits[split].source.sharded:
+        return
+    known = shards_of(experiment.shards(dataset, split))
+    if known.bytes is None:
+        plan.unknown.add(f"bytes of {dataset} {split}")
+    else:
+        plan.shard_bytes[f"{dataset} {split}"] = known.bytes
+
+
+def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
+    run, resources = experiment.runs[job.wildcards["run"]], job.resources
+    encoder, (stage, folder) = run.encoder, run_config(experiment, run.name).training(run.name)
+    devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
+    nodes = training_nodes(str(resources["nodes"]), devices, stage.batch_size, step)
+    shards = shards_of(folder)
+    speed = measured(experiment.root, stage.name, run.size, encoder)
+    left = 1 - part_done(experiment.folder(run.name))
+    seconds, source = None, ""
+    if shards.images is None:
+        plan.unknown.add(f"images of {run.dataset} train")
+    else:
+        images = left * stage.images_of(shards.images, shards.classes) * stage.epochs
+        if speed:
+            seconds, source = images / (speed[0] * nodes * devices), f"measured in {speed[1]}"
+        else:
+            flops = images * stage.flops_per_image(encoder)
+            seconds, source = flops / (device.rate * nodes * devices), device.source
+    return PlannedJob(
+        stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
+        makes=experiment.folder(run.name), needs=_makers(read_by_run(experiment, run.name)),
+        bytes=stage.state_bytes(encoder),
+    )  # fmt: skip
+
+
+def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
+    run, dataset, split = (job.wildcards[name] for name in ("run", "dataset", "split"))
+    encoder = experiment.runs[run].encoder
+    images = shards_of(experiment.shards(dataset, split)).images
+    if images is None:
+        plan.unknown.add(f"images of {dataset} {split}")
+    flops = None if images is None else images * encode_flops(encoder)
+    makes = features_file(experiment, run, dataset, split)
+    return _on_devices(
+        job, f"{run} {makes.stem}", flops, True, device, makes=makes,
+        needs=(experiment.folder(run),), bytes=feature_bytes(encoder, images or 0),
+    )  # fmt: skip
+
+
+def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
+    run, name = job.wildcards["run"], job.wildcards["evaluation"]
+    settings, dataset = experiment.evaluation(run, name), experiment.default_dataset
+
+    def images(split: str) -> int:
+        count = shards_of(experiment.shards(dataset, split)).images
+        if count is None:
+            raise KeyError(f"{dataset} {split}")
+        return count
+
+    more = {
+        "makes": experiment.root / "evaluations" / run / f"{name}.json",
+        "needs": (experiment.folder(run), *_makers(read_by_evaluation(experiment, run, name))),
+    }
+    flops, title, exact = None, f"{run} {name}", settings.full_precision
+    try:
+        flops = settings.flops(experiment.runs[run].encoder, images)
+    except KeyError as error:
+        plan.unknown.add(f"images of {error.args[0]}")
+        return _on_devices(job, title, None, exact, device, **more)
+    if flops is not None:
+        return _on_devices(job, title, flops, exact, device, **more)
+    priced = _on_devices(job, title, 0.0, exact, device, **more)
+    return replace(priced, seconds=60 * settings.minutes, source="assumed")
+
+
+def _on_devices(
+    job: RuleJob, name: str, flops: float | None, exact: bool, device: Device, **more: Any
+) -> PlannedJob:
+    """A job that encodes images; `exact` in float32, which devices other than CPUs do slower."""
+    nodes, devices = fixed_nodes(str(job.resources["nodes"])), devices_of(job.resources)
+    rate = device.rate * (FP32 if exact and device.name != "cpu" else 1) * nodes * devices
+    seconds = None if flops is None else flops / rate
+    limit = 60.0 * float(job.resources["runtime"])
+    return PlannedJob(job.rule, name, nodes, devices, seconds, limit, device.source, **more)
+
+
+def devices_of(resources: Mapping[str, Any]) -> int:
+    """Devices a node of a job."""
+    return count_devices(str(resources["devices"]))
+
+
+def _makers(files: Iterable[Path]) -> tuple[Path, ...]:
+    """What the jobs that make these files are known by (`PlannedJob.makes`)."""
+    return tuple(
+        dict.fromkeys(
+            file.parent
+            if file.parent.parent.name == "runs"
+            else file.with_suffix(".json")
+            if file.parent.parent.name == "evaluations"
+            else file
+            for file in files
+        )
+    )
+
+
+def lines(plan: Plan) -> list[str]:
+    """Table by stage, total, storage, critical path, and what is not known."""
+    if not plan.jobs:
+        rest = f"; {plan.others} commands on this machine" if plan.others else ""
+        return [f"no job to run{rest}"]
+    groups: dict[str, list[PlannedJob]] = defaultdict(list)
+    for job in plan.jobs:
+        groups[job.stage].append(job)
+    order = sorted(groups, key=lambda s: (ORDER.index(s) if s in ORDER else len(ORDER), s))
+    rows: list[tuple[str, ...]] = [
+        ("stage", "jobs", "nodes x devices", "device h", "node h", "times from")
+    ]
+    rows += [_row(stage, groups[stage]) for stage in order]
+    rows.append(_row("total", plan.jobs))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    out = ["  ".join(_cell(row[i], widths[i], i) for i in range(len(row))).rstrip() for row in rows]
+    out += ["", *_storage(plan), *_path(plan)]
+    if plan.others:
+        out.append(f"on this machine: {plan.others} short commands (shards, tables, figures)")
+    out += [f"not known, and not counted: {what}" for what in sorted(plan.unknown)]
+    return out
+
+
+def _row(stage: str, jobs: list[PlannedJob]) -> tuple[str, ...]:
+    sizes = sorted({(job.nodes, job.devices) for job in jobs})
+    shapes = [f"{nodes} x {devices}" for nodes, devices in sizes]
+    hours = sum(job.node_hours for job in jobs)
+    devices = sum(job.node_hours * job.devices for job in jobs)
+    known = [job for job in jobs if job.seconds is not None]
+    sources = sorted({job.source for job in known}) if stage != "total" else []
+    shape = ", ".join(shapes) if stage != "total" else ""
+    if len(known) < len(jobs):
+        sources.append(f"{len(jobs) - len(known)} not known")
+    return (
+        stage, str(len(jobs)), shape, f"{devices:,.1f}", f"{hours:,.1f}",
+        "; ".join(sources[:2]) + (" ..." if len(sources) > 2 else ""),
+    )  # fmt: skip
+
+
+def _cell(text: str, width: int, column: int) -> str:
+    return text.rjust(width) if column in (1, 3, 4) else text.ljust(width)
+
+
+def _storage(plan: Plan) -> list[str]:
+    parts = {
+        "shards": sum(plan.shard_bytes.values()),
+        "runs (states, encoders, heads)": sum(j.bytes for j in plan.jobs if j.stage != "features"),
+        "features": sum(job.bytes for job in plan.jobs if job.stage == "features"),
+    }
+    text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
+    return [f"storage: {size_text(sum(parts.values()))}: {text}"]
+
+
+def _path(plan: Plan) -> list[str]:
+    path = critical_path(plan.jobs)
+    names = " -> ".join(job.name for job in path)
+    requeues = sum(job.pieces - 1 for job in path)
+    longest = f", {requeues} of them after a wall limit" if requeues else ""
+    return [
+        f"critical path: {duration(wall(path))}, without waiting in the queue, in "
+        f"{sum(job.pieces for job in path)} jobs{longest}:",
+        f"  {names}",
+    ]
+
+
+def size_text(size: float) -> str:
+    """Bytes with a unit."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

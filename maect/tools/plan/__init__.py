@@ -1,1 +1,0 @@
-"""What an experiment will cost on a site, before it is run."""
