@@ -14,7 +14,7 @@ from maect.core.log import command_log
 from maect.data.sources import SOURCES
 
 if TYPE_CHECKING:
-    from maect.core.settings_file import SettingsFile
+    from maect.core.settings import SettingsFile
 
 log = logging.getLogger(__name__)
 File = TypeVar("File", bound="SettingsFile")
@@ -302,10 +302,9 @@ def resolve(options: argparse.Namespace) -> None:
     """`maect resolve`: the pipeline writes the same files when it starts."""
     from maect import experiment
     from maect.experiment.resolve import files
-    from maect.experiment.shown import files as shown_files
 
     chosen = experiment.load(options.experiment, **changes_of(options.config))
-    given = [*files(chosen), *shown_files(chosen)]
+    given = list(files(chosen))
     written = sum(config.write(path) for path, config in given)
     print(f"{chosen.root}: {len(given)} resolved files, {written} of them new or changed")
 
@@ -321,7 +320,7 @@ def changes_of(pairs: Sequence[str]) -> dict[str, str]:
 def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
     from maect.launch.resources import count_devices, training_nodes
-    from maect.stages.config import RunConfig
+    from maect.stages.run import RunConfig
     from maect.train.record import fingerprint, is_finished
 
     target = options.out or options.config
@@ -354,8 +353,8 @@ def train(options: argparse.Namespace) -> None:
 
 def import_weights(options: argparse.Namespace) -> None:
     """`maect import`."""
-    from maect.stages.config import RunConfig
     from maect.stages.imported import import_weights as convert
+    from maect.stages.run import RunConfig
 
     if options.weights.suffix == ".yaml":
         config = RunConfig.read(options.weights)

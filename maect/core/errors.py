@@ -1,4 +1,7 @@
-"""The one exception that means "the user can fix this"."""
+"""The one exception that means "the user can fix this", and the hints of its messages."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(Exception):
@@ -6,3 +9,22 @@ class UserError(Exception):
 
     The command line prints the text as a single line and exits with status 2, without a traceback.
     """
+
+
+def did_you_mean(name: str, known: Iterable[str], label: str = "known") -> str:
+    """The hint of a message about an unknown name: the nearest known one, else all of them."""
+    known = list(dict.fromkeys(known))
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"{label}: {', '.join(known) or 'none'}"
+
+
+def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Every given name is known.
+
+    Raises:
+        UserError: the first that is not, with a hint.
+    """
+    known = list(known)
+    for name in given:
+        if name not in known:
+            raise UserError(f"{where}: unknown {name!r}; {did_you_mean(name, known)}")

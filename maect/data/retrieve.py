@@ -17,9 +17,8 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, did_you_mean
 from maect.core.files import fsync_path, sha256_file, write_text
-from maect.core.names import did_you_mean
 from maect.data.catalogue import CATALOGUE, Remote
 
 _ATTEMPTS = 5

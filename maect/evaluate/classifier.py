@@ -18,7 +18,7 @@ from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import BATCH
 from maect.evaluate.heads import BN_EPS
 from maect.evaluate.job import Job
-from maect.models.precision import Precision
+from maect.models.vit import Precision
 from maect.models.weights import load_tensors
 
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from maect.models.precision import mixed_precision
-from maect.models.vit import VisionEncoder, build_encoder
+from maect.models.vit import VisionEncoder, build_encoder, mixed_precision
 from maect.recipes import Encoder, visible_patches
 
 

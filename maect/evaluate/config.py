@@ -5,9 +5,8 @@ from typing import Any, Self
 
 from pydantic import Field, SerializeAsAny
 
-from maect.core.names import check_names
-from maect.core.settings import digest, validated
-from maect.core.settings_file import LocalPath, SettingsFile
+from maect.core.errors import check_names
+from maect.core.settings import LocalPath, SettingsFile, digest, validated
 from maect.evaluate.base import Protocol
 from maect.evaluate.registry import PROTOCOLS
 

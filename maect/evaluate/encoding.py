@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.data.transforms import normalize
-from maect.models.precision import Precision, mixed_precision
+from maect.models.vit import Precision, mixed_precision
 from maect.models.weights import load_encoder_weights
 
 

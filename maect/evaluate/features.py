@@ -27,7 +27,7 @@ from maect.data.loader import evaluation_batches, evaluation_parts
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.job import encoder_checksum
 from maect.evaluate.store import write_features
-from maect.models.precision import Precision
+from maect.models.vit import Precision
 
 BATCH = 256
 PART_ROWS = 8192

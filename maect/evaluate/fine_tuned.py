@@ -17,7 +17,7 @@ from maect.data.index import Index
 from maect.data.loader import evaluation_batches
 from maect.data.transforms import normalize
 from maect.evaluate.features import BATCH
-from maect.models.precision import mixed_precision
+from maect.models.vit import mixed_precision
 from maect.models.weights import load_encoder_weights, load_tensors
 from maect.stages.fine_tune import FineTune
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from maect.core.errors import UserError
-from maect.core.names import did_you_mean
+from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import one_line
 from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.base import Protocol

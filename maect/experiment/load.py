@@ -13,23 +13,20 @@ from typing import Any
 
 import yaml
 
-from maect.core.errors import UserError
-from maect.core.names import check_names
+from maect.core.errors import UserError, check_names
 from maect.core.settings import validated
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
+    CHANGES,
+    REPLACED,
     Run,
     begins_with,
     check_sources,
     expand_runs,
-    runs_to_score,
-)
-from maect.experiment.rows import (
-    CHANGES,
-    REPLACED,
     lines,
     matching,
     restricted,
+    runs_to_score,
     without_twins,
 )
 from maect.experiment.schema import (

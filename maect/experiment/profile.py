@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from maect.core.errors import UserError
-from maect.core.names import did_you_mean
+from maect.core.errors import UserError, did_you_mean
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
 

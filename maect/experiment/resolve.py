@@ -1,14 +1,17 @@
-"""The jobs of an experiment, each as the typed file that says all it is told, and its edges."""
+"""The jobs of an experiment: what each is told, reads and leaves, and what a start would miss."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from maect.core.settings_file import SettingsFile
+from maect.core.settings import SettingsFile
 from maect.evaluate import Features, Input, Left, Shards, Trained
 from maect.evaluate.config import EvaluationConfig
 from maect.experiment.expand import run_to_score
 from maect.experiment.load import Experiment
-from maect.stages.config import RunConfig
+from maect.report.config import ClaimsConfig, ShownConfig
+from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
+from maect.stages.run import RunConfig
 
 
 def run_config(experiment: Experiment, name: str) -> RunConfig:
@@ -95,10 +98,146 @@ def read_by_evaluation(experiment: Experiment, run: str, name: str) -> list[Path
     return files
 
 
+def figures(experiment: Experiment) -> list[str]:
+    """The figures that have anything to show, where less is evaluated than the file asks for."""
+    return [name for name in experiment.figures if _can_show(experiment, name, figure=True)]
+
+
+def tables(experiment: Experiment) -> list[str]:
+    """Likewise the tables; one of a figure's name has the numbers behind it, for the claims."""
+    names = [name for name in experiment.tables if _can_show(experiment, name, figure=False)]
+    return [*names, *(name for name in figures(experiment) if name in TABLES)]
+
+
+def _can_show(experiment: Experiment, name: str, figure: bool) -> bool:
+    rows = experiment.rows(name)
+    return not experiment.partial or can_show(name, figure, rows, experiment.asked)
+
+
+def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig:
+    """All that a table or figure is told."""
+    return ShownConfig(
+        name=name,
+        rows=experiment.rows(name),
+        evaluations=experiment.root / "evaluations",
+        runs=experiment.root / "runs",
+        compare_with_paper=experiment.spec.compare_with_paper,
+        classes=_classes(experiment, name) if figure else None,
+    )
+
+
+def claims_config(experiment: Experiment) -> ClaimsConfig:
+    """All that the claims are told."""
+    names = tables(experiment)
+    rows = dict.fromkeys(row for name in names for row in experiment.rows(name))
+    return ClaimsConfig(
+        tables=[experiment.root / "tables" / f"{name}.csv" for name in names],
+        rows=list(rows),
+        runs=experiment.root / "runs",
+    )
+
+
+def read_by_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]:
+    """Files that a table or figure reads, of those that the experiment makes."""
+    files = [
+        experiment.root / "evaluations" / run / f"{evaluation}.json"
+        for run, evaluation in _evaluations(
+            experiment, name, TABLES[name] if not figure else FIGURES[name]
+        )
+    ]
+    if figure and FIGURES[name].reads_runs:
+        files += run_records(experiment, [name])
+    if figure and (classes := _classes(experiment, name)):
+        files.append(classes)
+    return files
+
+
+def run_records(experiment: Experiment, names: list[str]) -> list[Path]:
+    """Completion records of the runs in tables and figures and of all that they start from."""
+    runs = [run for name in names for row in experiment.rows(name) for run in row.runs]
+    return [experiment.folder(run) / "run.json" for run in experiment.behind(runs)]
+
+
+def _evaluations(
+    experiment: Experiment, name: str, shown: Table | Figure
+) -> Iterator[tuple[str, str]]:
+    """Those that a table or figure reads and the experiment makes, as (run, name)."""
+    for row in experiment.rows(name):
+        for pair in itertools.product(row.runs, shown.reads(row.method)):
+            if pair in experiment.asked:
+                yield pair
+
+
+def _classes(experiment: Experiment, name: str) -> Path | None:
+    """The index that names the classes a figure shows, if it shows any."""
+    shown = FIGURES[name]
+    for pair in _evaluations(experiment, name, shown) if shown.names_classes else ():
+        split = experiment.evaluation(*pair).test_split
+        return experiment.shards(experiment.default_dataset, split) / "index.json"
+    return None
+
+
 def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
-    """The resolved file of every run and evaluation, and where it is."""
+    """The resolved file of every run, evaluation, table and figure and of the claims, by path."""
     for run in experiment.runs:
         yield experiment.folder(run) / "config.yaml", run_config(experiment, run)
     for run, name in experiment.evaluations:
         path = experiment.root / "evaluations" / run / f"{name}.yaml"
         yield path, evaluation_config(experiment, run, name)
+    for figure, kind, names in (
+        (False, "tables", tables(experiment)),
+        (True, "figures", figures(experiment)),
+    ):
+        for name in names:
+            path = experiment.root / kind / f"{name}.yaml"
+            yield path, shown_config(experiment, name, figure)
+    yield experiment.root / "claims.yaml", claims_config(experiment)
+
+
+def missing_images(
+    experiment: Experiment, splits: Iterable[tuple[str, str]] | None = None
+) -> list[str]:
+    """What a start would not find of the images: a sentence each, empty if all is there.
+
+    Args:
+        experiment: whose.
+        splits: (dataset, split) to look for; none: all.
+    """
+    faults = []
+    for name, split in experiment.splits if splits is None else splits:
+        given = experiment.datasets[name].splits[split]
+        if (experiment.shards(name, split) / "index.json").exists():
+            continue
+        where, images = f"{experiment.file}: datasets: {name}", experiment.images(name, split)
+        if given.images is not None and not images.exists():
+            faults.append(
+                f"{where}: no images at {images} (split {split}); "
+                "correct `images` there or put the images in place"
+            )
+        lost = [file for file in given.files() if not Path(file).exists()]
+        faults += [f"{where}: no file {file} (split {split})" for file in lost]
+    return faults
+
+
+def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -> list[str]:
+    """Likewise, a sentence a file of weights that is to be imported, for runs or for all."""
+    chosen = [experiment.runs[name] for name in (experiment.runs if runs is None else runs)]
+    return [
+        f"{experiment.file}: runs: {run.name}: no weights at {run.weights}; correct `weights` "
+        "there or fetch them (maect retrieve, docs/weights.md)"
+        for run in chosen
+        if run.weights is not None
+        and not (experiment.folder(run.name) / "run.json").exists()
+        and not run.weights.is_file()
+    ]
+
+
+def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]) -> list[str]:
+    """Likewise, a sentence a folder of low-shot lists that evaluations of runs read."""
+    given = [experiment.evaluation(*one).lists for one in evaluations]
+    return [
+        f"{experiment.file}: protocols: no folder {folder} of low-shot lists; "
+        f"`maect retrieve low_shot_lists {folder}` brings them"
+        for folder in sorted({folder for folder in given if folder})
+        if not Path(folder).expanduser().is_dir()
+    ]

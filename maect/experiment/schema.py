@@ -8,8 +8,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from maect.core.errors import UserError
-from maect.core.names import did_you_mean
+from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings
 from maect.data.sources import SOURCES, Source
 from maect.data.sources.folder import Folder

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 
 from maect.core.errors import UserError
 from maect.models.layouts import LAYOUTS, Layout, Location
-from maect.models.positions import sincos_2d
-from maect.models.vit import build_encoder
+from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
 from maect.recipes import Encoder, like, load_encoder, sizes
 

@@ -6,8 +6,7 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from maect.models.positions import sincos_2d
-from maect.models.vit import initialize, use_attention
+from maect.models.vit import initialize, sincos_2d, use_attention
 from maect.recipes import Encoder
 
 

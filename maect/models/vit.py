@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maect.core.errors import UserError
-from maect.models.positions import sincos_2d
 from maect.recipes import Encoder
 
 log = logging.getLogger(__name__)
@@ -202,3 +201,52 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         yield
+
+
+def sincos_2d(width: int, grid: int, prefix: int = 0) -> Tensor:
+    """Embedding of the cells of a square grid, row by row.
+
+    The first half of the channels encodes the column and the second half the row, each as sines
+    followed by cosines of `position / 10000^(i / (width / 4))`.
+
+    Args:
+        width: channels, a multiple of 4.
+        grid: cells per side.
+        prefix: rows of zeros before them, for tokens that are no patches.
+
+    Returns:
+        float32 [1, prefix + grid * grid, width], computed in float64.
+    """
+    if width % 4:
+        raise ValueError(f"width {width} is not a multiple of 4")
+    frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    angle = torch.arange(grid, dtype=torch.float64)[:, None] * frequency
+    line = torch.cat([angle.sin(), angle.cos()], dim=1)
+    columns = line[None, :, :].expand(grid, grid, -1)
+    rows = line[:, None, :].expand(grid, grid, -1)
+    table = torch.cat([columns, rows], dim=2).reshape(1, grid * grid, width).float()
+    return F.pad(table, (0, 0, prefix, 0))
+
+
+log = logging.getLogger(__name__)
+
+Precision = Literal["fp32", "bf16"]
+
+
+def mixed_precision(device: torch.device, precision: Precision) -> torch.autocast:
+    """Context in which matrix products are computed in bfloat16, if asked for and sensible."""
+    wanted = precision == "bf16" and bfloat16_on(device.type) != "float32"
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+
+
+@cache
+def bfloat16_on(device_type: str) -> str:
+    """Name what computes bfloat16 matrix products: "cuda", "cpu", or "float32" instead of them.
+
+    x86 CPUs without AVX-512 have neither instructions nor library kernels for them: there they take
+    60 times as long as in float32, which is the more exact one. Warns once.
+    """
+    if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return device_type
+    log.warning("precision: this CPU computes no bfloat16; using float32")
+    return "float32"

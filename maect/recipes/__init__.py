@@ -1,32 +1,250 @@
 """The paper's hyper-parameter tables as data, and the shapes that they speak of.
 
-Imports nothing heavy: a dry run of the pipeline reads these to validate an experiment.
+Nothing heavy is imported: a dry run of the pipeline reads these to validate an experiment.
+
+`base` names the entry that an entry starts from; what it says itself replaces what the base says,
+`head` key by key. A mapping whose keys are encoder sizes gives one value for each of them, and a
+size that is not among them has the value of the size which it is `like` (`encoders.yaml`).
 """
 
-from maect.recipes.settings import AUGMENTATIONS, Contrastive, Encoder, View, visible_patches
-from maect.recipes.tables import (
-    like,
-    load_encoder,
-    merge,
-    recipe_names,
-    recipe_values,
-    sizes,
-    variant_names,
-    variant_values,
-)
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from typing import Any, Literal
 
-__all__ = [
-    "AUGMENTATIONS",
-    "Contrastive",
-    "Encoder",
-    "View",
-    "like",
-    "load_encoder",
-    "merge",
-    "recipe_names",
-    "recipe_values",
-    "sizes",
-    "variant_names",
-    "variant_values",
-    "visible_patches",
-]
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from maect.core.errors import UserError, did_you_mean
+from maect.core.settings import Settings, later, one_line
+
+
+class Encoder(Settings):
+    """A vision transformer's shape and how its output becomes one feature vector."""
+
+    image_size: int = Field(gt=0)
+    patch_size: int = Field(gt=0)
+    width: int = Field(gt=0)
+    depth: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    decoder_width: int = Field(gt=0)
+    decoder_depth: int = Field(gt=0)
+    decoder_heads: int = Field(gt=0)
+    mae_pooling: Literal["cls", "mean"]
+    """How evaluations pool an encoder that was only pre-trained."""
+    ct_pooling: Literal["cls", "mean"]
+    """What the NNCLR head reads, and how evaluations pool a tuned encoder."""
+    class_token: bool = True
+    """Only some imported encoders (I-JEPA) have none; no stage trains them."""
+    registers: int = later(0, ge=0)
+    """Tokens beside [CLS] that nothing reads (Darcet et al. 2024)."""
+
+    @property
+    def patches(self) -> int:
+        """Number of patch tokens of one image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Number of tokens before the patches: [CLS] and registers."""
+        return int(self.class_token) + self.registers
+
+    @model_validator(mode="after")
+    def _divisible(self) -> "Encoder":
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size {self.image_size} is not a multiple of patch_size {self.patch_size}"
+            )
+        for part, width, heads in (
+            ("width", self.width, self.heads),
+            ("decoder_width", self.decoder_width, self.decoder_heads),
+        ):
+            if width % heads:
+                raise ValueError(f"{part} {width} is not a multiple of its {heads} heads")
+            if width % 4:
+                raise ValueError(f"{part} {width} is not a multiple of 4 (sine-cosine positions)")
+        return self
+
+
+def visible_patches(patches: int, mask_ratio: float) -> int:
+    """Patches left after masking, rounded down as in MAE."""
+    return int(patches * (1 - mask_ratio))
+
+
+class View(Settings):
+    """How one view of an image is made: probabilities of each random change.
+
+    Strengths are those of BYOL (`docs/data.md`); order: crop, flip, jitter, blur, gray, solarize.
+    """
+
+    crop_scale: tuple[float, float]
+    flip: float = 0.5
+    jitter: float = 0.0
+    blur: float = 0.0
+    gray: float = 0.0
+    solarize: float = 0.0
+
+
+# MAE: scale from 0.2; tuning and probing from 0.08; the aug variant follows BYOL's asymmetry.
+AUGMENTATIONS: dict[str, tuple[View, View]] = {
+    "mae": (View(crop_scale=(0.2, 1.0)),) * 2,
+    "min": (View(crop_scale=(0.08, 1.0)),) * 2,
+    "aug": (
+        View(crop_scale=(0.08, 1.0), jitter=0.8, blur=1.0, gray=0.2),
+        View(crop_scale=(0.08, 1.0), jitter=0.8, blur=0.1, gray=0.2, solarize=0.2),
+    ),
+}
+
+
+class Contrastive(Settings):
+    """The NNCLR head (paper, section 3 and A.2): shape, lookup and loss."""
+
+    queue_size: int = Field(default=65536, gt=0)
+    projector_hidden: int = Field(default=2048, gt=0)
+    predictor_hidden: int = Field(default=4096, gt=0)
+    embedding: int = Field(default=256, gt=0)
+    temperature: float = Field(gt=0)
+    topk: int = Field(ge=1)
+    projector_ema: float = Field(ge=0, lt=1)
+    """Momentum of the projector on the lookup path; 0 means the projector itself."""
+    lookup: Literal["topk", "none", "oracle"] = "topk"
+    """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
+    head_lr: float = Field(gt=0)
+    head_weight_decay: float = Field(ge=0)
+
+
+@cache
+def _read(name: str) -> dict[str, Any]:
+    text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+@cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    """Every recipe with what it inherits; a file without a stage only serves as a base."""
+    files = (file.name for file in resources.files(__package__).iterdir())
+    names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+    own = {name: _read(name) for name in names if name not in ("encoders", "evaluations")}
+    recipes = {name: _inherit(own, name) for name in own}
+    return {name: recipe for name, recipe in recipes.items() if "stage" in recipe}
+
+
+@cache
+def _variants() -> dict[str, dict[str, Any]]:
+    """Every entry of `evaluations.yaml` with what it inherits."""
+    own = _read("evaluations")
+    return {name: _inherit(own, name) for name in own}
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Names of the recipes that come with the package."""
+    return tuple(_recipes())
+
+
+def variant_names() -> tuple[str, ...]:
+    """Names of the evaluations in `evaluations.yaml`."""
+    return tuple(_variants())
+
+
+def sizes() -> tuple[str, ...]:
+    """Names of the encoder sizes, smallest first."""
+    return tuple(_read("encoders"))
+
+
+def recipe_values(name: str, size: str) -> dict[str, Any]:
+    """All that a recipe says for an encoder size, its stage among it.
+
+    Raises:
+        UserError: unknown recipe or size.
+    """
+    if name not in _recipes():
+        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, _recipes())}")
+    return _at_size(_recipes()[name], size, f"recipe {name}")
+
+
+def variant_values(name: str, size: str) -> dict[str, Any]:
+    """All that `evaluations.yaml` says for an evaluation and an encoder size; {} if nothing.
+
+    Raises:
+        UserError: unknown size.
+    """
+    return _at_size(_variants().get(name, {}), size, f"evaluation {name}")
+
+
+def load_encoder(size: str, image_size: int | None = None) -> Encoder:
+    """The encoder of a size, for its own or another image size.
+
+    Raises:
+        UserError: unknown size, or an image size that the patches do not tile.
+    """
+    values: dict[str, Any] = {}
+    for name in reversed(like(size)):
+        values |= _read("encoders")[name]
+    values.pop("like", None)
+    if image_size is not None:
+        values["image_size"] = image_size
+    try:
+        return Encoder.model_validate(values)
+    except ValidationError as error:
+        raise one_line(error, f"encoder {size}") from None
+
+
+def like(size: str) -> tuple[str, ...]:
+    """A size, the one that it is like, the one that this is like, and so on.
+
+    Raises:
+        UserError: unknown size.
+    """
+    if size not in sizes():
+        raise UserError(f"unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
+    other = _read("encoders")[size].get("like")
+    return (size,) if other is None else (size, *like(other))
+
+
+def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with changes; a mapping such as `head: {topk: 1}` changes single keys of one."""
+    merged = dict(values)
+    for key, value in changes.items():
+        old: Any = merged.get(key)
+        nested = isinstance(value, Mapping) and isinstance(old, Mapping) and not _by_size(value)
+        merged[key] = {**old, **value} if nested else value
+    return merged
+
+
+def _inherit(entries: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """An entry with everything that it has from its bases.
+
+    Raises:
+        UserError: a base that does not exist.
+    """
+    if name not in entries:
+        raise UserError(f"recipes: unknown base {name!r}; {did_you_mean(name, entries)}")
+    own = dict(entries[name])
+    base = own.pop("base", None)
+    return own if base is None else merge(_inherit(entries, base), own)
+
+
+def _by_size(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and value.keys() <= set(sizes())
+
+
+def _at_size(values: Mapping[str, Any], size: str, where: str) -> dict[str, Any]:
+    """Pick one size's values.
+
+    Raises:
+        UserError: unknown size, or a value that is given for other sizes only.
+    """
+    if size not in sizes():
+        raise UserError(f"{where}: unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
+
+    def pick(key: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        if not _by_size(value):
+            return {inner: pick(f"{key}.{inner}", v) for inner, v in value.items()}
+        for name in like(size):
+            if name in value:
+                return value[name]
+        raise UserError(f"{where}: {key} has no value for {size} or a size that it is like")
+
+    return {key: pick(key, value) for key, value in values.items()}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.recipes.tables import recipe_names, recipe_values, sizes, variant_names, variant_values
+from maect.recipes import recipe_names, recipe_values, sizes, variant_names, variant_values
 
 
 def table_of(name: str) -> str:

@@ -6,7 +6,7 @@ optimizer). The backward pass of a product costs one more product for each facto
 gradient.
 """
 
-from maect.recipes.settings import Contrastive, Encoder
+from maect.recipes import Contrastive, Encoder
 
 # Dense bfloat16 rates of one device in FLOP/s (NVIDIA's data sheets), by words of the name that
 # the driver gives; of several that fit, the first.

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import ConfigDict, StringConstraints
 from pydantic.dataclasses import dataclass
 
-from maect.core.settings_file import LocalPath, SettingsFile
+from maect.core.settings import LocalPath, SettingsFile
 
 Name = Annotated[str, StringConstraints(min_length=1)]
 

@@ -8,8 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from maect.core.errors import UserError
-from maect.core.names import did_you_mean
+from maect.core.errors import UserError, did_you_mean
 from maect.report.config import Row
 
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import field_validator
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, sha256_file, write_json
-from maect.core.names import did_you_mean
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
 from maect.stages.base import Stage

@@ -24,7 +24,7 @@ import psutil
 
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
-from maect.stages.config import RunConfig
+from maect.stages.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests/cluster"), str(ROOT / "tests/unit/launch")]

@@ -24,9 +24,9 @@ from typing import Any
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.flops import parameters
 from maect.stages import Stage, load_recipe
-from maect.stages.config import RunConfig
 from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
+from maect.stages.run import RunConfig
 from maect.stages.tune import Tune
 
 RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}

@@ -16,7 +16,7 @@ from slurm_run import SlurmRun
 from maect.launch.record import saved_step
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
-from maect.stages.config import RunConfig
+from maect.stages.run import RunConfig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

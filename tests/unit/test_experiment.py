@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.experiment import load, resolve, shown
-from maect.experiment.check import missing_images
-from maect.experiment.resolve import run_config
-from maect.experiment.rows import names
+from maect.experiment import load, resolve
+from maect.experiment.expand import names
+from maect.experiment.resolve import missing_images, run_config
 from maect.report.config import Row
 from maect.stages import load_recipe
 
@@ -85,7 +84,7 @@ def test_a_resolved_run_says_what_the_file_says(tmp_path: Path) -> None:
 
 def test_every_resolved_file_is_read_back_as_it_was(tmp_path: Path) -> None:
     found = load("digits")
-    for path, told in [*resolve.files(found), *shown.files(found)]:
+    for path, told in resolve.files(found):
         file = tmp_path / path.relative_to(found.root)
         told.write(file)
         assert type(told).read(file).digest == told.digest, path
@@ -339,7 +338,7 @@ def test_other_images_than_the_papers_are_not_compared_with_it(
     given = {"tables": ["low_shot"], "figures": ["pipeline"], "compare_with_paper": compared}
     found = load(write(tmp_path, **given))
     for name, figure in (("low_shot", False), ("pipeline", True)):
-        assert shown.shown_config(found, name, figure).compare_with_paper == compared
+        assert resolve.shown_config(found, name, figure).compare_with_paper == compared
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.experiment import load
-from maect.experiment.check import missing_images
+from maect.experiment.resolve import missing_images
 from maect.tools.new_experiment import (
     about,
     evaluated,

@@ -12,8 +12,7 @@ from maect.evaluate import load_evaluation
 from maect.evaluate.config import EvaluationConfig
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
-from maect.stages.config import RunConfig
-from maect.stages.run import train
+from maect.stages.run import RunConfig, train
 
 
 def tuning(root: Path) -> RunConfig:

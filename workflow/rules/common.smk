@@ -11,7 +11,7 @@ from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
 from maect.evaluate import PROTOCOLS
-from maect.experiment import check, resolve, shown
+from maect.experiment import resolve
 from maect.experiment.schema import fill_path
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.report import registry
@@ -138,7 +138,7 @@ def image_folder(wildcards):
 
 @cache  # a split may have a thousand shards
 def images_at(dataset, split):
-    warn(check.missing_images(experiment, [(dataset, split)]))
+    warn(resolve.missing_images(experiment, [(dataset, split)]))
     return str(experiment.images(dataset, split))
 
 
@@ -158,13 +158,13 @@ def run_digest(wildcards):
 
 def weights_file(wildcards):
     """Passed as a resource, not in `params`: weights that moved re-run nothing."""
-    warn(check.missing_weights(experiment, [wildcards.run]))
+    warn(resolve.missing_weights(experiment, [wildcards.run]))
     return str(experiment.runs[wildcards.run].weights)
 
 
 def evaluation_digest(wildcards):
     pair = wildcards.run, wildcards.evaluation
-    warn(check.missing_lists(experiment, [pair]))
+    warn(resolve.missing_lists(experiment, [pair]))
     return resolve.evaluation_config(experiment, *pair).digest
 
 
@@ -182,8 +182,8 @@ def resolved(job):
     if name in STAGES or name == "import_weights":
         return resolve.run_config(experiment, given.run)
     if name in ("table", "figure"):
-        return shown.shown_config(experiment, given[0], figure=name == "figure")
-    return shown.claims_config(experiment) if name == "claims" else None
+        return resolve.shown_config(experiment, given[0], figure=name == "figure")
+    return resolve.claims_config(experiment) if name == "claims" else None
 
 
 def start():
@@ -202,11 +202,11 @@ def start():
         )
 
     faults = [
-        *check.missing_images(experiment, those_of("plan_shards", "dataset", "split")),
-        *check.missing_weights(
+        *resolve.missing_images(experiment, those_of("plan_shards", "dataset", "split")),
+        *resolve.missing_weights(
             experiment, [run for (run,) in those_of("import_weights", "run")]
         ),
-        *check.missing_lists(
+        *resolve.missing_lists(
             experiment,
             [
                 pair

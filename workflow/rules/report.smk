@@ -1,9 +1,9 @@
-TABLES, FIGURES = shown.tables(experiment), shown.figures(experiment)
+TABLES, FIGURES = resolve.tables(experiment), resolve.figures(experiment)
 
 
 rule table:
     input:
-        lambda w: shown.read_by(experiment, w.table, figure=False),
+        lambda w: resolve.read_by_shown(experiment, w.table, figure=False),
     output:
         f"{ROOT}/tables/{{table}}.csv",
         f"{ROOT}/tables/{{table}}.md",
@@ -25,7 +25,7 @@ rule table:
         ENVIRONMENT
     params:
         config=f"{ROOT}/tables/{{table}}.yaml",
-        digest=lambda w: shown.shown_config(experiment, w.table, figure=False).digest,
+        digest=lambda w: resolve.shown_config(experiment, w.table, figure=False).digest,
         caption=lambda w: registry.TABLES[w.table].caption,
     message:
         "Table {wildcards.table}"
@@ -35,7 +35,7 @@ rule table:
 
 rule figure:
     input:
-        lambda w: shown.read_by(experiment, w.figure, figure=True),
+        lambda w: resolve.read_by_shown(experiment, w.figure, figure=True),
     output:
         f"{ROOT}/figures/{{figure}}.pdf",
         report(
@@ -55,7 +55,7 @@ rule figure:
         ENVIRONMENT
     params:
         config=f"{ROOT}/figures/{{figure}}.yaml",
-        digest=lambda w: shown.shown_config(experiment, w.figure, figure=True).digest,
+        digest=lambda w: resolve.shown_config(experiment, w.figure, figure=True).digest,
         caption=lambda w: registry.FIGURES[w.figure].caption,
     message:
         "Figure {wildcards.figure}"
@@ -65,7 +65,7 @@ rule figure:
 
 rule claims:
     input:
-        shown.records(experiment, TABLES),
+        resolve.run_records(experiment, TABLES),
         expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
     output:
         f"{ROOT}/claims.csv",
@@ -84,7 +84,7 @@ rule claims:
         ENVIRONMENT
     params:
         config=f"{ROOT}/claims.yaml",
-        digest=shown.claims_config(experiment).digest,
+        digest=resolve.claims_config(experiment).digest,
     message:
         "Claims"
     shell:

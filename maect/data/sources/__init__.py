@@ -6,8 +6,7 @@ and its help know it from there.
 
 from pathlib import Path
 
-from maect.core.errors import UserError
-from maect.core.names import did_you_mean
+from maect.core.errors import UserError, did_you_mean
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, Source
 from maect.data.sources.folder import Folder, Unlabelled
 from maect.data.sources.image_list import ImageList

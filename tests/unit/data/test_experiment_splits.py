@@ -19,7 +19,7 @@ from maect.data.sources import SOURCES, open_source
 from maect.data.sources.folder import Folder
 from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
-from maect.experiment.check import missing_images
+from maect.experiment.resolve import missing_images
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,7 +12,7 @@ from maect.evaluate import features
 from maect.evaluate.encoding import Encoding
 from maect.evaluate.features import extract, part_ranges
 from maect.evaluate.store import open_features
-from maect.models.precision import bfloat16_on
+from maect.models.vit import bfloat16_on
 from maect.models.weights import load_encoder_weights, save_encoder
 
 from .conftest import Rank

@@ -25,7 +25,13 @@ from ranks import run
 from .conftest import Rank, resolved
 
 ranks._server.set_forkserver_preload(
-    ["maect.stages.run", "deepspeed", "torch.utils.tensorboard", "maect.evaluate.fine_tuned"]
+    [
+        "maect.train.trainer",
+        "maect.stages.objectives",
+        "deepspeed",
+        "torch.utils.tensorboard",
+        "maect.evaluate.fine_tuned",
+    ]
 )
 
 SETTINGS = Accuracy(

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from maect import recipes
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.models.checkpoints import convert, find_layout, read_checkpoint
 from maect.models.layouts import LAYOUTS
 from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
-from maect.recipes import tables
 from maect.stages.imported import import_weights
 
 PUBLISHED = [
@@ -110,12 +110,12 @@ def test_sizes_are_found_from_the_shapes(size, image_size, arguments):
 
 def test_registers_are_seen_and_fitted(monkeypatch):
     """And sizes like another one leave that one's weights to it."""
-    entries = tables._read("encoders") | {
+    entries = recipes._read("encoders") | {
         "reg": {"like": "tiny", "registers": 3},
         "tiny32": {"like": "tiny", "image_size": 32},
     }
-    read = tables._read
-    monkeypatch.setattr(tables, "_read", lambda n: entries if n == "encoders" else read(n))
+    read = recipes._read
+    monkeypatch.setattr(recipes, "_read", lambda n: entries if n == "encoders" else read(n))
     checkpoint, weights = plain_vit.mae()
     assert convert(checkpoint, "mae", "x").size == "tiny"
     token, moved = torch.randn(1, 3, 64), torch.randn(1, 3, 64)

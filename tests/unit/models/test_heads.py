@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from maect.models.heads import NNCLRHead, as_buffers, info_nce, topk_nn
-from maect.models.norm import GlobalBatchNorm
+from maect.models.heads import GlobalBatchNorm, NNCLRHead, as_buffers, info_nce, topk_nn
 from maect.models.vit import seeded
 from maect.recipes import Contrastive
 

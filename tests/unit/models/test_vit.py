@@ -10,8 +10,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.nn import functional as F
 
 from maect.models.decoder import Decoder, patchify, reconstruction_loss
-from maect.models.positions import sincos_2d
-from maect.models.vit import build_encoder, seeded
+from maect.models.vit import build_encoder, seeded, sincos_2d
 from maect.models.weights import load_encoder_weights, save_encoder
 from maect.recipes import Encoder
 

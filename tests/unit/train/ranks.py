@@ -16,7 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
-    ["maect.stages.run", "maect.stages.classifier", "deepspeed", "torch.utils.tensorboard"]
+    ["maect.train.trainer", "maect.stages.objectives", "deepspeed", "torch.utils.tensorboard"]
 )
 
 

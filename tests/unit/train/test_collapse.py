@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from maect.models.heads import NNCLRHead
 from maect.models.vit import seeded
 from maect.stages import load_recipe
-from maect.stages.collapse import collapse, effective_rank, newest, uniformity
+from maect.stages.objectives import collapse, effective_rank, newest, uniformity
 
 
 def test_uniformity_and_rank_against_their_formulas():

@@ -16,8 +16,7 @@ from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maect.core.errors import UserError
-from maect.models.precision import mixed_precision
-from maect.models.vit import build_encoder, flash_kernel, seeded, use_attention
+from maect.models.vit import build_encoder, flash_kernel, mixed_precision, seeded, use_attention
 from maect.stages import load_recipe
 from maect.train.checkpoint import Saver, saved
 from maect.train.engine import compile_blocks

@@ -15,9 +15,8 @@ from maect.models.vit import build_encoder
 from maect.models.weights import load_encoder_weights
 from maect.recipes import load_encoder, recipe_names, recipe_values, variant_names
 from maect.stages import STAGES, Training, load_recipe, starts_from
-from maect.stages.config import RunConfig
 from maect.stages.imported import import_weights
-from maect.stages.run import train
+from maect.stages.run import RunConfig, train
 
 ENCODER = load_encoder("tiny")
 SHORT = {"batch_size": 16, "epochs": 2, "precision": "fp32"}  # 5 steps of the 40 images
