@@ -202,7 +202,9 @@ def start():
         )
 
     faults = [
-        *resolve.missing_images(experiment, those_of("plan_shards", "dataset", "split")),
+        *resolve.missing_images(
+            experiment, those_of("plan_shards", "dataset", "split")
+        ),
         *resolve.missing_weights(
             experiment, [run for (run,) in those_of("import_weights", "run")]
         ),
