@@ -13,10 +13,11 @@ from maect.evaluate.base import Count, Images, Input, Protocol, Shards, Trained
 from maect.evaluate.job import Job
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
-from maect.stages.fine_tune import FineTune, Recipe
+from maect.stages.base import Supervised
+from maect.stages.fine_tune import FineTune
 
 
-class Accuracy(Recipe, Protocol):
+class Accuracy(Supervised, Protocol):
     """Mean accuracy over fine-tunings: of every seed, or every number of shots and split."""
 
     name: ClassVar[str] = "accuracy"
@@ -44,7 +45,7 @@ class Accuracy(Recipe, Protocol):
 
     def trainings(self) -> dict[str, tuple[FineTune, int]]:
         """Settings and seed of each run that is scored, by the last part of its name."""
-        recipe = {name: getattr(self, name) for name in Recipe.model_fields}
+        recipe = {name: getattr(self, name) for name in Supervised.model_fields}
         base = FineTune(**recipe, subset_seed=self.seed)
         if not self.shots:
             seeds = range(self.seed, self.seed + self.seeds)

@@ -1,11 +1,11 @@
-"""What a stage declares, and what all stages that train have in common; no torch at import."""
+"""What a stage declares, and the settings that stages have in common; no torch at import."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.settings import Settings
@@ -15,9 +15,10 @@ from maect.recipes.flops import parameters
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
     from maect.data.transforms import Change
-    from maect.stages.objectives import ViewsObjective
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
+
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 EVERY_OTHER = "every other"
 """Stands in `starts_from` for all stages but the one itself."""
@@ -73,12 +74,12 @@ class Stage(Settings):
         return 4 * parameters(encoder)
 
 
-class Training(Stage):
-    """Settings of every stage that trains."""
+class Updates(Settings):
+    """How the updates of a training are computed."""
 
     epochs: int = Field(gt=0)
     batch_size: int = Field(gt=0)
-    """Images in the global batch, over all ranks; each gives `views` views."""
+    """Images in the global batch, over all ranks; each gives one view or more."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -86,12 +87,7 @@ class Training(Stage):
     accumulation: int = Field(default=1, gt=0)
     """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
     compile: bool = False
-    attention: Literal["sdpa", "flash_attn"] = "sdpa"
     activation_checkpointing: bool = False
-
-    def images_of(self, images: int, classes: int) -> int:
-        """Images of an epoch, of a training split with so many images and classes."""
-        return images
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of processes that the batch does not split over.
@@ -102,6 +98,16 @@ class Training(Stage):
         if self.batch_size % (ranks * self.accumulation):
             parts = f"{ranks} ranks x accumulation {self.accumulation}"
             raise UserError(f"batch_size {self.batch_size} is not a multiple of {parts}")
+
+
+class Training(Updates, Stage):
+    """Settings of every stage that trains."""
+
+    attention: Literal["sdpa", "flash_attn"] = "sdpa"
+
+    def images_of(self, images: int, classes: int) -> int:
+        """Images of an epoch, of a training split with so many images and classes."""
+        return images
 
     def total_steps(self, images: int) -> int:
         """Updates; batches straddle epochs, so nothing is dropped but the last rest."""
@@ -239,10 +245,6 @@ class SelfSupervised(Training):
         if not encoder.class_token:
             raise ValueError("an encoder without [CLS] token is not trained without labels")
 
-    def objective(self, encoder: Encoder, seed: int) -> "ViewsObjective":
-        """The objective with random weights."""
-        raise NotImplementedError
-
     def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
         """The head's rates for the head, `encoder_rates` for everything else."""
         from maect.train.optimizer import grouped
@@ -285,3 +287,79 @@ class SelfSupervised(Training):
                 "those of the whole global batch"
             )
         return self
+
+
+class Supervised(Updates):
+    """Settings of training with labels (paper, B and E); defaults: MAE's recipe for ViT-L."""
+
+    fraction: Fraction = 1.0
+    """Of the labels of every class."""
+    subsets: str | None = None
+    """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
+
+    epochs: int = Field(default=50, gt=0)
+    batch_size: int = Field(default=1024, gt=0)
+    base_lr: float = Field(default=1e-3, gt=0)
+    """Multiplied by batch_size / 256."""
+    min_lr: float = Field(default=1e-6, ge=0)
+    """Where the cosine ends, for the uppermost layers."""
+    warmup_epochs: float = Field(default=5, ge=0)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    weight_decay: float = Field(default=0.05, ge=0)
+    layer_decay: float = Field(default=0.75, gt=0, le=1)
+    frozen_blocks: int = Field(default=0, ge=0)
+    """The lowest so many blocks, with patch embedding and [CLS] token."""
+    drop_path: float = Field(default=0.2, ge=0, lt=1)
+    drop_path_schedule: Literal["linear", "constant"] = "linear"
+    """Over the blocks; linear starts from 0."""
+    pooling: Literal["encoder", "cls", "mean", "fc_norm"] = "fc_norm"
+    """`encoder`: as in its file; `fc_norm`: a new norm on the mean of un-normed patches (MAE)."""
+    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
+    mixup: float = Field(default=0.8, ge=0)
+    """Parameter of Mixup's beta distribution; 0: no Mixup."""
+    cutmix: float = Field(default=1.0, ge=0)
+    """Likewise of CutMix; with both, each batch gets one of them at random."""
+    random_erasing: float = Field(default=0.25, ge=0, le=1)
+    """Probability for an image."""
+    randaugment_layers: int = Field(default=2, ge=0)
+    """Operations on an image; 0: no RandAugment."""
+    randaugment_magnitude: float = Field(default=9.0, ge=0, le=10)
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    flip: float = Field(default=0.5, ge=0, le=1)
+    zero_stage: Literal[0, 1, 2] = 1
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed in pairs."""
+        return bool(self.mixup or self.cutmix)
+
+    @property
+    def peak_lr(self) -> float:
+        """Peak learning rate of the classifier."""
+        return self.base_lr * self.batch_size / 256
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of processes that the batch does not split over.
+
+        Raises:
+            UserError: with the numbers.
+        """
+        super().check_ranks(ranks)
+        share = self.batch_size // (ranks * self.accumulation)
+        if self.mixes and share % 2:
+            raise UserError(
+                f"batch_size {self.batch_size}: Mixup and CutMix pair images, and {ranks} ranks x "
+                f"accumulation {self.accumulation} leave {share} each, an odd number"
+            )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(f"warmup_epochs {self.warmup_epochs} of {self.epochs} epochs")
+        if self.min_lr > self.peak_lr:
+            raise ValueError(f"min_lr {self.min_lr} is above the peak learning rate")
+        return self
+
+    def view_settings(self) -> tuple[View, ...]:
+        """One view: crop and flip; the rest comes after decoding."""
+        return (View(crop_scale=self.crop_scale, flip=self.flip),)

@@ -4,15 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
-from maect.core.settings import Settings
-from maect.recipes import Encoder, View
+from maect.recipes import Encoder
 from maect.recipes.flops import parameters, view_flops
-from maect.stages.base import EVERY_OTHER, Training
+from maect.stages.base import EVERY_OTHER, Supervised, Training
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
@@ -21,90 +20,8 @@ if TYPE_CHECKING:  # these import torch
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
 
-Fraction = Annotated[float, Field(gt=0, le=1)]
 
-
-class Recipe(Settings):
-    """How fine-tuning trains (paper, B and E); defaults: MAE's recipe for ViT-L."""
-
-    fraction: Fraction = 1.0
-    """Of the labels of every class."""
-    subsets: str | None = None
-    """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
-
-    epochs: int = Field(default=50, gt=0)
-    batch_size: int = Field(default=1024, gt=0)
-    base_lr: float = Field(default=1e-3, gt=0)
-    """Multiplied by batch_size / 256."""
-    min_lr: float = Field(default=1e-6, ge=0)
-    """Where the cosine ends, for the uppermost layers."""
-    warmup_epochs: float = Field(default=5, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.999, ge=0, lt=1)
-    weight_decay: float = Field(default=0.05, ge=0)
-    layer_decay: float = Field(default=0.75, gt=0, le=1)
-    frozen_blocks: int = Field(default=0, ge=0)
-    """The lowest so many blocks, with patch embedding and [CLS] token."""
-    drop_path: float = Field(default=0.2, ge=0, lt=1)
-    drop_path_schedule: Literal["linear", "constant"] = "linear"
-    """Over the blocks; linear starts from 0."""
-    pooling: Literal["encoder", "cls", "mean", "fc_norm"] = "fc_norm"
-    """`encoder`: as in its file; `fc_norm`: a new norm on the mean of un-normed patches (MAE)."""
-    label_smoothing: float = Field(default=0.1, ge=0, lt=1)
-    mixup: float = Field(default=0.8, ge=0)
-    """Parameter of Mixup's beta distribution; 0: no Mixup."""
-    cutmix: float = Field(default=1.0, ge=0)
-    """Likewise of CutMix; with both, each batch gets one of them at random."""
-    random_erasing: float = Field(default=0.25, ge=0, le=1)
-    """Probability for an image."""
-    randaugment_layers: int = Field(default=2, ge=0)
-    """Operations on an image; 0: no RandAugment."""
-    randaugment_magnitude: float = Field(default=9.0, ge=0, le=10)
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip: float = Field(default=0.5, ge=0, le=1)
-    precision: Literal["fp32", "bf16"] = "bf16"
-    accumulation: int = Field(default=1, gt=0)
-    """Forward passes per optimizer step."""
-    zero_stage: Literal[0, 1, 2] = 1
-    activation_checkpointing: bool = False
-    compile: bool = False
-
-    @property
-    def mixes(self) -> bool:
-        """Whether images are mixed in pairs."""
-        return bool(self.mixup or self.cutmix)
-
-    @property
-    def peak_lr(self) -> float:
-        """Peak learning rate of the classifier."""
-        return self.base_lr * self.batch_size / 256
-
-    def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of processes that the batch does not split over.
-
-        Raises:
-            UserError: with the numbers.
-        """
-        share, rest = divmod(self.batch_size, ranks * self.accumulation)
-        parts = f"{ranks} ranks x accumulation {self.accumulation}"
-        if rest:
-            raise UserError(f"batch_size {self.batch_size} is not a multiple of {parts}")
-        if self.mixes and share % 2:
-            raise UserError(
-                f"batch_size {self.batch_size}: Mixup and CutMix pair images, and {parts} leave "
-                f"{share} each, an odd number"
-            )
-
-    @model_validator(mode="after")
-    def _possible(self) -> "Recipe":
-        if self.warmup_epochs >= self.epochs:
-            raise ValueError(f"warmup_epochs {self.warmup_epochs} of {self.epochs} epochs")
-        if self.min_lr > self.peak_lr:
-            raise ValueError(f"min_lr {self.min_lr} is above the peak learning rate")
-        return self
-
-
-class FineTune(Recipe, Training):  # type: ignore[misc]  # zero_stage without 3
+class FineTune(Supervised, Training):
     """Supervised fine-tuning of an encoder on all labels or few: one training."""
 
     name: ClassVar[str] = "fine_tune"
@@ -141,10 +58,6 @@ class FineTune(Recipe, Training):  # type: ignore[misc]  # zero_stage without 3
             return fraction
         lowest = self.min_lr / self.peak_lr
         return lowest + (1 - lowest) * fraction
-
-    def view_settings(self) -> tuple[View, ...]:
-        """One view: crop and flip; the rest comes after decoding."""
-        return (View(crop_scale=self.crop_scale, flip=self.flip),)
 
     def images_of(self, images: int, classes: int) -> int:
         """Images of an epoch, of a training split with so many images and classes."""

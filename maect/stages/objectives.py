@@ -1,7 +1,7 @@
 """The stages that train as modules: from a batch to a loss."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -17,12 +17,8 @@ from maect.models.decoder import Decoder, reconstruction_loss
 from maect.models.heads import NNCLRHead
 from maect.models.vit import Pooling, VisionEncoder, mixed_precision, seeded
 from maect.recipes import visible_patches
-from maect.stages.base import SelfSupervised
-from maect.stages.pretrain import Pretrain
+from maect.stages.base import SelfSupervised, Supervised
 from maect.train.objective import Gathered, Objective
-
-if TYPE_CHECKING:
-    from maect.stages.fine_tune import FineTune
 
 
 @dataclass
@@ -118,18 +114,21 @@ class MaskedAutoencoder(ViewsObjective):
 
     def __init__(
         self,
-        stage: Pretrain,
+        stage: SelfSupervised,
         encoder: VisionEncoder,
         decoder: Decoder,
         head: NNCLRHead | None,
         seed: int,
+        *,
+        normalize_pixels: bool,
+        detached: bool,
+        weight: float,
     ) -> None:
         super().__init__(stage, encoder, seed)
         # In this order: DeepSpeed lays parameters out as modules list them.
         self.decoder, self.head = decoder, head
-        self.normalize_pixels = stage.normalize_pixels
-        self.detached = stage.contrastive == "detached"
-        self.weight = 1.0 if self.detached else stage.contrastive_weight
+        self.normalize_pixels, self.detached = normalize_pixels, detached
+        self.weight = 1.0 if detached else weight
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """MAE's loss over all views, [] and scalars to log."""
@@ -224,7 +223,7 @@ class Classifier(Objective):
     """Cross-entropy of a linear classifier on the pooled encoder."""
 
     def __init__(
-        self, stage: "FineTune", encoder: VisionEncoder, classes: int, pooling: Pooling, seed: int
+        self, stage: Supervised, encoder: VisionEncoder, classes: int, pooling: Pooling, seed: int
     ) -> None:
         """Put a new classifier on an encoder.
 
@@ -307,7 +306,7 @@ def insert_drop_paths(encoder: VisionTransformer) -> list[DropPath]:
     return inserted
 
 
-def drop_rates(stage: "FineTune", depth: int) -> list[float]:
+def drop_rates(stage: Supervised, depth: int) -> list[float]:
     """Probability of dropping each residual branch, [2 * depth]: both of a block have the same."""
     if stage.drop_path_schedule == "constant" or depth == 1:
         rates = [stage.drop_path] * depth

@@ -47,7 +47,12 @@ class Pretrain(SelfSupervised):
             vit, decoder = build_encoder(encoder), Decoder(encoder)
             head = NNCLRHead(encoder.width, self.head) if self.head else None
         vit.checkpointing = self.activation_checkpointing
-        return MaskedAutoencoder(self, vit, decoder, head, seed)
+        return MaskedAutoencoder(
+            self, vit, decoder, head, seed,
+            normalize_pixels=self.normalize_pixels,
+            detached=self.contrastive == "detached",
+            weight=self.contrastive_weight,
+        )  # fmt: skip
 
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
