@@ -3,6 +3,8 @@
 import argparse
 import logging
 import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +23,24 @@ File = TypeVar("File", bound="SettingsFile")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 2 wrong input, 130 interrupted."""
+    """Run one command.
+
+    Returns:
+        The exit status: 0 done, 2 wrong input, 130 interrupted, 141 nobody reads the output.
+    """
+    try:
+        try:
+            return run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `maect ... | head` has read enough
+        # The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Run one command, each of its errors a line; returns the exit status."""
     options = build_parser().parse_args(arguments)
     with command_log(getattr(options, "log", None)):
         try:

@@ -1,5 +1,6 @@
 """Prints recipes and evaluations as the paper does: `python -m maect.recipes ct_min ct_aug`."""
 
+import signal
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -35,6 +36,7 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # into `head`, say
     try:
         print("\n\n".join(table_of(name) for name in sys.argv[1:]))
     except UserError as error:

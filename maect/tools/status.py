@@ -136,7 +136,7 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     running = word == "running"
     return Status(
         name,
-        _stage(job),
+        stage_of(folder, job),
         word,
         part(report),
         report.get("images_per_second") if running else None,
@@ -230,12 +230,15 @@ def _cells(line: Status) -> dict[str, str]:
     return dict(zip(TITLES, values, strict=True))
 
 
-def _stage(job: Job) -> str:
-    """What a job's request asks for."""
-    arguments = job.request.get("arguments", {})
-    if "config" in arguments:
-        try:
-            arguments = yaml.safe_load(Path(arguments["config"]).read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError):
-            return ""
-    return str(arguments.get("stage") or arguments.get("protocol") or "features")
+def stage_of(folder: Path, job: Job) -> str:
+    """The stage of a training, the protocol of an evaluation, or "features"."""
+    if folder.parent.parent.name == "features":
+        return "features"
+    config = job.request.get("arguments", {}).get("config")
+    try:
+        values = yaml.safe_load(Path(config).read_text(encoding="utf-8")) if config else {}
+    except (OSError, yaml.YAMLError):
+        values = {}
+    # Older versions put no request into `job.json`.
+    values = values or read_mapping(folder / "recipe.json")
+    return str(values.get("stage") or values.get("protocol") or "")

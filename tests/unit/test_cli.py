@@ -1,5 +1,6 @@
 """The command line: settings, devices, the log beside the terminal, exit statuses."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,24 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("0", "-1", "many"):
         with pytest.raises(UserError, match="devices"):
             count_devices(wrong)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["-m maect --help", "-m maect show {}", "-m maect status {}", "-m maect.recipes ct_min"],
+)
+def test_who_reads_only_the_first_lines(command: str, tmp_path: Path) -> None:
+    """`maect ... | head` ends without a word, whenever the other side goes."""
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "low_shot.csv").write_text("architecture,method\n" * 999)
+    (tmp_path / "runs" / "mae").mkdir(parents=True)
+    (tmp_path / "runs" / "mae" / "run.json").write_text("{}")
+    words = [sys.executable, *command.format(tmp_path).split()]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

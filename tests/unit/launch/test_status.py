@@ -36,7 +36,7 @@ def test_running_interrupted_failed_stopped(run):
     run.reaches(20)
     words = line_of(run).split()
     job = run.read("job.json")["id"]
-    assert words[2] == "running" and words[-2:] == ["local", job] and "0.5000" in words
+    assert words[1] == "running" and words[-2:] == ["local", job] and "0.5000" in words
     assert any(word.count(":") == 2 for word in words), "no time left"
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
@@ -69,6 +69,21 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
     assert f"{count} runs: {count} not started; 1 evaluations done" in head
     assert len(lines) == count
     assert any((line.name, line.stage) == ("ct_min_tiny", "tune") for line in lines)
+
+
+def test_an_interrupted_training_of_an_older_version(tmp_path):
+    """Its job.json has no request; the stage is in recipe.json."""
+    folder = tmp_path / "runs" / "ct_min_tiny"
+    folder.mkdir(parents=True)
+    old = {"cluster": "local", "name": "maect-x-1", "ranks": 2, "step": 0, "attempt": 1,
+           "state": "ended", "id": "4", "created": 1.5, "host": "h", "submitted": 2.5,
+           "ending": "its processes have ended", "earlier": []}  # fmt: skip
+    (folder / "job.json").write_text(json.dumps(old))
+    (line,) = status(tmp_path)[1]
+    assert (line.stage, line.state) == ("", "interrupted")
+    (folder / "recipe.json").write_text(json.dumps({"stage": "tune"}))
+    (line,) = status(tmp_path)[1]
+    assert (line.stage, line.state) == ("tune", "interrupted")
 
 
 def test_the_command_is_quick_and_needs_no_torch(run):
