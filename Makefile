@@ -7,13 +7,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := envs/requirements.lock
 DEMO := results/digits
+DECODER := maect/data/native/libmaect_jpeg.so
 
 .PHONY: install demo test test-slow check packages lock docs clean
 .DELETE_ON_ERROR:
 
-install: $(VENV)/.installed $(VENV)/.compiled
+install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
 
-# The native JPEG decoder is optional: without compiler or headers its line says what is missing.
 # uv installs the lock file in seconds where pip takes minutes; pip brings uv, itself from the lock.
 # Compiling to bytecode takes half a minute once and saves four seconds at every start of a process.
 $(VENV)/.installed: $(LOCK) pyproject.toml
@@ -25,8 +25,11 @@ $(VENV)/.installed: $(LOCK) pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(VENV)/uv.lock
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode $(LOCK)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation --editable .
-	-$(BIN)/python -m maect.data.native.build
 	touch $@
+
+# Optional: without compiler or headers its line says what is missing.
+$(DECODER): maect/data/native/jpeg_crop.c | $(VENV)/.installed
+	-$(BIN)/python -m maect.data.native.build
 
 # Numba compiles at UMAP's first import and keeps the code: half a minute once.
 $(VENV)/.compiled: $(VENV)/.installed
@@ -50,7 +53,7 @@ test-slow: install
 packages:
 	tests/cluster/install.sh
 
-check: $(VENV)/.installed
+check: $(VENV)/.installed $(DECODER)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -27,6 +27,8 @@ _JPEG = b"\xff\xd8"
 # Larger pictures are decoded one at a time: a few kilobytes can declare gigabytes of pixels.
 _LARGE = 1 << 24
 _large = threading.Lock()
+# Resized pictures of more than so many windows: only the window is resampled.
+_ELONGATED = 16
 # Palette transparency and large pictures deserve a warning elsewhere. Once for the process: the
 # decoding threads share its filters.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -103,6 +105,44 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
     _render_pillow(read_rgb(data), geometries, out)
 
 
+def crops(
+    images: NDArray[np.uint8],
+    ids: NDArray[np.int64],
+    sides: NDArray[np.int64],
+    geometries: NDArray[np.int32],
+    out: NDArray[np.uint8],
+) -> bool:
+    """`render` of images that are decoded already, bit for bit (arguments: `native.crops`).
+
+    Returns:
+        Whether `out` was made; where it depends on the file's format how `render` resamples, it is
+        not.
+    """
+    size = out.shape[-1]
+    area = geometries[..., 4].astype(np.int64) * geometries[..., 5]
+    if (area > _ELONGATED * size * size).any():
+        return False
+    return native.crops(images, ids, sides, geometries, out)
+
+
+def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
+    """All pixels as `render` sees them, uint8 [height, width, 3]: square windows side by side.
+
+    Raises:
+        UnreadableError: no decoder can read the image in full.
+    """
+    side, length = min(width, height), max(width, height)
+    starts = [min(start, length - side) for start in range(0, length, side)]
+    corners = [(start, 0) if width > height else (0, start) for start in starts]
+    geometries = np.array([(0, 0, width, height, width, height, *at) for at in corners], np.int32)
+    windows = np.empty((len(corners), 3, side, side), np.uint8)
+    render(data, geometries, windows)
+    pixels = np.empty((height, width, 3), np.uint8)
+    for (left, top), window in zip(corners, windows.transpose(0, 2, 3, 1), strict=True):
+        pixels[top : top + side, left : left + side] = window
+    return pixels
+
+
 def _render_portable(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> bool:
     import torch
 
@@ -117,7 +157,7 @@ def _render_portable(data: bytes, geometries: NDArray[np.int32], out: NDArray[np
     size = out.shape[-1]
     for geometry, target in zip(geometries.tolist(), out, strict=True):
         x, y, w, h, full_w, full_h, left, top = geometry
-        if full_w * full_h > 16 * size * size:
+        if full_w * full_h > _ELONGATED * size * size:
             return False  # an elongated image: Pillow resamples the window alone
         # NumPy copies the crop: PyTorch's own copy would start a thread pool in every thread.
         crop = torch.from_numpy(np.ascontiguousarray(pixels[y : y + h, x : x + w]))
@@ -136,7 +176,7 @@ def _render_pillow(
     for geometry, target in zip(geometries.tolist(), out, strict=True):
         x, y, w, h, full_w, full_h, left, top = geometry
         crop = image if (x, y, w, h) == (0, 0, *image.size) else image.crop((x, y, x + w, y + h))
-        if full_w * full_h > 16 * size * size:
+        if full_w * full_h > _ELONGATED * size * size:
             # The full picture could be huge: resample no more than the window.
             box = (
                 left * w / full_w,

@@ -108,6 +108,13 @@ class Index:
             raise UserError(f"{path}: ends inside sample {i}; check it with maect shard --verify")
         return data
 
+    def undecodable(self, i: int, error: Exception) -> UserError:
+        """What to tell about a sample that was an image once."""
+        return UserError(
+            f"{self.directory}: cannot decode sample {i} ({self.key(i)}): {error}; "
+            "it could when it was sharded: check the shards with maect shard --verify"
+        )
+
     def keys(self) -> list[str]:
         """Names of all samples in order, from the list beside the index."""
         path = self.directory / "keys.txt"

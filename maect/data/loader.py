@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maect.core.errors import UserError
-from maect.data.decode import UnreadableError, render
+from maect.data.decode import UnreadableError, crops, render
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.order import Order
+from maect.data.pixels import open_pixels
 from maect.data.transforms import Change, center_crops, random_crops
 from maect.recipes import View
 
@@ -162,6 +163,7 @@ def _decoded(
     threads: int,
 ) -> Iterator[_Note]:
     """Decode jobs with `threads` threads, a few jobs ahead; yields their notes in order."""
+    pixels = open_pixels(index)
     pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
     pending: deque[tuple[_Note, list[Future[None]]]] = deque()
 
@@ -170,7 +172,7 @@ def _decoded(
         # Few enough for small images, whose decoding is as quick as a task's start.
         length = max(_PER_TASK, len(job.rows) // (4 * max(1, threads)))
         parts = [
-            pool.submit(_decode, index, job, out, slice(i, i + length))
+            pool.submit(_decode, index, pixels, job, out, slice(i, i + length))
             for i in range(0, len(job.rows), length)
         ]
         pending.append((job.note, parts))
@@ -192,16 +194,24 @@ def _wait(note: _Note, parts: list[Future[None]]) -> _Note:
     return note
 
 
-def _decode(index: Index, job: _Job[_Note], out: NDArray[np.uint8], part: slice) -> None:
-    """Read and decode some samples of a batch into `out`, uint8 [views, b, 3, S, S]."""
-    for i in range(*part.indices(len(job.rows))):
-        row = int(job.rows[i])
+def _decode(
+    index: Index,
+    pixels: NDArray[np.uint8] | None,
+    job: _Job[_Note],
+    out: NDArray[np.uint8],
+    part: slice,
+) -> None:
+    """Make some samples of a batch in `out`, uint8 [views, b, 3, S, S]: read, decode, crop."""
+    rows, done = job.rows[part], False
+    if pixels is not None:
+        record = index.rows[rows]
+        sides = record[:, [WIDTH, HEIGHT]]
+        done = crops(pixels, record[:, ID], sides, job.geometries[part], out[:, part])
+    for i, row in zip(range(*part.indices(len(job.rows))), rows.tolist(), strict=True):
         try:
-            render(index.read(row), job.geometries[i], out[:, i])
+            if not done:
+                render(index.read(row), job.geometries[i], out[:, i])
             if job.change is not None:
                 job.change(out[:, i], i)
         except UnreadableError as error:
-            raise UserError(
-                f"{index.directory}: cannot decode sample {row} ({index.key(row)}): {error}; "
-                "it could when it was sharded: check the shards with maect shard --verify"
-            ) from None
+            raise index.undecodable(row, error) from None

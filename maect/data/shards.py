@@ -1,8 +1,9 @@
 """Shards of a split: planned, written as tars with original bytes, indexed, and verified.
 
 Layout of `out`: SPLIT-000000.tar … (webdataset: KEY.jpg, KEY.cls), index.npy, keys.txt and, last,
-index.json; plan.json and parts/ belong to the making. Every step can be killed at any moment and
-run again: what is finished stays as it is, what is not is made again.
+index.json; of small images also pixels.npy; plan.json and parts/ belong to the making. Every step
+can be killed at any moment and run again: what is finished stays as it is, what is not is made
+again.
 
 The plan fixes which image goes where before the first byte is written. An image's id is its
 position in a shuffled list, whatever the number of shards, so neither that number nor the order in
@@ -42,6 +43,7 @@ from maect.data.index import (
     Index,
     open_index,
 )
+from maect.data.pixels import pixels_fault, write_pixels
 from maect.data.sources import UNLABELLED, Entry, ImageSource, open_source
 
 _SEED = 0
@@ -128,6 +130,8 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
 
 def finish_index(out: Path) -> int:
     """Merge the finished shards' parts to index.npy, keys.txt and index.json (written last).
+
+    Small images are decoded once, into pixels.npy (`maect.data.pixels`).
 
     Returns:
         Number of samples.
@@ -467,8 +471,17 @@ def _index(out: Path) -> int:
     if missing:
         first = ", ".join(map(str, missing[:5]))
         raise UserError(f"{out}: {len(missing)} shards are not written (number {first} first)")
-    if _is_indexed(out, plan):
-        return plan["n"]
+    if not _is_indexed(out, plan):
+        _write_index(out, plan)
+    write_pixels(open_index(out))
+    # Of steps that were killed, or refused images that have been repaired since.
+    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
+        for leftover in out.glob(pattern):
+            leftover.unlink(missing_ok=True)
+    return plan["n"]
+
+
+def _write_index(out: Path, plan: dict[str, Any]) -> None:
     digest = hashlib.sha256("\n".join(plan["class_names"]).encode())
     keys: list[str] = []
     with atomic_write(out / "index.npy") as temporary:
@@ -498,11 +511,6 @@ def _index(out: Path) -> int:
             "shards": shards,
         },
     )
-    # Of steps that were killed, or refused images that have been repaired since.
-    for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
-        for leftover in out.glob(pattern):
-            leftover.unlink(missing_ok=True)
-    return plan["n"]
 
 
 def _read_part(out: Path, number: int, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
@@ -555,6 +563,8 @@ def verify(directory: Path, *, threads: int = 1) -> int:
         for start in range(0, index.n, _AT_ONCE):
             rows = range(start, min(start + _AT_ONCE, index.n))
             faults += [fault for fault in pool.map(lambda i: _image_fault(index, i), rows) if fault]
+    if not faults and (fault := pixels_fault(index)):
+        faults.append(fault)
     if faults:
         shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise UserError(f"{directory}: {len(faults)} fault(s): {shown}")

@@ -38,6 +38,11 @@ def library() -> ctypes.CDLL | None:
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p,
         ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t,
     ]  # fmt: skip
+    loaded.maect_crops.argtypes = [
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+        ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t,
+    ]  # fmt: skip
     return loaded
 
 
@@ -62,6 +67,13 @@ class _Workspace:
 _local = threading.local()
 
 
+def _workspace(native: ctypes.CDLL) -> ctypes.c_void_p:
+    """This thread's."""
+    if not hasattr(_local, "workspace"):
+        _local.workspace = _Workspace(native)
+    return _local.workspace.handle
+
+
 def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> bool:
     """As `maect.data.decode.render`, for the JPEGs it can take.
 
@@ -71,8 +83,6 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
     native = library()
     if native is None:
         return False
-    if not hasattr(_local, "workspace"):
-        _local.workspace = _Workspace(native)
     geometries = np.ascontiguousarray(geometries, np.int32)
     views, _, size, _ = out.shape
     inner = (size * size, size, 1)
@@ -80,7 +90,48 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
         raise ValueError("out must be uint8 [views, 3, S, S] with contiguous images")
     # ctypes lets go of Python's lock during the call.
     status = native.maect_render(
-        _local.workspace.handle, data, len(data), geometries.ctypes.data,
+        _workspace(native), data, len(data), geometries.ctypes.data,
         views, size, out.ctypes.data, out.strides[0],
+    )  # fmt: skip
+    return status == _OK
+
+
+def crops(
+    images: NDArray[np.uint8],
+    ids: NDArray[np.int64],
+    sides: NDArray[np.int64],
+    geometries: NDArray[np.int32],
+    out: NDArray[np.uint8],
+) -> bool:
+    """All views of several images that are decoded already, with the bits of `render`.
+
+    Args:
+        images: [n, H, W, 3], contiguous; image i fills the upper left corner of images[i].
+        ids: which images, [b].
+        sides: their widths and heights, [b, 2].
+        geometries: [b, views, 8].
+        out: [views, b, 3, S, S], images contiguous; overwritten.
+
+    Returns:
+        Whether `out` was made; if not, there is no library, or a crop leaves its image.
+    """
+    native = library()
+    if native is None:
+        return False
+    ids, sides = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(sides, np.int32)
+    geometries = np.ascontiguousarray(geometries, np.int32)
+    views, count, _, size, _ = out.shape
+    inner = (size * size, size, 1)
+    if geometries.shape != (count, views, 8) or out.strides[2:] != inner or out.dtype != np.uint8:
+        raise ValueError("out must be uint8 [views, b, 3, S, S] with contiguous images")
+    total, height, width, _ = images.shape
+    if count and not (
+        0 <= ids.min() <= ids.max() < total and (sides.max(0) <= (width, height)).all()
+    ):
+        raise ValueError("there are no such images")
+    status = native.maect_crops(
+        _workspace(native), images.ctypes.data, images.strides[0], images.strides[1],
+        ids.ctypes.data, sides.ctypes.data, geometries.ctypes.data, count, views, size,
+        out.ctypes.data, out.strides[0], out.strides[1],
     )  # fmt: skip
     return status == _OK

@@ -1,8 +1,9 @@
 /* Crops of a JPEG, resized: decodes no more rows and columns than the crops need and resamples
  * with the integer arithmetic of Pillow's bicubic filter, so that the pixels are Pillow's.
  *
- * One call makes all views of one image from one decode. No global state; a workspace belongs to
- * one thread at a time. Whatever libjpeg only warns about is refused: the caller has a referee.
+ * One call makes all views of one image from one decode, or those of many images that are decoded
+ * already. No global state; a workspace belongs to one thread at a time. Whatever libjpeg only warns
+ * about is refused: the caller has a referee.
  */
 #include <math.h>
 #include <setjmp.h>
@@ -419,4 +420,39 @@ int maect_render(workspace_t *space, const uint8_t *data, size_t length, const i
   }
   jpeg_destroy_decompress(&info);
   return status;
+}
+
+/* All views of n images that are decoded already.
+ *
+ * images: image i begins at images + ids[i] * length, RGB, its rows `pitch` bytes apart.
+ * sides: n times width and height.
+ * geometry: n times `views` times eight int32.
+ * out: view v of image i goes to out + v * view_stride + i * image_stride.
+ * Returns OK or why not; out is then undefined.
+ */
+int maect_crops(workspace_t *space, const uint8_t *images, size_t length, size_t pitch,
+                const int64_t *ids, const int32_t *sides, const int32_t *geometry, int n, int views,
+                int size, uint8_t *out, ptrdiff_t view_stride, ptrdiff_t image_stride) {
+  if (views < 1 || size < 1 || size > MAX_OUT) return BAD_GEOMETRY;
+  for (int i = 0; i < n; i++, sides += 2) {
+    int width = sides[0], height = sides[1];
+    if (width < 1 || height < 1 || (size_t)width * height > MAX_PIXELS) return BAD_GEOMETRY;
+    uint8_t *pixels = reserve(&space->pixels, (size_t)width * height * 4), *target = pixels;
+    if (!pixels) return NO_MEMORY;
+    const uint8_t *row = images + (size_t)ids[i] * length;
+    for (int y = 0; y < height; y++, row += pitch)
+      for (int x = 0; x < width; x++, target += 4) {
+        memcpy(target, row + 3 * (size_t)x, 3);
+        target[3] = 0;
+      }
+    for (int v = 0; v < views; v++, geometry += 8) {
+      geometry_t view;
+      memcpy(&view, geometry, sizeof view);
+      if (!valid(&view, width, height, size)) return BAD_GEOMETRY;
+      int status = make_view(space, pixels, (size_t)width * 4, 0, 0, &view, size,
+                             out + v * view_stride + i * image_stride);
+      if (status) return status;
+    }
+  }
+  return OK;
 }
