@@ -263,6 +263,47 @@ class SelfSupervised(Training):
         """Learning rate and weight decay of a parameter of the encoder; None: of another part."""
         raise NotImplementedError
 
+    def objective(self, encoder: Encoder, seed: int) -> "Objective":
+        """The objective with random weights."""
+        raise NotImplementedError
+
+    def start_from(self, source: Path, objective: Any, encoder: Encoder) -> None:
+        """Take over the encoder of the run in a folder."""
+        from maect.stages.weights import load_source
+
+        load_source(objective.encoder, encoder, source)
+
+    def build(
+        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
+    ) -> "Objective":
+        """The objective with random weights, and in their place what it takes from a run."""
+        objective = self.objective(encoder, seed)
+        if self.starts_from:
+            self.start_from(self.need(source), objective, encoder)
+        return objective
+
+    def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
+        """How the tokens of the encoder that a run leaves are pooled."""
+        return encoder.ct_pooling
+
+    def export(
+        self,
+        folder: Path,
+        encoder: Encoder,
+        reader: "StateReader",
+        source: Path | None,
+        index: "Index",
+    ) -> dict[str, Any]:
+        """Write the encoder, or its running average, and the head where there is one."""
+        from maect.stages.weights import export_encoder, export_head
+        from maect.train.checkpoint import AVERAGE, PARAM
+
+        pooling, kind = self.pooling(encoder), PARAM if self.encoder_average is None else AVERAGE
+        export_encoder(folder, encoder, reader, source, pooling, kind)
+        if self.head is not None:
+            export_head(folder, self.head, encoder, reader)
+        return {"pooling": pooling}
+
     def scaled_lr(self, base_lr: float) -> float:
         """Peak learning rate by the linear scaling rule (paper, A.1)."""
         return base_lr * self.batch_size * (self.views if self.lr_counts_views else 1) / 256

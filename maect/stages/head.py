@@ -1,7 +1,6 @@
 """Initialisation of the NNCLR head."""
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,16 +39,6 @@ class Head(SelfSupervised):
         with seeded(seed):
             vit, head = build_encoder(encoder), NNCLRHead(encoder.width, self.head)
         return ContrastiveObjective(self, vit, head, seed, train_encoder=False)
-
-    def build(
-        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
-    ) -> "ContrastiveObjective":
-        """Put a new head on the encoder of a run."""
-        from maect.stages.weights import load_source
-
-        source, objective = self.need(source), self.objective(encoder, seed)
-        load_source(objective.encoder, encoder, source)
-        return objective
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """Nothing but the head learns."""

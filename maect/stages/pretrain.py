@@ -1,8 +1,6 @@
 """MAE pre-training."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,9 +9,7 @@ from maect.recipes.flops import decoder_flops, head_flops, head_parameters, para
 from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:  # these import torch
-    from maect.data.index import Index
     from maect.stages.objectives import MaskedAutoencoder
-    from maect.train.checkpoint import StateReader
 
 
 class Pretrain(SelfSupervised):
@@ -54,36 +50,13 @@ class Pretrain(SelfSupervised):
             weight=self.contrastive_weight,
         )  # fmt: skip
 
-    def build(
-        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
-    ) -> "MaskedAutoencoder":
-        """Start from random weights, or with the encoder of a run."""
-        from maect.stages.weights import load_source
-
-        objective = self.objective(encoder, seed)
-        if source is not None:
-            load_source(objective.encoder, encoder, source)
-        return objective
-
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """The same for all of encoder and decoder."""
         return self.scaled_lr(self.base_lr), self.weight_decay
 
-    def export(
-        self,
-        folder: Path,
-        encoder: Encoder,
-        reader: "StateReader",
-        source: Path | None,
-        index: "Index",
-    ) -> dict[str, Any]:
-        """Write the encoder, and the head where there is one."""
-        from maect.stages.weights import export_encoder, export_head
-
-        export_encoder(folder, encoder, reader, source, encoder.mae_pooling)
-        if self.head is not None:
-            export_head(folder, self.head, encoder, reader)
-        return {"pooling": encoder.mae_pooling}
+    def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
+        """As evaluations pool an encoder that was only pre-trained."""
+        return encoder.mae_pooling
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""

@@ -1,6 +1,5 @@
 """Contrastive tuning."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,9 +10,7 @@ from maect.recipes.flops import head_flops, head_parameters, parameters, view_fl
 from maect.stages.base import SelfSupervised, Stage
 
 if TYPE_CHECKING:  # these import torch
-    from maect.data.index import Index
     from maect.stages.objectives import ContrastiveObjective
-    from maect.train.checkpoint import StateReader
 
 
 class Tune(SelfSupervised):
@@ -68,18 +65,13 @@ class Tune(SelfSupervised):
         vit.checkpointing = self.activation_checkpointing
         return ContrastiveObjective(self, vit, head, seed)
 
-    def build(
-        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
-    ) -> "ContrastiveObjective":
+    def start_from(self, source: Path, objective: Any, encoder: Encoder) -> None:
         """Take over a run's encoder and, where it has one, its head."""
-        from maect.stages.weights import load_head, load_source
+        from maect.stages.weights import load_head
 
-        source = self.need(source)
-        objective = self.objective(encoder, seed)
-        load_source(objective.encoder, encoder, source)
+        super().start_from(source, objective, encoder)
         if (source / "head.safetensors").exists():
             load_head(objective.head, source / "head.safetensors")
-        return objective
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
         """Lower for lower layers."""
@@ -92,22 +84,6 @@ class Tune(SelfSupervised):
     def encoder_average(self) -> float | None:
         """Momentum of the encoder's running average, which is what a run leaves."""
         return self.encoder_ema
-
-    def export(
-        self,
-        folder: Path,
-        encoder: Encoder,
-        reader: "StateReader",
-        source: Path | None,
-        index: "Index",
-    ) -> dict[str, Any]:
-        """Write the encoder's average, and the head."""
-        from maect.stages.weights import export_encoder, export_head
-        from maect.train.checkpoint import AVERAGE
-
-        export_encoder(folder, encoder, reader, source, encoder.ct_pooling, AVERAGE)
-        export_head(folder, self.head, encoder, reader)
-        return {"pooling": encoder.ct_pooling}
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""
