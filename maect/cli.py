@@ -340,7 +340,7 @@ def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
     from maect.launch.resources import count_devices, training_nodes
     from maect.stages.run import RunConfig
-    from maect.train.record import fingerprint, is_finished
+    from maect.train.record import fingerprint, is_finished, remove_states
 
     target = options.out or options.config
     theirs = target.parent / "config.yaml"
@@ -368,6 +368,9 @@ def train(options: argparse.Namespace) -> None:
         convert_world_size=options.convert_world_size,
         stage_to=options.stage_to or None,
     )
+    # A rank may have been killed after the record was written: no other one is started then.
+    if not stage.keeps_state and is_finished(path.parent, identity):
+        remove_states(path.parent)
 
 
 def import_weights(options: argparse.Namespace) -> None:
@@ -396,9 +399,10 @@ def import_weights(options: argparse.Namespace) -> None:
 def export(options: argparse.Namespace) -> None:
     """`maect export`."""
     from maect.models.export import export_run
+    from maect.stages import STAGES
 
-    need(options.run / "run.json", "finished run")
-    print(export_run(options.run, options.out))
+    record = read_json(need(options.run / "run.json", "finished run"))
+    print(export_run(options.run, options.out, labelled=STAGES[record["stage"]].labelled))
 
 
 def features(options: argparse.Namespace) -> None:

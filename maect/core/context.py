@@ -1,4 +1,4 @@
-"""What a launched function is given of its place among the ranks."""
+"""One rank of a job, as a launched function is given it."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: temporary name, fsync, rename."""
+"""Files that are either complete or not there (temporary name, fsync, rename), and their hashes."""
 
 import hashlib
 import json
@@ -83,3 +83,49 @@ def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checked_sha256(path: Path) -> str:
+    """sha256 of a file that a run left.
+
+    Raises:
+        UserError: it is missing, or not the one that the run's record, `run.json`, promises.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file; its run is not finished")
+    actual = sha256_file(path)
+    record = path.parent / "run.json"
+    promised = read_json(record).get("sha256", {}) if record.exists() else {}
+    if promised.get(path.name, actual) != actual:
+        raise UserError(f"{path}: damaged (its checksum is not that in run.json)")
+    return actual
+
+
+def json_lines(path: Path, tail: int | None = None, strict: bool = False) -> list[dict[str, Any]]:
+    """Entries of a file with one JSON object a line, oldest first; [] without a file.
+
+    Args:
+        path: the file.
+        tail: read only so many bytes at its end; a line that they cut is left out.
+        strict: refuse a line that is not JSON; otherwise it ends the entries, since a kill may have
+            cut off the last one.
+
+    Raises:
+        UserError: such a line, named.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = max(0, path.stat().st_size - tail) if tail is not None else 0
+            file.seek(start)
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    entries = []
+    for number, line in enumerate(lines[1 if start else 0 :], start=1):
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            if strict:
+                raise UserError(f"{path}:{number}: not JSON; is the file damaged?") from None
+            break
+    return entries

@@ -67,8 +67,8 @@ def method_step(
                 loss = loss + _distance(small(local), target)
         loss.backward()
         optimizer.step()
-        slow = [p.detach() for p in teacher.parameters()]
-        torch._foreach_lerp_(slow, [p.detach() for p in student.parameters()], 0.004)
+        average = [p.detach() for p in teacher.parameters()]
+        torch._foreach_lerp_(average, [p.detach() for p in student.parameters()], 0.004)
 
     return step
 

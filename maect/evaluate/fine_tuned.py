@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from maect.core.context import Context
 from maect.core.distributed import share_of, sum_scalars
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file
+from maect.core.files import checked_sha256, read_json
 from maect.data.index import Index
 from maect.data.loader import evaluation_batches
 from maect.data.transforms import normalize
@@ -44,9 +44,8 @@ class FineTuned:
         self.record, self.stage, self.device = read_json(folder / "run.json"), stage, device
         if (self.record["recipe"], self.record["seed"]) != (stage.model_dump(mode="json"), seed):
             raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
-        for name, checksum in self.record["sha256"].items():
-            if sha256_file(folder / name) != checksum:
-                raise UserError(f"{folder / name}: damaged (its checksum is not that in run.json)")
+        for name in self.record["sha256"]:
+            checked_sha256(folder / name)
         encoder, _, self.pooling = load_encoder_weights(folder / "encoder.safetensors")
         classifier, metadata = load_tensors(folder / "head.safetensors")
         if tuple(json.loads(metadata["classes"])) != test.class_names:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file
+from maect.core.files import checked_sha256
 
 if TYPE_CHECKING:
     from maect.evaluate.store import FeatureFile
@@ -83,14 +83,10 @@ def encoder_checksum(run: Path) -> str:
     Raises:
         UserError: it is missing, or not the one that the run's completion record promises.
     """
-    encoder, record = run / "encoder.safetensors", run / "run.json"
+    encoder = run / "encoder.safetensors"
     if not encoder.exists():
         raise UserError(f"{encoder}: no such encoder; train or import the run first")
-    actual = sha256_file(encoder)
-    promised = read_json(record).get("sha256", {}) if record.exists() else {}
-    if promised.get(encoder.name, actual) != actual:
-        raise UserError(f"{encoder}: damaged (its checksum is not that in run.json)")
-    return actual
+    return checked_sha256(encoder)
 
 
 def idle_cpus(context: Context) -> int:

@@ -136,7 +136,7 @@ def runs_to_score(
         runs: those that are evaluated.
         evaluations: run, name and settings of each evaluation.
     """
-    found = [
+    trained = [
         Run(
             name=run_to_score(run, name, part),
             settings=settings,
@@ -151,7 +151,7 @@ def runs_to_score(
         for run, name, protocol in evaluations
         for part, (settings, seed) in protocol.trainings().items()
     ]
-    return {run.name: run for run in found}
+    return {run.name: run for run in trained}
 
 
 def run_to_score(run: str, evaluation: str, part: str) -> str:
@@ -278,7 +278,7 @@ def lines(
     Raises:
         UserError: a row that matches nothing, or two runs on one line that are not seeds.
     """
-    found: dict[tuple[str, str], list[str]] = {}
+    by_line: dict[tuple[str, str], list[str]] = {}
     for method, pattern in _pairs(rows):
         named = matching(pattern, runs)
         matched = [name for name in named if name in shown]
@@ -286,7 +286,7 @@ def lines(
             raise UserError(f"{where}: no evaluated run is named {pattern!r}")
         for name in matched:
             key = runs[name].architecture, method or runs[name].method
-            line = found.setdefault(key, [])
+            line = by_line.setdefault(key, [])
             if line and seedless(line[0]) != seedless(name):
                 raise UserError(
                     f"{where}: {line[0]} and {name} are both {' '.join(key)}; "
@@ -294,7 +294,7 @@ def lines(
                 )
             if name not in line:
                 line.append(name)
-    return [Row(*key, tuple(line)) for key, line in found.items()]
+    return [Row(*key, tuple(line)) for key, line in by_line.items()]
 
 
 def without_twins(rows: Iterable[Row], runs: Mapping[str, Run]) -> list[Row]:

@@ -108,7 +108,9 @@ class Experiment:
         more = runs_to_score(self.runs, given)
         twice = sorted(set(more) & set(self.runs))
         if twice:
-            raise self._error(f"runs: {twice[0]} is the name of a run that is fine-tuned")
+            raise self._error(
+                f"runs: {twice[0]}: an evaluation trains a run of this name; choose another"
+            )
         self.runs |= more
         check_sources(self.runs, f"{self.file}: evaluate")
         # These can be evaluated as well, each by its full name.
@@ -121,10 +123,10 @@ class Experiment:
     def _asked(self, runs: Mapping[str, Run], complete: bool = False) -> Iterator[tuple[str, str]]:
         for entry in self.spec.evaluate:
             for pattern in entry.runs:
-                found = matching(pattern, runs)
-                if complete and not found:
+                names = matching(pattern, runs)
+                if complete and not names:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
-                yield from itertools.product(found, entry.protocols)
+                yield from itertools.product(names, entry.protocols)
 
     def _leave_out(self, gone: set[str]) -> None:
         """Forget runs, their evaluations, and the lines that would be empty without them."""
@@ -220,13 +222,13 @@ class Experiment:
 
     def behind(self, runs: Iterable[str]) -> list[str]:
         """The runs and all that they start from, sorted."""
-        found: set[str] = set()
+        behind: set[str] = set()
         for run in runs:
             name: str | None = run
-            while name is not None and name not in found:
-                found.add(name)
+            while name is not None and name not in behind:
+                behind.add(name)
                 name = self.runs[name].source
-        return sorted(found)
+        return sorted(behind)
 
 
 def load(name_or_path: str, **changes: Any) -> Experiment:
@@ -237,7 +239,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
         changes: what differs from the file, as `--config` gives it (`docs/experiments.md`).
 
     Raises:
-        UserError: one message that names the file, the place and the hint.
+        UserError: one message that names the file, the key and the hint.
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):

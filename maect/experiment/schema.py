@@ -47,7 +47,7 @@ class Split(Settings):
         return SOURCES[self.kind]
 
     def arguments(self) -> list[str]:
-        """How the command line says the same, without the place of the images."""
+        """How the command line says the same, without the path of the images."""
         words = ["--kind", self.kind, "--shards", str(self.shards)]
         for name in ("labels", "exclude", "classes"):
             value = getattr(self, name)
@@ -82,8 +82,8 @@ class Dataset(Settings):
     def _images(self) -> "Dataset":
         for name, split in self.splits.items():
             if not split.source.sharded:
-                whole = self.splits.get(str(split.of))
-                if whole is None or not whole.source.sharded:
+                origin = self.splits.get(str(split.of))
+                if origin is None or not origin.source.sharded:
                     raise ValueError(f"{name}: `of`: {split.of!r} is no split with shards")
                 continue
             given = split.images is not None
@@ -105,9 +105,9 @@ class RunSpec(Settings):
 
     recipe: str | None = None
     weights: str | None = None
-    """Instead of a recipe: a public checkpoint to import, its place written as that of images."""
+    """Instead of a recipe: a public checkpoint to import, its path written as that of images."""
     layout: str | None = None
-    """Of `weights` (`docs/weights.md`); none: found from their content."""
+    """Of `weights` (`docs/weights.md`); none: detected from their content."""
     public: Weights | None = None
     """What to import in place of training with `starting_from: public`."""
     size: str
@@ -219,10 +219,10 @@ def check_plain(where: str, text: str) -> None:
     Raises:
         UserError: a blank, or a sign that a shell reads otherwise.
     """
-    found = re.search(r"""[\s"'`$&|;<>(){}\[\]*?!#\\]""", text)
-    if found:
+    sign = re.search(r"""[\s"'`$&|;<>(){}\[\]*?!#\\]""", text)
+    if sign:
         raise UserError(
-            f"{where}: {text!r} has {found[0]!r}; choose one without blanks and signs of the shell"
+            f"{where}: {text!r} has {sign[0]!r}; choose one without blanks and signs of the shell"
         )
 
 

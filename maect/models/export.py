@@ -6,8 +6,7 @@ from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file, write_json, write_text
+from maect.core.files import checked_sha256, read_json, write_json, write_text
 from maect.models.weights import load_encoder_weights, save_tensors
 from maect.recipes import Encoder
 
@@ -20,12 +19,13 @@ _ARCHITECTURES = {
 }
 
 
-def export_run(run: Path, out: Path) -> str:
+def export_run(run: Path, out: Path, labelled: bool = False) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
     Args:
         run: folder of a finished run.
         out: folder to write to; what it holds under these names is replaced.
+        labelled: whether the run learnt from labels.
 
     Returns:
         How timm makes the model, as Python.
@@ -35,8 +35,7 @@ def export_run(run: Path, out: Path) -> str:
     """
     record = read_json(run / "run.json")
     source = run / "encoder.safetensors"
-    if record.get("sha256", {}).get(source.name, actual := sha256_file(source)) != actual:
-        raise UserError(f"{source}: damaged (its checksum is not that in run.json)")
+    checksum = checked_sha256(source)
     module, encoder, pooling = load_encoder_weights(source)
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)
@@ -47,7 +46,7 @@ def export_run(run: Path, out: Path) -> str:
         f'timm.create_model("{architecture}", '
         f'checkpoint_path="{out.name}/model.safetensors", {words})'
     )
-    write_text(out / "README.md", model_card(record, encoder, pooling, sha256_file(source), call))
+    write_text(out / "README.md", model_card(record, encoder, pooling, labelled, checksum, call))
     return call
 
 
@@ -103,7 +102,7 @@ def hub_config(architecture: str, encoder: Encoder, arguments: dict[str, Any]) -
 
 
 def model_card(
-    record: dict[str, Any], encoder: Encoder, pooling: str, sha256: str, call: str
+    record: dict[str, Any], encoder: Encoder, pooling: str, labelled: bool, sha256: str, call: str
 ) -> str:
     """The hub's `README.md`: what the model is, how to load it, where it comes from."""
     facts = {
@@ -125,9 +124,7 @@ def model_card(
         "mean": "mean of the patch tokens after the final norm",
         "fc_norm": "norm of the mean of the patch tokens",
     }[pooling]
-    labels = (
-        "fine-tuned with labels" if record["stage"] == "fine_tune" else "trained without labels"
-    )
+    labels = "fine-tuned with labels" if labelled else "trained without labels"
     return f"""---
 library_name: timm
 pipeline_tag: image-feature-extraction

@@ -33,12 +33,16 @@ class Stage(Settings):
         title: what a run of it is doing, for messages.
         starts_from: stages whose runs it may start from, or `EVERY_OTHER`; () starts from nothing.
         trains: whether it trains; else it only converts.
+        keeps_state: whether a finished run keeps its last states.
+        labelled: whether it learns from labels.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     starts_from: ClassVar[tuple[str, ...]] = ()
     trains: ClassVar[bool] = True
+    keeps_state: ClassVar[bool] = True
+    labelled: ClassVar[bool] = False
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -70,7 +74,7 @@ class Stage(Settings):
         return 0.0
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a run leaves: its states and the files that it exports."""
+        """Bytes that a finished run leaves: what it exports, and its states if it keeps them."""
         return 4 * parameters(encoder)
 
 
@@ -204,7 +208,8 @@ class Training(Updates, Stage):
 
     def _state(self, learnt: int, averaged: int, left: int) -> int:
         """Bytes of states (weights and AdamW's two moments in fp32; averages) and exports."""
-        return STATES * (12 * learnt + 4 * averaged) + 4 * left
+        states = STATES if self.keeps_state else 0
+        return states * (12 * learnt + 4 * averaged) + 4 * left
 
 
 class SelfSupervised(Training):

@@ -27,6 +27,9 @@ class FineTune(Supervised, Training):
     name: ClassVar[str] = "fine_tune"
     title: ClassVar[str] = "Fine-tuning {run}"
     starts_from: ClassVar[tuple[str, ...]] = (EVERY_OTHER,)
+    # There are many of them (seeds, subsets, encoders), and nothing goes on from their states.
+    keeps_state: ClassVar[bool] = False
+    labelled: ClassVar[bool] = True
 
     shots: int = Field(default=0, ge=0)
     """So many labels per class instead of a fraction; 0: a fraction."""
@@ -154,6 +157,6 @@ class FineTune(Supervised, Training):
         return view_flops(encoder, encoder.prefix_tokens + encoder.patches, self.frozen_blocks)
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a run leaves: its states and the files that it exports."""
+        """Bytes that a finished run leaves."""
         body = parameters(encoder)
         return self._state(body, 0, body)

@@ -69,6 +69,6 @@ class Head(SelfSupervised):
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, False))
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a run leaves: its states and the files that it exports."""
+        """Bytes that a finished run leaves."""
         learnt = head_parameters(self.head, encoder.width)
         return self._state(learnt, 0, parameters(encoder) + learnt)

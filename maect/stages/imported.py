@@ -24,7 +24,7 @@ class Import(Stage):
     trains: ClassVar[bool] = False
 
     layout: str | None = None
-    """How the checkpoint is laid out, a key of `LAYOUTS`; none: found from its content."""
+    """How the checkpoint is laid out, a key of `LAYOUTS`; none: detected from its content."""
 
     @field_validator("layout")
     @classmethod
@@ -35,7 +35,7 @@ class Import(Stage):
 
     @property
     def class_token(self) -> bool:
-        """Whether the encoder has a [CLS] token; one of a layout still to be found should."""
+        """Whether the encoder has a [CLS] token; one whose layout is not known yet should."""
         return self.layout is None or LAYOUTS[self.layout].class_token
 
 
@@ -51,8 +51,8 @@ def import_weights(
     Args:
         weights: the checkpoint, as published.
         folder: the run folder, `runs/RUN`; an earlier import in it is replaced.
-        layout: of the checkpoint, a key of `LAYOUTS`; none: found.
-        size: of the encoder; none: found.
+        layout: of the checkpoint, a key of `LAYOUTS`; none: detected.
+        size: of the encoder; none: detected.
         image_size: to use the encoder at; none: the one that it was trained at.
 
     Returns:
@@ -75,25 +75,25 @@ def import_weights(
         layout = find_layout(checkpoint, weights.name)
     elif layout not in LAYOUTS:
         raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    found = convert(checkpoint, layout, weights.name, size, image_size)
+    new = convert(checkpoint, layout, weights.name, size, image_size)
     sha256 = sha256_file(weights)
     record.unlink(missing_ok=True)  # it would be about another encoder for a moment
-    save_encoder(folder / "encoder.safetensors", found.tensors, found.encoder, found.pooling)
+    save_encoder(folder / "encoder.safetensors", new.tensors, new.encoder, new.pooling)
     write_json(
         record,
         {
             "run": folder.name,
             "stage": "import",
-            "fingerprint": digest("import", layout, found.encoder, found.pooling, sha256),
+            "fingerprint": digest("import", layout, new.encoder, new.pooling, sha256),
             "weights": {
                 "file": weights.name,
                 "sha256": sha256,
                 "layout": layout,
-                "left_out": found.left_out,
+                "left_out": new.left_out,
             },
-            "size": found.size,
-            "encoder": found.encoder.model_dump(mode="json"),
-            "pooling": found.pooling,
+            "size": new.size,
+            "encoder": new.encoder.model_dump(mode="json"),
+            "pooling": new.pooling,
             "seed": None,
             "source": None,
             "files": ["encoder.safetensors"],
@@ -101,4 +101,4 @@ def import_weights(
             **origin(),
         },
     )
-    return layout, found
+    return layout, new

@@ -68,7 +68,7 @@ class Pretrain(SelfSupervised):
         return self.views * view
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a run leaves: its states and the files that it exports."""
+        """Bytes that a finished run leaves."""
         learnt = parameters(encoder) + encoder.decoder_depth * 12 * encoder.decoder_width**2
         if self.head is not None:
             learnt += head_parameters(self.head, encoder.width)

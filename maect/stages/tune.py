@@ -92,7 +92,7 @@ class Tune(SelfSupervised):
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, True))
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a run leaves: its states, with the averages, and the files that it exports."""
+        """Bytes that a finished run leaves, its averages included."""
         body = parameters(encoder)
         learnt = body + head_parameters(self.head, encoder.width)
         return self._state(learnt, body, learnt)

@@ -1,17 +1,16 @@
 """`maect status`: what every run of an experiment is doing, from the files that it leaves."""
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.files import read_mapping
+from maect.core.files import json_lines, read_mapping
 from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.progress import duration, part, seconds_left
@@ -20,7 +19,7 @@ from maect.launch.state import STOPPED, Cluster, state_of
 
 WIDTH = 100
 BAR = 10
-TAIL = 65536  # bytes of metrics.jsonl that hold at least its last entry
+TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
 TITLES = ("run", "stage", "state", "progress", "images/s", "left", "loss", "job")
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow"}
 RIGHT = {"images/s", "left", "loss"}
@@ -126,7 +125,8 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
         job, note = None, str(error)
     report = record.progress(folder, job)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
-    loss = report.get("loss", last_entry(folder / "metrics.jsonl").get("loss"))
+    logged = json_lines(folder / "metrics.jsonl", TAIL)
+    loss = report.get("loss", logged[-1].get("loss") if logged else None)
     if done:
         speed, stage = run.get("images_per_second"), str(run.get("stage", ""))
         return Status(name, stage, "done", 1.0, speed, None, loss, number)
@@ -167,23 +167,6 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
     if state.outcome == "failed":
         return "failed", (state.failure.message if state.failure else "") or text
     return "interrupted", text
-
-
-def last_entry(path: Path) -> dict[str, Any]:
-    """The last whole entry of a metrics file, or {}; reads only the file's end."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
-            lines = file.read().splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            value: dict[str, Any] = json.loads(line)
-            return value
-        except ValueError:
-            continue
-    return {}
 
 
 def columns(lines: list[Status]) -> list[str]:

@@ -237,16 +237,16 @@ class StateReader:
             prefix: the module's name in the objective, with a dot.
             like: tensors of the shapes that are wanted, by name.
         """
-        found = {}
+        tensors = {}
         for name in self.names(kind):
             if name.startswith(prefix):
                 own = name.removeprefix(prefix)
-                found[own] = self.full(kind, name, like[own].shape)
+                tensors[own] = self.full(kind, name, like[own].shape)
         for name in self.names("buffer"):
             own = name.removeprefix(prefix)
             if name.startswith(prefix) and own in like:
-                found[own] = self.buffer(name)
-        return found
+                tensors[own] = self.buffer(name)
+        return tensors
 
 
 def find_state(

@@ -3,11 +3,11 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
+from maect.core.files import json_lines
 from maect.recipes.flops import peak_flops
 
 LOGGED_EVERY_STEP = 10_000
@@ -55,22 +55,10 @@ class Metrics:
         self._board.close()
 
 
-def entries(path: Path) -> list[dict[str, Any]]:
-    """Complete entries of a metrics file, oldest first; what a kill cut off is left out."""
-    found = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break
-    return found
-
-
 def last_device_seconds(path: Path) -> float:
     """Device time spent according to the last entry, over all attempts."""
-    all_entries = entries(path)
-    return float(all_entries[-1]["timing"]["device_seconds"]) if all_entries else 0.0
+    entries = json_lines(path)
+    return float(entries[-1]["timing"]["device_seconds"]) if entries else 0.0
 
 
 def _truncate(path: Path, step: int) -> None:

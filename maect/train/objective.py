@@ -94,6 +94,7 @@ class Trainable(EngineSettings, Protocol):
     """Settings of a stage that trains, with what the trainer asks of them."""
 
     name: ClassVar[str]
+    keeps_state: ClassVar[bool]
 
     @property
     def epochs(self) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import maect
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file, write_json, write_text
+from maect.core.files import checked_sha256, read_json, write_json, write_text
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
 from maect.recipes import Encoder
@@ -37,13 +38,11 @@ def source_files(source: Path | None) -> dict[str, str]:
         return {}
     if not (source / "encoder.safetensors").exists():
         raise UserError(f"{source}: no encoder.safetensors: the run to start from is not finished")
-    files = ("encoder.safetensors", "head.safetensors")
-    found = {name: sha256_file(source / name) for name in files if (source / name).exists()}
     record = read_json(source / "run.json") if (source / "run.json").exists() else {}
-    for name, checksum in record.get("sha256", {}).items():
-        if found.get(name) != checksum:
-            raise UserError(f"{source / name}: damaged (its checksum is not that in run.json)")
-    return found
+    promised = record.get("sha256", {})
+    files = ("encoder.safetensors", "head.safetensors")
+    given = [name for name in files if name in promised or (source / name).exists()]
+    return {name: checked_sha256(source / name) for name in given}
 
 
 def is_finished(folder: Path, identity: str) -> bool:
@@ -54,6 +53,11 @@ def is_finished(folder: Path, identity: str) -> bool:
     return record.get("fingerprint") == identity and all(
         (folder / name).exists() for name in record["files"]
     )
+
+
+def remove_states(folder: Path) -> None:
+    """Delete the states of a finished run, of which a kill may have left a part."""
+    shutil.rmtree(folder / "state", ignore_errors=True)
 
 
 def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from maect.core.context import Context
 from maect.core.distributed import barrier, from_rank_0, sum_scalars
 from maect.core.errors import UserError
-from maect.core.files import sha256_file, write_json
+from maect.core.files import json_lines, sha256_file, write_json
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
@@ -29,9 +29,9 @@ from maect.train.checkpoint import (
     snapshot,
 )
 from maect.train.engine import Engine, start
-from maect.train.metrics import Metrics, entries, log_interval, usage
+from maect.train.metrics import Metrics, log_interval, usage
 from maect.train.objective import Objective, Trainable
-from maect.train.record import claim, fingerprint, is_finished, origin
+from maect.train.record import claim, fingerprint, is_finished, origin, remove_states
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ def train(
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
     if from_rank_0(context.rank == 0 and is_finished(folder, identity)):
+        if context.rank == 0 and not stage.keeps_state:
+            remove_states(folder)
         return "done"
 
     # ---- weights and optimizer, from the source or from a saved state
@@ -162,6 +164,8 @@ def train(
     # ---- what it leaves
     if context.rank == 0:
         _finish(run, identity, stage.training_images(split), context.world_size, trainer.losses)
+        if not stage.keeps_state:
+            remove_states(folder)
     barrier()
     return "done"
 
@@ -383,7 +387,7 @@ def _finish(
     state = saved(run.folder / "state")[0]
     reader = StateReader(state, json.loads((state / "state.json").read_text()))
     exported = run.stage.export(run.folder, run.encoder, reader, run.source, images)
-    timing = [entry["timing"] for entry in entries(run.folder / "metrics.jsonl")]
+    timing = [entry["timing"] for entry in json_lines(run.folder / "metrics.jsonl")]
     speeds = sorted(t["images_per_second"] for t in timing)
     record = {
         "run": run.folder.name,

@@ -1,7 +1,7 @@
 """Ends a step that does not end, and names the rank that the others wait for.
 
 A collective waits for its last rank without saying which one that is. Therefore every rank notes
-where it is, and a thread of it writes that down now and then with a number that shows it is alive.
+what it does, and a thread of it writes that down now and then with a number that shows it is alive.
 A rank that has waited for too long looks at what the others wrote.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from maect.core.context import Context
 
-LIMIT = 300.0  # seconds in one place
+LIMIT = 300.0  # seconds of one activity
 LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
 STEPS = 5  # and so many times the longest step so far, where steps take minutes
 READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
@@ -31,17 +31,17 @@ class StalledError(RuntimeError):
 
 
 class Watchdog:
-    """Watches the steps of this rank; `at` notes each place that it comes to.
+    """Watches the steps of this rank; `at` notes what it begins to do.
 
     The first step, with its compilation and set-up, may take as long as it likes: there only a rank
-    that gives no sign of life is missed. A process that was itself suspended counts anew.
+    that gives no sign of life is missed. A process that was itself suspended starts to count again.
     """
 
     def __init__(self, folder: Path, context: Context) -> None:
         self.context, self.folder = context, folder / "heartbeats"
         self.limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT))
         self._tick = min(30.0, self.limit / 10)
-        self._place = (0, READING, time.monotonic())
+        self._doing = (0, READING, time.monotonic())
         self._resumed = float("-inf")
         self._began: float | None = None
         self._longest: float | None = None
@@ -54,14 +54,14 @@ class Watchdog:
             self._write()
             self._thread.start()
 
-    def at(self, place: str, step: int) -> None:
-        """Note where this rank is now; `step` counts from 1. Cheap."""
+    def at(self, activity: str, step: int) -> None:
+        """Note what this rank does now; `step` counts from 1. Cheap."""
         now = time.monotonic()
-        if place == READING:
+        if activity == READING:
             if self._began is not None:
                 self._longest = max(self._longest or 0.0, now - self._began)
             self._began = now
-        self._place = (step, place, now)
+        self._doing = (step, activity, now)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -88,9 +88,9 @@ class Watchdog:
     def _write(self) -> None:
         """Tell the others; without fsync, since it is only ever a hint."""
         self._number += 1
-        step, place, since = self._place
+        step, activity, since = self._doing
         value = {
-            "number": self._number, "step": step, "place": place,
+            "number": self._number, "step": step, "activity": activity,
             "seconds": time.monotonic() - max(since, self._resumed),
             "who": f"rank {self.context.rank} ({socket.gethostname()}, process {os.getpid()})",
         }  # fmt: skip
@@ -101,7 +101,7 @@ class Watchdog:
 
     def _fault(self) -> str | None:
         """Whom this rank has waited for in vain, if it has."""
-        now, (step, place, since) = time.monotonic(), self._place
+        now, (step, activity, since) = time.monotonic(), self._doing
         waited = now - max(since, self._resumed)
         limit = max(self.limit, STEPS * (self._longest or 0.0))
         if waited < limit / 2:
@@ -110,30 +110,30 @@ class Watchdog:
         others = self._others(now)
         if waited < limit:
             return None
-        waits = f"this rank has waited {waited:.0f} s for it, {place} step {step}"
+        waits = f"this rank has waited {waited:.0f} s for it, {activity} step {step}"
         for rank, value in others.items():
-            if place not in ORDER and not value["number"]:
+            if activity not in ORDER and not value["number"]:
                 continue  # it is done and took its file away, while this rank still writes
             silent = now - self._seen[rank][1]
             if silent >= limit / 2:
                 who = value.get("who", f"rank {rank}")
                 return f"{who} has given no sign of life for {silent:.0f} s; {waits}"
         # How long a save or an evaluation takes, nobody knows: there only silence is a fault.
-        places = [place, *(value.get("place") for value in others.values())]
-        if self._longest is None or any(one not in ORDER for one in places):
+        activities = [activity, *(value.get("activity") for value in others.values())]
+        if self._longest is None or any(one not in ORDER for one in activities):
             return None
         for value in others.values():
-            behind = (value["step"], ORDER.index(value["place"])) < (step, ORDER.index(place))
+            behind = (value["step"], ORDER.index(value["activity"])) < (step, ORDER.index(activity))
             if behind and value["seconds"] >= limit / 2:
-                where = f"{value['place']} step {value['step']} for {value['seconds']:.0f} s"
+                where = f"{value['activity']} step {value['step']} for {value['seconds']:.0f} s"
                 return f"{value['who']} has been {where}; {waits}"
         if waited < 2 * limit:
             return None
-        return f"all ranks have been {place} step {step} for {waited:.0f} s: a device may hang"
+        return f"all ranks have been {activity} step {step} for {waited:.0f} s: a device may hang"
 
     def _others(self, now: float) -> dict[int, dict[str, Any]]:
         """What the other ranks wrote last; `_seen` has when each number was new to us."""
-        found = {}
+        others = {}
         for rank in set(range(self.context.world_size)) - {self.context.rank}:
             try:
                 value = json.loads(self._file(rank).read_text(encoding="utf-8"))
@@ -141,8 +141,8 @@ class Watchdog:
                 value = {"number": 0}
             if rank not in self._seen or self._seen[rank][0] != value["number"]:
                 self._seen[rank] = (value["number"], now)
-            found[rank] = value
-        return found
+            others[rank] = value
+        return others
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:04d}.json"

@@ -412,7 +412,7 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
             {"runs": {"mae_tiny": {"recipe": "mae", "size": "tiny"},
                       "mae_tiny.fine_tune.seed0": {"recipe": "mae", "size": "tiny"}},
              "evaluate": [{"runs": ["mae_tiny"], "protocols": ["fine_tune"]}]},
-            "mae_tiny.fine_tune.seed0 is the name of a run that is fine-tuned",
+            "mae_tiny.fine_tune.seed0: an evaluation trains a run of this name; choose another",
         ),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Files are whole or not there, and readable by those whom the umask lets."""
+"""Files are complete or not there, and readable by those whom the umask lets."""
 
 from pathlib import Path
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from maect.core.files import UMASK, atomic_write
+from maect.core.errors import UserError
+from maect.core.files import UMASK, atomic_write, checked_sha256, json_lines, write_json
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
@@ -24,3 +25,24 @@ def test_tensors_are_readable_like_other_files(tmp_path: Path) -> None:
     with atomic_write(path) as temporary:
         save_file({"x": np.zeros(3)}, temporary)
     assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK
+
+
+def test_a_log_that_a_kill_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert json_lines(path) == []
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(100)) + '{"step": 10')
+    assert [entry["step"] for entry in json_lines(path)] == list(range(100))
+    assert [entry["step"] for entry in json_lines(path, tail=45)] == [98, 99]
+    with pytest.raises(UserError, match=r"metrics\.jsonl:101: not JSON"):
+        json_lines(path, strict=True)
+
+
+def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    with pytest.raises(UserError, match="no such file"):
+        checked_sha256(path)
+    path.write_bytes(b"x")
+    write_json(tmp_path / "run.json", {"sha256": {path.name: checked_sha256(path)}})
+    path.write_bytes(b"y")
+    with pytest.raises(UserError, match="damaged"):
+        checked_sha256(path)

@@ -12,7 +12,7 @@ from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.data.native import LIBRARY, SOURCE, source_hash
 
-_CURE = (
+_HINT = (
     "install a C compiler and the headers of libjpeg-turbo (Debian: gcc libjpeg62-turbo-dev, "
     "Ubuntu: gcc libjpeg-turbo8-dev; elsewhere set CC, CFLAGS and LDFLAGS). Without the extension "
     "everything works, but JPEGs load at about two thirds of the speed"
@@ -29,7 +29,7 @@ def compile_c(sources: Sequence[Path], output: Path, *flags: str) -> None:
     """
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
-        raise UserError(f"native decoder: no C compiler; {_CURE}")
+        raise UserError(f"native decoder: no C compiler; {_HINT}")
     command = [
         *shlex.split(compiler), *_FLAGS, f"-DSOURCE={source_hash()}",
         *shlex.split(os.environ.get("CFLAGS", "")), *flags, *map(str, sources), "-o", str(output),
@@ -38,10 +38,10 @@ def compile_c(sources: Sequence[Path], output: Path, *flags: str) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise UserError(f"native decoder: {compiler}: {error.strerror}; {_CURE}") from None
+        raise UserError(f"native decoder: {compiler}: {error.strerror}; {_HINT}") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or ["failed"]
-        raise UserError(f"native decoder: {lines[0]}; {_CURE}")
+        raise UserError(f"native decoder: {lines[0]}; {_HINT}")
 
 
 def build() -> Path:

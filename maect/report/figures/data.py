@@ -1,6 +1,5 @@
 """What figures read: results by row, arrays, settings, names of classes, runs and their sources."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import json_lines, read_json
 from maect.report.config import Row, ShownConfig
 from maect.report.registry import architecture_title, method_title
 from maect.report.tables import chain
@@ -71,15 +70,7 @@ def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: a line that is not JSON (named), or no line.
     """
-    lines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            value = json.loads(line)
-        except ValueError:
-            value = None
-        if not isinstance(value, dict):
-            raise UserError(f"{path}:{number}: not a JSON object; is the file damaged?")
-        lines.append(value)
+    lines = json_lines(path, strict=True)
     if not lines:
         raise UserError(f"{path}: no step was logged yet")
     return lines

@@ -1,6 +1,8 @@
 """The real thing: two ranks, killed and restarted, end with the bits of ranks that were not."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from maect.cli import main
 from maect.core.files import read_json
 from maect.data.index import open_index
 from maect.evaluate.accuracy import Accuracy
@@ -17,6 +20,8 @@ from maect.evaluate.fine_tuned import FineTuned
 from maect.evaluate.job import Job
 from maect.evaluate.run import evaluate
 from maect.models.weights import load_encoder_weights
+from maect.stages.fine_tune import FineTune
+from maect.stages.run import RunConfig
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks
@@ -87,6 +92,37 @@ def test_killed_and_restarted(images: Path, tmp_path: Path, whole: Path) -> None
     for name in ("encoder.safetensors", "head.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     assert read_json(ours / "run.json")["losses"] == read_json(theirs / "run.json")["losses"]
+
+
+def dies_before_its_states_are_removed(context: Any, **job: Any) -> Any:
+    """A training whose rank is killed when its record is written and its states are still there."""
+    from maect.train import trainer
+
+    trainer.remove_states = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+    return ranks.train(context, **job)
+
+
+def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
+    images: Path, tmp_path: Path, whole: Path
+) -> None:
+    job = trainings(images, tmp_path)["seed0"]
+    log, folder = tmp_path / "log", tmp_path / "seed0"
+    with pytest.raises(RuntimeError, match="no rank answered"):
+        run(1, job | {"function": dies_before_its_states_are_removed}, log=log)
+    record, left = (folder / "run.json").read_bytes(), folder / "state"
+    assert list(left.iterdir())
+    assert run(1, job, log=log) == ["done"]
+    assert not left.exists() and not (whole / "seed0/state").exists()
+    # Nor does the command start any rank, where all is done.
+    (left / "step-000000012").mkdir(parents=True)
+    config = RunConfig(
+        run="seed0", stage="fine_tune", size="tiny", seed=job["seed"], shards=job["shards"],
+        source=job["source"], encoder=job["encoder"],
+        settings=FineTune.model_validate(job["settings"]),
+    )  # fmt: skip
+    config.write(folder / "config.yaml")
+    assert main(["train", str(folder / "config.yaml")]) == 0
+    assert not left.exists() and (folder / "run.json").read_bytes() == record
 
 
 def test_it_logs_as_other_stages_do(whole: Path) -> None:

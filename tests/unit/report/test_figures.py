@@ -280,7 +280,7 @@ def test_wrong_logs_are_named(results, out):
     with pytest.raises(UserError, match="no step was logged"):
         draw(shown("training_curves", results), *out)
     path.write_text('{"epoch": 1}\n{"epo')
-    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a JSON object"):
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: not JSON"):
         draw(shown("training_curves", results), *out)
     path.write_text('{"epoch": 1}\n')
     with pytest.raises(UserError, match="no line has both 'epoch' and 'loss'"):

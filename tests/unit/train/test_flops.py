@@ -47,10 +47,10 @@ def test_as_counted_by_torch(case, tmp_path):
     objective = stage.build(SHAPE, 0, source)
     b, views = stage.batch_size, stage.views
     order = torch.rand(views, b, SHAPE.patches).argsort(2) if stage.mask_ratio else None
-    ids, dice = torch.arange(b), torch.zeros(views, b, dtype=torch.int64)
+    ids, neighbors = torch.arange(b), torch.zeros(views, b, dtype=torch.int64)
     # The plain kernel: the fused ones compute the scores again in the backward pass.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        objective(Views(torch.randn(views, b, 3, 20, 20), order, ids, ids, dice))[0].backward()
+        objective(Views(torch.randn(views, b, 3, 20, 20), order, ids, ids, neighbors))[0].backward()
     assert counter.get_total_flops() == b * stage.flops_per_image(SHAPE)
 
 

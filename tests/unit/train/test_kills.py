@@ -57,7 +57,7 @@ def strike(ranks, folder, who, when, target, delay):
 @pytest.mark.timeout(3600)
 def test_encoders_are_those_of_runs_without_kills(job, tmp_path):
     count = int(os.environ.get("MAECT_KILLS", "30"))
-    dice, log = random.Random(count), tmp_path / "log"
+    generator, log = random.Random(count), tmp_path / "log"
     whole = [
         job(name, recipe, source, folder=tmp_path / "whole", epochs=EPOCHS)
         for name, recipe, source in STAGES
@@ -70,13 +70,13 @@ def test_encoders_are_those_of_runs_without_kills(job, tmp_path):
         broken |= {"save_every_minutes": 0.0}
         folder = Path(broken["folder"])
         kinds = [KINDS[i % len(KINDS)] for i in range(kills)]
-        dice.shuffle(kinds)
+        generator.shuffle(kinds)
         kinds.sort(key=lambda kind: kind[1] == "end")
         for (who, when), target in zip(
-            kinds, sorted(dice.sample(range(2, STEPS - 3), kills)), strict=True
+            kinds, sorted(generator.sample(range(2, STEPS - 3), kills)), strict=True
         ):
             ranks = Ranks(2, [broken], log)
-            alive, half = strike(ranks, folder, who, when, target, dice.uniform(0, 0.1))
+            alive, half = strike(ranks, folder, who, when, target, generator.uniform(0, 0.1))
             landed, torn = landed + alive, torn + half
             states = ", ".join(map(str, steps_saved(folder))) or "none"
             print(f"| {name} | {who} | {when} | {reached(folder)} | {states} | {half} |")

@@ -46,9 +46,9 @@ def plain(value, kind, rates):
             ]
         )
         order = ids_shuffle(16, seed, batch.epochs, batch.ids, 2) if stage.mask_ratio else None
-        dice = lookup_numbers(3, seed, batch.epochs, batch.ids, 2)
+        neighbors = lookup_numbers(3, seed, batch.epochs, batch.ids, 2)
         ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
-        loss, _ = objective(Views(images, order, ids, labels, dice))
+        loss, _ = objective(Views(images, order, ids, labels, neighbors))
         optimizer.zero_grad()
         loss.backward()
         found.append(loss.item())
