@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from maect.cli import main
-from maect.core.files import read_json
+from maect.core.files import read_json, write_json
 from maect.data.index import open_index
 from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.encoding import Encoding
@@ -115,9 +116,11 @@ def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
     assert not left.exists() and not (whole / "seed0/state").exists()
     # Nor does the command start any rank, where all is done.
     (left / "step-000000012").mkdir(parents=True)
+    source = shutil.copytree(job["source"], tmp_path / "mae")
+    write_json(source / "run.json", {})
     config = RunConfig(
         run="seed0", stage="fine_tune", size="tiny", seed=job["seed"], shards=job["shards"],
-        source=job["source"], encoder=job["encoder"],
+        source=source, encoder=job["encoder"],
         settings=FineTune.model_validate(job["settings"]),
     )  # fmt: skip
     config.write(folder / "config.yaml")
