@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maect.core.distributed import gather_rows, rank_and_size
+from maect.models.vit import mixed_precision
 from maect.recipes import Contrastive
 
 
@@ -124,17 +125,23 @@ class NNCLRHead(nn.Module):
             lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [2, b].
         """
         z = self.projector(features)
-        prediction = F.normalize(exact(self.predictor(z)), dim=2)
-        with torch.no_grad():
+        prediction = self.predictor(z)
+        reaches = torch.is_grad_enabled() and not self.settings.stop_gradient
+        with torch.set_grad_enabled(reaches):
             anchor = z if self.slow_projector is None else self.slow_projector(features)
-            anchor = F.normalize(exact(anchor), dim=2)
+        owners = gather_rows(torch.stack([ids, labels], dim=1))
+        with mixed_precision(features.device, self.settings.precision):
+            prediction = F.normalize(exact(prediction), dim=2)
+            with torch.set_grad_enabled(reaches):
+                anchor = F.normalize(exact(anchor), dim=2)
             positive, metrics = self._positives(anchor, ids, labels, lookup_numbers)
-        keys = gather_rows(prediction.transpose(0, 1))
-        loss = (
-            info_nce(positive[0], keys[:, 1], self.settings.temperature)
-            + info_nce(positive[1], keys[:, 0], self.settings.temperature)
-        ) / 2
-        self._enqueue(anchor[0], ids, labels)
+            keys = gather_rows(prediction.transpose(0, 1))
+            temperature, key_ids = self.settings.temperature, owners[:, 0]
+            loss = (
+                info_nce(positive[0], keys[:, 1], temperature, ids, key_ids)
+                + info_nce(positive[1], keys[:, 0], temperature, ids, key_ids)
+            ) / 2
+        self._enqueue(anchor[0], owners)
         return HeadOutput(loss, metrics)
 
     def _positives(
@@ -144,40 +151,58 @@ class NNCLRHead(nn.Module):
         filled = (self.queue_ids >= 0).float().mean()
         if self.settings.lookup == "none":
             return anchor, {"queue_filled": filled}
+        with torch.no_grad():
+            neighbor = self._look_up(anchor, ids, labels, lookup_numbers)
+            positive, neighbor_labels = self.queue[neighbor], self.queue_labels[neighbor]
+            known = (neighbor_labels >= 0) & (labels >= 0)
+            hits = ((neighbor_labels == labels) & known).sum() / known.sum().clamp(min=1)
+            return positive, {
+                "lookup_accuracy": 100 * hits.float(),
+                "lookup_similarity": (positive * anchor).sum(2).mean(),
+                "queue_filled": filled,
+            }
+
+    def _look_up(
+        self, anchor: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
+    ) -> Tensor:
+        """Index in the queue of each anchor's neighbour, [2, b].
+
+        The oracle's candidates are the other entries of the class; its own entry only where there
+        are none, and another class only where the class has no entry at all.
+        """
         similarity = anchor @ self.queue.T
+        own = ids[:, None] == self.queue_ids
+        similarity = similarity.masked_fill(own, -2)  # behind all others
         if self.settings.lookup == "oracle":
             same = (labels[:, None] == self.queue_labels) & (labels[:, None] >= 0)
-            similarity = similarity + 2 * same
-        similarity = similarity.masked_fill(ids[:, None] == self.queue_ids, -1)
-        neighbor = topk_nn(similarity, self.settings.topk, lookup_numbers)
-        neighbor_labels = self.queue_labels[neighbor]
-        known = (neighbor_labels >= 0) & (labels >= 0)
-        hits = ((neighbor_labels == labels) & known).sum() / known.sum().clamp(min=1)
-        positive = self.queue[neighbor]
-        return positive, {
-            "lookup_accuracy": 100 * hits.float(),
-            "lookup_similarity": (positive * anchor).sum(2).mean(),
-            "queue_filled": filled,
-        }
+            similarity = similarity + 4 * same  # more than cosines and own entries differ by
+            others = (same & ~own).sum(1).clamp(min=1)
+            candidates = torch.where(same.any(1), others, self.settings.topk)
+            lookup_numbers = lookup_numbers % candidates
+        return topk_nn(similarity, self.settings.topk, lookup_numbers)
 
     @torch.no_grad()
-    def _enqueue(self, vectors: Tensor, ids: Tensor, labels: Tensor) -> None:
-        """Overwrite the oldest entries with all ranks' vectors, in rank order."""
+    def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:
+        """Overwrite the oldest entries with all ranks' vectors, in rank order.
+
+        Args:
+            vectors: of this rank's samples, [b, E].
+            owners: ids and labels of all ranks' samples, [world * b, 2].
+        """
         rows = gather_rows(vectors.detach().to(self.queue.dtype))
         size = len(self.queue)
         if size % len(rows):
             raise ValueError(f"global batch {len(rows)} does not divide queue_size {size}")
-        ids_labels = gather_rows(torch.stack([ids, labels], dim=1))
         # On the device: reading the pointer on the host would wait for the device every step.
         oldest = (self.pointer + torch.arange(len(rows), device=rows.device)) % size
         self.queue[oldest] = rows
-        self.queue_ids[oldest] = ids_labels[:, 0]
-        self.queue_labels[oldest] = ids_labels[:, 1]
+        self.queue_ids[oldest] = owners[:, 0]
+        self.queue_labels[oldest] = owners[:, 1]
         self.pointer.copy_((self.pointer + len(rows)) % size)
 
 
 def exact(x: Tensor) -> Tensor:
-    """At least float32: normalisation, similarities and losses are never computed in bfloat16."""
+    """At least float32: vectors are normalised in it, whatever their products are computed in."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -198,15 +223,20 @@ def topk_nn(similarity: Tensor, k: int, lookup_numbers: Tensor) -> Tensor:
     return candidates.gather(-1, lookup_numbers[..., None]).squeeze(-1)
 
 
-def info_nce(positive: Tensor, keys: Tensor, temperature: float) -> Tensor:
+def info_nce(
+    positive: Tensor, keys: Tensor, temperature: float, ids: Tensor, key_ids: Tensor
+) -> Tensor:
     """Cross-entropy of finding one's own prediction among those of the global batch.
 
-    Paper, equation 2: the query is the neighbour; negatives are all other samples' predictions.
+    Paper, equation 2: the query is the neighbour; negatives are the other samples' predictions. A
+    batch over the end of an epoch may have an image twice, which is no negative of itself.
 
     Args:
         positive: this rank's queries, normalised, [b, E].
         keys: all ranks' predictions, normalised, [world * b, E].
         temperature: of the softmax.
+        ids: of this rank's samples, [b].
+        key_ids: of all ranks' samples, [world * b].
 
     Returns:
         Mean over this rank's rows.
@@ -214,7 +244,8 @@ def info_nce(positive: Tensor, keys: Tensor, temperature: float) -> Tensor:
     logits = positive @ keys.T / temperature
     rank, _ = rank_and_size()
     target = torch.arange(len(positive), device=logits.device) + rank * len(positive)
-    return F.cross_entropy(logits, target)
+    copies = (ids[:, None] == key_ids).scatter(1, target[:, None], False)
+    return F.cross_entropy(logits.masked_fill(copies, float("-inf")), target)
 
 
 class GlobalBatchNorm(nn.Module):

@@ -109,8 +109,18 @@ class Contrastive(Settings):
     """Momentum of the projector on the lookup path; 0 means the projector itself."""
     lookup: Literal["topk", "none", "oracle"] = "topk"
     """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
+    stop_gradient: bool = later(True)
+    """Of the positive: the queue has none to stop; without lookup false, unless it is given."""
+    precision: Literal["fp32", "bf16"] = later("fp32")
+    """Of similarities, lookup and loss; bf16 is the authors'."""
     head_lr: float = Field(gt=0)
     head_weight_decay: float = Field(ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gradient_without_lookup(cls, values: Any) -> Any:
+        without = isinstance(values, dict) and values.get("lookup") == "none"
+        return {"stop_gradient": False} | values if without else values
 
 
 @cache

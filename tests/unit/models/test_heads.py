@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from maect.models import heads, vit
 from maect.models.heads import GlobalBatchNorm, NNCLRHead, as_buffers, info_nce, topk_nn
 from maect.models.vit import seeded
 from maect.recipes import Contrastive
@@ -111,17 +112,24 @@ def reference(head, features, ids, labels, numbers):
     for view in range(2):
         other = p[1 - view]
         for i in range(len(ids)):
-            nearest = []
-            for entry in range(len(queue)):
-                value = float(z[view][i] @ queue[entry])
-                if config.lookup == "oracle" and head.queue_labels[entry] == labels[i]:
-                    value += 2
-                nearest.append((-1.0 if owner[entry] == ids[i] else value, entry))
-            nearest.sort(reverse=True)
-            taken[view, i] = nearest[int(numbers[view, i])][1]
+            entries = [entry for entry in range(len(queue)) if owner[entry] != ids[i]]
+            if config.lookup == "oracle":
+                mine = [
+                    entry for entry in range(len(queue)) if head.queue_labels[entry] == labels[i]
+                ]
+                if mine:  # its own entry only where the class has no other
+                    entries = [entry for entry in mine if entry in entries] or mine
+            nearest = sorted(entries, key=lambda entry: -float(z[view][i] @ queue[entry]))
+            nearest = nearest[: config.topk]
+            taken[view, i] = nearest[int(numbers[view, i]) % len(nearest)]
             query = z[view][i] if config.lookup == "none" else queue[taken[view, i]]
-            logits = [float(query @ other[j]) / config.temperature for j in range(len(ids))]
-            total -= logits[i] - np.log(np.sum(np.exp(logits)))
+            logits = [
+                float(query @ other[j]) / config.temperature
+                for j in range(len(ids))
+                if j == i or ids[j] != ids[i]  # a copy of the image is no negative
+            ]
+            own = float(query @ other[i]) / config.temperature
+            total -= own - np.log(np.sum(np.exp(logits)))
     return total / (2 * len(ids)), taken
 
 
@@ -136,8 +144,31 @@ def test_loss_and_lookup_against_loops(lookup, ema):
     head.queue_ids[:8] = ids  # own entries, to be left out
     head.queue[:8] = F.normalize(torch.randn(8, 6, dtype=torch.float64), dim=1)
     head.queue_labels[:] = torch.arange(32) % 3
-    expected, _ = reference(head, features, ids, labels, numbers)
-    assert head(features, ids, labels, numbers).loss.item() == pytest.approx(expected, rel=1e-10)
+    for copies in (False, True):
+        if copies:  # as in a batch over the end of an epoch
+            ids, head.pointer[()] = torch.cat([ids[:6], ids[:2]]), 0
+        before = head.queue.clone(), head.queue_ids.clone(), head.queue_labels.clone()
+        expected, _ = reference(head, features, ids, labels, numbers)
+        actual = head(features, ids, labels, numbers).loss.item()
+        assert actual == pytest.approx(expected, rel=1e-10)
+        head.queue[:], head.queue_ids[:], head.queue_labels[:] = before
+
+
+def test_without_copies_the_loss_keeps_its_bits():
+    torch.manual_seed(1)
+    positive = F.normalize(torch.randn(64, 8), dim=1)
+    raw = torch.randn(64, 8)
+    losses = []
+    for ids in (None, torch.randperm(64)):
+        keys = raw.clone().requires_grad_()
+        if ids is None:
+            logits = positive @ F.normalize(keys, dim=1).T / 0.15
+            loss = F.cross_entropy(logits, torch.arange(64))
+        else:
+            loss = info_nce(positive, F.normalize(keys, dim=1), 0.15, ids, ids)
+        loss.backward()
+        losses.append((loss.detach(), keys.grad))
+    assert all(map(torch.equal, *losses))
 
 
 def test_own_samples_are_never_looked_up():
@@ -157,6 +188,53 @@ def test_oracle_takes_neighbours_of_the_same_class():
     features, ids, labels, numbers = batch()
     head.queue_labels[:] = torch.arange(32) % 3
     assert float(head(features, ids, labels, numbers).metrics["lookup_accuracy"]) == 100
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 5])
+def test_the_oracle_does_not_leave_the_class(others):
+    """Authors' `nnclr_ema_oracle_head.py`: own entries are set to -1, then the class gets + 2."""
+    head = head_of(lookup="oracle", topk=4)
+    features, ids, _, _ = batch()
+    labels = torch.zeros(8, dtype=torch.int64)
+    head.queue_labels[:] = 1
+    head.queue_ids[:] = torch.arange(200, 232)
+    head.queue_labels[: 1 + others], head.queue_ids[0] = 0, ids[0]
+    numbers = torch.arange(16).reshape(2, 8) % 4
+    taken = head._look_up(torch.from_numpy(anchors(head, features)), ids, labels, numbers)
+    assert (taken <= others).all()
+    assert (taken[:, 0] > 0).all() if others else (taken[:, 0] == 0).all()
+    assert others < 2 or len(taken.unique()) > 1
+    # Where nothing of the class is there, anybody else.
+    head.queue_labels[:] = 1
+    alone = head._look_up(torch.from_numpy(anchors(head, features)), ids, labels, numbers)
+    assert (alone[:, 0] > 0).all() and len(alone.unique()) > 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_lookup_and_loss_are_float32_in_mixed_precision(precision, monkeypatch):
+    """Their products in bfloat16, as in the authors' autocast, are a setting."""
+    seen = []
+    monkeypatch.setattr(vit, "bfloat16_on", lambda kind: kind)
+    monkeypatch.setattr(
+        heads,
+        "topk_nn",
+        lambda similarity, *rest: seen.append(similarity) or topk_nn(similarity, *rest),
+    )
+    cross_entropy = F.cross_entropy
+    monkeypatch.setattr(
+        F,
+        "cross_entropy",
+        lambda logits, *rest: seen.append(logits) or cross_entropy(logits, *rest),
+    )
+    head = head_of(precision=precision).float()
+    features, ids, labels, numbers = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = head(features.float(), ids, labels, numbers)
+    products = torch.float32 if precision == "fp32" else torch.bfloat16
+    assert [x.dtype for x in seen] == [products] * 3
+    assert head.queue.dtype == out.metrics["lookup_similarity"].dtype == torch.float32
+    out.loss.backward()
+    assert head.projector[0].weight.grad.dtype == torch.float32
 
 
 def test_topk_takes_the_kth_nearest():
@@ -219,21 +297,32 @@ def test_projector_ema():
 
 
 def test_gradients_of_the_loss():
-    """No gradient passes through the lookup path; the prediction path is checked numerically."""
+    """The prediction path, numerically; two of the rows are of one image."""
     torch.manual_seed(0)
+    ids = torch.tensor([5, 6, 7, 5])
     positive = F.normalize(torch.randn(4, 3, dtype=torch.float64), dim=1)
     raw = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda x: info_nce(positive, F.normalize(x, dim=1), 0.3), (raw,)
+        lambda x: info_nce(positive, F.normalize(x, dim=1), 0.3, ids, ids), (raw,)
     )
-    head = head_of(lookup="none", projector_ema=0.9)
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("stop", [False, True])
+def test_without_lookup_the_positive_has_a_gradient(ema, stop):
+    """Algorithm 1 (tex 587): `z1, z2 = g_m(y1), g_m(y2)` has no stop-gradient; the queue has none.
+
+    The authors' `nnclr_noqueue_head.py` normalises the projection and takes it as the positive.
+    """
+    changes = {"stop_gradient": True} if stop else {}
+    head = head_of(lookup="none", projector_ema=ema, **changes)
     features, ids, labels, numbers = batch(b=4)
     features.requires_grad_()
-
-    # The anchors depend on the features without a gradient, so hold them fixed.
-    anchor = torch.from_numpy(anchors(head, features.detach()))
-    head._positives = lambda *_: (anchor, {})
+    if stop:  # the anchors depend on the features without a gradient: hold them
+        held = torch.from_numpy(anchors(head, features.detach()))
+        head._positives = lambda *_: (held, {})
     assert torch.autograd.gradcheck(lambda x: head(x, ids, labels, numbers).loss, (features,))
+    assert head.settings.stop_gradient == stop
 
 
 def test_buffers_instead_of_parameters():
