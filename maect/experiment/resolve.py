@@ -10,6 +10,7 @@ from maect.evaluate.config import EvaluationConfig
 from maect.experiment.expand import run_to_score
 from maect.experiment.load import Experiment
 from maect.report.config import ClaimsConfig, ShownConfig
+from maect.report.groups import Groups
 from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
 from maect.stages.run import RunConfig
 
@@ -123,6 +124,7 @@ def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig
         runs=experiment.root / "runs",
         compare_with_paper=experiment.spec.compare_with_paper,
         classes=_classes(experiment, name) if figure else None,
+        groups=_groups(experiment, name) if figure else None,
     )
 
 
@@ -175,6 +177,12 @@ def _classes(experiment: Experiment, name: str) -> Path | None:
         split = experiment.evaluation(*pair).test_split
         return experiment.shards(experiment.default_dataset, split) / "index.json"
     return None
+
+
+def _groups(experiment: Experiment, name: str) -> Groups | None:
+    """Groups of the classes, for a figure that shows them."""
+    groups = experiment.datasets[experiment.default_dataset].groups
+    return groups if FIGURES[name].groups_classes and _classes(experiment, name) else None
 
 
 def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:

@@ -13,6 +13,7 @@ from maect.core.settings import Settings
 from maect.data.sources import SOURCES, Source
 from maect.data.sources.folder import Folder
 from maect.data.sources.view import CLASS_LISTS
+from maect.report.groups import Groups
 
 NAME = re.compile(r"\w[\w.-]*")
 
@@ -77,6 +78,8 @@ class Dataset(Settings):
     splits: dict[str, Split]
     resize: int | None = Field(default=None, gt=0)
     """Shorter side before the centre crop of evaluations; none: 256/224 of the image size."""
+    groups: Groups | None = None
+    """Groups of the classes, which figure 1 is coloured by: a mapping, or `imagenet`."""
 
     @model_validator(mode="after")
     def _images(self) -> "Dataset":

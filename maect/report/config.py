@@ -5,7 +5,8 @@ from typing import Annotated
 from pydantic import ConfigDict, StringConstraints
 from pydantic.dataclasses import dataclass
 
-from maect.core.settings import LocalPath, SettingsFile
+from maect.core.settings import LocalPath, SettingsFile, later
+from maect.report.groups import Groups
 
 Name = Annotated[str, StringConstraints(min_length=1)]
 
@@ -33,6 +34,8 @@ class ShownConfig(SettingsFile):
     """Whether to show the paper's numbers; they are of ImageNet-1k."""
     classes: LocalPath | None = None
     """Index of shards that names the classes, for a figure that shows them."""
+    groups: Groups | None = later(None)
+    """Groups of these classes, for a figure that shows them in place of the classes."""
 
 
 class ClaimsConfig(SettingsFile):

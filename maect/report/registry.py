@@ -102,6 +102,8 @@ class Figure:
     reads_runs: bool = False
     """Whether it also reads the records of all runs behind its rows."""
     names_classes: bool = False
+    groups_classes: bool = False
+    """Whether it shows groups of classes in place of the classes, where the dataset has any."""
 
     def reads(self, method: str) -> tuple[str, ...]:
         """Every evaluation that a row reads."""
@@ -392,11 +394,13 @@ FIGURES: dict[str, Figure] = {
         "embedding:cluster_formation",
         caption=(
             "UMAP embeddings of all classes before and after contrastive tuning: coarse groups "
-            "come apart into classes. Paper: figure 1."
+            "come apart into classes. Colours are groups of classes, where the dataset has any "
+            "(for ImageNet by WordNet). Paper: figure 1."
         ),
         needs=("umap_all", "umap"),
         besides=("clustering",),
         names_classes=True,
+        groups_classes=True,
     ),
     "gpu_hours": Figure(
         "Probing accuracy against GPU hours",

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.core.files import json_lines, read_json
 from maect.report.config import Row, ShownConfig
+from maect.report.groups import group_names, group_numbers
 from maect.report.registry import architecture_title, method_title
 from maect.report.tables import chain
 from maect.stages import STAGES
@@ -95,15 +96,28 @@ def class_titles(names: Sequence[str]) -> list[str]:
 
 
 class Classes:
-    """Names of class numbers; without an index that names them, the numbers."""
+    """Names of class numbers, or of groups where these are shown; without an index the numbers."""
 
     def __init__(self, shown: ShownConfig) -> None:
         names = read_json(shown.classes)["class_names"] if shown.classes else []
         self._titles = class_titles(names)
+        self._groups: np.ndarray | None = None
+        if shown.groups is not None:
+            self._titles = group_names(shown.groups)
+            self._groups = np.array([*group_numbers(shown.groups, names, str(shown.classes)), -1])
 
     def __getitem__(self, number: int) -> str:
         known = 0 <= number < len(self._titles)
         return self._titles[number] if known else str(number)
+
+    @property
+    def are_groups(self) -> bool:
+        """Whether groups are shown."""
+        return self._groups is not None
+
+    def of(self, labels: np.ndarray) -> np.ndarray:
+        """What is shown of each label: itself, or the number of its group; -1: unknown, or none."""
+        return labels if self._groups is None else self._groups[labels]
 
 
 @dataclass(frozen=True)

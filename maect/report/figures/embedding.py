@@ -14,12 +14,13 @@ from matplotlib.patheffects import withStroke
 from maect.core.errors import UserError
 from maect.report.config import Row, ShownConfig
 from maect.report.figures.data import Classes, read_tensors, result_files, setting
-from maect.report.figures.style import WIDTH, blank, class_style, panels
+from maect.report.figures.style import COLORS, WIDTH, blank, class_style, panels
 from maect.report.tables import measured
 
 LEGEND_CLASSES = 32  # as many as have a look of their own
 COLUMNS = 4
 SHORT = 3  # letters
+MISSING = "#999999"
 DENSE = 5000  # points above which a PDF holds a picture of them instead of each one
 
 
@@ -55,13 +56,18 @@ def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence
         "alpha": 0.75,
         "rasterized": len(points) > DENSE,
     }
+    order = np.random.default_rng(0).permutation(len(points))
     if len(known) > LEGEND_CLASSES:  # neighbouring numbers, similar colours: super-classes show
-        order = np.random.default_rng(0).permutation(len(points))
         axes.scatter(points[order, 0], points[order, 1], c=labels[order], cmap="viridis", **options)
+        return
+    if len(points) > DENSE and len(known) <= len(COLORS):  # where points overlap, no class wins
+        looks = {number: class_style(position)[0] for position, number in enumerate(known)}
+        colors = [looks.get(number, MISSING) for number in labels[order].tolist()]
+        axes.scatter(points[order, 0], points[order, 1], c=colors, **options)
         return
     for number in np.unique(labels):
         # Labels that are missing are gray; the others look the same in every panel.
-        color, marker = ("#999999", ".") if number < 0 else class_style(known.index(int(number)))
+        color, marker = (MISSING, ".") if number < 0 else class_style(known.index(int(number)))
         mine = points[labels == number]
         axes.scatter(mine[:, 0], mine[:, 1], color=color, marker=marker, **options)
 
@@ -92,7 +98,8 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
     """
     if not drawn:
         raise UserError("umap figure: no run has an embedding; run the umap evaluation first")
-    data = [read_points(panel.points) for panel in drawn]
+    read = [read_points(panel.points) for panel in drawn]
+    data = [(points, classes.of(labels)) for points, labels in read]
     known = sorted({int(number) for _, labels in data for number in labels if number >= 0})
     names = {n: classes[n] for n in known} if len(known) <= LEGEND_CLASSES else {}
     lines = -(-len(drawn) // COLUMNS)
@@ -112,10 +119,14 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
         for position in range(len(known)):
             color, marker = class_style(position)
             handles.append(Line2D([], [], color=color, marker=marker, linestyle="", markersize=5))
-        most = 10 if max(map(len, names.values())) <= SHORT else 4
+        titles = list(names.values())
+        if classes.are_groups and any((labels < 0).any() for _, labels in data):
+            handles.append(Line2D([], [], color=MISSING, marker=".", linestyle="", markersize=5))
+            titles.append("others")
+        most = 10 if max(map(len, titles)) <= SHORT else 5 if classes.are_groups else 4
         figure.legend(
-            handles, list(names.values()), loc="outside lower center",
-            ncols=min(most, len(names)), handletextpad=0.1,
+            handles, titles, loc="outside lower center",
+            ncols=min(most, len(titles)), handletextpad=0.1,
         )  # fmt: skip
     return figure
 

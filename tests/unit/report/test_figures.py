@@ -235,6 +235,24 @@ def test_many_classes_and_missing_labels(evaluations, out):
     assert len(colors_in(out[1])) > 500
 
 
+@pytest.mark.parametrize("samples", [600, 6000])
+def test_groups_of_classes_have_the_colours_of_figure_1(samples, evaluations, classes, out):
+    points = np.random.default_rng(0).standard_normal((samples, 2)).astype(np.float32)
+    (evaluations / "ct_tiny").mkdir()
+    tensors = {"points": points, "labels": np.arange(samples) % 10}
+    save_file(tensors, evaluations / "ct_tiny/umap.safetensors")
+    groups = {"low": [f"digit_{n}" for n in range(4)], "high": ["digit_8", "digit_9"]}
+    for name, third in (("cluster_formation", False), ("umap", True)):
+        given = groups if name == "cluster_formation" else None
+        draw(shown(name, evaluations, classes=classes, groups=given), *out)
+        drawn = colors_in(out[1])
+        # Two groups, and a third colour only where there are classes.
+        assert {"#0072B2", "#D55E00"} <= drawn and ("#009E73" in drawn) is third
+    groups["high"].append("digit_10")
+    with pytest.raises(UserError, match="has no class 'digit_10'"):
+        draw(shown("cluster_formation", evaluations, classes=classes, groups=groups), *out)
+
+
 def test_wrong_embeddings_are_named(evaluations, out):
     path = evaluations / "mae_tiny/umap.safetensors"
     with pytest.raises(UserError, match="no such file"):

@@ -1,0 +1,55 @@
+"""Groups of classes, such as animals and vehicles, for figures of more classes than colours."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import AfterValidator
+
+from maect.core.errors import UserError
+
+
+def _apart(groups: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    seen: dict[str, str] = {}
+    for group, classes in groups.items():
+        for name in classes:
+            if seen.setdefault(name, group) != group:
+                raise ValueError(f"class {name!r} is in {seen[name]!r} and in {group!r}")
+    return groups
+
+
+Groups = Literal["imagenet"] | Annotated[dict[str, list[str]], AfterValidator(_apart)]
+"""Classes by the name of their group, or the list of that name in this package."""
+
+
+def group_names(groups: Groups) -> list[str]:
+    """Names of all groups, in their order."""
+    return list(_listed() if groups == "imagenet" else groups)
+
+
+def group_numbers(groups: Groups, classes: Sequence[str], where: str) -> list[int]:
+    """Number of each class's group; -1: it is in none.
+
+    Args:
+        groups: of classes.
+        classes: names of the classes.
+        where: for messages, what names the classes.
+
+    Raises:
+        UserError: a class that is not there, unless the groups are a list of this package.
+    """
+    listed = _listed() if groups == "imagenet" else groups
+    numbers = {name: number for number, group in enumerate(listed.values()) for name in group}
+    for name in numbers:
+        if groups != "imagenet" and name not in classes:
+            raise UserError(f"groups: {where} has no class {name!r}")
+    return [numbers.get(name, -1) for name in classes]
+
+
+@cache
+def _listed() -> dict[str, list[str]]:
+    text = resources.files("maect.report").joinpath("imagenet_groups.yaml").read_text("utf-8")
+    groups: dict[str, list[str]] = yaml.safe_load(text)
+    return groups
