@@ -247,11 +247,13 @@ def read_changed(kind: type[File], options: argparse.Namespace) -> tuple[File, P
     config = kind.read(path, options.changes)
     if out is None:
         if options.changes:
-            raise UserError(f"{path}: with {options.changes[0]} it is another job: name its --out")
+            raise UserError(
+                f"{path}: {options.changes[0]} makes this another job; name its file with --out"
+            )
         return config, path
     config = config.named(out)
     if out.exists() and out.read_text(encoding="utf-8") != config.text(out):
-        raise UserError(f"{out}: says otherwise; choose a new --out")
+        raise UserError(f"{out}: exists and says something else; choose another --out")
     config.write(out)
     return config, out
 
@@ -283,10 +285,10 @@ def shard(options: argparse.Namespace) -> None:
         "shorter_side": options.shorter_side,
     }
     if options.verify:
-        print(f"{options.out}: {shards.verify(options.out, threads=threads)} samples, all sound")
+        print(f"{options.out}: {shards.verify(options.out, threads=threads)} samples, all intact")
     elif not find_source(options.kind).sharded:
         if not options.classes:
-            raise UserError(f"--kind {options.kind}: say which classes with --classes")
+            raise UserError(f"--kind {options.kind}: name the classes with --classes")
         count = class_view(options.source, options.out, read_classes(options.classes))
         print(f"{options.out}: {count} samples of {options.source}")
     elif options.only == "plan":
@@ -295,7 +297,7 @@ def shard(options: argparse.Namespace) -> None:
         shards.finish_index(options.out)
     elif options.only:
         if not options.only.isdecimal():
-            raise UserError(f"--only {options.only}: plan, a shard's number, or index")
+            raise UserError(f"--only {options.only}: must be plan, the number of a shard, or index")
         shards.write_shard(options.out, int(options.only), threads=1)
     else:
         count = shards.shard(
@@ -345,7 +347,7 @@ def train(options: argparse.Namespace) -> None:
     target = options.out or options.config
     theirs = target.parent / "config.yaml"
     if target.name != theirs.name and theirs.exists():
-        raise UserError(f"{target}: its folder is that of the run in {theirs.name}; choose another")
+        raise UserError(f"{target}: its folder belongs to the run in {theirs.name}; choose another")
     config, path = read_changed(RunConfig, options)
     stage, shards = config.training(path)
     data = need_shards(shards)
@@ -381,18 +383,18 @@ def import_weights(options: argparse.Namespace) -> None:
     if options.weights.suffix == ".yaml":
         config = RunConfig.read(options.weights)
         if config.weights is None:
-            raise UserError(f"{options.weights}: no `weights`: it is not of an import")
+            raise UserError(f"{options.weights}: no `weights`: this run is not an import")
         run, pixels = options.weights.parent, config.encoder.image_size
         given = config.weights, run, config.settings.model_dump()["layout"], config.size, pixels
     elif options.run is None:
-        raise UserError(f"{options.weights}: say into which run's folder")
+        raise UserError(f"{options.weights}: name the run's folder, too")
     else:
         run = options.run
         given = options.weights, run, options.layout, options.size, options.image_size
-    layout, found = convert(*given)
+    layout, weights = convert(*given)
     print(
-        f"{run}: layout {layout}, size {found.size}, {found.encoder.image_size} pixels, "
-        f"pooling {found.pooling}; {sum(found.left_out.values())} tensors left out"
+        f"{run}: layout {layout}, size {weights.size}, {weights.encoder.image_size} pixels, "
+        f"pooling {weights.pooling}; {sum(weights.left_out.values())} tensors left out"
     )
 
 
@@ -439,12 +441,12 @@ def evaluate(options: argparse.Namespace) -> None:
     from maect.evaluate.run import completion
     from maect.launch.resources import count_devices, fixed_nodes
 
-    told = EvaluationConfig.read(options.config)
+    before = EvaluationConfig.read(options.config)
     config = EvaluationConfig.read(options.config, options.changes)
-    if told.settings.inputs() != config.settings.inputs() and told.inputs == config.inputs:
+    if before.settings.inputs() != config.settings.inputs() and before.inputs == config.inputs:
         raise UserError(
             f"{options.config}: {' '.join(options.changes)} asks for other inputs; "
-            "say which files with inputs.NAME=PATH"
+            "name the files with inputs.NAME=PATH"
         )
     config, path = read_changed(EvaluationConfig, options)
     nodes = fixed_nodes(options.nodes)
@@ -500,13 +502,13 @@ def status(options: argparse.Namespace) -> None:
 
     roots = options.root or sorted({path.parent for path in Path("results").glob("*/runs")})
     if not roots:
-        raise UserError("results: no experiment has begun here; name its results folder")
+        raise UserError("results: no experiment has started here; name its results folder")
     for root in roots:
         show_status(root)
 
 
 def new_experiment(options: argparse.Namespace) -> None:
-    """`maect new-experiment`: prints what it wrote, with the reasons, and how to go on."""
+    """`maect new-experiment`: prints what it wrote, with the reasons, and what to run next."""
     from maect.tools.new_experiment import new_experiment as write
 
     print(write(options.images, options.out, options.from_public))

@@ -55,7 +55,7 @@ def launch(
             _Launch(task, folder, resources, is_done, line, interruption).run()
         except OSError as error:  # a full disk, a file system that is away
             raise LaunchError(
-                f"{describe}: {error}; a job that runs goes on, start again to re-attach"
+                f"{describe}: {error}; a running job is left alone: start again to re-attach to it"
             ) from error
         finally:
             line.close()
@@ -84,9 +84,9 @@ class _Launch:
             # A request to stop that an earlier launcher left behind is not meant for this one.
             job.stop = False
             record.write_job(self.folder, job)
-        fruitless, ours = 0, False
+        failures, ours = 0, False  # failures: attempts without progress, one after another
         if job is not None and job.state != "ended":
-            self.line.say(f"found {job.cluster} job {job.id or job.name}")
+            self.line.say(f"re-attached to {job.cluster} job {job.id or job.name}")
         while True:
             if job is None or job.state == "ended":
                 self.leave_before_submission()
@@ -94,16 +94,16 @@ class _Launch:
             end, seen = self.watch(job)
             if end is None or self.completes(job, end, ours):
                 self.close(job, "done")
-                # A short job may end between two looks: its log says all the same how far it came.
+                # A short job may end between two looks; its last report still says how far it came.
                 last = progress.describe(job.progress)
                 self.line.say(f"done: {last}" if last else "done")
                 return
             self.close(job, end.look.text)
-            if ours or seen:  # how a job ended while nobody looked is not held against it
-                fruitless = self.judge(job, end, fruitless)
+            if ours or seen:  # how a job ended while nobody watched is not held against it
+                failures = self.judge(job, end, failures)
 
     def leave_before_submission(self) -> None:
-        reason = self.interruption.let_go()
+        reason = self.interruption.reason_to_leave()
         if reason or self.interruption.stops:
             self.line.say(f"{reason or 'stopped'}; no job is running")
             raise SystemExit(130)
@@ -136,8 +136,8 @@ class _Launch:
 
     def leave_submission(self) -> None:
         """Go without waiting for the submission; the next launcher finds the job by its name."""
-        if reason := self.interruption.let_go():
-            self.line.say(f"{reason}; the submission goes on, start again to re-attach")
+        if reason := self.interruption.reason_to_leave():
+            self.line.say(f"{reason}; the submission continues: start again to re-attach")
             raise SystemExit(130)
 
     def watch(self, job: Job) -> tuple[State | None, bool]:
@@ -174,10 +174,10 @@ class _Launch:
         return "saving and stopping" if self.asked_at else look.text, None
 
     def obey(self, job: Job, cluster: Cluster, look: Look) -> None:
-        """Let go of the job or stop it, if we were told to."""
-        if reason := self.interruption.let_go():
+        """Leave the job running, or stop it, if that was asked for."""
+        if reason := self.interruption.reason_to_leave():
             name = f"{job.cluster} job {job.id or job.name}"
-            self.line.say(f"{reason}; {name} goes on, start again to re-attach")
+            self.line.say(f"{reason}; {name} keeps running: start again to re-attach")
             raise SystemExit(130)
         if not self.interruption.stops:
             return
@@ -185,7 +185,7 @@ class _Launch:
             self.asked_at = time.monotonic()
             job.stop = True
             record.write_job(self.folder, job)
-            self.line.say("asked the job to save and stop (once more: cancel it at once)")
+            self.line.say("asked the job to save and stop; interrupt again to cancel it at once")
         waited = time.monotonic() - self.asked_at
         saved = record.verdict(self.folder, job) == "stopped"
         if saved:
@@ -197,15 +197,15 @@ class _Launch:
         ):
             if not cluster.end(self.folder, job):
                 self.line.say(
-                    f"SLURM does not answer: job {job.id or job.name} was not cancelled; once it "
-                    "runs it saves and stops by itself; start again to look after it"
+                    f"SLURM does not answer: job {job.id or job.name} was not cancelled; when it "
+                    "runs, it will save and stop; start again to re-attach to it"
                 )
                 raise SystemExit(130)
         else:
             return
         self.close(job, STOPPED)
         how = "saved and stopped" if saved else "cancelled"
-        self.line.say(f"{how} at step {job.saved}; start again to go on")
+        self.line.say(f"{how} at step {job.saved}; start again to resume")
         raise SystemExit(130)
 
     def completes(self, job: Job, end: State, ours: bool) -> bool:
@@ -218,7 +218,9 @@ class _Launch:
                 if not ours:
                     # Snakemake deletes what an interrupted rule has written before it runs again;
                     # the saved state still has all of it.
-                    self.line.say(f"job {job.id} was done, but its files are gone")
+                    self.line.say(
+                        f"job {job.id} had finished, but its files are gone: starting it again"
+                    )
                     return False
                 raise LaunchError(
                     f"{self.line.title}: job {job.id} returned 'done' but left no completion record"
@@ -226,7 +228,7 @@ class _Launch:
             time.sleep(TICK)
         return self.is_done()
 
-    def judge(self, job: Job, end: State, fruitless: int) -> int:
+    def judge(self, job: Job, end: State, failures: int) -> int:
         """Decide on another attempt: the number of attempts without progress so far.
 
         Raises:
@@ -234,26 +236,26 @@ class _Launch:
         """
         step, title, failure = job.saved or 0, self.line.title, end.failure
         if job.id is None or failure is None:
-            return fruitless  # SLURM did not answer; nothing was tried
+            return failures  # SLURM did not answer; nothing was tried
         if end.outcome == "stopped":
             raise LaunchError(
                 f"{title}: job {job.id} was cancelled by a person ({end.look.text}) "
-                f"at step {step}; start again to go on"
+                f"at step {step}; start again to resume"
             )
         if failure.kind == "UserError":
             raise LaunchError(failure.message)
-        fruitless = 0 if step > job.step else fruitless + 1
+        failures = 0 if step > job.step else failures + 1
         saved = end.outcome == "saved"
         how = "saved and returned before its end" if saved else f"ended: {end.look.text}"
-        if fruitless >= ATTEMPTS:
+        if failures >= ATTEMPTS:
             raise LaunchError(
-                f"{title}: gave up after {fruitless} attempts without progress (step {step}; "
-                f"the last one {how}). Rank {failure.rank} said:\n{failure.text}\n"
-                f"The whole log: {failure.log}"
+                f"{title}: gave up after {failures} attempts without progress (step {step}; "
+                f"the last one {how}). Rank {failure.rank} reported:\n{failure.text}\n"
+                f"Full log: {failure.log}"
             )
         why = f" ({failure.message.splitlines()[0]})" if failure.message else ""
         self.line.say(f"job {job.id} {how}{why}, at step {step}; submitting it again")
-        return fruitless
+        return failures
 
     def close(self, job: Job, ending: str) -> None:
         record.learn_id(self.folder, job)

@@ -19,12 +19,12 @@ TEARDOWN = 30.0  # seconds for the ranks to leave after they have returned
 
 def marked(name: str) -> list[psutil.Process]:
     """All live processes of the job of this name."""
-    found = []
+    processes = []
     for pid in psutil.pids():
         process = _alive(pid, name)
         if process is not None:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 class Local(Cluster):
@@ -41,8 +41,8 @@ class Local(Cluster):
         """
         if job.host != socket.gethostname():
             raise LaunchError(
-                f"{folder}: its job {job.name} was started on {job.host}; go on there, or, if that "
-                f"machine is gone for good, delete {folder / 'job.json'}"
+                f"{folder}: its job {job.name} was started on {job.host}; resume there, or "
+                f"delete {folder / 'job.json'} if that machine is gone for good"
             )
         if job.id is None:
             return (

@@ -16,9 +16,9 @@ import psutil
 
 from maect.launch.resources import LaunchError
 
-# Seconds; a launcher whose Snakemake was killed lets go within two, unless SLURM keeps it waiting.
+# Seconds; a launcher whose Snakemake was killed ends within two, unless SLURM keeps it waiting.
 PATIENCE = 75.0
-SAID_AFTER = 3.0
+WARN_AFTER = 3.0
 SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and creation time of the Snakemake that began it all
 
 log = logging.getLogger(__name__)
@@ -34,14 +34,14 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "owner.lock").open("a+", encoding="utf-8") as file:
         deadline = time.monotonic() + patience
-        said = False
+        warned = False
         while not _lock(file.fileno(), folder):
-            if not said and time.monotonic() > deadline - patience + SAID_AFTER:
+            if not warned and time.monotonic() > deadline - patience + WARN_AFTER:
                 log.warning("%s belongs to %s: waiting", folder, _owner(file.name))
-                said = True
+                warned = True
             if time.monotonic() >= deadline:
                 raise LaunchError(
-                    f"{folder} belongs to {_owner(file.name)}: wait until it has ended, or stop it"
+                    f"{folder} belongs to {_owner(file.name)}: wait until that ends, or stop it"
                 )
             time.sleep(0.2)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -81,13 +81,13 @@ class Ancestors:
 
     def __init__(self) -> None:
         # is_running() compares creation times, so a reused process id does not deceive it.
-        self._found = [parent for parent in psutil.Process().parents() if _is_snakemake(parent)]
+        self._above = [parent for parent in psutil.Process().parents() if _is_snakemake(parent)]
         # It may have been killed before we looked: then it is no ancestor any more.
         self._named = os.environ.get(SNAKEMAKE, "")
 
     def are_alive(self) -> bool:
         """False once any of them has died."""
-        return _is_named_alive(self._named) and all(map(_is_alive, self._found))
+        return _is_named_alive(self._named) and all(map(_is_alive, self._above))
 
 
 def _is_snakemake(process: psutil.Process) -> bool:
@@ -122,20 +122,24 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 class Interruption(AbstractContextManager["Interruption"]):
-    """Ctrl-C and SIGTERM stop the job; SIGHUP and the death of Snakemake let go of it.
+    """Ctrl-C and SIGTERM stop the job; SIGHUP and the death of Snakemake leave it running.
 
     Args:
-        detach: Ctrl-C and SIGTERM let go too.
+        detach: Ctrl-C and SIGTERM leave it running, too.
     """
 
     def __init__(self, detach: bool) -> None:
         self.stops = 0  # how often we were asked to stop the job
-        self._let_go = False
+        self._detached = False
         self._detach = detach
         self._ancestors = Ancestors()
 
     def __enter__(self) -> "Interruption":
-        handlers = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGHUP: self._go}
+        handlers = {
+            signal.SIGINT: self._stop,
+            signal.SIGTERM: self._stop,
+            signal.SIGHUP: self._leave,
+        }
         self._before = {number: signal.signal(number, to) for number, to in handlers.items()}
         return self
 
@@ -143,17 +147,17 @@ class Interruption(AbstractContextManager["Interruption"]):
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def let_go(self) -> str | None:
-        """Why to leave the job alone and go, or None."""
-        if self._let_go:
+    def reason_to_leave(self) -> str | None:
+        """Why to leave the job running and end, or None."""
+        if self._detached:
             return "detached"
         return None if self._ancestors.are_alive() else "Snakemake is gone"
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         if self._detach:
-            self._let_go = True
+            self._detached = True
         else:
             self.stops += 1
 
-    def _go(self, number: int, frame: FrameType | None) -> None:
-        self._let_go = True
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._detached = True

@@ -25,8 +25,8 @@ def describe(progress: dict[str, Any]) -> str:
     parts = []
     for key, total in (("epoch", "epochs"), ("step", "steps")):
         if key in progress:
-            whole = f"/{progress[total]}" if total in progress else ""
-            parts.append(f"{key} {progress[key]}{whole}")
+            of = f"/{progress[total]}" if total in progress else ""
+            parts.append(f"{key} {progress[key]}{of}")
     if _is_number(progress.get("loss")):
         parts.append(f"loss {progress['loss']:.4f}")
     if _is_number(progress.get("images_per_second")):

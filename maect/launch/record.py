@@ -174,7 +174,7 @@ def make_job_folder(folder: Path, name: str) -> Path:
     seen = jobs.lstat()
     if seen.st_uid != os.getuid() or not stat.S_ISDIR(seen.st_mode):
         raise LaunchError(
-            f"{jobs}: not a folder of yours: the user who began this run can go on with it; "
+            f"{jobs}: not a folder of yours: only the user who began this run can resume it; "
             "others copy the run's folder without `jobs` and `job.json`"
         )
     jobs.chmod(0o700)

@@ -46,7 +46,7 @@ class Resources:
 
     Attributes:
         cluster: "local" (processes on this machine) or "slurm".
-        nodes: whole jobs span this many nodes.
+        nodes: nodes that the job spans.
         devices: ranks per node: one per GPU, or CPU processes where there is no GPU.
         cpus: CPUs per rank.
         memory_gb: memory per node in GB; None leaves it to the site.
@@ -77,7 +77,7 @@ class Resources:
             if name == "memory_gb" and value is None:
                 continue
             if not isinstance(value, int) or value < 1:
-                raise UserError(f"resources: {name}={value!r} must be a whole number above zero")
+                raise UserError(f"resources: {name}={value!r} must be a positive integer")
         if self.cluster == "local" and self.nodes != 1:
             raise UserError(f"resources: nodes={self.nodes} needs cluster='slurm'")
         if self.cluster == "local" and self.setup:

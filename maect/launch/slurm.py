@@ -105,20 +105,20 @@ class Slurm(Cluster):
 
     def _find(self, job: Job, answer: "Answer") -> Look:
         """A job whose launcher died before it learnt the id: its name is unique."""
-        found = [key for key, (_, _, name) in answer.jobs.items() if name == job.name]
-        if not found:
-            # What squeue does not list is not alive, so that submitting anew runs nothing twice.
+        ids = [key for key, (_, _, name) in answer.jobs.items() if name == job.name]
+        if not ids:
+            # What squeue does not list is not alive, so that submitting again runs nothing twice.
             return Look("ended", "never submitted", grace=1.0)
-        job.id = found[0]
+        job.id = ids[0]
         word, reason, _ = answer.jobs[job.id]
         return self._word(job.id, word, reason, answer.time)
 
-    def _word(self, job_id: str, word: str, reason: str, said: float) -> Look:
+    def _word(self, job_id: str, word: str, reason: str, now: float) -> Look:
         """What a word of SLURM, said at this time, means."""
         text = f"{word} ({reason})" if reason not in ("", "None") else word
         if word in MAY_RETURN:
-            since = self._may_return_since.setdefault(job_id, said)
-            return Look("ended" if said - since >= 2 * squeue_seconds() else "unknown", text)
+            since = self._may_return_since.setdefault(job_id, now)
+            return Look("ended" if now - since >= 2 * squeue_seconds() else "unknown", text)
         self._may_return_since.pop(job_id, None)
         if word in PENDING:
             return Look("pending", text)
@@ -132,16 +132,16 @@ class Slurm(Cluster):
             return last
         code, out, error = command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
         if code == 0 and out:
-            found = self._word(job_id, out.splitlines()[-1].split()[0], "sacct", time.time())
+            look = self._word(job_id, out.splitlines()[-1].split()[0], "sacct", time.time())
             # The two databases contradict each other: one of them is behind.
-            if found.phase in ("pending", "running"):
-                found = Look("unknown", "SLURM is catching up")
+            if look.phase in ("pending", "running"):
+                look = Look("unknown", "SLURM is catching up")
         elif code == 0 or code == 127 or "disabled" in error:
-            found = Look("ended", "unknown to SLURM", grace=squeue_seconds())
+            look = Look("ended", "unknown to SLURM", grace=squeue_seconds())
         else:
-            found = Look("unknown", "no answer from sacct")
-        self._sacct[job_id] = (time.monotonic(), found)
-        return found
+            look = Look("unknown", "no answer from sacct")
+        self._sacct[job_id] = (time.monotonic(), look)
+        return look
 
 
 def passes(error: str) -> bool:
@@ -153,7 +153,7 @@ def _lost_a_rank(folder: Path, job: Job) -> bool:
     """Whether srun said that a rank of this attempt ended badly.
 
     It then asks the controller to end the others, and only once: while the controller is away they
-    go on waiting for the lost one.
+    keep waiting for the lost one.
     """
     try:
         with record.log(folder, job, 0).open("rb") as file:

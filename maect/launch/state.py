@@ -56,7 +56,7 @@ class State:
 
     Attributes:
         look: what the cluster says; after the end on record, that.
-        outcome: of an ended job: its function returned ("done"; "saved": told to save and return
+        outcome: of an ended job: its function returned ("done"; "saved": asked to save and return
             before its end), a person ended it ("stopped"), one of its ranks raised or it was never
             accepted ("failed"), it went without a word ("lost").
         failure: what a rank of an ended job said, or the last lines of its log.

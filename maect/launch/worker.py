@@ -80,8 +80,8 @@ class RankFile:
 
 
 @dataclass
-class Context:
-    """One rank's place in the job, and its line to the launcher.
+class Rank:
+    """The context of one rank (`maect.core.context.Context`), and its line to the launcher.
 
     Attributes:
         rank: global rank; 0 reports, and its file holds the verdict.
@@ -114,7 +114,7 @@ class Context:
         return self.rendezvous.store(timeout)
 
     def stop_requested(self) -> bool:
-        """Whether this rank was told to save and return ("requeue").
+        """Whether this rank was asked to save and return ("requeue").
 
         The ranks learn of it at different moments: agree on it (all-reduce) at a step boundary.
         """
@@ -173,8 +173,8 @@ def run(folder_name: str, name: str) -> None:
     """
     import submitit
 
-    place = submitit.JobEnvironment()
-    folder, rank = Path(folder_name), place.global_rank
+    environment = submitit.JobEnvironment()
+    folder, rank = Path(folder_name), environment.global_rank
     rank_log(rank)
     logging.getLogger("submitit").handlers.clear()  # ours has its messages, with time and rank
     # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
@@ -184,15 +184,15 @@ def run(folder_name: str, name: str) -> None:
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
-    file = RankFile(folder, name, rank, place.job_id)
+    file = RankFile(folder, name, rank, environment.job_id)
     # What an attempt before this one has saved, under the same id, is still saved.
     before = record.saved_step(folder, job)
     file.note(**({"saved": before} if rank == 0 else {}))
     reasons: set[str] = set()
-    _listen(reasons, folder, name, rank, place.num_tasks)
+    _listen(reasons, folder, name, rank, environment.num_tasks)
     context = None
     try:
-        context = _join(place, job, folder, file, reasons)
+        context = _join(environment, job, folder, file, reasons)
         verdict = _call(job.request, context)
         context.flush()
     except BaseException as error:
@@ -211,25 +211,25 @@ def run(folder_name: str, name: str) -> None:
     faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
     # A job without progress must not requeue itself for ever: the launcher counts attempts.
     # One that SLURM terminates is either being cancelled, or requeued by SLURM itself.
-    fruitful = rank == 0 and (context.last_saved or 0) > before and "terminate" not in reasons
-    if verdict == "requeue" and fruitful and place.name() == "slurm":
+    progressed = rank == 0 and (context.last_saved or 0) > before and "terminate" not in reasons
+    if verdict == "requeue" and progressed and environment.name() == "slurm":
         faulthandler.cancel_dump_traceback_later()  # a slow controller may take its time
-        requeue(place.job_id)
+        requeue(environment.job_id)
         faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
 
 
-def _join(place: Any, job: Job, folder: Path, file: RankFile, reasons: set[str]) -> Context:
+def _join(environment: Any, job: Job, folder: Path, file: RankFile, reasons: set[str]) -> Rank:
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    rank, size, hosts = place.global_rank, place.num_tasks, list(place.hostnames)
+    rank, size, hosts = environment.global_rank, environment.num_tasks, list(environment.hostnames)
     rendezvous = Rendezvous(folder, job.name, attempt, rank, size, hosts)
     if rank == 0:
         file.note(meeting=rendezvous.published())
-    context = Context(
+    context = Rank(
         rank=rank,
-        local_rank=place.local_rank,
+        local_rank=environment.local_rank,
         world_size=size,
-        local_world_size=size // place.num_nodes,
-        node=place.node,
+        local_world_size=size // environment.num_nodes,
+        node=environment.node,
         cpus=int(job.request["cpus"]),
         folder=folder,
         name=job.name,
@@ -248,7 +248,7 @@ def _join(place: Any, job: Job, folder: Path, file: RankFile, reasons: set[str])
     }
     if len(hosts) == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the interface to the network
-    if place.name() == "local":
+    if environment.name() == "local":
         # submitit numbers the GPUs of a local job itself; what the user made visible counts.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if job.request.get("visible") is not None:
@@ -256,7 +256,7 @@ def _join(place: Any, job: Job, folder: Path, file: RankFile, reasons: set[str])
     return context
 
 
-def _call(request: dict[str, Any], context: Context) -> str:
+def _call(request: dict[str, Any], context: Rank) -> str:
     module, name = request["function"].split(":")
     # Searching what is being imported for garbage would take a sixth of the time.
     gc.disable()
@@ -312,4 +312,4 @@ def requeue(job_id: str, tries: int = 5) -> None:
         if state and command("scontrol", "requeue", job_id)[0] == 0:
             log.info("job %s: saved and put back into the queue", job_id)
             return
-        time.sleep(5)  # the controller is away; without it the launcher submits anew
+        time.sleep(5)  # the controller is away; without it the launcher submits it again

@@ -21,10 +21,9 @@ from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.evaluate import Features
 from maect.experiment import Experiment
-from maect.launch import LaunchError, Resources, Task, launch
+from maect.launch import LaunchError, Resources, Task, launch, submit
 from maect.launch.resources import node_range
 from maect.launch.slurm import command
-from maect.launch.submit import slurm
 from maect.tools.plan import feature_bytes, shards_of, size_text
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
@@ -71,7 +70,7 @@ def lines(findings: Iterable[Finding]) -> list[str]:
 def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     """Check a site and print a line for each check.
 
-    The job needs what the other checks look at: it runs only if they have found no fault.
+    The job needs what the other checks look at: it runs only if none of them failed.
 
     Args:
         experiment: whose storage and trainings are looked at.
@@ -89,13 +88,13 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
 
     rules = read_profile(profile)
     largest = rules.get(largest_rule(experiment), {})
-    slurm = largest.get("cluster") == "slurm"
+    on_slurm = largest.get("cluster") == "slurm"
     note(software())
     note(storage(experiment))
-    if slurm:
+    if on_slurm:
         note([*setup_script(rules), *requests(rules)])
     if try_job and not any(finding.kind == "FAIL" for finding in findings):
-        trial = resources(largest | {"runtime": TRIAL_MINUTES}, 2 if slurm else 1)
+        trial = resources(largest | {"runtime": TRIAL_MINUTES}, 2 if on_slurm else 1)
         note(run_probe(experiment.root, trial))
     failed = sum(finding.kind == "FAIL" for finding in findings)
     if failed:
@@ -164,7 +163,7 @@ def software() -> list[Finding]:
 
     name = decoder_name()
     built = name.startswith("native")
-    hint = "" if built else "python -m maect.data.native.build says what is missing; works without"
+    hint = "" if built else "optional; `python -m maect.data.native.build` says what is missing"
     return [*out, Finding("note", f"JPEG decoder: {name}", hint)]
 
 
@@ -175,27 +174,29 @@ def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
         str(asked["setup"]) for asked in rules.values() if asked.get("setup")
     ):
         if not Path(script).exists():
-            hint = "correct `setup` in the profile, or start in the project's folder"
+            hint = "correct `setup` in the profile, or run this in the project's folder"
             out.append(Finding("FAIL", f"setup script {script} does not exist", hint))
             continue
         done = subprocess.run(["bash", "-c", f"source {script}"], capture_output=True, text=True)
-        said = " ".join(done.stderr.split())[:200]
+        stderr = " ".join(done.stderr.split())[:200]
         if done.returncode:
-            hint = "each job would end there: correct the script"
-            out.append(Finding("FAIL", f"setup script {script} fails: {said}", hint))
+            hint = "every job would fail there: correct the script"
+            out.append(Finding("FAIL", f"setup script {script} fails: {stderr}", hint))
         else:
-            what = f"setup script {script}" + (f" says: {said}" if said else "")
-            out.append(Finding("note" if said else "ok", what))
+            what = f"setup script {script}" + (f" prints: {stderr}" if stderr else "")
+            out.append(Finding("note" if stderr else "ok", what))
     return out
 
 
 def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
     """Whether SLURM would take a job of each kind (`sbatch --test-only`)."""
     if shutil.which("sbatch") is None:
-        hint = "start on a login node of the cluster"
-        return [Finding("FAIL", "no sbatch here", hint)]
+        hint = "run this on a login node of the cluster"
+        return [Finding("FAIL", "there is no sbatch on this machine", hint)]
     groups: dict[tuple[str, ...], tuple[Resources, list[str], bool]] = {}
     for rule, asked in rules.items():
+        if asked.get("cluster") != "slurm":
+            continue
         account = str(asked.get("slurm_account", ""))
         if account.startswith("$"):
             hint = f"export {account[1:]}=... in this shell, and where you start Snakemake"
@@ -204,7 +205,7 @@ def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
         for nodes in sorted({least, most}):
             wanted = resources(asked, nodes)
             words = _sbatch(wanted)
-            # What one rule cannot do without is no upper end of a range, whoever else asks for it.
+            # The upper end of one rule's range may be the least that another rule asks for.
             _, rules_so_far, optional = groups.get(words, (wanted, [], True))
             groups[words] = (wanted, [*rules_so_far, rule], optional and nodes > least)
     return [_request(words, *group) for words, group in groups.items()]
@@ -213,26 +214,28 @@ def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
 def _request(
     words: tuple[str, ...], wanted: Resources, rules: list[str], is_the_most: bool
 ) -> Finding:
-    code, _, said = command("sbatch", "--test-only", *words, "--wrap", "true")
-    place = wanted.partition or "the default partition"
+    code, _, stderr = command("sbatch", "--test-only", *words, "--wrap", "true")
+    partition = wanted.partition or "the default partition"
     what = (
-        f"{wanted.nodes} x {wanted.devices} devices in {place}"
+        f"{wanted.nodes} x {wanted.devices} devices in {partition}"
         f" for {wanted.minutes} min, account {wanted.account or 'default'} ({', '.join(rules)})"
     )
     if code == 0:
         return Finding("ok", what)
     reason = (
-        said.splitlines()[-1].removeprefix("allocation failure: ") if said else f"status {code}"
+        stderr.splitlines()[-1].removeprefix("allocation failure: ")
+        if stderr
+        else f"sbatch ended with status {code}"
     )
     if is_the_most:
-        return Finding("note", f"not so many: {what}: {reason}", "end the range of `nodes` earlier")
+        return Finding("note", f"too much: {what}: {reason}", "lower the upper end of `nodes`")
     hint = "correct partition, account, runtime, devices or slurm_extra of these rules"
     return Finding("FAIL", f"{what}: {reason}", hint)
 
 
 def _sbatch(wanted: Resources) -> tuple[str, ...]:
     """The launcher's own parameters as options of sbatch."""
-    parameters = slurm(wanted, "maect-doctor", Path("doctor"))
+    parameters = submit.slurm(wanted, "maect-doctor", Path("doctor"))
     keys = ("partition", "account", "time", "nodes", "ntasks_per_node", "cpus_per_task", "mem")
     asked = {key: parameters[key] for key in keys} | parameters["additional_parameters"]
     return tuple(
@@ -252,11 +255,11 @@ def storage(experiment: Experiment) -> list[Finding]:
             pass
     except OSError as error:
         hint = "set `storage` in the experiment to a folder of yours that all nodes share"
-        return [Finding("FAIL", f"{folder}: cannot write ({error.strerror})", hint)]
+        return [Finding("FAIL", f"{folder}: cannot be written ({error.strerror})", hint)]
     size, files = needs(experiment)
     system = os.statvfs(folder)
     free, inodes = system.f_bavail * system.f_frsize, system.f_favail
-    hint = "make room, or set `storage` in the experiment to a larger file system"
+    hint = "free some space, or set `storage` in the experiment to a larger file system"
     out = [
         Finding("ok", f"{folder}: {size_text(free)} free, about {size_text(size)} needed")
         if free > size
@@ -265,7 +268,7 @@ def storage(experiment: Experiment) -> list[Finding]:
         )
     ]
     if not system.f_files:
-        return [*out, Finding("note", f"{folder}: does not say how many files it can take")]
+        return [*out, Finding("note", f"{folder}: unknown how many more files are possible")]
     what = f"{folder}: {inodes:,} more files possible, about {files:,} needed"
     return [*out, Finding("ok", what) if inodes > files else Finding("FAIL", what, hint)]
 
@@ -332,9 +335,7 @@ def judge(seen: dict[str, Any], wanted: Resources) -> list[Finding]:
     if devices >= wanted.devices:
         out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
     elif promised or devices:
-        hint = (
-            "the driver may be older than this torch needs (nvidia-smi there); or lower `devices`"
-        )
+        hint = "see nvidia-smi there: the driver may be too old for this torch; or lower `devices`"
         out.append(Finding("FAIL", f"{promised} GPUs were given, torch sees {devices}", hint))
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))

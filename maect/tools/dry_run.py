@@ -37,13 +37,13 @@ def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) ->
     LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", sys.modules[__name__])
     words = ["--snakefile", str(SNAKEFILE), *targets, "--profile", str(profile), "--dry-run"]
     logging.getLogger("snakemake").propagate = False  # our own handlers would print it
-    said = io.StringIO()  # "Using profile ...", what a dry run warns of, what the Snakefile refuses
+    stderr = io.StringIO()  # "Using profile ...", warnings, what the Snakefile refuses
     try:
-        with redirect_stderr(said), listening() as heard:
+        with redirect_stderr(stderr), listening() as heard:
             parser, options = parse_args([*words, "--logger", "maect", "--config", *config])
             done = args_to_api(options, parser)
     except (SystemExit, Exception) as error:
-        last = [line for line in said.getvalue().splitlines() if line.strip()][-1:]
+        last = [line for line in stderr.getvalue().splitlines() if line.strip()][-1:]
         raise UserError(*(last or [str(error)])) from None
     if not done:
         raise UserError(heard.errors[-1].splitlines()[-1] if heard.errors else "Snakemake failed")

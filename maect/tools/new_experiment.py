@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import yaml
@@ -20,12 +20,20 @@ from maect.data.decode import UnreadableError, read_rgb
 from maect.data.sources import UNLABELLED, Entry
 from maect.data.sources.base import SUFFIXES, is_utf8, walk_images
 from maect.data.sources.folder import Folder, Unlabelled
-from maect.evaluate import load_evaluation
+from maect.evaluate import Protocol, load_evaluation
+from maect.evaluate.clustering import Clustering
+from maect.evaluate.knn import Knn
+from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.low_shot import LowShot
+from maect.evaluate.umap import Umap
 from maect.experiment import load
 from maect.experiment.schema import check_plain
 from maect.recipes import load_encoder
 from maect.recipes.flops import parameters
 from maect.stages import load_recipe
+from maect.stages.tune import Tune
+
+P = TypeVar("P", bound=Protocol)
 
 PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
 SHARD_BYTES = 300_000_000
@@ -114,9 +122,9 @@ def _check_name(folder: str, name: str) -> None:
     """A name that an experiment, and a list of names, one a line, can hold."""
     where = folder.encode(errors="backslashreplace").decode()
     if not is_utf8(folder + name):
-        raise UserError(f"{where}: {name!r} has a name that is not UTF-8; rename it")
+        raise UserError(f"{where}: the name {name!r} is not UTF-8; rename it")
     if (folder + name).splitlines() != [folder + name]:
-        raise UserError(f"{where}: {name!r} has a line break in its name; rename it")
+        raise UserError(f"{where}: the name {name!r} contains a line break; rename it")
 
 
 def look_at(folder: Path, fewest: int = FEWEST) -> Images:
@@ -142,7 +150,7 @@ def look_at(folder: Path, fewest: int = FEWEST) -> Images:
             data = source.read(entry)
             image = read_rgb(data)
         except (OSError, UnreadableError) as error:
-            fault = f"{folder / entry.name}: not an image that can be read ({error})"
+            fault = f"{folder / entry.name}: cannot be read as an image ({error})"
             raise UserError(f"{fault}; repair or remove it") from None
         sides.append(min(image.size))
         small = np.asarray(image.resize((8, 8)), np.int16)
@@ -161,18 +169,18 @@ def check_same_classes(train: Images, val: Images) -> None:
     """
     if train.class_names and not val.class_names:
         raise UserError(
-            f"{val.folder}: no classes, but {train.folder} has some; sort the images into the same "
-            f"class folders, or give --images {train.folder} to hold out some of those"
+            f"{val.folder}: has no classes, but {train.folder} has; sort the images into the same "
+            f"class folders, or pass --images {train.folder} to hold out some of those"
         )
     if not train.class_names or train.class_names == val.class_names:
         return
     missing = sorted({*train.class_names} - {*val.class_names})
     others = sorted({*val.class_names} - {*train.class_names})
-    parts = [f"no {', '.join(missing[:3])}"] if missing else []
-    parts += [f"{', '.join(others[:3])} besides"] if others else []
+    parts = [f"without {', '.join(missing[:3])}"] if missing else []
+    parts += [f"with {', '.join(others[:3])}"] if others else []
     raise UserError(
         f"{val.folder}: other classes than {train.folder} ({'; '.join(parts)}); "
-        f"make them the same, or give --images {train.folder} to hold out some of those"
+        f"make them the same, or pass --images {train.folder} to hold out some of those"
     )
 
 
@@ -196,8 +204,9 @@ def held_out(images: Images) -> set[str]:
         if len(chosen) >= FEWEST_VAL:
             return chosen
     raise UserError(
-        f"{images.folder}: only {len(chosen)} images can be held out of {len(by_label)} classes "
-        f"with hardly an image each; {FEWEST_VAL} are needed: give a val folder beside train"
+        f"{images.folder}: only {len(chosen)} images can be held out, since most of the "
+        f"{len(by_label)} classes have one image; {FEWEST_VAL} are needed: add a folder val "
+        "beside train"
     )
 
 
@@ -241,14 +250,15 @@ def power_of_two(number: float) -> int:
 
 
 def lengths(size: str, n: int) -> dict[str, int]:
-    """Epochs of the stages: with few images more of them, so that there are enough steps."""
-    stages = {"mae": "mae", "head": "head_min", "ct": "ct_min"}
-    own = {stage: load_recipe(recipe, size).epochs for stage, recipe in stages.items()}
+    """Epochs by recipe: with few images more of them, so that there are enough steps."""
+    # Images to show, all epochs together; fewest and most epochs.
+    shown = {"mae": (SEEN, 400, 1600), "head_min": (SEEN / 20, 20, 100)}
+    shown |= {"ct_min": (SEEN / 10, 40, 200)}
     if n >= ENOUGH:
-        return own
-    seen = {"mae": (SEEN, 400, 1600), "head": (SEEN / 20, 20, 100), "ct": (SEEN / 10, 40, 200)}
+        return {recipe: load_recipe(recipe, size).epochs for recipe in shown}
     return {
-        stage: round(min(most, max(least, many / n))) for stage, (many, least, most) in seen.items()
+        recipe: round(min(most, max(fewest, images / n)))
+        for recipe, (images, fewest, most) in shown.items()
     }
 
 
@@ -290,8 +300,8 @@ def write_all(texts: dict[Path, str], out: Path) -> None:
 
 def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) -> list[str]:
     """The lines of `runs`."""
-    recipe = load_recipe("ct_min", size)
-    head = recipe.head  # type: ignore[attr-defined]
+    recipe = cast(Tune, load_recipe("ct_min", size))
+    head = recipe.head
     epochs = lengths(size, n)
     queue = min(head.queue_size, power_of_two(n))
     batch = min(recipe.batch_size, max(1, queue // 4))
@@ -322,12 +332,12 @@ def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) 
         f"  # A queue of {queue} fits into {n:,} images and holds {queue // batch} batches.",
         *([] if images.colored else ["  # Only minimal augmentation: the images have no colours."]),
     ]
-    for name, recipe_name, source, settings, stage in (
-        (f"head_{{aug}}_{size}", "head_{aug}", mae, shared, "head"),
-        (f"ct_{{aug}}_{size}", "ct_{aug}", f"head_{{aug}}_{size}", tune, "ct"),
+    for name, recipe_name, source, settings, length in (
+        (f"head_{{aug}}_{size}", "head_{aug}", mae, shared, "head_min"),
+        (f"ct_{{aug}}_{size}", "ct_{aug}", f"head_{{aug}}_{size}", tune, "ct_min"),
     ):
         values: dict[str, Any] = {"recipe": recipe_name} | at | {"from": source}
-        values |= {"set": {"epochs": epochs[stage]} | settings, "each": each}
+        values |= {"set": {"epochs": epochs[length]} | settings, "each": each}
         lines.append(f"  {name}: {flow(values)}")
     return lines
 
@@ -356,23 +366,28 @@ def split_lines(
     ]
 
 
+def settings_of(protocol: type[P], size: str) -> P:
+    """A protocol's own settings for an encoder size."""
+    return cast(P, load_evaluation(protocol.name, size)[1])
+
+
 def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list[str], list[str]]:
     """Evaluations that these images allow, and what is left out and why."""
     known = [entry for entry in images.entries if entry.label != UNLABELLED]
     classes = Counter(entry.label for entry in known if entry.name not in held)
-    protocols, left_out = (["knn", "linear_probe"] if classes else []), []
+    protocols, left_out = ([Knn.name, LinearProbe.name] if classes else []), []
+    shots = max(settings_of(LowShot, size).shots)
     if not classes:
         left_out.append("Without labels there is no accuracy to measure")
-    elif min(classes.values()) >= 5:
-        protocols.append("low_shot")
+    elif min(classes.values()) >= shots:
+        protocols.append(LowShot.name)
     else:
-        left_out.append("No low_shot: it needs 5 images of every class to train on")
-    protocols += ["clustering"] if classes and val > len(classes) else []
-    _, umap = load_evaluation("umap", size)
-    if val > umap.neighbors:  # type: ignore[attr-defined]
-        protocols.append("umap")
+        left_out.append(f"No {LowShot.name}: it needs {shots} training images of every class")
+    protocols += [Clustering.name] if classes and val > len(classes) else []
+    if val > settings_of(Umap, size).neighbors:
+        protocols.append(Umap.name)
     else:
-        left_out.append("No umap: it needs more images than neighbours")
+        left_out.append(f"No {Umap.name}: it needs more images than neighbours")
     return protocols, left_out
 
 
@@ -391,13 +406,13 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
     Raises:
         UserError: images that cannot be used, unknown weights, or a file that exists.
     """
-    if out.suffix != ".yaml" or out.exists():
-        raise UserError(
-            f"{out}: {'exists already' if out.exists() else 'give it the ending .yaml'}"
-        )
+    if out.suffix != ".yaml":
+        raise UserError(f"{out}: an experiment's file ends in .yaml")
+    if out.exists():
+        raise UserError(f"{out}: already exists; choose another name, or remove it")
     check_plain(f"{out}: name", out.stem)
     if public is not None and public not in PUBLIC:
-        raise UserError(f"--from-public {public}: known are {', '.join(PUBLIC)}")
+        raise UserError(f"--from-public {public}: unknown weights; choose from {', '.join(PUBLIC)}")
     folder = folder.resolve()
     train, apart = find_splits(folder)
     images = look_at(train)

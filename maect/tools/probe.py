@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import platform
 import socket
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.files import write_json
+from maect.launch.resources import visible_devices
 
 SEEN = 60.0  # seconds for a file to become visible on another node
 MEGABYTES = {"cuda": 256, "cpu": 8}
@@ -35,9 +35,7 @@ def probe(context: Any, folder: str) -> str:
         seen = {
             "host": socket.gethostname(),
             "node": context.node,
-            "promised": len(
-                [d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d]
-            ),
+            "promised": visible_devices() or 0,
             "devices": _device_ids(torch) if cuda else [],
             "device": torch.cuda.get_device_name() if cuda else "cpu",
             "sum": own.item(),

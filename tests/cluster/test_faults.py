@@ -48,7 +48,7 @@ def test_killed_launcher_is_followed_by_one_that_reattaches(run):
     run.kill(launcher)
     words = finish(run.start(steps=200))
     run.undisturbed(200, "kill -9 of a launcher", "the job went on; the next start found it")
-    assert len(run.jobs()) == 1 and "found slurm job" in words
+    assert len(run.jobs()) == 1 and "re-attached to slurm job" in words
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_killed_snakemake_is_followed_by_one_that_reattaches(run, tmp_path, kill
     assert gone and run.live() and run.step() < 400
     assert run.pipeline(tmp_path, steps=400).wait(120) == 0
     run.undisturbed(400, f"kill -9 of {killed}", "the job went on; the next start found it")
-    assert len(run.jobs()) == 1 and "found slurm job" in (tmp_path / "log").read_text()
+    assert len(run.jobs()) == 1 and "re-attached to slurm job" in (tmp_path / "log").read_text()
 
 
 def test_launcher_killed_while_it_submits(run):

@@ -143,7 +143,7 @@ def test_interrupt_while_the_controller_is_away(run):
     run.undisturbed(
         50, "Ctrl-C while slurmctld is away", "not called cancelled; found by the next start"
     )
-    assert len(run.jobs()) == 1 and "found slurm job" in words
+    assert len(run.jobs()) == 1 and "re-attached to slurm job" in words
 
 
 @pytest.mark.slow

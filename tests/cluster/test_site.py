@@ -46,7 +46,7 @@ def test_two_nodes_reach_each_other(cluster: Cluster, tmp_path: Path) -> None:
     assert "ok   gloo all-reduce over 2 ranks" in text
     assert "ok   every rank sees the files of all others" in text
     assert "note no GPU: ranks run on the CPU" in text
-    assert "note not so many: 16 x 4 devices in booster" in text  # it has three nodes
+    assert "note too much: 16 x 4 devices in booster" in text  # it has three nodes
     assert not list(tmp_path.glob("results/digits/.doctor*"))
 
 

@@ -117,7 +117,7 @@ def test_killed_launcher(training, reference):
     training.trains(10)
     training.kill(launcher)
     words = training.wait(training.start())
-    assert len(training.jobs()) == 1 and "found slurm job" in words
+    assert len(training.jobs()) == 1 and "re-attached to slurm job" in words
     training.is_the_same_as(reference, "kill -9 of a launcher", "the job went on; was found")
 
 
@@ -129,7 +129,9 @@ def test_killed_snakemake_and_launcher(training, reference, tmp_path):
     kill([launcher])
     first.wait(30)
     assert training.pipeline(tmp_path).wait(400) == 0
-    assert len(training.jobs()) == 1 and "found slurm job" in (tmp_path / "log").read_text()
+    assert (
+        len(training.jobs()) == 1 and "re-attached to slurm job" in (tmp_path / "log").read_text()
+    )
     training.is_the_same_as(
         reference, "kill -9 of Snakemake and its launcher", "the job went on; was found"
     )

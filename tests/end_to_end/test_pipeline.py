@@ -202,9 +202,12 @@ def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
     assert (record["run"], record["recipe"]["epochs"]) == ("mae", 1)
 
     refused = maect("train", config, "settings.epochs=1", "--devices", "1")
-    assert refused.returncode == 2 and "name its --out" in one_line(refused.stderr)
+    assert refused.returncode == 2 and "name its file with --out" in one_line(refused.stderr)
     taken = maect("train", config, "seed=7", "--out", str(runs / "ct_min_tiny/config.yaml"))
-    assert taken.returncode == 2 and "says otherwise; choose a new --out" in one_line(taken.stderr)
+    assert (
+        taken.returncode == 2
+        and "exists and says something else; choose another --out" in one_line(taken.stderr)
+    )
     spelt = maect("train", config, "settings.epoch=1", *changed[1:])
     assert spelt.returncode == 2 and "did you mean 'epochs'?" in one_line(spelt.stderr)
     assert bits(undisturbed) == before

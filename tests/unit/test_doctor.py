@@ -101,7 +101,9 @@ def test_faults_before_any_job(
     assert cli.main(["doctor", "--profile", str(tmp_path), "--experiment", "digits"]) == 2
     said = capsys.readouterr()
     assert "FAIL setup script no.sh does not exist\n     hint: correct `setup`" in said.out
-    assert "FAIL no sbatch here\n     hint: start on a login node" in said.out
+    assert (
+        "FAIL there is no sbatch on this machine\n     hint: run this on a login node" in said.out
+    )
     assert "2 of" in said.err and not (tmp_path / "results").exists()
 
 
@@ -158,4 +160,4 @@ def test_features_of_the_splits_that_evaluations_read(tmp_path: Path) -> None:
 
 def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
     found = doctor.storage(stored(tmp_path, "/proc/maect"))
-    assert "cannot write" in failures(found)[0]
+    assert "cannot be written" in failures(found)[0]

@@ -145,7 +145,7 @@ def test_another_file_beside_a_run_is_refused(
     run, _ = written(tmp_path)
     other = run.with_name("other.yaml")
     assert main(["train", str(run), "settings.epochs=3", "--out", str(other)]) == 2
-    assert "other.yaml: its folder is that of the run in config.yaml" in capsys.readouterr().err
+    assert "other.yaml: its folder belongs to the run in config.yaml" in capsys.readouterr().err
     assert not other.exists()
 
 

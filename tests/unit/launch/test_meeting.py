@@ -16,11 +16,11 @@ import pytest
 from exchanging import check
 from launching import HERE, Run, finish, wait_for
 
+from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import write_json
 from maect.launch.record import Job, make_job_folder, rank_file, write_job
 from maect.launch.rendezvous import Rendezvous
-from maect.launch.worker import Context
 
 
 def attack(mark: Path, *ports: int) -> dict[str, list[str]]:
