@@ -437,7 +437,7 @@ def features(options: argparse.Namespace) -> None:
 
 def evaluate(options: argparse.Namespace) -> None:
     """`maect evaluate`: check everything, then run on the devices."""
-    from maect.evaluate.config import EvaluationConfig
+    from maect.evaluate import EvaluationConfig
     from maect.evaluate.run import completion
     from maect.launch.resources import count_devices, fixed_nodes
 
@@ -470,28 +470,28 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def table(options: argparse.Namespace) -> None:
     """`maect table`."""
-    from maect.report.commands import table as build
+    from maect.report.render import make_table
 
-    build(options.config)
+    make_table(options.config)
 
 
 def figure(options: argparse.Namespace) -> None:
     """`maect figure`."""
-    from maect.report.commands import figure as draw
+    from maect.report.figures import make_figure
 
-    draw(options.config)
+    make_figure(options.config)
 
 
 def claims(options: argparse.Namespace) -> None:
     """`maect claims`."""
-    from maect.report.commands import claims as decide
+    from maect.report.claims import make_claims
 
-    decide(options.config)
+    make_claims(options.config)
 
 
 def show(options: argparse.Namespace) -> None:
     """`maect show`."""
-    from maect.report.commands import show as tables
+    from maect.report.render import show as tables
 
     tables(options.root)
 

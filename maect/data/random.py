@@ -1,12 +1,20 @@
-"""Random numbers as a pure function of what they are for, not of when they are drawn.
+"""Random draws as a pure function of what they are for, not of when they are drawn.
 
 Every number is a hash of (seed, stream, view, epoch, sample id, position). A worker, a rank or a
 resumed run that asks for the same sample gets the same numbers. Only integer arithmetic modulo
 2^64 is used, so the bits are the same on every machine.
+
+The draws of a batch that are not for its pixels are here; those that are, in
+`maect.data.transforms`.
 """
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Streams: what the numbers are for. A value is never reused for another purpose.
 ORDER = 1
@@ -78,3 +86,50 @@ def uniform(
 ) -> NDArray[np.float64]:
     """Random numbers in [0, 1), float64 [b, n], with the arguments of `bits`."""
     return (bits(seed, epochs, ids, view, stream, n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def ids_shuffle(
+    patches: int, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
+) -> "Tensor":
+    """Random order of each sample's patches (MAE's `ids_shuffle`); the first stay visible.
+
+    Returns:
+        int64 [views, b, L].
+    """
+    import torch
+
+    orders = [
+        np.argsort(bits(seed, epochs, ids, view, MASK, patches), axis=1, kind="stable")
+        for view in range(views)
+    ]
+    return torch.from_numpy(np.stack(orders))
+
+
+def lookup_numbers(
+    k: int, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
+) -> "Tensor":
+    """Which of the k nearest neighbours is the positive: uniform below k, int64 [views, b]."""
+    import torch
+
+    rows = [uniform(seed, epochs, ids, view, LOOKUP, 1) for view in range(views)]
+    return torch.from_numpy((np.stack(rows)[:, :, 0] * k).astype(np.int64))
+
+
+def drop_path_factors(
+    rates: NDArray[np.float64], seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64]
+) -> "Tensor":
+    """Factors of the residual branches under stochastic depth (Huang et al. 2016).
+
+    Args:
+        rates: how often each branch is dropped, [branches].
+        seed: the training's.
+        epochs: epoch of each sample, [b].
+        ids: stable sample ids, [b].
+
+    Returns:
+        float32 [branches, b]: 0 where a branch is dropped, otherwise 1 / (1 - rate).
+    """
+    import torch
+
+    u = uniform(seed, epochs, ids, 0, DROP_PATH, len(rates))
+    return torch.from_numpy(((u >= rates) / (1 - rates)).T.astype(np.float32))

@@ -1,5 +1,9 @@
 """Fetches public files on a machine with internet: resumable, checked, never half there.
 
+The catalogue says where each is, under which name and with which sha256: where the maintainers of
+this file have hashed the content; elsewhere the first download's hash is kept beside the file.
+ImageNet-1k itself needs an account and is not here.
+
 By hand, because the common libraries lose what gigabytes over a bad line need: pooch, for one, has
 checksums and unpacking, but starts a broken download over and takes a cut one for complete.
 """
@@ -15,11 +19,11 @@ import urllib.request
 import zipfile
 import zlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import fsync_path, sha256_file, write_text
-from maect.data.catalogue import CATALOGUE, Remote
 
 _ATTEMPTS = 5
 _TIMEOUT = 60
@@ -27,6 +31,115 @@ _PIECE = 1 << 20
 # No name service or no route: waiting will not help.
 _HOPELESS = ("Name or service", "name resolution", "unreachable", "refused")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+_MSN = "https://raw.githubusercontent.com/facebookresearch/msn/main"
+_SIMCLR = "https://raw.githubusercontent.com/google-research/simclr/master/imagenet_subsets"
+_V2 = "https://huggingface.co/datasets/vaishaal/ImageNetV2/resolve/main"
+_SKETCH = "https://huggingface.co/datasets/songweig/imagenet_sketch/resolve/main/data"
+_BERKELEY = "https://people.eecs.berkeley.edu/~hendrycks"
+_META = "https://dl.fbaipublicfiles.com"
+_JKU = "https://ml.jku.at/research/maect/download"
+_DROPBOX = "https://www.dropbox.com/sh"
+_IBOT = "https://lf3-nlp-opensource.bytetos.com/obj/nlp-opensource/archive/2022/ibot"
+
+
+@dataclass(frozen=True)
+class Remote:
+    """One file: its address, its name here, its hash if known, the folder it unpacks to."""
+
+    url: str
+    name: str
+    sha256: str | None = None
+    unpacks_to: str | None = None
+
+
+# The third 5-shot list is called 3imgs_class.txt at its source; it holds five names per class.
+_LISTS = (
+    (f"{_SIMCLR}/1percent.txt", "simclr_1percent.txt",
+     "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17"),
+    (f"{_SIMCLR}/10percent.txt", "simclr_10percent.txt",
+     "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091"),
+    (f"{_MSN}/imagenet_subsets1/1imgs_class.txt", "msn_1shot_split1.txt",
+     "ffa4f960419ce75479a2af80d632c7a98756b624aad2399a334a3549584ab426"),
+    (f"{_MSN}/imagenet_subsets2/1imgs_class.txt", "msn_1shot_split2.txt",
+     "7f13beaba20a6e6413cc98bcaefb084961d4c7f1938a3b7e2f20464d5575cf43"),
+    (f"{_MSN}/imagenet_subsets3/1imgs_class.txt", "msn_1shot_split3.txt",
+     "d77d56527da4842b96a7bbbc14f846c4e637a95b43df592e11770d26997b5b5f"),
+    (f"{_MSN}/imagenet_subsets1/2imgs_class.txt", "msn_2shot_split1.txt",
+     "9b0c2d1957ad7a1135773a868afbaeaa6d50d30b4ec54d1b0bf759879a3c0933"),
+    (f"{_MSN}/imagenet_subsets2/2imgs_class.txt", "msn_2shot_split2.txt",
+     "35b93fb0d809b17a30420a507b2fd356f22152671567f4b9704735e1e379b440"),
+    (f"{_MSN}/imagenet_subsets3/2imgs_class.txt", "msn_2shot_split3.txt",
+     "400ae5a31e01bc1a034c392c2bdbdfaab45699dc4f59392e65acfcaae172cf1b"),
+    (f"{_MSN}/imagenet_subsets1/5imgs_class.txt", "msn_5shot_split1.txt",
+     "f8daf7e637fafe92e7567016db43e6db2c816f7bbf8ce60f5cf59c0788f12890"),
+    (f"{_MSN}/imagenet_subsets2/5imgs_class.txt", "msn_5shot_split2.txt",
+     "284603d071f36b298c893d2df8fda2d1a110f680a25d0f8b1faa9acea20fcc04"),
+    (f"{_MSN}/imagenet_subsets3/3imgs_class.txt", "msn_5shot_split3.txt",
+     "eaab6e72d1ea83c3624f5d28a8c217568ea138ea7c5cacfa0cdcd206b5fd8e24"),
+)  # fmt: skip
+
+
+def _archive(url: str, folder: str) -> tuple[Remote, ...]:
+    return (Remote(url, url.rpartition("/")[2], unpacks_to=folder),)
+
+
+def _weights(url: str, name: str | None = None) -> tuple[Remote, ...]:
+    return (Remote(url, name or url.rpartition("/")[2]),)
+
+
+CATALOGUE: dict[str, tuple[Remote, ...]] = {
+    "low_shot_lists": tuple(Remote(url, name, sha256) for url, name, sha256 in _LISTS),
+    "imagenet_v2_matched_frequency": _archive(
+        f"{_V2}/imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequency-format-val"
+    ),
+    "imagenet_v2_threshold": _archive(
+        f"{_V2}/imagenetv2-threshold0.7.tar.gz", "imagenetv2-threshold0.7-format-val"
+    ),
+    "imagenet_v2_top_images": _archive(
+        f"{_V2}/imagenetv2-top-images.tar.gz", "imagenetv2-top-images-format-val"
+    ),
+    "imagenet_r": _archive(f"{_BERKELEY}/imagenet-r.tar", "imagenet-r"),
+    "imagenet_a": _archive(f"{_BERKELEY}/imagenet-a.tar", "imagenet-a"),
+    "imagenet_sketch": _archive(f"{_SKETCH}/ImageNet-Sketch.zip", "sketch"),
+    "mae_base": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_base.pth"),
+    "mae_large": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_large.pth"),
+    "mae_huge14": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_huge.pth"),
+    "mae_base_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_base_full.pth"),
+    "mae_large_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_large_full.pth"),
+    "mae_huge14_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_huge_full.pth"),
+    "moco_v3_base": _weights(f"{_META}/moco-v3/vit-b-300ep/linear-vit-b-300ep.pth.tar"),
+    "moco_v3_base_full": _weights(f"{_META}/moco-v3/vit-b-300ep/vit-b-300ep.pth.tar"),
+    "msn_base": _weights(f"{_META}/msn/vitb16_600ep.pth.tar"),
+    "msn_large": _weights(f"{_META}/msn/vitl16_600ep.pth.tar"),
+    "dino_base": _weights(f"{_META}/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth"),
+    "ibot_base": _weights(f"{_IBOT}/vitb_16/checkpoint_teacher.pth", "ibot_vitb16_teacher.pth"),
+    "ibot_large": _weights(f"{_IBOT}/vitl_16/checkpoint_teacher.pth", "ibot_vitl16_teacher.pth"),
+    "ibot_base_rand_mask": _weights(
+        f"{_IBOT}/vitb_16_rand_mask/checkpoint_teacher.pth", "ibot_vitb16_rand_mask_teacher.pth"
+    ),
+    "ibot_large_rand_mask": _weights(
+        f"{_IBOT}/vitl_16_rand_mask/checkpoint_teacher.pth", "ibot_vitl16_rand_mask_teacher.pth"
+    ),
+    "layer_grafting_base": _weights(
+        f"{_DROPBOX}/e9czo0xtivdqvff/AAC730kZx8Bj6pEIhFswpvVla/checkpoint_final.pth.tar?dl=1",
+        "layer_grafting_base.pth.tar",
+    ),
+    "layer_grafting_large": _weights(
+        f"{_DROPBOX}/fk92wphgu8fq772/AABklx8vjQmDZgz8vg6BbTPWa/checkpoint_final.pth.tar?dl=1",
+        "layer_grafting_large.pth.tar",
+    ),
+    "ijepa_huge14": _weights(f"{_META}/ijepa/IN1K-vit.h.14-300e.pth.tar"),
+    "ijepa_huge16_448": _weights(f"{_META}/ijepa/IN1K-vit.h.16-448px-300e.pth.tar"),
+} | {
+    f"{name}_{size}": _weights(f"{_JKU}/{name}_{size}.th")
+    for name, sizes in {
+        "mae_reimpl": ("base16", "large16", "huge16"),
+        "maect": ("base16", "large16", "huge16", "huge14"),
+        "maectaug": ("base16", "large16", "huge16", "huge14"),
+    }.items()
+    for size in sizes
+}  # fmt: skip
 
 
 def retrieve(what: str, out: Path) -> list[Path]:

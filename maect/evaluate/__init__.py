@@ -1,10 +1,35 @@
-"""Evaluations of an encoder, each protocol a module of its own."""
+"""Evaluations of an encoder: each protocol a module of its own, named and resolved here.
 
+An evaluation is a protocol, or a variant of one with settings of its own; its resolved file is
+`evaluations/RUN/NAME.yaml`.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, SerializeAsAny, ValidationError
+
+from maect.core.errors import UserError, check_names, did_you_mean
+from maect.core.settings import LocalPath, SettingsFile, digest, one_line, validated
+from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.base import Features, Input, Left, Protocol, Shards, Trained
-from maect.evaluate.registry import PROTOCOLS, evaluation_names, load_evaluation
+from maect.evaluate.clustering import Clustering
+from maect.evaluate.color_histogram import ColorHistogram
+from maect.evaluate.effective_invariance import EffectiveInvariance
+from maect.evaluate.efficient_probe import EfficientProbe
+from maect.evaluate.knn import Knn
+from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.low_shot import LowShot
+from maect.evaluate.retrieval import Retrieval
+from maect.evaluate.robustness import Robustness
+from maect.evaluate.throughput import Throughput
+from maect.evaluate.umap import Umap
+from maect.recipes import variant_names, variant_values
 
 __all__ = [
     "PROTOCOLS",
+    "EvaluationConfig",
     "Features",
     "Input",
     "Left",
@@ -14,3 +39,92 @@ __all__ = [
     "evaluation_names",
     "load_evaluation",
 ]
+
+PROTOCOLS: dict[str, type[Protocol]] = {
+    protocol.name: protocol
+    for protocol in (
+        Knn,
+        LowShot,
+        LinearProbe,
+        EfficientProbe,
+        Accuracy,
+        ColorHistogram,
+        Clustering,
+        Retrieval,
+        Robustness,
+        EffectiveInvariance,
+        Throughput,
+        Umap,
+    )
+}
+
+
+def evaluation_names() -> tuple[str, ...]:
+    """Names of all evaluations: every protocol, and the variants of `evaluations.yaml`."""
+    return tuple(dict.fromkeys([*PROTOCOLS, *variant_names()]))
+
+
+def load_evaluation(
+    name: str, size: str, overrides: Mapping[str, Any] | None = None
+) -> tuple[str, Protocol]:
+    """An evaluation's protocol and its settings for an encoder size.
+
+    Args:
+        name: a protocol or one of its variants; with the key `protocol` in `overrides`, any name.
+        size: of the encoder.
+        overrides: settings that differ.
+
+    Returns:
+        The name of the protocol, which is a module of `maect.evaluate`, and the settings.
+
+    Raises:
+        UserError: unknown evaluation, protocol or key, or a value out of range.
+    """
+    values = variant_values(name, size) | dict(overrides or {})
+    protocol = values.pop("protocol", name)
+    if protocol not in PROTOCOLS:
+        hint = did_you_mean(protocol, evaluation_names())
+        raise UserError(f"unknown protocol {protocol!r}; {hint}")
+    if "size" in PROTOCOLS[protocol].model_fields:
+        values.setdefault("size", size)  # whose recipes it measures
+    try:
+        return protocol, PROTOCOLS[protocol].model_validate(values)
+    except ValidationError as error:
+        raise one_line(error, name) from None
+
+
+class EvaluationConfig(SettingsFile):
+    """One evaluation. `NAME.json` and what else the protocol leaves go beside the file."""
+
+    evaluation: str
+    protocol: str
+    run: LocalPath
+    """Folder of the run that is evaluated."""
+    resize: int | None = Field(default=None, gt=0)
+    """Shorter side before the centre crop of test images; none: 256/224 of their size."""
+    inputs: dict[str, LocalPath | list[LocalPath]] = Field(default_factory=dict)
+    """By the names that the protocol declares: files of features or of what another evaluation
+    left, folders of shards, or folders of runs."""
+    settings: SerializeAsAny[Protocol]
+
+    @classmethod
+    def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
+        """The evaluation that nested values describe; `settings` are those of its protocol."""
+        protocol = str(values.get("protocol"))
+        check_names(f"{where}: protocol", [protocol], PROTOCOLS)
+        settings = validated(PROTOCOLS[protocol], values.get("settings", {}), f"{where}: settings")
+        return super().parse(values | {"settings": settings}, where, context)
+
+    def named(self, path: Path) -> Self:
+        """The same evaluation, to be at another path."""
+        return self.model_copy(update={"evaluation": path.stem})
+
+    @property
+    def digest(self) -> str:
+        """Identity of what the protocol is told; where its inputs are is not part of it."""
+        return digest(self.protocol, self.settings, self.resize)
+
+    def paths(self, name: str) -> list[Path]:
+        """An input as a list, whether it is one path or many."""
+        value = self.inputs[name]
+        return value if isinstance(value, list) else [value]

@@ -1,20 +1,30 @@
 """Accuracy of fine-tuned encoders on the test split (paper, B and E)."""
 
+from __future__ import annotations
+
+import hashlib
+import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, Images, Input, Protocol, Shards, Trained
-from maect.evaluate.job import Job
+from maect.core.files import checked_sha256, read_json
+from maect.evaluate.base import Count, Images, Input, Job, Protocol, Shards, Trained
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from maect.data.index import Index
 
 
 class Accuracy(Supervised, Protocol):
@@ -33,7 +43,7 @@ class Accuracy(Supervised, Protocol):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _consistent(self) -> "Accuracy":
+    def _consistent(self) -> Accuracy:
         if self.shots and (self.seeds > 1 or self.fraction < 1):
             raise ValueError("shots: the splits are the repetitions; leave out seeds and fraction")
         return self
@@ -98,7 +108,6 @@ class Accuracy(Supervised, Protocol):
         """The metrics of finished runs, by the last parts of their names."""
         from maect.core.distributed import device_of, process_group
         from maect.data.index import open_index
-        from maect.evaluate.fine_tuned import FineTuned
 
         test, device, results = open_index(job.path("test")), device_of(context), {}
         with process_group(context):
@@ -122,7 +131,7 @@ class Accuracy(Supervised, Protocol):
 
     def _metric(self, suffix: str) -> str:
         """The metric that a training counts for."""
-        from maect.data.labelled import fraction_name
+        from maect.data.subsets import fraction_name
 
         shots = self.trainings()[suffix][0].shots
         if shots:
@@ -132,3 +141,81 @@ class Accuracy(Supervised, Protocol):
     def _name(self, suffix: str) -> str:
         """How results name a training: `low_shot_2-split1`."""
         return f"{self._metric(suffix)}-{suffix.rpartition('-')[2]}"
+
+
+class FineTuned:
+    """Encoder and classifier as their run left them."""
+
+    def __init__(
+        self, folder: Path, stage: FineTune, seed: int, test: Index, device: torch.device
+    ) -> None:
+        """Load a run.
+
+        Args:
+            folder: of the run.
+            stage: what it must have been trained with.
+            seed: likewise.
+            test: the images that it will be scored on.
+            device: where to run it.
+
+        Raises:
+            UserError: it is not finished, was trained otherwise or is damaged, or it tells other
+                classes apart.
+        """
+        from maect.models.weights import load_encoder_weights, load_tensors
+
+        self.record, self.stage, self.device = read_json(folder / "run.json"), stage, device
+        if (self.record["recipe"], self.record["seed"]) != (stage.model_dump(mode="json"), seed):
+            raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
+        for name in self.record["sha256"]:
+            checked_sha256(folder / name)
+        encoder, _, self.pooling = load_encoder_weights(folder / "encoder.safetensors")
+        classifier, metadata = load_tensors(folder / "head.safetensors")
+        if tuple(json.loads(metadata["classes"])) != test.class_names:
+            raise UserError(f"{folder} and {test.directory}: their classes differ")
+        self.weights = _as_trained(encoder.state_dict(), classifier)
+        self.encoder = encoder.to(device)
+        self.classifier = {name: value.to(device) for name, value in classifier.items()}
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Class of each normalized image [b, 3, S, S], int64 [b]."""
+        import torch
+        from torch.nn import functional as F
+
+        from maect.models.vit import mixed_precision
+
+        with torch.inference_mode():
+            with mixed_precision(images.device, self.stage.precision):
+                tokens = self.encoder(images)
+            features = self.encoder.pool(tokens.float(), self.pooling)
+            return F.linear(features, **self.classifier).argmax(dim=1)
+
+    def accuracy(self, context: Context, test: Index, resize: int | None) -> float:
+        """Of a split, in percent; every rank scores its share."""
+        from maect.data.transforms import normalize
+        from maect.evaluate.features import accuracy
+
+        def predict(images: Tensor) -> Tensor:
+            return self.predict(normalize(images))
+
+        size = self.encoder.settings.image_size
+        return accuracy(context, test, self.device, size, resize, predict)
+
+    def result(self, context: Context, test: Index, resize: int | None) -> dict[str, Any]:
+        """Accuracy, losses of the epochs, the labelled images, and sha256 of the weights."""
+        hashed = hashlib.sha256()
+        for name, value in sorted(self.weights.items()):
+            hashed.update(name.encode())
+            hashed.update(value.contiguous().numpy().data)
+        return {
+            "accuracy": self.accuracy(context, test, resize),
+            "losses": self.record["losses"],
+            "subset": self.record["subset"],
+            "weights_sha256": hashed.hexdigest(),
+        }
+
+
+def _as_trained(encoder: dict[str, Tensor], classifier: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All weights under the names that they have in training."""
+    named = {n if n.startswith("fc_norm.") else f"encoder.{n}": v for n, v in encoder.items()}
+    return named | {f"head.{name}": value for name, value in classifier.items()}

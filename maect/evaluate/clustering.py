@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.core.context import Context
+from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import Features, Input, Protocol
-from maect.evaluate.job import Job, idle_cpus
+from maect.evaluate.base import Features, Input, Job, Protocol, idle_cpus
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
+
+    from maect.evaluate.store import FeatureFile
+
+SCORES = ("accuracy", "nmi", "ami", "ari")
+# Less work than this (values x runs) is done before other processes have started.
+SMALL = 5e7
 
 
 class Clustering(Protocol):
@@ -28,7 +35,7 @@ class Clustering(Protocol):
     leaves: ClassVar[bool] = True
     minutes: ClassVar[float] = 30.0
     test_data: ClassVar[str | None] = (
-        "standardised with the test split's own mean and deviation, as the paper does"
+        "standardised with the test split's own mean and standard deviation, as the paper does"
     )
 
     runs: int = Field(default=100, gt=0)
@@ -56,8 +63,6 @@ class Clustering(Protocol):
         import numpy as np
         from safetensors.numpy import save_file
 
-        from maect.evaluate.kmeans import check, cluster, members, origin
-
         test = job.features("test")
         metrics: dict[str, Any] = {}
         tensors: dict[str, NDArray[Any]] = {}
@@ -73,3 +78,180 @@ class Clustering(Protocol):
         with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
             save_file(tensors, temporary, {"maect": json.dumps(origin(test))})
         return metrics
+
+
+def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
+    """Refuse labels that cannot be scored, before anything is computed."""
+    import numpy as np
+
+    classes = len(np.unique(test.labels[ids]))
+    if classes < 2:
+        raise UserError(f"{test.path}: clustering needs at least two classes")
+    if classes == len(ids):
+        raise UserError(
+            f"{test.path}: one sample of each of {classes} classes; the silhouette needs a class "
+            "of two, so cluster a larger split"
+        )
+
+
+def origin(test: FeatureFile) -> dict[str, str]:
+    """What clusters are of: the encoder and the images."""
+    return {key: test.record[key] for key in ("encoder_sha256", "index_digest")}
+
+
+def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:
+    """Ids of the samples of some classes, given by name.
+
+    Raises:
+        UserError: a class that the dataset does not have.
+    """
+    import numpy as np
+
+    known = features.record["class_names"]
+    missing = [c for c in classes if c not in known]
+    if missing:
+        raise UserError(f"subset {name}: {features.path} has no class {missing[0]}")
+    return np.flatnonzero(np.isin(features.labels, [known.index(c) for c in classes]))
+
+
+def cluster(
+    test: FeatureFile, ids: NDArray[np.int64], settings: Clustering, threads: int
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Cluster some samples `settings.runs` times: metrics, and the best run's arrays.
+
+    Args:
+        test: features.
+        ids: of the samples.
+        settings: of the protocol.
+        threads: cores to use; the runs are spread over as many processes.
+    """
+    import numpy as np
+    from sklearn.utils.parallel import Parallel, delayed
+
+    names, labels = np.unique(test.labels[ids], return_inverse=True)
+    rows = standardized(test.take(ids))
+    if len(np.unique(rows, axis=0)) < len(names):
+        raise UserError(
+            f"{test.path}: fewer distinct features than the {len(names)} classes; the encoder "
+            "has collapsed"
+        )
+
+    # Processes: much of a run holds Python's lock, which threads would wait for.
+    workers = threads if rows.size * settings.runs > SMALL else 1
+    best = None
+    results = []
+    parallel = Parallel(workers, return_as="generator", pre_dispatch="4*n_jobs")
+    runs = parallel(delayed(_run)(rows, labels, seed, settings) for seed in range(settings.runs))
+    for seed, result in enumerate(runs):
+        results.append(result[:2])
+        if best is None or result[0] < best[1][0]:
+            best = seed, result
+    assert best is not None
+    seed, (inertia, score, clusters, centers) = best
+    metrics: dict[str, Any] = dict(score)
+    for key in SCORES:
+        values = [scores[key] for _, scores in results]
+        metrics |= {f"{key}_mean": float(np.mean(values)), f"{key}_std": float(np.std(values))}
+    metrics |= {"silhouette": silhouette(rows, labels), "inertia": inertia, "best_seed": seed}
+    table = contingency(labels, clusters)
+    columns = assign(table)
+    # Clusters without a class come last.
+    rest = np.setdiff1d(np.arange(table.shape[1]), columns)
+    arrays: dict[str, NDArray[Any]] = {
+        "clusters": clusters,
+        "centers": centers,
+        "confusion": np.ascontiguousarray(table[:, np.append(columns, rest)]),
+        "labels": names[labels],
+    }
+    return metrics, arrays
+
+
+def _run(
+    rows: NDArray[np.float32], labels: NDArray[np.int64], seed: int, settings: Clustering
+) -> tuple[float, dict[str, float], NDArray[np.int64], NDArray[np.float32]]:
+    """One run with a single thread, so that the number of cores does not change its bits."""
+    from threadpoolctl import threadpool_limits
+
+    with threadpool_limits(1):
+        inertia, clusters, centers = kmeans(rows, int(labels.max()) + 1, seed, settings)
+        return inertia, scores(labels, clusters), clusters, centers
+
+
+def standardized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rows with the mean and standard deviation that they have themselves taken out."""
+    from maect.evaluate.store import moments, standardize
+
+    return standardize(rows, moments(lambda start, stop: rows[start:stop], *rows.shape))
+
+
+def kmeans(
+    rows: NDArray[np.float32], clusters: int, seed: int, settings: Clustering
+) -> tuple[float, NDArray[np.int64], NDArray[np.float32]]:
+    """One run of scikit-learn's MiniBatchKMeans with every setting pinned.
+
+    Its defaults have changed between releases (batch_size in 1.0, n_init in 1.4).
+
+    Returns:
+        Inertia over all rows, cluster of each row [n], centres [clusters, d].
+    """
+    import numpy as np
+    from sklearn.cluster import MiniBatchKMeans
+
+    model = MiniBatchKMeans(
+        clusters,
+        init="k-means++",
+        max_iter=settings.max_iter,
+        batch_size=settings.batch_size,
+        compute_labels=True,
+        random_state=seed,
+        tol=0.0,
+        max_no_improvement=10,
+        init_size=None,
+        n_init=settings.n_init,
+        reassignment_ratio=0.01,
+    ).fit(rows)
+    return float(model.inertia_), model.labels_.astype(np.int64), model.cluster_centers_
+
+
+def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, float]:
+    """Cluster accuracy, NMI and AMI (arithmetic mean) and ARI, in percent."""
+    import numpy as np
+    from sklearn.metrics import (
+        adjusted_mutual_info_score,
+        adjusted_rand_score,
+        normalized_mutual_info_score,
+    )
+
+    table = contingency(labels, clusters)
+    columns = assign(table)
+    hits = table[np.flatnonzero(columns >= 0), columns[columns >= 0]].sum()
+    return {
+        "accuracy": 100 * int(hits) / len(labels),
+        "nmi": 100 * float(normalized_mutual_info_score(labels, clusters)),
+        "ami": 100 * float(adjusted_mutual_info_score(labels, clusters)),
+        "ari": 100 * float(adjusted_rand_score(labels, clusters)),
+    }
+
+
+def contingency(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many samples of class i are in cluster j, int64 [k, k] with k the larger number."""
+    import numpy as np
+
+    size = int(max(labels.max(), clusters.max())) + 1
+    flat = np.bincount(labels * size + clusters, minlength=size * size)
+    return flat.reshape(size, size)
+
+
+def assign(table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The cluster of each class in the matching with the most hits (Crouse 2016), [k]."""
+    from scipy.optimize import linear_sum_assignment
+
+    columns: NDArray[np.int64] = linear_sum_assignment(table, maximize=True)[1]
+    return columns
+
+
+def silhouette(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
+    """Mean silhouette coefficient of the true classes x 100, euclidean (Rousseeuw 1987)."""
+    from sklearn.metrics import silhouette_score
+
+    return 100 * float(silhouette_score(rows, labels))

@@ -14,8 +14,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import digest
-from maect.evaluate.base import Encodes, Images, Input, Shards
-from maect.evaluate.job import Job
+from maect.evaluate.base import Encodes, Images, Input, Job, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from maect.data.index import Index
     from maect.data.loader import Batch
-    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.features import Encoding
 
 
 class ColorHistogram(Encodes):
@@ -66,7 +65,7 @@ class ColorHistogram(Encodes):
         """
         from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate.encoding import Encoding
+        from maect.evaluate.features import Encoding
         from maect.evaluate.heads import HistogramHeads
         from maect.evaluate.probing import Probing, check
         from maect.models.weights import save_tensors
@@ -137,24 +136,16 @@ def _errors(
     import torch
 
     from maect.core import distributed
-    from maect.data.loader import evaluation_batches
-    from maect.evaluate.encoding import finite
-    from maect.evaluate.features import BATCH
+    from maect.evaluate.features import finite, share
     from maect.evaluate.heads import BINS, BN_EPS, predict_histograms
 
     sums = torch.zeros(encoding.blocks + 1, dtype=torch.float64)
     scale = torch.rsqrt(heads["var"] + BN_EPS)[:, None]
-    for images, _, _ in evaluation_batches(
-        test,
-        image_size=encoding.settings.image_size,
-        resize=job.resize,
-        rows=distributed.share_of(context, test.n, BATCH),
-        batch_size=BATCH,
-        threads=context.cpus,
-    ):
+    size = encoding.settings.image_size
+    for images, _, _ in share(context, test, encoding.device, size, job.resize):
         features = encoding(images).view(len(images), encoding.blocks, -1).transpose(0, 1)
         finite(features, job.run)
-        target = histograms(images.to(encoding.device))
+        target = histograms(images)
         p = predict_histograms(
             (features - heads["mean"][:, None]) * scale, heads["weight"], heads["bias"]
         )

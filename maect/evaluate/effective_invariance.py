@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.core.context import Context
-from maect.evaluate.base import Encodes, Images, Input, Left, Shards
-from maect.evaluate.job import Job
+from maect.evaluate.base import Encodes, Images, Input, Job, Left, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -34,7 +33,7 @@ class EffectiveInvariance(Encodes):
     )
 
     probe: str = "linear_probe"
-    """Which evaluation's classifier."""
+    """Which evaluation's probe."""
     draws: int = Field(default=3, gt=0)
     """Random colour changes of each image; rotations are three."""
     seed: int = 0
@@ -60,18 +59,18 @@ class EffectiveInvariance(Encodes):
 
         from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate.classifier import Classifier
+        from maect.evaluate.linear_probe import TrainedProbe
 
         index = open_index(job.path("test"))
-        classifier = Classifier(job, distributed.device_of(context), self.precision)
-        classifier.check(index)
+        probe = TrainedProbe(job, distributed.device_of(context), self.precision)
+        probe.check(index)
         # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.
         sums = torch.zeros(2, 4, dtype=torch.float64)
         with distributed.process_group(context):
-            for images, _, ids in classifier.shares(context, job, index):
-                plain = classifier(images)
+            for images, _, ids in probe.share(context, job, index):
+                plain = probe(images)
                 for change, changed in _changed(images, ids, self):
-                    values = invariance(plain, classifier(changed))
+                    values = invariance(plain, probe(changed))
                     sums[CHANGES.index(change), :3] += torch.stack(values).double().sum(dim=1).cpu()
                     sums[CHANGES.index(change), 3] += len(images)
             distributed.sum_over_ranks(sums)

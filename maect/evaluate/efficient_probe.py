@@ -31,15 +31,13 @@ trained on their [CLS] token also attend to that one (`ep_all`), which is not bu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.settings import digest
-from maect.evaluate.base import Encodes, Images, Input, Shards
-from maect.evaluate.job import Job, encoder_checksum
+from maect.evaluate.base import Encodes, Images, Input, Job, Shards, encoder_checksum
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -49,8 +47,7 @@ if TYPE_CHECKING:
 
     from maect.core.context import Context
     from maect.data.index import Index
-    from maect.data.loader import Batch
-    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.features import Encoding
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
 MOMENTUM, TRUST = 0.9, 0.001
@@ -103,8 +100,8 @@ class EfficientProbe(Encodes):
         """
         from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate.encoding import Encoding
-        from maect.evaluate.probing import Probing, check
+        from maect.evaluate.features import Encoding
+        from maect.evaluate.probing import Probing, check, labels_of
         from maect.models.weights import save_tensors
 
         train, test = open_index(job.path("train")), open_index(job.path("test"))
@@ -131,7 +128,7 @@ class EfficientProbe(Encodes):
                 encode=lambda images: encoding.tokens(images).float(),
             )
             history: list[float] = training.record.setdefault("accuracies", [])
-            for _ in training.epochs(_labels, probe.step):
+            for _ in training.epochs(labels_of, probe.step):
                 history.append(_accuracy(context, job, test, encoding, probe))
                 if history[-1] > max(history[:-1], default=-1.0):
                     kept = {name: getattr(probe, name).detach() for name in probe.SHARED}
@@ -267,47 +264,18 @@ def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) 
         parameter.grad = None
 
 
-def _labels(batch: Batch, images: Tensor) -> Tensor:
-    import torch
-
-    return torch.from_numpy(batch.labels)
-
-
 def _accuracy(context: Context, job: Job, test: Index, encoding: Encoding, probe: Probe) -> float:
-    """In percent, on the test split; the tokens of all its images would not fit into memory."""
-    import torch
-
-    from maect.core import distributed
-
-    hits = torch.zeros((), dtype=torch.int64)
-    for tokens, labels in _test_tokens(context, job, test, encoding):
-        hits += int((probe.predict(tokens).cpu() == labels).sum())
-    return 100 * int(distributed.sum_over_ranks(hits)) / test.n
-
-
-def _test_tokens(
-    context: Context, job: Job, test: Index, encoding: Encoding
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens float32 [b, N, D] and labels [b] of this rank's images.
+    """In percent, on the test split; the tokens of all its images would not fit into memory.
 
     Raises:
         UserError: tokens that are not finite.
     """
-    import torch
+    from maect.evaluate.features import accuracy, finite
 
-    from maect.core.distributed import share_of
-    from maect.data.loader import evaluation_batches
-    from maect.evaluate.encoding import finite
-    from maect.evaluate.features import BATCH
-
-    for images, labels, _ in evaluation_batches(
-        test,
-        image_size=encoding.settings.image_size,
-        resize=job.resize,
-        rows=share_of(context, test.n, BATCH),
-        batch_size=BATCH,
-        threads=context.cpus,
-    ):
+    def predict(images: Tensor) -> Tensor:
         tokens = encoding.tokens(images).float()
         finite(tokens, job.run)
-        yield tokens, torch.from_numpy(labels)
+        return probe.predict(tokens)
+
+    size = encoding.settings.image_size
+    return accuracy(context, test, encoding.device, size, job.resize, predict)

@@ -1,21 +1,23 @@
-"""Extract an encoder's features of a split once, for all protocols that need them.
+"""A frozen encoder's features of images, and those of a split on disk, for all that need them.
 
 The split is cut into parts that depend on nothing but its size. Each rank encodes some parts and
-writes each one when it is whole; rank 0 joins them. So a restarted job skips what is there, on
+writes each one when it is complete; rank 0 joins them. So a restarted job skips what is there, on
 any number of ranks, and the world size does not change a bit of the result.
 """
 
+import hashlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from torch import Tensor, nn
 
 from maect.core import distributed
 from maect.core.context import Context
@@ -24,14 +26,170 @@ from maect.core.files import atomic_write
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, evaluation_parts
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.job import encoder_checksum
+from maect.data.transforms import normalize
+from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import write_features
-from maect.models.vit import Precision
+from maect.models.vit import Precision, mixed_precision
+from maect.models.weights import load_encoder_weights
 
 BATCH = 256
 PART_ROWS = 8192
 LEAST_PARTS = 16
+
+
+class Encoding:
+    """Encoder, pooling and precision.
+
+    Attributes:
+        settings: the encoder's shape.
+        pooling: what its file says: "cls" or "mean" (of the patch tokens, after the final norm) or
+            "fc_norm" (the norm after the mean).
+        blocks: whose features are given: the last so many, earliest first.
+        width: features per image.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        precision: Precision = "fp32",
+        *,
+        blocks: int = 1,
+        pooling: Literal["cls", "mean"] | None = None,
+        other_pooling: bool = False,
+    ) -> None:
+        """Load an encoder.
+
+        Args:
+            path: `encoder.safetensors`.
+            device: where to run it.
+            precision: bf16 runs under autocast; the features are float32 in any case.
+            blocks: concatenate what the last so many blocks give, or all if there are fewer: the
+                raw output of the earlier ones, the final norm's output for the last.
+            pooling: instead of the one that its file says.
+            other_pooling: append the last block's other pooling (of an encoder with [CLS] token).
+
+        Raises:
+            UserError: no such encoder, or no [CLS] token to pool.
+        """
+        if not path.exists():
+            raise UserError(f"{path}: no such encoder; train or import the run first")
+        self.encoder, self.settings, own = load_encoder_weights(path)
+        self.pooling = pooling or own
+        if self.pooling == "cls" and not self.settings.class_token:
+            raise UserError(f"{path}: has no [CLS] token, which this evaluation reads")
+        self.encoder.to(device).requires_grad_(False).eval()
+        self.device, self.precision = device, precision
+        depth = self.settings.depth
+        self.blocks = min(blocks, depth)
+        self.other: Literal["cls", "mean"] | None = None
+        if other_pooling and self.settings.class_token:
+            self.other = "mean" if self.pooling == "cls" else "cls"
+        self.width = self.settings.width * (self.blocks + (self.other is not None))
+        self._earlier: list[Tensor] = []
+        for block in list(self.encoder.blocks)[depth - self.blocks : depth - 1]:
+            block.register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        # Pooled at once: the tokens of all blocks of a batch would fill the memory.
+        self._earlier.append(self._pool(output))
+
+    def _pool(self, tokens: Tensor) -> Tensor:
+        tokens = tokens if self.pooling == "cls" else tokens.float()  # a mean in full precision
+        return self.encoder.pool(tokens, self.pooling).float()
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Features of images.
+
+        Args:
+            images: uint8 [b, 3, S, S], or float32, normalized.
+
+        Returns:
+            float32 [b, width] on the encoder's device.
+        """
+        images = images.to(self.device, non_blocking=True)
+        if images.dtype == torch.uint8:
+            images = normalize(images)
+        self._earlier.clear()
+        with mixed_precision(self.device, self.precision):
+            last = self.encoder(images)
+        parts = [*self._earlier, self._pool(last)]
+        if self.other is not None:
+            parts.append(self.encoder.pool(last.float(), self.other))
+        self._earlier.clear()
+        return torch.cat(parts, dim=1)
+
+    @torch.no_grad()
+    def tokens(self, images: Tensor) -> Tensor:
+        """Patch tokens that the last block gives, before the final norm.
+
+        Args:
+            images: uint8 [b, 3, S, S], or float32, normalized.
+
+        Returns:
+            [b, patches, width] on the encoder's device, in the precision that the blocks run in.
+        """
+        images = images.to(self.device, non_blocking=True)
+        if images.dtype == torch.uint8:
+            images = normalize(images)
+        last: list[Tensor] = []
+        block = self.encoder.blocks[-1]
+        hook = block.register_forward_hook(lambda module, inputs, output: last.append(output))
+        with hook, mixed_precision(self.device, self.precision):
+            self.encoder(images)
+        return last[0][:, self.settings.prefix_tokens :]
+
+
+def finite(features: Tensor, run: Path) -> None:
+    """Refuse a broken encoder.
+
+    Raises:
+        UserError: a feature that is not finite.
+    """
+    if not torch.isfinite(features).all():
+        raise UserError(
+            f"{run}: the features are not finite; the encoder diverged or its weights are damaged"
+        )
+
+
+def share(
+    context: Context, index: Index, device: torch.device, image_size: int, resize: int | None
+) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
+    """This rank's images of a split, uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
+    for images, labels, ids in evaluation_batches(
+        index,
+        image_size=image_size,
+        resize=resize,
+        rows=distributed.share_of(context, index.n, BATCH),
+        batch_size=BATCH,
+        threads=max(1, context.cpus),
+    ):
+        yield images.to(device, non_blocking=True), labels, ids
+
+
+def accuracy(
+    context: Context,
+    index: Index,
+    device: torch.device,
+    image_size: int,
+    resize: int | None,
+    predict: Callable[[Tensor], Tensor],
+) -> float:
+    """Of a split, in percent; every rank scores its share.
+
+    Args:
+        context: this rank.
+        index: the split.
+        device: where images go.
+        image_size: S.
+        resize: shorter side before the centre crop; none: 256/224 of the image size.
+        predict: class of each image, uint8 [b, 3, S, S] on the device: int64 [b].
+    """
+    hits = torch.zeros((), dtype=torch.int64)
+    for images, labels, _ in share(context, index, device, image_size, resize):
+        hits += int((predict(images).cpu() == torch.from_numpy(labels)).sum())
+    return 100 * int(distributed.sum_over_ranks(hits)) / index.n
 
 
 def extract(
@@ -82,13 +240,13 @@ def extract(
         for number in range(len(part_ranges(index.n)))
     ]
     with distributed.process_group(context):
-        todo = [number for number, file in enumerate(files) if not _whole(file)]
+        todo = [number for number, file in enumerate(files) if not _is_complete(file)]
         todo = distributed.from_rank_0(todo)
         mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
         missing = sum(len(part_ranges(index.n)[number]) for number in todo)
-        whole = _encode(context, index, model, resize, files, mine.tolist(), missing)
+        complete = _encode(context, index, model, resize, files, mine.tolist(), missing)
         # Also the barrier: nobody joins parts before all are written.
-        stopped = distributed.any_rank(not whole)
+        stopped = distributed.any_rank(not complete)
     if stopped:
         return "requeue"
     if context.rank == 0:
@@ -169,26 +327,11 @@ def _features(
         yield previous.cpu().numpy()
 
 
-def batches(
-    index: Index, model: Encoding, resize: int | None, rows: range, threads: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """Features of `rows`: offset within `rows`, and float32 [b, width] on the model's device."""
-    size = model.settings.image_size
-    start = 0
-    for images, _, _ in evaluation_batches(
-        index, image_size=size, resize=resize, rows=rows, batch_size=BATCH, threads=threads
-    ):
-        yield start, model(images)
-        start += len(images)
-
-
 def _sha256(features: NDArray[np.float32]) -> str:
-    import hashlib
-
     return hashlib.sha256(features.data).hexdigest()
 
 
-def _whole(file: Path) -> bool:
+def _is_complete(file: Path) -> bool:
     """Whether a part is there and undamaged; a damaged one is made again."""
     if not file.exists():
         return False

@@ -6,24 +6,28 @@ Heads of all rates, and of all representations, are trained on one pass of the e
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from maect.core.context import Context
+from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import digest
-from maect.evaluate.base import Encodes, Images, Input, Positive, Shards
-from maect.evaluate.job import Job
+from maect.evaluate.base import Encodes, Images, Input, Job, Positive, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from maect.data.index import Index
-    from maect.data.loader import Batch
-    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.features import Encoding
+    from maect.models.vit import Precision
 
 
 class LinearProbe(Encodes):
@@ -77,7 +81,7 @@ class LinearProbe(Encodes):
         """
         from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate.encoding import Encoding
+        from maect.evaluate.features import Encoding
         from maect.evaluate.probing import check
         from maect.models.weights import save_tensors
 
@@ -156,8 +160,10 @@ class _Probe:
 
     def run(self, features: Tensor, labels: Tensor) -> dict[str, Any]:
         """Train to the end, evaluating after every epoch; metrics."""
+        from maect.evaluate.probing import labels_of
+
         history: dict[str, list[list[float]]] = self.training.record
-        for _ in self.training.epochs(_labels, self._update):
+        for _ in self.training.epochs(labels_of, self._update):
             for name in self.heads:
                 accuracies = self._accuracies(name, features, labels)
                 before = max((max(epoch) for epoch in history.get(name, [])), default=-1.0)
@@ -220,12 +226,6 @@ class _Probe:
         }
 
 
-def _labels(batch: Batch, images: Tensor) -> Tensor:
-    import torch
-
-    return torch.from_numpy(batch.labels)
-
-
 def _test_features(
     context: Context, job: Job, test: Index, encoding: Encoding
 ) -> tuple[Tensor, Tensor]:
@@ -233,14 +233,88 @@ def _test_features(
     import torch
 
     from maect.core import distributed
-    from maect.evaluate.encoding import finite
-    from maect.evaluate.features import BATCH, batches
+    from maect.evaluate.features import BATCH, finite, share
 
-    rows = distributed.share_of(context, test.n, BATCH)
     largest = -(-test.n // (context.world_size * BATCH)) * BATCH
-    out = torch.zeros(largest, encoding.width, device=encoding.device)
-    for start, part in batches(test, encoding, job.resize, rows, context.cpus):
-        out[start : start + len(part)] = part
+    out, start = torch.zeros(largest, encoding.width, device=encoding.device), 0
+    size = encoding.settings.image_size
+    for images, _, _ in share(context, test, encoding.device, size, job.resize):
+        out[start : start + len(images)] = encoding(images)
+        start += len(images)
     features = distributed.gather_rows(out)[: test.n]
     finite(features, job.run)
     return features, torch.tensor(test.labels, device=features.device)
+
+
+class TrainedProbe:
+    """The linear probe that an evaluation left, on its encoder: from images to logits.
+
+    Attributes:
+        class_names: of the data that the probe was trained on.
+    """
+
+    def __init__(self, job: Job, device: torch.device, precision: Precision) -> None:
+        """Load the run's encoder and the probe of the job.
+
+        Raises:
+            UserError: no probe, not one of a single representation, or one of another encoder.
+        """
+        import torch
+
+        from maect.evaluate.features import Encoding
+        from maect.evaluate.heads import BN_EPS
+        from maect.models.weights import load_tensors
+
+        path, encoder = job.path("probe"), job.run / "encoder.safetensors"
+        tensors, texts = load_tensors(path)
+        if not {"weight", "bias", "mean", "var"} <= tensors.keys() or "class_names" not in texts:
+            raise UserError(f"{path}: holds no single linear probe; evaluate linear_probe again")
+        self.encoding = Encoding(encoder, device, precision)
+        if texts.get("encoder_sha256") != sha256_file(encoder):
+            raise UserError(f"{path}: trained on another encoder than {encoder}; probe it again")
+        self.class_names = tuple(json.loads(texts["class_names"]))
+        scale = torch.rsqrt(tensors["var"] + BN_EPS)
+        # BatchNorm is affine in the features: it becomes part of the linear layer.
+        self.weight = (tensors["weight"] * scale).to(device)
+        self.bias = (tensors["bias"] - tensors["weight"] @ (tensors["mean"] * scale)).to(device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits float32 [b, classes] of images, uint8 [b, 3, S, S] or normalized float32.
+
+        Raises:
+            UserError: logits that are not finite.
+        """
+        import torch
+
+        with torch.inference_mode():
+            logits = torch.addmm(self.bias, self.encoding(images), self.weight.T)
+        if not torch.isfinite(logits).all():
+            raise UserError(
+                "the probe's predictions are not finite; the encoder diverged or its weights "
+                "are damaged"
+            )
+        return logits
+
+    def check(self, index: Index) -> None:
+        """Refuse images that the probe cannot be scored on.
+
+        Raises:
+            UserError: no images, unlabelled ones, or other classes.
+        """
+        if index.n == 0:
+            raise UserError(f"{index.directory}: holds no images")
+        if index.labels.min() < 0:
+            raise UserError(f"{index.directory}: some images have no label")
+        if tuple(index.class_names) != self.class_names:
+            raise UserError(
+                f"{index.directory}: its classes are not those that the probe was trained on"
+            )
+
+    def share(
+        self, context: Context, job: Job, index: Index
+    ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
+        """This rank's images uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
+        from maect.evaluate.features import share
+
+        size = self.encoding.settings.image_size
+        return share(context, index, self.encoding.device, size, job.resize)

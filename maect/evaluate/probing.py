@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from typing import Protocol as Interface
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,8 +24,8 @@ from maect.core.files import atomic_write
 from maect.data.index import Index
 from maect.data.loader import Batch, train_batches
 from maect.data.transforms import augment
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.job import Interrupted, Job
+from maect.evaluate.base import Interrupted, Job
+from maect.evaluate.features import Encoding
 from maect.recipes import View
 from maect.train.optimizer import schedule
 
@@ -235,6 +236,11 @@ def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
     """
     steps = epochs * images // batch
     return steps, [min(steps, -(-epoch * images // batch)) for epoch in range(1, epochs + 1)]
+
+
+def labels_of(batch: Batch, images: Tensor) -> Tensor:
+    """The labels of a batch as what heads learn from it, int64 [b]."""
+    return torch.from_numpy(batch.labels)
 
 
 def check(train: Index, test: Index, *, labelled: bool = True) -> None:

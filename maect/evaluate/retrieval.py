@@ -13,8 +13,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import Features, Input, Left, Protocol, Shards
-from maect.evaluate.job import Job, idle_cpus
+from maect.evaluate.base import Features, Input, Job, Left, Protocol, Shards, idle_cpus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,7 +118,7 @@ def _neighbors(test: FeatureFile, queries: Ids, count: int, threads: int) -> Ids
     """Ids of the nearest other images by cosine similarity, [q, n]."""
     import numpy as np
 
-    from maect.evaluate.neighbors import nearest
+    from maect.evaluate.knn import nearest
 
     _, ids = nearest(test, test.take(queries), count + 1, threads=threads)
     # A copy with a smaller id may come before the query itself.
@@ -139,7 +138,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
     from safetensors import safe_open
     from safetensors.numpy import load_file
 
-    from maect.evaluate.kmeans import assign, contingency, origin, standardized
+    from maect.evaluate.clustering import assign, contingency, origin, standardized
 
     if not path.exists():
         raise UserError(f"{path}: no such clusters; evaluate clustering first")

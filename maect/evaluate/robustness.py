@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Encodes, Images, Input, Left, Shards
-from maect.evaluate.job import Job
+from maect.evaluate.base import Encodes, Images, Input, Job, Left, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from maect.data.index import Index
-    from maect.evaluate.classifier import Classifier
+    from maect.evaluate.linear_probe import TrainedProbe
 
 
 class Robustness(Encodes):
@@ -43,7 +42,7 @@ class Robustness(Encodes):
     )
     """Splits of the evaluated dataset; each gives a metric of its name."""
     probe: str = "linear_probe"
-    """Which evaluation's classifier."""
+    """Which evaluation's probe."""
 
     def inputs(self) -> Mapping[str, Input]:
         """The probe, and the images of every split by its name."""
@@ -64,36 +63,36 @@ class Robustness(Encodes):
 
         from maect.core import distributed
         from maect.data.index import open_index
-        from maect.evaluate.classifier import Classifier
+        from maect.evaluate.linear_probe import TrainedProbe
 
-        classifier = Classifier(job, distributed.device_of(context), self.precision)
+        probe = TrainedProbe(job, distributed.device_of(context), self.precision)
         indexes = {name: open_index(job.path(name)) for name in self.splits}
         for index in indexes.values():
-            classifier.check(index)
+            probe.check(index)
         classes = {name: np.unique(index.labels) for name, index in indexes.items()}
         single = [name for name, labels in classes.items() if len(labels) < 2]
         if single:
             raise UserError(
-                f"{indexes[single[0]].directory}: images of one class, which any classifier finds"
+                f"{indexes[single[0]].directory}: images of one class, which any probe finds"
             )
         with distributed.process_group(context):
             accuracies = {
-                name: _accuracy(context, job, classifier, index, torch.from_numpy(classes[name]))
+                name: _accuracy(context, job, probe, index, torch.from_numpy(classes[name]))
                 for name, index in indexes.items()
             }
         return {**accuracies, "classes": {name: len(labels) for name, labels in classes.items()}}
 
 
 def _accuracy(
-    context: Context, job: Job, classifier: Classifier, index: Index, classes: torch.Tensor
+    context: Context, job: Job, probe: TrainedProbe, index: Index, classes: torch.Tensor
 ) -> float:
-    import torch
+    from maect.evaluate.features import accuracy
 
-    from maect.core import distributed
+    device = probe.encoding.device
+    classes = classes.to(device)
 
-    classes = classes.to(classifier.weight.device)
-    hits = torch.zeros((), dtype=torch.int64)
-    for images, labels, _ in classifier.shares(context, job, index):
-        predicted = classes[classifier(images)[:, classes].argmax(dim=1)]
-        hits += int((predicted.cpu() == torch.from_numpy(labels)).sum())
-    return 100 * int(distributed.sum_over_ranks(hits)) / index.n
+    def predict(images: torch.Tensor) -> torch.Tensor:
+        return classes[probe(images)[:, classes].argmax(dim=1)]
+
+    size = probe.encoding.settings.image_size
+    return accuracy(context, index, device, size, job.resize, predict)

@@ -12,9 +12,17 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
 from maect.data.index import open_index
-from maect.evaluate.base import Features, Left, Protocol, Shards, Trained
-from maect.evaluate.config import EvaluationConfig
-from maect.evaluate.job import Interrupted, Job, encoder_checksum
+from maect.evaluate import EvaluationConfig
+from maect.evaluate.base import (
+    Features,
+    Interrupted,
+    Job,
+    Left,
+    Protocol,
+    Shards,
+    Trained,
+    encoder_checksum,
+)
 from maect.evaluate.store import open_record
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")

@@ -1,11 +1,13 @@
 """Features on disk: one safetensors file per (encoder, dataset, split), shared by the protocols.
 
+Also their standardisation, to mean 0 and standard deviation 1 as scikit-learn's StandardScaler.
+
 Needs no torch, so that protocols on stored features start quickly.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from maect.core.files import atomic_write
 
 FORMAT = "1"
 _CHUNK = 16384
+
+Array = NDArray[np.float32]
+Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,36 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
             )
     if train.width != test.width:
         raise UserError(f"{train.path} and {test.path}: {train.width} and {test.width} features")
+
+
+def moments(rows: Callable[[int, int], Array], n: int, width: int) -> Scale:
+    """Mean and (biased) standard deviation of each feature, read and summed in chunks, [width].
+
+    The standard deviation of a feature that does not vary is infinite: standardised it is 0.
+
+    Args:
+        rows: gives the features from one sample up to another, float32 [m, width].
+        n: number of samples.
+        width: features per sample.
+    """
+    starts = range(0, n, _CHUNK)
+    total = np.zeros(width)
+    for start in starts:
+        total += rows(start, min(start + _CHUNK, n)).sum(axis=0, dtype=np.float64)
+    mean = total / n
+    total[:] = 0
+    for start in starts:
+        total += np.square(rows(start, min(start + _CHUNK, n)) - mean).sum(axis=0)
+    std = np.sqrt(total / n)
+    # Rounding leaves a trace of a spread on a feature that is the same everywhere.
+    std[std <= 1e-6 * np.abs(mean)] = np.inf
+    return mean, std
+
+
+def standardize(rows: Array, scale: Scale) -> Array:
+    """(x - mean) / standard deviation, in float64 until rounded: float32 [n, width]."""
+    out: Array = ((rows - scale[0]) / scale[1]).astype(np.float32)
+    return out
 
 
 def _digest(

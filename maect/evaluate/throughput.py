@@ -7,7 +7,11 @@ encoder passes: views that learn, local views, and passes of a momentum teacher.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +21,51 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Input, Protocol
-from maect.evaluate.job import Job
-from maect.recipes import Encoder
+from maect.evaluate.base import Input, Job, Protocol
+from maect.recipes import Encoder, visible_patches
 from maect.stages import Training, load_recipe
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from maect.models.vit import VisionEncoder
     from maect.train.objective import Objective
 
 RECIPES = ("mae", "head_min", "ct_min")
 """What MAE-CT takes, one stage after the other."""
+CPU_BATCH = 16
+SMALLEST, LARGEST = 8, 1024
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Passes:
+    """A method's passes through the encoder, for each image and step."""
+
+    learning: int
+    """Global views that are learnt from."""
+    local: int
+    """Small views, 96 of 224 pixels, that are learnt from."""
+    teacher: int
+    """Global views that a momentum encoder sees, complete and without gradients."""
+    mask_ratio: float = 0.0
+    """Share of patches that are left out of the views learnt from."""
+    epochs: Mapping[str, int] = field(default_factory=dict)
+    """How long it was trained, by encoder size."""
+
+
+# Views from the methods' code (their default arguments and commands). Epochs of MoCo v3 (B) and MSN
+# from the names of their checkpoints; those of DINO, iBOT and larger MoCo v3 were not looked up.
+METHODS = {
+    "moco_v3": Passes(2, 0, 2, epochs={"base": 300, "large": 300, "huge": 300}),
+    "dino": Passes(2, 10, 2, epochs={"base": 400}),
+    # Masked patches become mask tokens: nothing is left out.
+    "ibot": Passes(2, 10, 2, epochs={"base": 400, "large": 250}),
+    # Its published settings are those of ViT-S/16; local views are not masked.
+    "msn": Passes(1, 10, 1, 0.15, epochs={"base": 600, "large": 600}),
+}
 
 
 class Throughput(Protocol):
@@ -63,8 +102,6 @@ class Throughput(Protocol):
         import torch
 
         from maect.core import distributed
-        from maect.evaluate.compared import METHODS, method_step
-        from maect.evaluate.speed import Step, measure, stage_step
         from maect.models.weights import load_encoder_weights
 
         file = job.run / "encoder.safetensors"
@@ -86,11 +123,11 @@ class Throughput(Protocol):
             steps = partial(stage_step, stage, _built(stage, encoder, file), device=device)
             results[stage.name], epochs[stage.name] = measure(steps, self, device), stage.epochs
             context.report({"step": len(results), "steps": len(stages) + len(METHODS)})
-        for name, views in METHODS.items():
-            steps = partial(method_step, views, encoder, device=device)
+        for name, passes in METHODS.items():
+            steps = partial(method_step, passes, encoder, device=device)
             results[name] = measure(steps, self, device)
-            if self.size in views.epochs:
-                epochs[name] = views.epochs[self.size]
+            if self.size in passes.epochs:
+                epochs[name] = passes.epochs[self.size]
             context.report({"step": len(results), "steps": len(stages) + len(METHODS)})
         hours = {
             name: count * self.images / results[name]["samples_per_second"] / 3600
@@ -112,3 +149,155 @@ def _built(stage: Training, encoder: Encoder, file: Path) -> Objective:
     with TemporaryDirectory() as folder:
         Path(folder, file.name).symlink_to(file.absolute())
         return stage.build(encoder, 0, Path(folder))
+
+
+def measure(
+    steps: Callable[[int], Step], settings: Throughput, device: torch.device
+) -> dict[str, float]:
+    """Speed of a training step in images per second: median, fastest and slowest of the repeats.
+
+    Args:
+        steps: gives the step for a batch of so many images.
+        settings: batch size, warm-up and repeats.
+        device: what to wait for.
+    """
+    import torch
+
+    batch = settings.batch_size or largest_batch(steps, device)
+    step = steps(batch)
+    seconds = []
+    for number in range(settings.warmup + settings.repeats):
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if number >= settings.warmup:
+            seconds.append(time.perf_counter() - start)
+    return {
+        "samples_per_second": batch / statistics.median(seconds),
+        "fastest": batch / min(seconds),
+        "slowest": batch / max(seconds),
+        "batch_size": batch,
+    }
+
+
+def largest_batch(steps: Callable[[int], Step], device: torch.device) -> int:
+    """The largest power of 2 (8 to 1024) of which a step fits into the device's memory.
+
+    Raises:
+        UserError: not even the smallest does.
+    """
+    if device.type != "cuda":
+        return CPU_BATCH
+    fitting, size = 0, SMALLEST
+    while size <= LARGEST and _fits(steps, size):
+        fitting, size = size, 2 * size
+    if not fitting:
+        raise UserError(f"throughput: {SMALLEST} images do not fit into the device's memory")
+    return fitting
+
+
+def _fits(steps: Callable[[int], Step], size: int) -> bool:
+    import torch
+
+    try:
+        step = steps(size)
+        step()  # a second one has the optimizer's moments
+        step()
+    except torch.cuda.OutOfMemoryError:
+        return False
+    finally:
+        torch.cuda.empty_cache()
+    return True
+
+
+def stage_step(stage: Training, objective: Objective, batch: int, device: torch.device) -> Step:
+    """One update of a stage on the same random views, which are on the device before it."""
+    import numpy as np
+    import torch
+
+    from maect.data.loader import Batch
+
+    objective.to(device)
+    averages: list[Tensor] = []
+    if stage.encoder_average is not None:
+        averages = [p.detach().clone() for p in _trained(objective.encoder)]
+    fused = device.type == "cuda"
+    groups = stage.parameter_groups(objective)
+    for group in groups:
+        group["lr"] = group["peak_lr"]
+    optimizer = torch.optim.AdamW(groups, fused=fused)
+    side, ids = objective.encoder.settings.image_size, np.arange(batch)
+    shape = (len(stage.view_settings()), batch, 3, side, side)
+    images = torch.randint(256, shape, dtype=torch.uint8)
+    inputs = objective.prepare(Batch(0, ids, 0 * ids, 0 * ids, images), device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss, _ = objective(inputs)
+        loss.backward()
+        optimizer.step()
+        if stage.encoder_average is not None:
+            trained = [p.detach() for p in _trained(objective.encoder)]
+            torch._foreach_lerp_(averages, trained, 1 - stage.encoder_average)
+        objective.after_update(lambda part: nullcontext())
+
+    return step
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+def method_step(
+    passes: Passes, encoder: Encoder, batch: int, device: torch.device
+) -> Callable[[], None]:
+    """One update with a method's passes through the encoder, without its projection heads."""
+    import torch
+
+    from maect.models.vit import build_encoder, mixed_precision
+
+    student = build_encoder(encoder).to(device)
+    teacher = build_encoder(encoder).to(device).requires_grad_(False)
+    # In full patches, as near as they come to 96 of 224 pixels.
+    patch, size = encoder.patch_size, encoder.image_size
+    side = max(1, round(size * 96 / 224 / patch)) * patch
+    small = _resized(student, encoder.model_copy(update={"image_size": side}), device)
+    optimizer = torch.optim.AdamW(student.parameters(), fused=device.type == "cuda")
+    images = torch.randn(max(passes.learning, passes.teacher) * batch, 3, size, size, device=device)
+    local = torch.randn(passes.local * batch, 3, side, side, device=device)
+    kept = None
+    if passes.mask_ratio:
+        visible = visible_patches(encoder.patches, passes.mask_ratio)
+        order = torch.rand(passes.learning * batch, encoder.patches, device=device).argsort(dim=1)
+        kept = order[:, :visible]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with mixed_precision(device, "bf16"):
+            with torch.no_grad():
+                target = teacher(images[: passes.teacher * batch])[:, 0].float().mean(dim=0)
+            loss = _distance(student(images[: passes.learning * batch], kept), target)
+            if passes.local:
+                loss = loss + _distance(small(local), target)
+        loss.backward()
+        optimizer.step()
+        average = [p.detach() for p in teacher.parameters()]
+        torch._foreach_lerp_(average, [p.detach() for p in student.parameters()], 0.004)
+
+    return step
+
+
+def _resized(encoder: VisionEncoder, settings: Encoder, device: torch.device) -> VisionEncoder:
+    """The same weights for another image size."""
+    from maect.models.vit import build_encoder
+
+    other = build_encoder(settings).to(device)
+    other.blocks, other.norm, other.cls_token = encoder.blocks, encoder.norm, encoder.cls_token
+    other.patch_embed.proj = encoder.patch_embed.proj
+    return other
+
+
+def _distance(tokens: Tensor, target: Tensor) -> Tensor:
+    """Any scalar of the tokens will do: the loss costs nothing beside the encoder."""
+    return (tokens[:, 0].float() - target).square().mean()

@@ -12,8 +12,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import Features, Input, Protocol
-from maect.evaluate.job import Job
+from maect.evaluate.base import Features, Input, Job, Protocol
 
 
 class Umap(Protocol):
@@ -46,7 +45,7 @@ class Umap(Protocol):
         import numpy as np
         from safetensors.numpy import save_file
 
-        from maect.evaluate.kmeans import members
+        from maect.evaluate.clustering import members
 
         test = job.features("test", labelled=False)
         ids = members(test, self.classes, "classes") if self.classes else np.arange(test.n)

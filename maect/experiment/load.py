@@ -36,8 +36,7 @@ from maect.experiment.schema import (
     expand_path,
     fill_path,
 )
-from maect.report.config import Row
-from maect.report.registry import FIGURES, TABLE_NAMES
+from maect.report.registry import FIGURES, TABLE_NAMES, Row
 
 EXPERIMENTS = Path("workflow/experiments")
 

@@ -5,13 +5,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from maect.core.settings import SettingsFile
-from maect.evaluate import Features, Input, Left, Shards, Trained
-from maect.evaluate.config import EvaluationConfig
+from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trained
 from maect.experiment.expand import run_to_score
 from maect.experiment.load import Experiment
-from maect.report.config import ClaimsConfig, ShownConfig
 from maect.report.groups import Groups
-from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
+from maect.report.registry import (
+    FIGURES,
+    TABLES,
+    ClaimsConfig,
+    Figure,
+    ShownConfig,
+    Table,
+    can_show,
+)
 from maect.stages.run import RunConfig
 
 

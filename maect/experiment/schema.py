@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings
 from maect.data.sources import SOURCES, Source
-from maect.data.sources.folder import Folder
+from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS
 from maect.report.groups import Groups
 

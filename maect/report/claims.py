@@ -11,8 +11,10 @@ import pandas as pd
 from uncertainties import nominal_value, std_dev, ufloat
 
 from maect.core.files import write_text
+from maect.report.registry import ClaimsConfig
+from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS, Statement
-from maect.report.tables import DECIMALS, printed_tables
+from maect.report.tables import DECIMALS, cost_table, printed_tables, read_table
 
 HOLDS, FAILS, OPEN = "holds", "fails", "not measured"
 Key = tuple[str, str, str, str]
@@ -20,6 +22,8 @@ Key = tuple[str, str, str, str]
 Tables = Mapping[str, pd.DataFrame]
 
 VALUE = re.compile(r"""([a-z]\w*)\.(\w+|\*)(?:\.(\w+)|\["([\w.]+)"\])\.(\w+)""")
+COST = "cost"
+"""How statements call the table of what training cost."""
 # What the paper prints as equal is equal.
 TOLERANCE = 1e-9
 
@@ -226,3 +230,13 @@ def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -
 def write_claims(frame: pd.DataFrame, path: Path) -> None:
     """Write the verdicts as CSV."""
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
+
+
+def make_claims(path: Path) -> None:
+    """`maect claims claims.yaml`: beside it the verdicts as CSV and as a page."""
+    config = ClaimsConfig.read(path)
+    tables = {file.stem: read_table(file) for file in config.tables}
+    tables[COST] = cost_table(config.rows, config.runs)
+    verdicts = claims_table(tables)
+    write_claims(verdicts, path.with_suffix(".csv"))
+    write_text(path.with_suffix(".html"), claims_page(verdicts))

@@ -7,6 +7,7 @@ difference. Pages read on a phone, in print and in the dark, and need no network
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +16,22 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from rich import box
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table as Grid
 from rich.text import Text
 
-from maect.core.files import read_json
-from maect.report.config import Row
-from maect.report.registry import Metric, Table, architecture_title, method_title, named_table
-from maect.report.tables import result_of
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_text
+from maect.report.registry import (
+    Metric,
+    Row,
+    ShownConfig,
+    Table,
+    architecture_title,
+    method_title,
+    named_table,
+)
+from maect.report.tables import build_table, read_table, result_of, write_table
 
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EN DASH}"
@@ -247,3 +256,27 @@ def for_terminal(table: Printed) -> Group:
             first = "" if number else architecture
             grid.add_row(*map(Text, (first, line.method, *map(str, line.cells))))
     return Group(Text(f"{table.title} (paper: {table.paper})"), Text(table.legend), grid)
+
+
+def make_table(path: Path) -> None:
+    """`maect table tables/NAME.yaml`: beside it NAME as CSV, Markdown, LaTeX and a page."""
+    config = ShownConfig.read(path)
+    frame = build_table(config.name, config.rows, config.evaluations, config.compare_with_paper)
+    write_table(frame, path.with_suffix(".csv"))
+    text = printed(frame, config.name, config.rows, config.evaluations)
+    for form in ("md", "tex", "html"):
+        write_text(path.with_suffix(f".{form}"), render(text, form))
+
+
+def show(root: Path) -> None:
+    """`maect show`: the tables of a results folder, and where everything is."""
+    if not root.exists():
+        raise UserError(f"{root}: no such results folder")
+    # Cells are wrapped to fit a terminal, and nowhere else.
+    console = Console(width=None if sys.stdout.isatty() else 1000)
+    for path in sorted(root.glob("tables/*.csv")):
+        print(path)
+        console.print(for_terminal(printed(read_table(path), path.stem)))
+    for path in [*sorted(root.glob("figures/*.png")), root / "report.html"]:
+        if path.exists():
+            print(path)

@@ -14,8 +14,7 @@ import pandas as pd
 
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
-from maect.report.config import Row
-from maect.report.registry import TABLES, Metric, Table, named_table
+from maect.report.registry import TABLES, Metric, Row, Table, named_table
 
 KEYS = ["architecture", "method"]
 PAPER = resources.files("maect.report") / "paper"

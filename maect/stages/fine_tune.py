@@ -78,7 +78,7 @@ class FineTune(Supervised, Training):
         Raises:
             UserError: images without labels, too few classes, or too few images.
         """
-        from maect.data.labelled import Labelled, fraction_rows_of, shots_rows
+        from maect.data.subsets import Labelled, fraction_rows_of, shots_rows
 
         if index.n == 0 or index.labels.min() < 0:
             raise UserError(f"{index.directory}: fine-tuning needs labels; some images have none")
@@ -128,7 +128,7 @@ class FineTune(Supervised, Training):
         index: "Index",
     ) -> dict[str, Any]:
         """Write the encoder and its classifier; `run.json` says which images were labelled."""
-        from maect.data.labelled import subset_record
+        from maect.data.subsets import subset_record
         from maect.models.weights import save_encoder, save_tensors
         from maect.train.checkpoint import PARAM
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.data.draws import drop_path_factors, ids_shuffle, lookup_numbers
 from maect.data.loader import Batch
+from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers
 from maect.data.transforms import apply_mix, augment, draw_mix, erase, partners
 from maect.models.decoder import Decoder, reconstruction_loss
 from maect.models.heads import NNCLRHead

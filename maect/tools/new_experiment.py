@@ -15,11 +15,11 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.core.files import write_text
-from maect.data.catalogue import CATALOGUE
 from maect.data.decode import UnreadableError, read_rgb
+from maect.data.retrieve import CATALOGUE
 from maect.data.sources import UNLABELLED, Entry
 from maect.data.sources.base import SUFFIXES, is_utf8, walk_images
-from maect.data.sources.folder import Folder, Unlabelled
+from maect.data.sources.files import Folder, Unlabelled
 from maect.evaluate import Protocol, load_evaluation
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.knn import Knn

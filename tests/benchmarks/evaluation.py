@@ -80,7 +80,7 @@ def knn(full: bool, folder: Path) -> None:
     """Ours, faiss's flat index, and a chunked matmul with topk as DINO's evaluation does it."""
     import torch
 
-    from maect.evaluate.neighbors import nearest
+    from maect.evaluate.knn import nearest
 
     n, q, width, k = (100_000, 50_000, 768, 20) if full else (20_000, 8_000, 768, 20)
     rows, labels = blobs(n, width, 1000, 0)
@@ -121,7 +121,7 @@ def logistic(full: bool, folder: Path) -> None:
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
-    from maect.evaluate import logistic as ours
+    from maect.evaluate import low_shot as ours
 
     warnings.simplefilter("ignore", ConvergenceWarning)
     classes, width = (1000, 1024) if full else (200, 1024)
@@ -193,7 +193,7 @@ def probe(full: bool, folder: Path) -> None:
 
 def clustering(full: bool, folder: Path) -> None:
     """Runs of mini-batch k-means on all cores against one."""
-    from maect.evaluate import kmeans as ours
+    from maect.evaluate import clustering as ours
     from maect.evaluate.clustering import Clustering
 
     n, width, classes, runs = (50_000, 1024, 1000, 100) if full else (5_000, 384, 100, 8 * CORES)
@@ -232,7 +232,7 @@ def features(full: bool, folder: Path) -> None:
     from maect.data.loader import evaluation_parts
     from maect.data.shards import shard
     from maect.evaluate import features as ours
-    from maect.evaluate.encoding import Encoding
+    from maect.evaluate.features import Encoding
     from maect.models.vit import build_encoder
     from maect.models.weights import save_encoder
     from maect.recipes import load_encoder

@@ -13,7 +13,7 @@ from maect.core.errors import UserError
 from maect.experiment import load, resolve
 from maect.experiment.expand import names
 from maect.experiment.resolve import missing_images, run_config
-from maect.report.config import Row
+from maect.report.registry import Row
 from maect.stages import load_recipe
 
 ROOT = Path(__file__).parents[2]

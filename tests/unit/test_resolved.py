@@ -8,8 +8,7 @@ import pytest
 
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.evaluate import load_evaluation
-from maect.evaluate.config import EvaluationConfig
+from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig, train

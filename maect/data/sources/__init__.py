@@ -8,8 +8,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, Source
-from maect.data.sources.folder import Folder, Unlabelled
-from maect.data.sources.image_list import ImageList
+from maect.data.sources.files import Folder, ImageList, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
 from maect.data.sources.view import View
 

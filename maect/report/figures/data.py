@@ -14,9 +14,8 @@ from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
 from maect.core.files import json_lines, read_json
-from maect.report.config import Row, ShownConfig
 from maect.report.groups import group_names, group_numbers
-from maect.report.registry import architecture_title, method_title
+from maect.report.registry import Row, ShownConfig, architecture_title, method_title
 from maect.report.tables import chain
 from maect.stages import STAGES
 

@@ -12,9 +12,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
 from maect.core.errors import UserError
-from maect.report.config import Row, ShownConfig
+from maect.report.figures import COLORS, WIDTH, blank, class_style, panels
 from maect.report.figures.data import Classes, read_tensors, result_files, setting
-from maect.report.figures.style import COLORS, WIDTH, blank, class_style, panels
+from maect.report.registry import Row, ShownConfig
 from maect.report.tables import measured
 
 LEGEND_CLASSES = 32  # as many as have a look of their own

@@ -6,9 +6,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from maect.core.errors import UserError
-from maect.report.config import ShownConfig
+from maect.report.figures import WIDTH, blank, panels
 from maect.report.figures.data import Classes, read_tensors, result_files, setting
-from maect.report.figures.style import WIDTH, blank, panels
+from maect.report.registry import ShownConfig
 
 COLUMNS = 3
 NAMED_CLASSES = 20  # with more, names would overlap

@@ -13,10 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from maect.core.errors import UserError
-from maect.report.config import ShownConfig
+from maect.report.figures import COLORS, LINES, MARKERS, panels
 from maect.report.figures.data import finished_runs, read_metrics_lines, result_files, stage_title
-from maect.report.figures.style import COLORS, LINES, MARKERS, panels
-from maect.report.registry import architecture_title, method_title
+from maect.report.registry import ShownConfig, architecture_title, method_title
 from maect.report.tables import KEYS, build_table, cost_table, read_metrics
 from maect.stages import STAGES
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from maect.data.draws import drop_path_factors, ids_shuffle, lookup_numbers
+from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers
 
 
 def test_masks_depend_on_seed_epoch_id_and_view_alone() -> None:

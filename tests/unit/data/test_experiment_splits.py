@@ -16,7 +16,7 @@ from maect.cli import main
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.sources import SOURCES, open_source
-from maect.data.sources.folder import Folder
+from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import missing_images

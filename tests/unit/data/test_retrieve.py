@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from maect.core.errors import UserError
-from maect.data.catalogue import CATALOGUE, Remote
-from maect.data.retrieve import fetch_all, retrieve
+from maect.data.retrieve import CATALOGUE, Remote, fetch_all, retrieve
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -108,7 +108,7 @@ def test_official_msn_lists(shots: int, split: int) -> None:
 
 def test_official_lists_match_the_catalogue() -> None:
     from maect.core.files import sha256_file
-    from maect.data.catalogue import CATALOGUE
+    from maect.data.retrieve import CATALOGUE
 
     folder = official_lists()
     for remote in CATALOGUE["low_shot_lists"]:

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from torch.distributed import FileStore, HashStore, Store
 
-from maect.evaluate.base import Protocol
-from maect.evaluate.config import EvaluationConfig
-from maect.evaluate.job import Job
+from maect.evaluate import EvaluationConfig
+from maect.evaluate.base import Job, Protocol
 from maect.evaluate.store import write_features
 
 

@@ -8,9 +8,9 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
-from maect.evaluate import kmeans
+from maect.evaluate import clustering
+from maect.evaluate.base import Job
 from maect.evaluate.clustering import Clustering
-from maect.evaluate.job import Job
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, blobs, given, store
@@ -34,7 +34,7 @@ def test_scores_by_their_definitions(clusters: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     labels = np.append(np.arange(4), rng.integers(0, 4, 56))
     found = np.where(rng.random(60) < 0.6, labels % clusters, rng.integers(0, clusters, 60))
-    scores = kmeans.scores(labels, found)
+    scores = clustering.scores(labels, found)
     assert scores["accuracy"] == pytest.approx(100 * brute_force_accuracy(labels, found))
     h, g = entropy(labels), entropy(found)
     mutual = h + g - entropy(labels, found)
@@ -53,10 +53,10 @@ def test_scores_by_their_definitions(clusters: int, seed: int) -> None:
 
 def test_perfect_and_useless_clusters() -> None:
     labels = np.repeat(np.arange(5), 10)
-    assert kmeans.scores(labels, (labels + 2) % 5) == pytest.approx(
-        dict.fromkeys(kmeans.SCORES, 100.0)
+    assert clustering.scores(labels, (labels + 2) % 5) == pytest.approx(
+        dict.fromkeys(clustering.SCORES, 100.0)
     )
-    one = kmeans.scores(labels, np.zeros(50, np.int64))
+    one = clustering.scores(labels, np.zeros(50, np.int64))
     assert one == pytest.approx({"accuracy": 20.0, "nmi": 0.0, "ami": 0.0, "ari": 0.0}, abs=1e-9)
 
 
@@ -65,8 +65,8 @@ def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
     metrics = settings.evaluate(rank, job)
     test = open_features(job.path("test"))
     rows = StandardScaler().fit_transform(test.all().astype(np.float64)).astype(np.float32)
-    np.testing.assert_allclose(kmeans.standardized(test.all()), rows, atol=1e-6)
-    rows = kmeans.standardized(test.all())  # the same bits: k-means branches on them
+    np.testing.assert_allclose(clustering.standardized(test.all()), rows, atol=1e-6)
+    rows = clustering.standardized(test.all())  # the same bits: k-means branches on them
     inertia, accuracy = [], []
     for seed in range(7):
         model = MiniBatchKMeans(6, batch_size=32, n_init=3, random_state=seed).fit(rows)
@@ -99,7 +99,7 @@ def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
 
 def test_processes_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits from this process alone, and from others."""
-    monkeypatch.setattr(kmeans, "SMALL", 0)
+    monkeypatch.setattr(clustering, "SMALL", 0)
     runs = [Clustering(runs=9, batch_size=32).evaluate(Rank(cpus=n), job) for n in (1, 2)]
     assert runs[0] == runs[1]
 
@@ -133,7 +133,7 @@ def test_every_class_once_has_no_silhouette(
     tmp_path: Path, job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found before anything is clustered, also where only a subset's classes have one each."""
-    monkeypatch.setattr(kmeans, "cluster", lambda *_: pytest.fail("clustered before the check"))
+    monkeypatch.setattr(clustering, "cluster", lambda *_: pytest.fail("clustered before the check"))
     path = store(tmp_path / "a.safetensors", blobs(6, 4, 6, 0)[0], np.arange(6))
     with pytest.raises(UserError, match=r"a\.safetensors: one sample of each of 6 classes"):
         Clustering(runs=2).evaluate(rank, given(job, test=path))

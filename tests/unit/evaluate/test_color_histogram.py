@@ -9,10 +9,10 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
+from maect.evaluate.base import Interrupted
 from maect.evaluate.color_histogram import ColorHistogram, histograms
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.features import Encoding
 from maect.evaluate.heads import HistogramHeads
-from maect.evaluate.job import Interrupted
 from maect.recipes import View
 from maect.train.optimizer import schedule
 

@@ -11,9 +11,9 @@ from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate import probing
+from maect.evaluate.base import Interrupted
 from maect.evaluate.efficient_probe import EfficientProbe, Probe, lars
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.job import Interrupted
+from maect.evaluate.features import Encoding
 from maect.recipes import View
 
 from .conftest import Rank

@@ -9,8 +9,7 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate import features
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.features import extract, part_ranges
+from maect.evaluate.features import Encoding, extract, part_ranges
 from maect.evaluate.store import open_features
 from maect.models.vit import bfloat16_on
 from maect.models.weights import load_encoder_weights, save_encoder

@@ -11,12 +11,10 @@ import torch
 
 from maect.core.errors import UserError
 from maect.data.index import ID, Index, open_index
-from maect.data.labelled import fraction_rows_of, subset_record
-from maect.data.subsets import class_view, fraction_rows
-from maect.evaluate.accuracy import Accuracy
+from maect.data.subsets import class_view, fraction_rows, fraction_rows_of, subset_record
+from maect.evaluate.accuracy import Accuracy, FineTuned
+from maect.evaluate.base import Job
 from maect.evaluate.features import extract
-from maect.evaluate.fine_tuned import FineTuned
-from maect.evaluate.job import Job
 from maect.evaluate.low_shot import LowShot, choose, labelled
 from maect.evaluate.store import open_features
 from maect.stages.fine_tune import FineTune
@@ -124,7 +122,7 @@ def test_a_mean_and_what_it_is_the_mean_of(
             result = {"losses": [1.0], "weights_sha256": self.folder.name, "subset": {"images": 3}}
             return result | {"accuracy": next(accuracies)}
 
-    monkeypatch.setattr("maect.evaluate.fine_tuned.FineTuned", Trained)
+    monkeypatch.setattr("maect.evaluate.accuracy.FineTuned", Trained)
     inputs = {"test": images / "shards" / "val", "trained": [tmp_path / "a", tmp_path / "b"]}
     job, settings = (
         Job(tmp_path, tmp_path / "x.json", inputs),

@@ -15,10 +15,9 @@ import torch
 from maect.cli import main
 from maect.core.files import read_json, write_json
 from maect.data.index import open_index
-from maect.evaluate.accuracy import Accuracy
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.fine_tuned import FineTuned
-from maect.evaluate.job import Job
+from maect.evaluate.accuracy import Accuracy, FineTuned
+from maect.evaluate.base import Job
+from maect.evaluate.features import Encoding
 from maect.evaluate.run import evaluate
 from maect.models.weights import load_encoder_weights
 from maect.stages.fine_tune import FineTune
@@ -36,7 +35,7 @@ ranks._server.set_forkserver_preload(
         "maect.stages.objectives",
         "deepspeed",
         "torch.utils.tensorboard",
-        "maect.evaluate.fine_tuned",
+        "maect.evaluate.accuracy",
     ]
 )
 

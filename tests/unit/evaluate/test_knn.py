@@ -6,10 +6,10 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
-from maect.evaluate import neighbors, standardize
-from maect.evaluate.job import Job
+from maect.evaluate import knn
+from maect.evaluate.base import Job
 from maect.evaluate.knn import Knn
-from maect.evaluate.store import open_features
+from maect.evaluate.store import moments, open_features, standardize
 
 from .conftest import Rank, blobs, given, store
 
@@ -25,7 +25,7 @@ def reference(train, labels, test, k: int, temperature: float):
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TRAIN_ROWS": 70, "QUERIES": 16}.items():
-        monkeypatch.setattr(neighbors, name, value)
+        monkeypatch.setattr(knn, name, value)
 
 
 @pytest.mark.parametrize("standardized", [False, True])
@@ -63,7 +63,7 @@ def exact(train, queries, k: int):
 @pytest.mark.parametrize("k", [1, 17, 300])
 def test_neighbours_are_exact(job: Job, small_blocks, k: int) -> None:
     train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
-    similarity, ids = neighbors.nearest(train, queries, k)
+    similarity, ids = knn.nearest(train, queries, k)
     expected, names = exact(train.all(), queries, k)
     np.testing.assert_allclose(similarity, expected, atol=1e-6)
     assert np.array_equal(ids, names)
@@ -75,19 +75,19 @@ def test_copies_are_all_there(tmp_path: Path, small_blocks) -> None:
     copies = np.concatenate([rows, 2 * rows, rows, 4 * rows, rows])
     train = open_features(store(tmp_path / "a.safetensors", copies, np.zeros(300)))
     queries, _ = blobs(40, 8, 3, 1)
-    _, ids = neighbors.nearest(train, queries, 7)
+    _, ids = knn.nearest(train, queries, 7)
     assert np.array_equal(ids % 60, exact(copies, queries, 7)[1] % 60)
     assert all(len(set(row)) == 7 for row in ids.tolist())
 
 
 def test_threads_and_blocks_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
-    whole = neighbors.nearest(train, queries, 20)
-    assert all(map(np.array_equal, whole, neighbors.nearest(train, queries, 20, threads=4)))
+    whole = knn.nearest(train, queries, 20)
+    assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=4)))
     for rows, block in ((7, 64), (64, 7), (299, 1)):
-        monkeypatch.setattr(neighbors, "TRAIN_ROWS", rows)
-        monkeypatch.setattr(neighbors, "QUERIES", block)
-        similarity, ids = neighbors.nearest(train, queries, 20, threads=2)
+        monkeypatch.setattr(knn, "TRAIN_ROWS", rows)
+        monkeypatch.setattr(knn, "QUERIES", block)
+        similarity, ids = knn.nearest(train, queries, 20, threads=2)
         assert np.array_equal(ids, whole[1])
         np.testing.assert_allclose(similarity, whole[0], atol=1e-6)
 
@@ -105,7 +105,7 @@ def test_samples_that_are_equally_near(tmp_path: Path, kind: str) -> None:
     }[kind].astype(np.float32)
     queries = np.concatenate([rows[::50], one + rng.normal(size=(20, 192))]).astype(np.float32)
     train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(700)))
-    similarity, ids = neighbors.nearest(train, queries, 10)
+    similarity, ids = knn.nearest(train, queries, 10)
     np.testing.assert_allclose(similarity, exact(rows, queries, 10)[0], atol=1e-6)
     assert all(len(set(row)) == 10 for row in ids.tolist())
 
@@ -115,15 +115,15 @@ def test_order_of_the_train_set_is_no_worst_case(tmp_path: Path, small_blocks) -
     angle = np.linspace(2, 0.1, 300)
     rows = np.stack([np.cos(angle), np.sin(angle)], 1)
     train = open_features(store(tmp_path / "a.safetensors", rows, np.zeros(300)))
-    _, ids = neighbors.nearest(train, np.array([[1, 0], [1, 0.01]], np.float32), 9)
+    _, ids = knn.nearest(train, np.array([[1, 0], [1, 0.01]], np.float32), 9)
     assert np.array_equal(ids, np.tile(np.arange(299, 290, -1), (2, 1)))
 
 
 def test_moments_are_those_of_standard_scaler(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standardize, "ROWS", 70)
+    monkeypatch.setattr("maect.evaluate.store._CHUNK", 70)
     train = open_features(job.path("train"))
     scaler = StandardScaler().fit(train.all().astype(np.float64))
-    mean, std = standardize.moments(train.rows, train.n, train.width)
+    mean, std = moments(train.rows, train.n, train.width)
     np.testing.assert_allclose(mean, scaler.mean_, rtol=1e-6)
     np.testing.assert_allclose(std, scaler.scale_, rtol=1e-6)
 
@@ -138,8 +138,8 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
         job = Job(tmp_path, tmp_path / "out.json", {"train": train, "test": test})
         metrics = Knn(k=40, sweep=(1, 10)).evaluate(rank, job)
         assert metrics["knn"] == metrics["knn_standardized"] == 25.0  # the largest class
-        scale = standardize.moments(open_features(train).rows, 40, 5)
-        assert not standardize.standardize(rows.astype(np.float32), scale).any()
+        scale = moments(open_features(train).rows, 40, 5)
+        assert not standardize(rows.astype(np.float32), scale).any()
 
 
 def test_one_class(tmp_path: Path, rank: Rank) -> None:
@@ -164,5 +164,5 @@ def test_more_neighbours_than_samples(job: Job, rank: Rank) -> None:
 def test_votes_do_not_overflow() -> None:
     similarity = np.array([[1.0, 0.999, 0.998], [0.5, 0.5, -1.0]])
     labels = np.array([[0, 1, 1], [2, 1, 1]])
-    assert neighbors.vote(similarity, labels, 1e-4).tolist() == [0, 1]
-    assert neighbors.vote(similarity, labels, 1e4).tolist() == [1, 1]
+    assert knn.vote(similarity, labels, 1e-4).tolist() == [0, 1]
+    assert knn.vote(similarity, labels, 1e4).tolist() == [1, 1]

@@ -11,9 +11,9 @@ from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate import probing
-from maect.evaluate.encoding import Encoding
+from maect.evaluate.base import Interrupted, Job
+from maect.evaluate.features import Encoding
 from maect.evaluate.heads import Heads
-from maect.evaluate.job import Interrupted, Job
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.run import evaluate
 from maect.recipes import View

@@ -7,8 +7,8 @@ from sklearn.linear_model import LogisticRegression
 
 from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
-from maect.evaluate import logistic, low_shot
-from maect.evaluate.job import Job
+from maect.evaluate import low_shot
+from maect.evaluate.base import Job
 from maect.evaluate.low_shot import LowShot
 from maect.evaluate.store import open_features
 
@@ -17,7 +17,7 @@ from .conftest import Rank, blobs, given, store
 
 def problem(n: int = 60, width: int = 10, classes: int = 4, seed: int = 0):
     features, labels = blobs(n, width, classes, seed, spread=1.5)
-    return logistic.prepare(features), labels
+    return low_shot.prepare(features), labels
 
 
 def scikit(features, labels, penalty: float):
@@ -31,11 +31,11 @@ def scikit(features, labels, penalty: float):
 @pytest.mark.parametrize("penalty", [1e-1, 1e-3, 0.00025 / 60])
 def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
     features, labels = problem()
-    weights, converged = logistic.fit(features, labels, 4, penalty, "lbfgs")
+    weights, converged = low_shot.fit(features, labels, 4, penalty, "lbfgs")
     expected = scikit(features, labels, penalty)
     assert converged
-    ours = logistic.objective(features, labels, weights, penalty)
-    assert ours <= logistic.objective(features, labels, expected, penalty) * (1 + 1e-6)
+    ours = low_shot.objective(features, labels, weights, penalty)
+    assert ours <= low_shot.objective(features, labels, expected, penalty) * (1 + 1e-6)
     if penalty >= 1e-3:
         np.testing.assert_allclose(weights, expected, atol=1e-3 * np.abs(expected).max())
 
@@ -44,49 +44,49 @@ def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
 @pytest.mark.parametrize("penalty", [1e-2, 1e-4])
 def test_cyanure_keeps_its_tolerance(n: int, width: int, classes: int, penalty: float) -> None:
     features, labels = problem(n, width, classes)
-    best, _ = logistic.fit(features, labels, classes, penalty, "lbfgs")
-    weights, converged = logistic.fit(features, labels, classes, penalty, "cyanure")
-    optimum = logistic.objective(features, labels, best, penalty)
+    best, _ = low_shot.fit(features, labels, classes, penalty, "lbfgs")
+    weights, converged = low_shot.fit(features, labels, classes, penalty, "cyanure")
+    optimum = low_shot.objective(features, labels, best, penalty)
     assert converged
-    assert logistic.objective(features, labels, weights, penalty) <= optimum * (1 + 1e-3)
+    assert low_shot.objective(features, labels, weights, penalty) <= optimum * (1 + 1e-3)
 
 
 def test_objective_by_hand() -> None:
     features = np.array([[1.0, 0.0], [0.0, 2.0]])
     weights = np.array([[1.0, -1.0], [0.5, 0.0]])
     expected = (np.log(np.e + np.exp(-1)) - 1 + np.log(np.e + 1) - 0) / 2 + 0.3 / 2 * 2.25
-    found = logistic.objective(features, np.array([0, 1]), weights, 0.3)
+    found = low_shot.objective(features, np.array([0, 1]), weights, 0.3)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("solver", ["cyanure", "lbfgs"])
 def test_two_classes_with_gaps_between(solver) -> None:
     features, labels = problem(classes=2)
-    weights, _ = logistic.fit(features, 3 * labels + 1, 6, 1e-3, solver)
-    assert set(logistic.predict(features, weights)) == {1, 4}
-    dense, _ = logistic.fit(features, labels, 2, 1e-3, "lbfgs")
+    weights, _ = low_shot.fit(features, 3 * labels + 1, 6, 1e-3, solver)
+    assert set(low_shot.predict(features, weights)) == {1, 4}
+    dense, _ = low_shot.fit(features, labels, 2, 1e-3, "lbfgs")
     assert np.array_equal(
-        logistic.predict(features, weights), 3 * logistic.predict(features, dense) + 1
+        low_shot.predict(features, weights), 3 * low_shot.predict(features, dense) + 1
     )
 
 
 @pytest.mark.parametrize("solver", ["cyanure", "lbfgs"])
 def test_duplicates_and_constant_features_are_no_problem(solver) -> None:
-    same = logistic.prepare(np.full((6, 5), 0.1, np.float32))
+    same = low_shot.prepare(np.full((6, 5), 0.1, np.float32))
     assert not same.any()
-    weights, _ = logistic.fit(same, np.array([0, 1, 2] * 2), 3, 1e-3, solver)
+    weights, _ = low_shot.fit(same, np.array([0, 1, 2] * 2), 3, 1e-3, solver)
     assert np.array_equal(weights, np.zeros((5, 3)))
-    assert np.array_equal(logistic.predict(same, weights), np.zeros(6))
+    assert np.array_equal(low_shot.predict(same, weights), np.zeros(6))
     features, labels = problem(n=12)
-    once, _ = logistic.fit(features, labels, 4, 1e-2, "lbfgs")
-    twice, _ = logistic.fit(np.tile(features, (2, 1)), np.tile(labels, 2), 4, 1e-2, solver)
-    value = [logistic.objective(features, labels, w, 1e-2) for w in (once, twice)]
+    once, _ = low_shot.fit(features, labels, 4, 1e-2, "lbfgs")
+    twice, _ = low_shot.fit(np.tile(features, (2, 1)), np.tile(labels, 2), 4, 1e-2, solver)
+    value = [low_shot.objective(features, labels, w, 1e-2) for w in (once, twice)]
     assert value[1] == pytest.approx(value[0], rel=1e-3)
 
 
 def test_one_class_is_refused() -> None:
     with pytest.raises(UserError, match="at least two classes"):
-        logistic.fit(np.ones((3, 2)), np.zeros(3, np.int64), 5, 1.0, "lbfgs")
+        low_shot.fit(np.ones((3, 2)), np.zeros(3, np.int64), 5, 1.0, "lbfgs")
 
 
 def test_prepare_is_cyanures_preprocess() -> None:
@@ -95,7 +95,7 @@ def test_prepare_is_cyanures_preprocess() -> None:
     features, _ = blobs(20, 8, 3, 0)
     expected = features.astype(np.float64)
     preprocess(expected, centering=True, normalize=True, columns=False)
-    np.testing.assert_allclose(logistic.prepare(features), expected, atol=1e-12)
+    np.testing.assert_allclose(low_shot.prepare(features), expected, atol=1e-12)
 
 
 def test_whole_protocol_agrees_with_scikit_learn(job: Job, rank: Rank) -> None:
@@ -124,8 +124,8 @@ def test_fractions_of_the_labels(job: Job, rank: Rank) -> None:
         ("low_shot_10pct", fraction_rows(train.labels, 0.1, 0)),
         ("low_shot_100pct", np.arange(train.n)),
     ):
-        weights = scikit(logistic.prepare(train.take(ids)), train.labels[ids], 0.05 / len(ids))
-        found = (logistic.prepare(test.all()) @ weights).argmax(1)
+        weights = scikit(low_shot.prepare(train.take(ids)), train.labels[ids], 0.05 / len(ids))
+        found = (low_shot.prepare(test.all()) @ weights).argmax(1)
         assert metrics[name] == pytest.approx(100 * np.mean(found == test.labels))
         assert metrics[f"{name}_converged"]
     assert metrics["low_shot_100pct"] > metrics["low_shot_10pct"] > 30
@@ -215,8 +215,8 @@ def test_official_lists_fit_imagenets_names(tmp_path: Path) -> None:
 
 def test_two_classes_have_the_optimum_of_the_binary_problem() -> None:
     features, labels = problem(classes=2)
-    best, _ = logistic.fit(features, labels, 2, 1e-3, "lbfgs")
-    found, converged = logistic.fit(features, labels, 2, 1e-3, "cyanure")
-    optimum = logistic.objective(features, labels, best, 1e-3)
+    best, _ = low_shot.fit(features, labels, 2, 1e-3, "lbfgs")
+    found, converged = low_shot.fit(features, labels, 2, 1e-3, "cyanure")
+    optimum = low_shot.objective(features, labels, best, 1e-3)
     assert converged
-    assert logistic.objective(features, labels, found, 1e-3) <= optimum * (1 + 1e-3)
+    assert low_shot.objective(features, labels, found, 1e-3) <= optimum * (1 + 1e-3)

@@ -10,10 +10,10 @@ from safetensors.numpy import load_file, save_file
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.evaluate import kmeans, retrieval
+from maect.evaluate import clustering, retrieval
+from maect.evaluate.base import Job
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.features import extract
-from maect.evaluate.job import Job
 from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.store import open_features
 
@@ -111,7 +111,7 @@ def test_clusters_of_another_encoder_are_refused(
 ) -> None:
     """Of equal shape and labels: nothing but what the file says of its origin tells them apart."""
     path = tmp_path / "c.safetensors"
-    made = kmeans.origin(open_features(clustered.path("test")))
+    made = clustering.origin(open_features(clustered.path("test")))
     texts = {"maect": json.dumps(made | {other: "f" * 64})} if other else None
     save_file(load_file(clustered.path("clusters")), path, texts)
     with pytest.raises(UserError, match=r"c\.safetensors: clusters of another encoder or other im"):

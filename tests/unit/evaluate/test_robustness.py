@@ -18,9 +18,9 @@ from maect.data import random
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate import effective_invariance
+from maect.evaluate.base import Job
 from maect.evaluate.effective_invariance import EffectiveInvariance
-from maect.evaluate.encoding import Encoding
-from maect.evaluate.job import Job
+from maect.evaluate.features import Encoding
 from maect.evaluate.robustness import Robustness
 from maect.models.weights import load_tensors, save_tensors
 

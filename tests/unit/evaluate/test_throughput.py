@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from maect.core.errors import UserError
-from maect.evaluate import speed
-from maect.evaluate.compared import METHODS, Views, method_step
-from maect.evaluate.job import Job
-from maect.evaluate.throughput import Throughput
+from maect.evaluate import throughput
+from maect.evaluate.base import Job
+from maect.evaluate.throughput import METHODS, Passes, Throughput, method_step
 from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder
@@ -46,7 +45,7 @@ def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
 def test_steps_train_what_the_stage_trains() -> None:
     stage = load_recipe("ct_min", "tiny")
     objective = stage.objective(SMALL, 0)
-    step = speed.stage_step(stage, objective, 8, CPU)
+    step = throughput.stage_step(stage, objective, 8, CPU)
     before = {name: p.detach().clone() for name, p in objective.named_parameters()}
     step()
     after = dict(objective.named_parameters())
@@ -66,7 +65,7 @@ def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         return tokens
 
     monkeypatch.setattr(VisionEncoder, "forward", counted)
-    step = method_step(Views(2, 10, 1, mask_ratio=0.15), SMALL, 3, CPU)
+    step = method_step(Passes(2, 10, 1, mask_ratio=0.15), SMALL, 3, CPU)
     step()
     # Teacher: 49 patches; learning views: 41 of them; local views: 12 of 28 pixels, 9 patches.
     assert seen == [(3, 49, False), (6, 41, True), (30, 9, True)]
@@ -81,6 +80,6 @@ def test_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> 
         return step
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert speed.largest_batch(steps, torch.device("cuda")) == 64
-    assert speed.largest_batch(lambda _: lambda: None, torch.device("cuda")) == 1024
-    assert speed.largest_batch(steps, CPU) == 16
+    assert throughput.largest_batch(steps, torch.device("cuda")) == 64
+    assert throughput.largest_batch(lambda _: lambda: None, torch.device("cuda")) == 1024
+    assert throughput.largest_batch(steps, CPU) == 16

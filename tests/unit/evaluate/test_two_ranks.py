@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maect.evaluate.base import Job
 from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.features import extract
-from maect.evaluate.job import Job
 from maect.evaluate.knn import Knn
 from maect.evaluate.robustness import Robustness
 from maect.evaluate.run import evaluate

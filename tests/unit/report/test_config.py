@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from maect.core.errors import UserError
-from maect.report.commands import claims, figure, table
-from maect.report.config import ClaimsConfig, Row, ShownConfig
+from maect.report.claims import make_claims
+from maect.report.figures import make_figure
+from maect.report.registry import ClaimsConfig, Row, ShownConfig
+from maect.report.render import make_table
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_what_the_commands_leave(config, result, tmp_path):
     result("mae_tiny", "clustering", accuracy=50.0, silhouette=-2.0)
     config.write(tmp_path / "tables/clustering.yaml")
-    table(tmp_path / "tables/clustering.yaml")
+    make_table(tmp_path / "tables/clustering.yaml")
     endings = {path.suffix for path in (tmp_path / "tables").iterdir()}
     assert endings == {".yaml", ".csv", ".md", ".tex", ".html"}
 
@@ -84,12 +86,12 @@ def test_what_the_commands_leave(config, result, tmp_path):
     (tmp_path / "runs/mae_tiny/run.json").write_text(record)
     shown = config.model_copy(update={"name": "pipeline"})
     shown.write(tmp_path / "figures/pipeline.yaml")
-    figure(tmp_path / "figures/pipeline.yaml")
+    make_figure(tmp_path / "figures/pipeline.yaml")
     endings = {path.suffix for path in (tmp_path / "figures").iterdir()}
     assert endings == {".yaml", ".pdf", ".png"}
 
     csv = tmp_path / "tables/clustering.csv"
     ClaimsConfig(tables=[csv], rows=config.rows, runs=config.runs).write(tmp_path / "claims.yaml")
-    claims(tmp_path / "claims.yaml")
+    make_claims(tmp_path / "claims.yaml")
     assert "silhouette" in (tmp_path / "claims.csv").read_text()
     assert (tmp_path / "claims.html").exists()

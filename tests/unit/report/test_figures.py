@@ -13,14 +13,13 @@ from sklearn.datasets import load_digits
 
 from maect.core.errors import UserError
 from maect.report import registry
-from maect.report.config import Row, ShownConfig
 from maect.report.figures import draw
 from maect.report.figures.data import Node
 from maect.report.figures.embedding import read_points
 from maect.report.figures.grids import WRONG
 from maect.report.figures.lines import POINTS, curve, points_of
 from maect.report.figures.schematic import columns_of, rows_of
-from maect.report.registry import FIGURES
+from maect.report.registry import FIGURES, Row, ShownConfig
 from maect.report.tables import build_table, cost_table
 
 ROWS = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", ["ct_tiny", "ct_tiny-s1"])]

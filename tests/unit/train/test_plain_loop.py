@@ -10,9 +10,9 @@ from conftest import losses, metrics
 from ranks import run
 from safetensors.torch import load_file
 
-from maect.data.draws import ids_shuffle, lookup_numbers
 from maect.data.index import open_index
 from maect.data.loader import train_batches
+from maect.data.random import ids_shuffle, lookup_numbers
 from maect.data.transforms import augment
 from maect.recipes import Encoder
 from maect.stages.objectives import Views
