@@ -117,37 +117,64 @@ LocalPath = Annotated[Path, AfterValidator(_to_absolute), PlainSerializer(_from_
 What is outside of the folder's grandparent, the results folder, stays absolute."""
 
 
+STAMP = "# Checked when written: {}. After an edit it is checked again.\n"
+
+
 class SettingsFile(Settings):
-    """Settings that have a YAML file of their own."""
+    """Settings that have a YAML file of their own.
+
+    What is in memory was checked when it was made. Its file says so with a digest of what follows,
+    so that only a file that was edited is checked again.
+    """
 
     @classmethod
-    def read(cls, path: str | Path, changes: Iterable[str] = ()) -> Self:
-        """Read a file and check it.
+    def read(
+        cls, path: str | Path, changes: Iterable[str] = (), submitted: str | None = None
+    ) -> Self:
+        """Read a file; one that is not as it was written is checked.
 
         Args:
             path: the file.
             changes: `KEY=VALUE` with dots for nested keys, in place of what the file says.
+            submitted: digest of the file when the job was submitted that now reads it, which may
+                have waited for days; what it said then was checked then.
 
         Raises:
-            UserError: no such file, or its first fault, with file, key and hint.
+            UserError: no such file, or its first fault, with file, key and hint; or it says
+                something else than when the job was submitted, which what the job has saved
+                belongs to.
         """
         path = Path(path)
         try:
-            values = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+            text = path.read_text(encoding="utf-8")
+            values = yaml.load(text, LOADER)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; `maect resolve EXPERIMENT` writes it") from None
         except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
         if not isinstance(values, dict):
             raise UserError(f"{path}: not a mapping of keys to values")
+        changes = tuple(changes)
         for change in changes:
             _change(values, change)
-        return cls.parse(values, str(path), {"folder": Path(os.path.abspath(path)).parent})
+        settings = cls.parse(values, str(path), {"folder": Path(os.path.abspath(path)).parent})
+        if submitted not in (None, settings.digest):
+            raise UserError(f"{path}: changed since this job was submitted; start again")
+        if submitted is None and (changes or not _is_as_written(text)):
+            settings.check(str(path))
+        return settings
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
         """The object that nested values describe."""
         return validated(cls, values, where, context)
+
+    def check(self, where: str) -> None:
+        """Refuse settings that do not go together, or with what they name.
+
+        Raises:
+            UserError: `where`, the fault and a hint.
+        """
 
     def named(self, path: Path) -> Self:
         """The same, to be at another path: a name that the path gives is that of the new one."""
@@ -158,22 +185,14 @@ class SettingsFile(Settings):
         """Identity of what the file says; where inputs are is not part of it."""
         return digest(self.model_dump(mode="json", context={"paths": None}))
 
-    def check_digest(self, submitted: str | None, path: str | Path) -> None:
-        """Refuse a file that says something else than when its job was submitted.
-
-        Raises:
-            UserError: it does; what the job has saved belongs to what it was told then.
-        """
-        if submitted not in (None, self.digest):
-            raise UserError(f"{path}: changed since this job was submitted; start again")
-
     def text(self, path: str | Path) -> str:
         """The content of the file at `path`."""
         folder = Path(os.path.abspath(path)).parent
         context = {"folder": folder}
         values = self.model_dump(mode="json", context=context)
         values = {key: value for key, value in values.items() if value is not None}
-        return yaml.dump(values, Dumper=DUMPER, sort_keys=False, width=100)
+        text = yaml.dump(values, Dumper=DUMPER, sort_keys=False, width=100)
+        return STAMP.format(digest(text)) + text
 
     def write(self, path: str | Path) -> bool:
         """Write the file, atomically, if it does not say the same already; returns whether."""
@@ -185,6 +204,11 @@ class SettingsFile(Settings):
             pass
         write_text(path, text)
         return True
+
+
+def _is_as_written(text: str) -> bool:
+    stamp, end, rest = text.partition("\n")
+    return stamp + end == STAMP.format(digest(rest))
 
 
 def _change(values: dict[str, Any], change: str) -> None:

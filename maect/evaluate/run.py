@@ -42,8 +42,7 @@ def evaluate(context: Context, *, config: str | Path, digest: str | None = None)
     Raises:
         UserError: a file, setting or input that the protocol cannot use.
     """
-    told = EvaluationConfig.read(config)
-    told.check_digest(digest, config)
+    told = EvaluationConfig.read(config, submitted=digest)
     return run(context, job_of(told, Path(config)), told.settings)
 
 

@@ -13,7 +13,7 @@ from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, load_encoder
 from maect.report.registry import Row
-from maect.stages import Stage, load_import, load_recipe, starts_from
+from maect.stages import Stage, check_source, load_import, load_recipe
 
 
 @dataclass(frozen=True)
@@ -183,25 +183,16 @@ def check_sources(runs: Mapping[str, Run], where: str) -> None:
 
 
 def _check_source(run: Run, runs: Mapping[str, Run], where: str) -> None:
-    allowed = starts_from(run.stage)
     if run.source is None:
-        if allowed:
-            raise UserError(f"{where}: stage {run.stage} needs `from`: a run to start from")
+        check_source(where, run.settings, run.encoder, None, "from")
         return
     if run.source not in runs:
         raise UserError(
             f"{where}: starts from unknown run {run.source!r}; {did_you_mean(run.source, runs)}"
         )
     source = runs[run.source]
-    if source.stage not in allowed:
-        raise UserError(
-            f"{where}: stage {run.stage} starts from {' or '.join(allowed) or 'nothing'}, "
-            f"but {source.name} is a {source.stage} run"
-        )
-    try:
-        run.settings.check_source(run.encoder, source.settings, source.encoder)
-    except ValueError as error:
-        raise UserError(f"{where}: {error} of {source.name}") from None
+    given = source.name, source.settings, source.encoder
+    check_source(where, run.settings, run.encoder, given, "from")
 
 
 REPLACED = ("seeds", "starting_from")

@@ -87,9 +87,10 @@ class Experiment:
             self._leave_out(trained)
             for name in spec.tables:
                 self._rows[name] = without_twins(self._rows[name], self.runs)
-        # What imported weights cost is not known.
-        shown = self._rows.get("gpu_hours", [])
-        self._rows["gpu_hours"] = [line for line in shown if trained.issuperset(line.runs)]
+        for name in spec.figures:
+            if FIGURES[name].trained_here:
+                rows = self._rows[name]
+                self._rows[name] = [row for row in rows if trained.issuperset(row.runs)]
 
     def _check_plain(self) -> None:
         """Refuse names that commands could not say without quotes."""

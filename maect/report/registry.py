@@ -151,6 +151,8 @@ class Figure:
     names_classes: bool = False
     groups_classes: bool = False
     """Whether it shows groups of classes in place of the classes, where the dataset has any."""
+    trained_here: bool = False
+    """Whether it leaves out what begins with imported weights, whose cost is not known."""
 
     def reads(self, method: str) -> tuple[str, ...]:
         """Every evaluation that a row reads."""
@@ -459,6 +461,7 @@ FIGURES: dict[str, Figure] = {
         ),
         needs=("linear_probe",),
         reads_runs=True,
+        trained_here=True,
     ),
     "label_efficiency": Figure(
         "Accuracy against labels",

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from maect.core.errors import UserError
 from maect.core.settings import one_line
 from maect.recipes import Encoder, load_encoder, merge, recipe_values
 from maect.stages.base import EVERY_OTHER, Stage, Training
@@ -14,7 +15,15 @@ from maect.stages.imported import Import
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
 
-__all__ = ["STAGES", "Stage", "Training", "load_import", "load_recipe", "starts_from"]
+__all__ = [
+    "STAGES",
+    "Stage",
+    "Training",
+    "check_source",
+    "load_import",
+    "load_recipe",
+    "starts_from",
+]
 
 STAGES: dict[str, type[Stage]] = {
     stage.name: stage for stage in (Pretrain, Head, Tune, FineTune, Import)
@@ -25,6 +34,42 @@ def starts_from(name: str) -> tuple[str, ...]:
     """Names of the stages whose runs a stage may start from."""
     named = STAGES[name].starts_from
     return tuple(other for other in STAGES if other != name) if EVERY_OTHER in named else named
+
+
+def check_source(
+    where: str,
+    settings: Stage,
+    encoder: Encoder,
+    source: tuple[str, Stage, Encoder] | None,
+    key: str,
+) -> None:
+    """Refuse a run to start from that a stage cannot start from.
+
+    Args:
+        where: what the settings are of, for messages.
+        settings: of the run that starts.
+        encoder: its shape.
+        source: name, settings and encoder of the run to start from, if one is given.
+        key: under which it is given.
+
+    Raises:
+        UserError: none where one is needed, or one of another stage, encoder or head.
+    """
+    allowed = starts_from(settings.name)
+    if source is None:
+        if allowed:
+            raise UserError(f"{where}: stage {settings.name} needs `{key}`: a run to start from")
+        return
+    name, stage, its_encoder = source
+    if stage.name not in allowed:
+        raise UserError(
+            f"{where}: stage {settings.name} starts from {' or '.join(allowed) or 'nothing'}, "
+            f"but {name} is a {stage.name} run"
+        )
+    try:
+        settings.check_source(encoder, stage, its_encoder)
+    except ValueError as error:
+        raise UserError(f"{where}: {error} of {name}") from None
 
 
 def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Training:

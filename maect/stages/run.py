@@ -7,9 +7,10 @@ from pydantic import Field, SerializeAsAny
 
 from maect.core.context import Context
 from maect.core.errors import UserError, check_names
+from maect.core.files import read_mapping
 from maect.core.settings import LocalPath, SettingsFile, digest, validated
 from maect.recipes import Encoder
-from maect.stages import STAGES, Stage, Training
+from maect.stages import STAGES, Stage, Training, check_source
 
 if TYPE_CHECKING:  # it imports torch
     from maect.train.trainer import Verdict
@@ -40,12 +41,26 @@ class RunConfig(SettingsFile):
         stage = str(values.get("stage"))
         check_names(f"{where}: stage", [stage], STAGES)
         settings = validated(STAGES[stage], values.get("settings", {}), f"{where}: settings")
-        config = super().parse(values | {"settings": settings}, where, context)
+        return super().parse(values | {"settings": settings}, where, context)
+
+    def check(self, where: str) -> None:
+        """Refuse settings that do not fit the encoder, or the run to start from."""
         try:
-            settings.check_encoder(config.encoder)
+            self.settings.check_encoder(self.encoder)
         except ValueError as error:
             raise UserError(f"{where}: settings: {error}") from None
-        return config
+        if self.source is None:
+            check_source(where, self.settings, self.encoder, None, "source")
+            return
+        # One that is not finished yet is refused by the command.
+        record = read_mapping(self.source / "run.json")
+        if record:
+            about = f"{self.source}/run.json"
+            check_names(f"{about}: stage", [record["stage"]], STAGES)
+            stage = validated(STAGES[record["stage"]], record.get("recipe", {}), f"{about}: recipe")
+            encoder = validated(Encoder, record["encoder"], f"{about}: encoder")
+            source = self.source.name, stage, encoder
+            check_source(f"{where}: source", self.settings, self.encoder, source, "source")
 
     def named(self, path: Path) -> Self:
         """The same run, to be at another path."""
@@ -94,8 +109,7 @@ def train(
     """
     from maect.train import trainer
 
-    told = RunConfig.read(config)
-    told.check_digest(digest, config)
+    told = RunConfig.read(config, submitted=digest)
     stage, shards = told.training(config)
     folder = Path(config).absolute().parent
     return trainer.train(

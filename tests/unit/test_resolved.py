@@ -8,6 +8,7 @@ import pytest
 
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.core.files import write_json
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
@@ -135,7 +136,7 @@ def test_a_job_is_what_was_submitted(tmp_path: Path) -> None:
     RunConfig.read(run, ["settings.epochs=3"]).write(run)
     with pytest.raises(UserError, match=r"config\.yaml: changed since this job was submitted"):
         train(None, config=run, digest=submitted.digest)  # type: ignore[arg-type]
-    submitted.check_digest(submitted.digest, run)
+    assert RunConfig.read(run, submitted=RunConfig.read(run).digest).settings.epochs == 3
 
 
 def test_another_file_beside_a_run_is_refused(
@@ -152,6 +153,61 @@ def test_a_recipe_by_hand_is_checked_as_in_an_experiment(tmp_path: Path) -> None
     run, _ = written(tmp_path)
     with pytest.raises(UserError, match=r"config\.yaml: settings: frozen_blocks 4 leaves none"):
         RunConfig.read(run, ["settings.frozen_blocks=4"])
+
+
+def test_only_what_was_edited_is_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = written(tmp_path)
+    checked = []
+    monkeypatch.setattr(RunConfig, "check", lambda self, where: checked.append(where))
+    digest = RunConfig.read(run).digest
+    shutil.move(tmp_path / "runs", tmp_path / "moved")
+    run = tmp_path / "moved/ct/config.yaml"
+    RunConfig.read(run)
+    assert not checked
+    edit(run, "seed: 1", "seed: 1  # as it was")
+    RunConfig.read(run, submitted=digest)  # a rank: the command has checked it
+    assert not checked
+    RunConfig.read(run)
+    RunConfig.read(run, ["seed=2"])
+    assert checked == [str(run)] * 2
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+HEAD = load_recipe("head_min", "tiny")
+ENCODER = load_encoder("tiny")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("frozen_blocks: 2", "frozen_blocks: 4", "settings: frozen_blocks 4 leaves none of the 4"),
+        ("depth: 4", "depth: 5", "source: its encoder differs from that of head"),
+        ("embedding: 64", "embedding: 32", "source: head.embedding 32 differs from 64 of head"),
+        ("source: ../head\n", "", "stage tune needs `source`: a run to start from"),
+        ("source: ../head", "source: ../ct2", "import, but ct2 is a tune run"),
+    ],
+)  # fmt: skip
+def test_a_file_that_was_edited_is_checked_as_in_an_experiment(
+    tmp_path: Path, old: str, new: str, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = written(tmp_path)
+    for name, stage in (("head", HEAD), ("ct2", tuning(tmp_path).settings)):
+        record = {"stage": stage.name, "recipe": stage.model_dump(mode="json")}
+        write_json(
+            tmp_path / "runs" / name / "run.json",
+            record | {"encoder": ENCODER.model_dump(mode="json")},
+        )
+    edit(run, old, new)
+    assert main(["train", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert f"{run}: " in error and fault in error
 
 
 def test_a_change_that_asks_for_other_inputs_must_name_them(

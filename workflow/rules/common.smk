@@ -179,7 +179,7 @@ def resolved(job):
     name, given = job.rule.name, job.wildcards
     if name in PROTOCOLS:
         return resolve.evaluation_config(experiment, given.run, given.evaluation)
-    if name in STAGES or name == "import_weights":
+    if name in STAGES:
         return resolve.run_config(experiment, given.run)
     if name in ("table", "figure"):
         return resolve.shown_config(experiment, given[0], figure=name == "figure")
@@ -206,7 +206,8 @@ def start():
             experiment, those_of("plan_shards", "dataset", "split")
         ),
         *resolve.missing_weights(
-            experiment, [run for (run,) in those_of("import_weights", "run")]
+            experiment,
+            [run for name in STAGES for (run,) in those_of(name, "run")],
         ),
         *resolve.missing_lists(
             experiment,

@@ -1,6 +1,4 @@
-for stage in STAGES.values():
-    if not stage.trains:
-        continue
+for stage in filter(lambda stage: stage.trains, STAGES.values()):
 
     rule:
         name:
@@ -36,28 +34,32 @@ for stage in STAGES.values():
             )
 
 
-rule import_weights:
-    output:
-        f"{RUN}/encoder.safetensors",
-        record=f"{RUN}/run.json",
-    log:
-        f"{LOGS}/{{run}}/import.log",
-    benchmark:
-        f"{BENCHMARKS}/{{run}}/import.tsv"
-    wildcard_constraints:
-        run=one_of(experiment.runs_of("import")),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    resources:
-        weights=weights_file,
-    params:
-        config=f"{RUN}/config.yaml",
-        digest=run_digest,
-    message:
-        "Importing {wildcards.run} from {resources.weights}"
-    shell:
-        "maect import {params.config:q} 2> {log:q}"
+for stage in filter(lambda stage: not stage.trains, STAGES.values()):
+
+    rule:
+        name:
+            stage.name
+        output:
+            [f"{RUN}/{file}" for file in resolve.left_by(experiment, stage.name)],
+            record=f"{RUN}/run.json",
+        log:
+            f"{LOGS}/{{run}}/{stage.name}.log",
+        benchmark:
+            f"{BENCHMARKS}/{{run}}/{stage.name}.tsv"
+        wildcard_constraints:
+            run=one_of(experiment.runs_of(stage.name)),
+        localrule: True
+        conda:
+            ENVIRONMENT
+        resources:
+            weights=weights_file,
+        params:
+            config=f"{RUN}/config.yaml",
+            digest=run_digest,
+        message:
+            stage.title.format(run="{wildcards.run}") + " from {resources.weights}"
+        shell:
+            "maect import {params.config:q} 2> {log:q}"
 
 
 rule encoders:
