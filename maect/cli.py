@@ -342,7 +342,7 @@ def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
     from maect.launch.resources import count_devices, training_nodes
     from maect.stages.run import RunConfig
-    from maect.train.record import fingerprint, is_finished, remove_states
+    from maect.train.record import check_weights, fingerprint, is_finished, remove_states
 
     target = options.out or options.config
     theirs = target.parent / "config.yaml"
@@ -358,6 +358,8 @@ def train(options: argparse.Namespace) -> None:
     nodes = training_nodes(options.nodes, devices, stage.batch_size, step)
     stage.check_ranks(nodes * devices)
     identity = fingerprint(config.stage, stage, config.encoder, config.seed, data, config.source)
+    if is_finished(path.parent, identity):
+        check_weights(path.parent)
     launch(
         options,
         path.parent,

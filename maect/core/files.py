@@ -1,16 +1,23 @@
-"""Files that are either complete or not there (temporary name, fsync, rename), and their hashes."""
+"""Files that are complete or not there (temporary name, fsync, rename); records and hashes."""
 
 import hashlib
 import json
 import os
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from maect.core.errors import UserError
 
+T = TypeVar("T")
+
+CHECKSUM = "checksum"
+"""The last key of a record: sha256 of the rest as JSON with sorted keys."""
+WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Seconds between the tries of what a file system refuses for a moment (ESTALE, EIO, EMFILE)."""
 UMASK = os.umask(0)
 os.umask(UMASK)
 
@@ -56,27 +63,77 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
-    """Read a JSON file.
+def write_record(path: str | Path, value: dict[str, Any]) -> None:
+    """Write a mapping that decides something: as `write_json`, with its own checksum."""
+    write_json(path, sealed(value))
+
+
+def sealed(value: dict[str, Any]) -> dict[str, Any]:
+    """`value` with its own checksum."""
+    return value | {CHECKSUM: _checksum(value)}
+
+
+def verified(value: Any) -> Any:
+    """What `write_record` was given; a value without a checksum as it is.
 
     Raises:
-        UserError: the file is missing or not JSON.
+        ValueError: the checksum differs.
+    """
+    if not isinstance(value, dict) or not value:
+        return value
+    # The last key, whatever it is called now: its name may be what was damaged.
+    *names, last = value
+    rest = {name: value[name] for name in names}
+    if last != CHECKSUM and (not isinstance(value[last], str) or value[last] != _checksum(rest)):
+        return value
+    if last != CHECKSUM or value[last] != _checksum(rest):
+        raise ValueError("its checksum differs")
+    return rest
+
+
+def _checksum(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file; a record without its checksum.
+
+    Raises:
+        UserError: the file is missing or damaged.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return verified(json.loads(Path(path).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
     except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from None
+        raise UserError(
+            f"{path}: damaged ({error}); delete it and start again: it is made again"
+        ) from None
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A JSON mapping that others may be writing or removing; {} where there is none."""
+    """A JSON mapping that others may be writing or removing; {} where there is none, or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = verified(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def patiently(read: Callable[..., T], *arguments: Any) -> T:
+    """Call `read` until the file system stops refusing, for a quarter of a minute.
+
+    Raises:
+        OSError: it refuses for longer, or there is no such file.
+    """
+    for seconds in WAITS:
+        try:
+            return read(*arguments)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(seconds)
+    return read(*arguments)
 
 
 def sha256_file(path: str | Path) -> str:
@@ -97,7 +154,9 @@ def checked_sha256(path: Path) -> str:
     record = path.parent / "run.json"
     promised = read_json(record).get("sha256", {}) if record.exists() else {}
     if promised.get(path.name, actual) != actual:
-        raise UserError(f"{path}: damaged (its checksum is not that in run.json)")
+        raise UserError(
+            f"{path}: damaged (its checksum is not that in run.json); delete it and start again"
+        )
     return actual
 
 

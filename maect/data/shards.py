@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, read_json, sha256_file, write_json, write_text
+from maect.core.files import atomic_write, read_json, sha256_file, write_record, write_text
 from maect.data import random, shard_name
 from maect.data.decode import UnreadableError, open_rgb, read_rgb
 from maect.data.index import (
@@ -235,7 +235,7 @@ def _store(out: Path, plan: dict[str, Any], listings: list[str]) -> None:
         return
     for number, text in enumerate(listings):
         write_text(_listing_path(out, number), text)
-    write_json(out / "plan.json", plan)
+    write_record(out / "plan.json", plan)
 
 
 def read_plan(out: Path) -> dict[str, Any]:
@@ -380,7 +380,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     with atomic_write(parts.with_suffix(".npz")) as temporary, open(temporary, "wb") as stream:
         content = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
         np.savez(stream, rows=np.array(rows, np.int64), content=content)
-    write_json(
+    write_record(
         parts,
         {
             "file": tar.name,
@@ -500,7 +500,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     records = [read_json(_record_path(out, number)) for number in range(plan["shards"])]
     shards = [{name: r[name] for name in ("file", "count", "size", "sha256")} for r in records]
     same = ("split", "kind", "n", "class_names", "ignored", "excluded", "options", "listings")
-    write_json(
+    write_record(
         out / "index.json",
         {
             "format": FORMAT,

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, write_json
+from maect.core.files import atomic_write, write_record
 from maect.data.index import Index, open_index
 from maect.data.pixels import pixels_files
 
@@ -79,7 +79,7 @@ def _copy(index: Index, out: Path) -> None:
     if missing or not (out / "index.json").exists():
         # A view names shards in other folders; the copies lie side by side.
         shards = [{**s, "file": Path(s["file"]).name} for s in index.record["shards"]]
-        write_json(out / "index.json", index.record | {"shards": shards})
+        write_record(out / "index.json", index.record | {"shards": shards})
 
 
 def _is_copied(source: Path, copy: Path) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, sha256_file, write_json, write_text
+from maect.core.files import atomic_write, sha256_file, write_record, write_text
 from maect.data import random
 from maect.data.index import ID, LABEL, Index, open_index
 from maect.data.sources.base import read_list
@@ -61,7 +61,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     parent = os.path.relpath(Path(shards).resolve(), out.resolve())
     files = [{**s, "file": f"{parent}/{s['file']}"} for s in index.record["shards"]]
     identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
-    write_json(
+    write_record(
         out / "index.json",
         {
             "format": index.record["format"],

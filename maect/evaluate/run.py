@@ -10,7 +10,7 @@ from typing import Any
 from maect import __version__
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file, write_json
+from maect.core.files import read_json, sha256_file, write_record
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import (
@@ -74,7 +74,7 @@ def run(context: Context, job: Job, protocol: Protocol) -> str:
             | {"test_data": protocol.test_data}
             | job.notes,
         }
-        write_json(job.out, result)
+        write_record(job.out, result)
         shutil.rmtree(job.state, ignore_errors=True)
     return "done"
 

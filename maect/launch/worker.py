@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from maect.core.files import write_json
+from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
 from maect.launch.record import VERDICTS, Job
@@ -57,14 +57,14 @@ class RankFile:
         """Add what must not be lost."""
         with self._lock:
             self._value |= values
-            write_json(self._path, self._value)
+            write_record(self._path, self._value)
 
     def hint(self, **values: Any) -> None:
         """Add what is worth no waiting for the disk: neither durable nor sure."""
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with self._lock, suppress(OSError):
             self._value |= values
-            temporary.write_text(json.dumps(self._value), encoding="utf-8")
+            temporary.write_text(json.dumps(sealed(self._value)), encoding="utf-8")
             temporary.replace(self._path)
 
     def fail(self, error: BaseException) -> None:

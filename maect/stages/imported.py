@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import field_validator
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_json, sha256_file, write_json
+from maect.core.files import read_json, sha256_file, write_record
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
 from maect.stages.base import Stage
@@ -79,7 +79,7 @@ def import_weights(
     sha256 = sha256_file(weights)
     record.unlink(missing_ok=True)  # it would be about another encoder for a moment
     save_encoder(folder / "encoder.safetensors", new.tensors, new.encoder, new.pooling)
-    write_json(
+    write_record(
         record,
         {
             "run": folder.name,

@@ -9,6 +9,7 @@ Each rank copies what it owns at a step boundary and writes it in a thread while
 
 import json
 import logging
+import os
 import shutil
 import threading
 import time
@@ -25,7 +26,14 @@ from torch import Tensor
 from maect.core.context import Context
 from maect.core.distributed import from_rank_0, sum_scalars
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, sha256_file, write_json
+from maect.core.files import (
+    atomic_write,
+    patiently,
+    read_mapping,
+    sha256_file,
+    verified,
+    write_record,
+)
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +71,9 @@ def snapshot(shards: Iterable[Shard], buffers: dict[str, Tensor]) -> dict[str, T
 class Saver:
     """Writes snapshots in the background, one at a time, and keeps the last two."""
 
-    def __init__(self, folder: Path, context: Context) -> None:
-        self.folder, self.context = folder / "state", context
+    def __init__(self, folder: Path, context: Context, resumed: int | None = None) -> None:
+        """Save below `folder`; the state of step `resumed` is there, and is not written again."""
+        self.folder, self.context, self._resumed = folder / "state", context, resumed
         self.rank, self.world_size = context.rank, context.world_size
         self.error: str | None = None
         self._number = 0
@@ -89,18 +98,21 @@ class Saver:
     def _run(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         folder = self.folder / step_name(step)
         try:
-            self._write(folder, tensors, record | {"step": step, "world_size": self.world_size})
+            if step != self._resumed:
+                about = {"step": step, "world_size": self.world_size}
+                self._write(folder, tensors, record | about)
             self.context.saved(step)
         except Exception as error:  # a full disk must not end the training
             self.error = f"state of step {step} not saved ({error}); the one before it stays"
             log.warning(self.error)
             try:
                 if self.rank == 0:
-                    shutil.rmtree(folder, ignore_errors=True)
+                    if not is_complete(folder):  # what an earlier save of this step has left
+                        shutil.rmtree(folder, ignore_errors=True)
                 else:
                     (folder / f"rank-{self.rank:04d}.safetensors").unlink(missing_ok=True)
                     note = {"error": str(error), "save": self._number}
-                    write_json(folder / f"rank-{self.rank:04d}.json", note)
+                    write_record(folder / f"rank-{self.rank:04d}.json", note)
             except OSError:
                 pass  # rank 0 gives up waiting, and cleans up
 
@@ -110,13 +122,13 @@ class Saver:
             save_file(tensors, temporary)
             digest = sha256_file(temporary)
         note = {"sha256": digest, "step": record["step"], "save": self._number}
-        write_json(own.with_suffix(".json"), note)
+        write_record(own.with_suffix(".json"), note)
         if self.rank:
             return
         files = {
             f"rank-{rank:04d}": self._wait_for(folder, rank) for rank in range(self.world_size)
         }
-        write_json(folder / "state.json", record | {"files": files})
+        write_record(folder / "state.json", record | {"files": files})
         for old in saved(self.folder)[KEPT:]:
             (old / "state.json").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)
@@ -126,7 +138,7 @@ class Saver:
         file = folder / f"rank-{rank:04d}.json"
         deadline = time.monotonic() + _WAIT_FOR_RANKS
         while time.monotonic() < deadline:
-            value = json.loads(file.read_text()) if file.exists() else {}
+            value = read_mapping(file)
             if value.get("save") != self._number:  # of a save of this step that failed before
                 time.sleep(0.02)
                 continue
@@ -143,35 +155,84 @@ def step_name(step: int) -> str:
 
 def saved(folder: Path) -> list[Path]:
     """Complete states below `folder`, newest first."""
-    return sorted((file.parent for file in folder.glob("step-*/state.json")), reverse=True)
+    return [state for state in _states(folder) if is_complete(state)]
 
 
 def remove_incomplete(folder: Path) -> None:
     """Delete what an interrupted save left behind; for rank 0, before anyone saves again."""
-    for state in folder.glob("step-*"):
-        if not (state / "state.json").exists():
+    for state in _states(folder):
+        if not is_complete(state):
             shutil.rmtree(state)
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """A state's record, or None if that is damaged."""
+def is_complete(state: Path) -> bool:
+    """Whether a state's record is there; a folder that cannot be read is no answer."""
+    return "state.json" in _names(state)
+
+
+def _states(folder: Path) -> list[Path]:
+    names = sorted(_names(folder), reverse=True)
+    return [folder / name for name in names if name.startswith("step-")]
+
+
+def _names(folder: Path) -> list[str]:
+    # Neither Path.glob nor Path.exists: they take a file system's refusal for an absence.
     try:
-        record = json.loads((folder / "state.json").read_text())
-        return record if isinstance(record["step"], int) and record["files"] else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return patiently(os.listdir, folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
-def damage(folder: Path, record: dict[str, Any], rank: int, world_size: int) -> str | None:
-    """What is wrong with this rank's share of a state's files; together the ranks check all."""
+def set_aside(state: Path) -> None:
+    """Give a damaged state a name under which nobody looks for one."""
+    aside = state.with_name(f"damaged-{state.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    state.rename(aside)
+
+
+def read_record(state: Path, identity: str) -> dict[str, Any]:
+    """The record of a state.
+
+    Args:
+        state: its folder.
+        identity: fingerprint of the run.
+
+    Raises:
+        UserError: the record is damaged, or that of another step or run.
+        OSError: it cannot be read at present.
+    """
+    file = state / "state.json"
+    try:
+        record = verified(json.loads(patiently(file.read_bytes)))
+        step, size, files = (record[key] for key in ("step", "world_size", "files"))
+        if not (type(step) is type(size) is int and isinstance(files, dict) and files):
+            raise ValueError("step, world_size or files")
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({error})") from None
+    if step_name(step) != state.name:
+        raise UserError(f"{file}: damaged (it says step {step})")
+    if record.get("fingerprint", identity) != identity:
+        raise UserError(f"{file}: the state of another run")
+    return dict(record)
+
+
+def check_files(state: Path, record: dict[str, Any], rank: int, world_size: int) -> None:
+    """Check this rank's share of a state's files; together the ranks check all.
+
+    Raises:
+        UserError: one is damaged or missing.
+        OSError: one cannot be read at present.
+    """
     for name, digest in list(record["files"].items())[rank::world_size]:
-        file = folder / f"{name}.safetensors"
+        file = state / f"{name}.safetensors"
         try:
-            if sha256_file(file) != digest:
-                return f"{file}: checksum differs"
-        except OSError as error:
-            return f"{file}: {error.strerror}"
-    return None
+            found = patiently(sha256_file, file)
+        except FileNotFoundError:
+            raise UserError(f"{file}: no such file") from None
+        if found != digest:
+            raise UserError(f"{file}: checksum differs")
 
 
 class StateReader:
@@ -184,7 +245,7 @@ class StateReader:
         for file in record["files"]:
             path = folder / f"{file}.safetensors"
             try:
-                opened = safe_open(str(path), "pt").__enter__()
+                opened = patiently(safe_open, str(path), "pt").__enter__()
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{path}: damaged state ({error})") from None
             for key in opened.keys():  # noqa: SIM118
@@ -250,23 +311,37 @@ class StateReader:
 
 
 def find_state(
-    folder: Path, context: Context, convert_world_size: bool, device: torch.device
+    folder: Path, identity: str, context: Context, convert_world_size: bool, device: torch.device
 ) -> StateReader | None:
-    """The newest undamaged state, the same on all ranks.
+    """The newest undamaged state of the run with this fingerprint, the same on all ranks.
 
     Raises:
-        UserError: it was saved by another number of ranks, and `convert_world_size` is not given.
+        UserError: all are damaged; or it was saved by another number of ranks, and
+            `convert_world_size` is not given.
+        OSError: one cannot be read at present, which says nothing about it.
     """
+    damaged, why = [], ""
     for name in from_rank_0([state.name for state in saved(folder)]):
-        record = read_record(folder / name)
-        fault = f"{folder / name / 'state.json'}: damaged"
-        if record is not None:
-            fault = damage(folder / name, record, context.rank, context.world_size) or ""
-        if fault:
+        record, fault, refusal = {}, "", ""
+        try:
+            record = read_record(folder / name, identity)
+            check_files(folder / name, record, context.rank, context.world_size)
+        except UserError as error:
+            fault = str(error)
             log.warning("%s; using the state before it, if any", fault)
-        if sum_scalars([float(bool(fault))], device)[0]:
+        except OSError as error:
+            refusal = str(error)
+            log.warning("%s cannot be read: %s", folder / name, refusal)
+        faults, refusals = sum_scalars([float(bool(fault)), float(bool(refusal))], device)
+        if refusals:
+            raise OSError(f"{folder / name} cannot be read ({refusal or 'by another rank'})")
+        if faults:
+            damaged.append(name)
+            why = why or fault or f"{folder / name}: damaged, as another rank says"
             continue
-        assert record is not None
+        if context.rank == 0:
+            for other in damaged:
+                set_aside(folder / other)
         if record["world_size"] != context.world_size:
             change = f"{record['world_size']} ranks to {context.world_size}"
             if not convert_world_size:
@@ -279,4 +354,9 @@ def find_state(
         if context.rank == 0:
             log.info("resuming from step %d", record["step"])
         return StateReader(folder / name, record)
+    if damaged:
+        raise UserError(
+            f"{why}; no older state is sound: put one back from a copy, or delete {folder} to "
+            "train from the beginning"
+        )
     return None

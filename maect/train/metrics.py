@@ -1,14 +1,19 @@
 """What a run logs: one entry per logged step, whatever was interrupted, and its use of a device."""
 
 import json
+import logging
 import os
+import zlib
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from maect.core.files import json_lines
+from maect.core.files import atomic_write
 from maect.recipes.flops import peak_flops
+
+log = logging.getLogger(__name__)
 
 LOGGED_EVERY_STEP = 10_000
 """Runs longer than this many steps log every 50th."""
@@ -25,20 +30,24 @@ class Metrics:
     Values beside "timing" are a function of recipe, seed and data alone.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
-        """Resume after `step`; later entries, of an attempt that was interrupted, are dropped."""
+    def __init__(self, folder: Path, step: int, steps: int) -> None:
+        """Resume after `step` of `steps`.
+
+        Later entries, of an attempt that was interrupted, are dropped, and so are damaged ones.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder / "metrics.jsonl"
         self.device_seconds = last_device_seconds(self.path)
-        _truncate(self.path, step)
+        _repair(self.path, step, steps)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         self._board = SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)
 
     def log(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         """Append the entry of a step."""
         entry = {"step": step, **values, "timing": timing}
-        self._file.write(json.dumps(entry) + "\n")
+        sealed = entry | {"timing": timing | {"crc32": _crc(entry)}}
+        self._file.write(json.dumps(sealed) + "\n")
         self._file.flush()
         for name, value in (values | timing).items():
             self._board.add_scalar(name, value, step)
@@ -55,25 +64,62 @@ class Metrics:
         self._board.close()
 
 
+def entries(path: Path) -> list[dict[str, Any]]:
+    """Sound entries of a metrics file, oldest first."""
+    found = map(_entry, path.read_bytes().splitlines()) if path.exists() else ()
+    return [entry for entry in found if entry is not None]
+
+
 def last_device_seconds(path: Path) -> float:
     """Device time spent according to the last entry, over all attempts."""
-    entries = json_lines(path)
-    return float(entries[-1]["timing"]["device_seconds"]) if entries else 0.0
+    logged = entries(path)
+    return float(logged[-1]["timing"]["device_seconds"]) if logged else 0.0
 
 
-def _truncate(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = 0
-    with open(path, "r+b") as file:
-        for line in file:
-            try:
-                if json.loads(line)["step"] > step:
-                    break
-            except ValueError:
-                break
-            kept += len(line)
-        file.truncate(kept)
+def missing(steps: set[int], last: int, total: int) -> str:
+    """Which entries are not among `steps` although `last` of `total` steps are done: `3-5, 9`."""
+    every = log_interval(total)
+    wanted = sorted({*range(every, last + 1, every), *([last] if last == total else [])})
+    absent = [place for place, step in enumerate(wanted) if step not in steps]
+    ranges: list[tuple[int, int]] = []
+    for place in absent:
+        first = ranges.pop()[0] if ranges and ranges[-1][1] == place - 1 else place
+        ranges.append((first, place))
+    return ", ".join(f"{wanted[a]}-{wanted[b]}" if a < b else f"{wanted[a]}" for a, b in ranges)
+
+
+def _repair(path: Path, step: int, steps: int) -> None:
+    """Keep the sound entries up to a step, each once, and name those that are not there."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    kept: dict[int, bytes] = {}
+    for line in lines:
+        entry = _entry(line)
+        if entry is not None and max(kept, default=0) < entry["step"] <= step:
+            kept[entry["step"]] = line
+    if absent := missing(set(kept), step, steps):
+        log.warning(
+            "%s: damaged or incomplete: the entries of steps %s are lost; the training is not",
+            path, absent,
+        )  # fmt: skip
+    # Another file: one that still writes into the old one, in a job given up, writes to nowhere.
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(b"".join(kept.values()))
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """A logged entry without its checksum, or None if it is damaged."""
+    try:
+        entry: dict[str, Any] = json.loads(line)
+        timing = entry["timing"]
+        crc = timing.pop("crc32", None)  # entries of older versions have none
+        sound = type(entry["step"]) is int and isinstance(timing["device_seconds"], float | int)
+        return entry if sound and crc in (None, _crc(entry)) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _crc(entry: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(entry, sort_keys=True).encode()):08x}"
 
 
 def usage(flops: float, precision: str, device: torch.device) -> dict[str, float]:

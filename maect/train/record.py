@@ -10,7 +10,7 @@ from typing import Any
 
 import maect
 from maect.core.errors import UserError
-from maect.core.files import checked_sha256, read_json, write_json, write_text
+from maect.core.files import checked_sha256, read_json, write_record, write_text
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
 from maect.recipes import Encoder
@@ -60,6 +60,16 @@ def remove_states(folder: Path) -> None:
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
+def check_weights(folder: Path) -> None:
+    """Compare the weights of a finished run with its completion record.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    for name in read_json(folder / "run.json").get("sha256", {}):
+        checked_sha256(folder / name)
+
+
 def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     """Make the folder that of this run: set aside another run's state, note the recipe.
 
@@ -86,7 +96,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     changes = _git("diff", "HEAD")
     if changes:
         write_text(folder / "source.diff", changes)
-    write_json(known, {"fingerprint": identity, **recipe, **origin()})
+    write_record(known, {"fingerprint": identity, **recipe, **origin()})
 
 
 def _warn_of_versions(folder: Path, before: dict[str, str]) -> None:

@@ -1,6 +1,5 @@
 """One training from start, or from a saved state, to its completion record; top to bottom."""
 
-import json
 import logging
 import math
 import time
@@ -15,7 +14,7 @@ import torch
 from maect.core.context import Context
 from maect.core.distributed import barrier, from_rank_0, sum_scalars
 from maect.core.errors import UserError
-from maect.core.files import json_lines, sha256_file, write_json
+from maect.core.files import sha256_file, write_record
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
@@ -24,12 +23,13 @@ from maect.train.checkpoint import (
     Saver,
     StateReader,
     find_state,
+    read_record,
     remove_incomplete,
     saved,
     snapshot,
 )
 from maect.train.engine import Engine, start
-from maect.train.metrics import Metrics, log_interval, usage
+from maect.train.metrics import Metrics, entries, log_interval, missing, usage
 from maect.train.objective import Objective, Trainable
 from maect.train.record import claim, fingerprint, is_finished, origin, remove_states
 from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
@@ -103,7 +103,7 @@ def train(
         return "done"
 
     # ---- weights and optimizer, from the source or from a saved state
-    reader = find_state(folder / "state", context, convert_world_size, device)
+    reader = find_state(folder / "state", identity, context, convert_world_size, device)
     objective = stage.build(run.encoder, run.seed, run.source, split.class_names)
     if reader:
         objective.restore(reader)
@@ -117,7 +117,7 @@ def train(
 
     # ---- the steps
     steps = stage.total_steps(images.n)
-    metrics = Metrics(folder, step) if context.rank == 0 else None
+    metrics = Metrics(folder, step, steps) if context.rank == 0 else None
     trainer = Trainer(
         context=context,
         stage=stage,
@@ -128,7 +128,7 @@ def train(
         step=step,
         steps=steps,
         images=images.n,
-        saver=Saver(folder, context),
+        saver=Saver(folder, context, resumed=reader.step if reader else None),
         metrics=metrics,
         watchdog=Watchdog(folder, context),
         save_seconds=60 * save_every_minutes,
@@ -385,9 +385,10 @@ def _finish(
 ) -> None:
     """Export the weights and write the completion record, last."""
     state = saved(run.folder / "state")[0]
-    reader = StateReader(state, json.loads((state / "state.json").read_text()))
+    reader = StateReader(state, read_record(state, identity))
     exported = run.stage.export(run.folder, run.encoder, reader, run.source, images)
-    timing = [entry["timing"] for entry in json_lines(run.folder / "metrics.jsonl")]
+    logged = entries(run.folder / "metrics.jsonl")
+    timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)
     record = {
         "run": run.folder.name,
@@ -404,4 +405,7 @@ def _finish(
     }
     if losses is not None:
         record["losses"] = [loss / max(count, 1) for loss, count in losses]
-    write_json(run.folder / "run.json", record)
+    steps = run.stage.total_steps(images.n)
+    if unlogged := missing({entry["step"] for entry in logged}, steps, steps):
+        record["unlogged_steps"] = unlogged
+    write_record(run.folder / "run.json", record)

@@ -1,0 +1,232 @@
+"""What decides how a run goes on is damaged, another run's, or refused by the file system."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Place
+
+from maect.core import files
+from maect.core.errors import UserError
+from maect.core.files import sha256_file, write_json, write_record
+from maect.train import checkpoint
+from maect.train.checkpoint import Saver, StateReader, find_state, read_record, saved
+from maect.train.metrics import Metrics, entries
+from maect.train.record import check_weights
+
+CPU = torch.device("cpu")
+
+
+def save(run: Path, step: int, **record: object) -> Path:
+    """The state of a step of the run "ours"."""
+    saver = Saver(run, Place(0, 0, 1))
+    saver.save(step, {"param|0|w": torch.full([4], float(step))}, {"fingerprint": "ours"} | record)
+    saver.wait()
+    assert saver.error is None
+    return run / "state" / f"step-{step:09d}"
+
+
+def find(run: Path) -> StateReader | None:
+    return find_state(run / "state", "ours", Place(0, 0, 1), False, CPU)
+
+
+def steps(run: Path) -> list[int]:
+    return [int(state.name[5:]) for state in saved(run / "state")]
+
+
+def test_no_bit_of_a_record_changes_what_is_read(tmp_path: Path) -> None:
+    state = save(tmp_path, 36)
+    file, whole = state / "state.json", (state / "state.json").read_bytes()
+    record = read_record(state, "ours")
+    refused = 0
+    for place in range(len(whole)):
+        for bit in (1, 4, 32):
+            damaged = whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :]
+            file.write_bytes(damaged)
+            try:
+                assert read_record(state, "ours") == record  # a space more or less
+            except UserError as error:
+                refused += 1
+                assert str(error).startswith(f"{file}: damaged (") and "\n" not in str(error)
+    assert refused > len(whole)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", '{"step": 36}', "\xff"])
+def test_what_is_no_record_is_named(tmp_path: Path, text: str) -> None:
+    state = save(tmp_path, 36)
+    (state / "state.json").write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=r"state\.json: damaged \("):
+        read_record(state, "ours")
+
+
+def test_state_of_an_older_version_is_read_unless_it_says_another_step(tmp_path: Path) -> None:
+    state = save(tmp_path, 36)
+    record = read_record(state, "ours")
+    write_json(state / "state.json", record)
+    assert read_record(state, "ours") == record
+    write_json(state / "state.json", record | {"step": 37})
+    with pytest.raises(UserError, match=r"damaged \(it says step 37\)"):
+        read_record(state, "ours")
+    with pytest.raises(UserError, match="no such file"):
+        read_record(tmp_path / "state" / "step-000000099", "ours")
+
+
+def test_damaged_state_is_set_aside_and_does_not_push_out_new_ones(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    newest = save(tmp_path, 9)
+    (newest / "rank-0000.safetensors").write_bytes(b"damaged")
+    reader = find(tmp_path)
+    assert reader is not None and reader.step == 5
+    assert (tmp_path / "state/damaged-step-000000009/rank-0000.safetensors").exists()
+    save(tmp_path, 6)
+    save(tmp_path, 7)
+    assert steps(tmp_path) == [7, 6]
+
+
+def test_another_run_s_state_is_not_gone_on_from(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    save(tmp_path, 9, fingerprint="theirs")
+    reader = find(tmp_path)
+    assert reader is not None and reader.step == 5
+
+
+def test_without_a_sound_state_nothing_begins_at_step_0(tmp_path: Path) -> None:
+    for step in (5, 9):
+        (save(tmp_path, step) / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"step-000000009.*delete .*state to train from the beg"):
+        find(tmp_path)
+    assert steps(tmp_path) == [9, 5]
+    shutil.rmtree(tmp_path / "state")
+    assert find(tmp_path) is None
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+@pytest.mark.parametrize("what", ["record", "tensors", "folder"])
+def test_what_cannot_be_read_now_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
+) -> None:
+    save(tmp_path, 5)
+    newest = save(tmp_path, 9)
+    refusals = [3]
+
+    def refusing(call):
+        def refused(path, *rest):
+            if refusals[0] and str(path).startswith(str(newest)):
+                refusals[0] -= 1
+                raise OSError(number, "refused", str(path))
+            return call(path, *rest)
+
+        return refused
+
+    owner, name = {
+        "record": (Path, "read_bytes"),
+        "tensors": (checkpoint, "sha256_file"),
+        "folder": (checkpoint.os, "listdir"),
+    }[what]
+    monkeypatch.setattr(owner, name, refusing(getattr(owner, name)))
+    monkeypatch.setattr(files, "WAITS", (0.0,) * 4)
+    reader = find(tmp_path)
+    assert reader is not None and reader.step == 9 and refusals == [0]
+    refusals[0] = 99
+    with pytest.raises(OSError, match="refused"):
+        find(tmp_path)
+    refusals[0] = 0
+    assert steps(tmp_path) == [9, 5]
+
+
+def test_failing_save_keeps_the_state_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 9)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    saver = Saver(tmp_path, Place(0, 0, 1))
+    saver.save(9, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
+    saver.wait()
+    assert saver.error is not None and "No space left" in saver.error
+    assert steps(tmp_path) == [9]
+    resumed = Saver(tmp_path, Place(0, 0, 1), resumed=9)
+    resumed.save(9, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
+    resumed.wait()
+    assert resumed.error is None and find(tmp_path) is not None
+
+
+def logged(folder: Path, count: int) -> list[bytes]:
+    """Lines of a log of `count` steps."""
+    metrics = Metrics(folder, 0, 20)
+    for step in range(1, count + 1):
+        metrics.log(step, {"loss": 1 / step}, {"device_seconds": float(step)})
+    metrics.close()
+    return (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"17\n", b"\n", b'{"loss": 1}\n', b"\xff\xfe\n", b'{"step": 3, "timing": 3}\n', b"[]\n"],
+)
+def test_damaged_lines_are_dropped_and_named(
+    tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, lines = tmp_path / "metrics.jsonl", logged(tmp_path, 9)
+    file.write_bytes(b"".join([*lines[:2], damage, damage, *lines[4:]]) + damage)
+    metrics = Metrics(tmp_path, 8, 20)
+    assert "the entries of steps 3-4 are lost" in caplog.text
+    assert metrics.device_seconds == 9
+    metrics.close()
+    assert file.read_bytes().splitlines(keepends=True) == [*lines[:2], *lines[4:8]]
+    assert [entry["step"] for entry in entries(file)] == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_digit_of_the_log_is_not_another_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, lines = tmp_path / "metrics.jsonl", logged(tmp_path, 4)
+    file.write_bytes(b"".join(lines).replace(b'"loss": 0.5', b'"loss": 0.7'))
+    Metrics(tmp_path, 4, 20).close()
+    assert "entries of steps 2 are lost" in caplog.text
+    caplog.clear()
+    # Entries of an older version have no checksum.
+    old = [json.loads(line) for line in lines]
+    for entry in old:
+        del entry["timing"]["crc32"]
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in old))
+    Metrics(tmp_path, 4, 20).close()
+    assert not caplog.text and entries(file) == old
+
+
+def test_entries_of_two_trainings_count_once(tmp_path: Path) -> None:
+    file, lines = tmp_path / "metrics.jsonl", logged(tmp_path, 5)
+    file.write_bytes(b"".join([*lines[:4], *lines[2:]]))
+    Metrics(tmp_path, 5, 20).close()
+    assert [entry["step"] for entry in entries(file)] == [1, 2, 3, 4, 5]
+
+
+def test_who_still_writes_to_a_log_that_was_taken_over_writes_to_nowhere(tmp_path: Path) -> None:
+    logged(tmp_path, 3)
+    before = Metrics(tmp_path, 3, 20)
+    after = Metrics(tmp_path, 3, 20)
+    for metrics in (after, before):
+        metrics.log(4, {"loss": 1.0}, {"device_seconds": 4.0})
+        metrics.close()
+    assert [entry["step"] for entry in entries(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_log_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Metrics(tmp_path, 4, 20).close()
+    assert "entries of steps 1-4 are lost" in caplog.text
+
+
+def test_damaged_weights_of_a_finished_run_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "encoder.safetensors"
+    file.write_bytes(b"weights")
+    write_record(tmp_path / "run.json", {"sha256": {file.name: sha256_file(file)}})
+    check_weights(tmp_path)
+    file.write_bytes(b"weighty")
+    with pytest.raises(UserError, match=r"encoder\.safetensors: damaged .*delete it"):
+        check_weights(tmp_path)
