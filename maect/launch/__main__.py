@@ -3,20 +3,47 @@
 Only this process imports submitit: the launchers that wait for days stay small.
 """
 
+import re
 import shutil
 import socket
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
 import psutil
 from submitit.core.utils import FailedJobError
 from submitit.local.local import LocalExecutor
-from submitit.slurm.slurm import SlurmExecutor
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from maect.core.errors import UserError
-from maect.core.files import write_json
-from maect.launch import record, worker
+from maect.core.files import write_record
+from maect.launch import record, submit, worker
+from maect.launch.slurm import command
+
+ID = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?$", re.MULTILINE)
+
+
+class Sbatch(SlurmExecutor):
+    """submitit's executor, which asks sbatch for an answer that no banner can be taken for."""
+
+    def _submit_command(self, command_line: str) -> "SlurmJob[Any]":
+        script = Path(self.folder) / f".submission_{uuid.uuid4().hex}.sh"
+        script.write_text(self._make_submission_file_text(command_line, ""), encoding="utf-8")
+        words = ("sbatch", "--parsable", str(script))
+        code, out, error = command(*words, timeout=submit.PATIENCE)
+        if code:
+            # Only sbatch's own exit status says that there is no job.
+            failure = FailedJobError if code not in (124, 127) else RuntimeError
+            raise failure(error or f"sbatch: exit status {code}")
+        ids = ID.findall(out)
+        if not ids:
+            raise RuntimeError(f"no job id in what sbatch answered: {out[:200]!r}")
+        job: SlurmJob[Any] = self.job_class(
+            folder=self.folder, job_id=ids[-1], tasks=list(range(self._num_tasks()))
+        )
+        job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+        return job
 
 
 def main(folder: Path, name: str) -> None:
@@ -29,19 +56,19 @@ def main(folder: Path, name: str) -> None:
     # Nothing was started yet, or sbatch itself says no; after any other error a job may exist.
     refused = here or shutil.which("sbatch") is None
     try:
-        executor = LocalExecutor(jobs) if here else SlurmExecutor(jobs, max_num_timeout=1000)
+        executor = LocalExecutor(jobs) if here else Sbatch(jobs, max_num_timeout=1000)
         executor.update_parameters(**job.request["parameters"])
         submitted = executor.submit(worker.run, str(folder), name)
     except Exception as error:
         # What sbatch says comes as a RuntimeError; only the others need their type.
         kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
         refused = refused or isinstance(error, FailedJobError | TypeError | ValueError)
-        write_json(jobs / "submitted.json", {"error": f"{kind}{error}", "refused": refused})
+        write_record(jobs / "submitted.json", {"error": f"{kind}{error}", "refused": refused})
         raise
     answer: dict[str, Any] = {"id": submitted.job_id, "host": socket.gethostname()}
     if here:
         answer["created"] = psutil.Process(int(submitted.job_id)).create_time()
-    write_json(jobs / "submitted.json", answer)
+    write_record(jobs / "submitted.json", answer)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,8 @@ def launch(
     if is_done():
         return
     folder = Path(folder).absolute()
+    if resources.cluster == "slurm":
+        submit.check_shell()
     with own(folder), Interruption(detach) as interruption:
         line = progress.Line(describe)
         try:
@@ -111,6 +113,7 @@ class _Launch:
     def submit(self, previous: Job | None) -> Job:
         """Submit a job, noting it before and after."""
         job = record.new_job(self.folder, self.resources.cluster, self.resources.ranks, previous)
+        job.site = self.clusters[job.cluster].site()
         job.request = submit.request(job.name, self.folder, self.task, self.resources)
         record.make_job_folder(self.folder, job.name)
         record.write_job(self.folder, job)

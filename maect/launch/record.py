@@ -46,6 +46,7 @@ class Job:
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.
         created: creation time of the local controller, beside its reusable process id.
+        site: what the cluster calls itself: ids of others mean nothing.
         submitted: Unix time of submission.
         stop: the ranks are asked to save and stop.
         ending: why it is over.
@@ -65,7 +66,8 @@ class Job:
     id: str | None = None
     created: float | None = None
     host: str = field(default_factory=socket.gethostname)
-    submitted: float = field(default_factory=time.time)
+    site: str | None = None
+    submitted: float = field(default_factory=lambda: time.time())
     stop: bool = False
     ending: str | None = None
     verdict: str | None = None

@@ -16,6 +16,19 @@ WORTH_A_RANK = 1e13
 VISIBLE = re.compile("[0-9]|GPU-|MIG-")  # how CUDA names a device; the first other word ends a list
 
 
+# Each would make a launcher lose sight of its job, or the ranks be others than it waits for.
+OURS = {
+    "array", "clusters", "cluster-constraint", "job-name", "output", "error", "open-mode", "signal",
+    "wait", "parsable", "test-only", "wrap", "nodes", "ntasks", "ntasks-per-node", "uid", "gid",
+    "a", "M", "J", "o", "e", "W", "N", "n",
+}  # fmt: skip
+# Arguments of sbatch without a value: any other word between commas belongs to the value before it.
+FLAGS = {
+    "contiguous", "exclusive", "hold", "kill-on-invalid-dep", "no-kill", "no-requeue",
+    "overcommit", "oversubscribe", "reboot", "requeue", "spread-job", "use-min-nodes",
+}  # fmt: skip
+
+
 class LaunchError(UserError):
     """A job that cannot be started or that ended for good without its result."""
 
@@ -78,6 +91,13 @@ class Resources:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise UserError(f"resources: {name}={value!r} must be a positive integer")
+        for argument in self.sbatch:
+            name = argument.partition("=")[0].strip().lstrip("-").replace("_", "-")
+            if name in OURS:
+                raise UserError(
+                    f"slurm_extra: {argument}: `{name}` is set by maect, which watches one job a "
+                    "step; nodes, devices, runtime and so on are keys of the profile"
+                )
         if self.cluster == "local" and self.nodes != 1:
             raise UserError(f"resources: nodes={self.nodes} needs cluster='slurm'")
         if self.cluster == "local" and self.setup:
@@ -137,7 +157,7 @@ class Resources:
             minutes=int(minutes),
             partition=partition or None,
             account=account or None,
-            sbatch=tuple(part for part in sbatch.split(",") if part),
+            sbatch=sbatch_arguments(sbatch),
             setup=os.path.abspath(setup) if setup else None,
         )
 
@@ -150,6 +170,17 @@ class Resources:
     def warning_seconds(self) -> int:
         """Seconds between the signal to save and the wall limit: a tenth of it, 20 to 300."""
         return max(20, min(300, self.minutes * 6))
+
+
+def sbatch_arguments(text: str) -> tuple[str, ...]:
+    """Arguments of sbatch between commas; `exclude=a,b` is one of them."""
+    arguments: list[str] = []
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        if arguments and "=" not in part and part.lstrip("-") not in FLAGS:
+            arguments[-1] += f",{part}"
+        else:
+            arguments.append(part)
+    return tuple(arguments)
 
 
 def visible_devices() -> int | None:

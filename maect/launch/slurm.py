@@ -1,13 +1,17 @@
-"""Jobs on SLURM: the truth is in squeue, then in sacct; a question that fails is no verdict."""
+"""Jobs on SLURM: the truth is in squeue, then in sacct; a question that fails is no verdict.
+
+Nor is a word that nobody here knows, and "unknown" only from the cluster that took the job, asked
+about its id alone.
+"""
 
 import fcntl
-import getpass
 import hashlib
 import json
 import os
 import re
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +20,25 @@ from typing import Any
 from maect.launch import record
 from maect.launch.local import marked
 from maect.launch.record import Job
+from maect.launch.resources import LaunchError
 from maect.launch.state import Cluster, Look
-from maect.launch.submit import ATTEMPT, NO_ANSWER
+from maect.launch.submit import ATTEMPT, NO_ANSWER, of_slurm
 
 INTERVAL_VARIABLE = "MAECT_SQUEUE_SECONDS"  # shorter for tests
 TIMEOUT = 60.0
 LOG_BYTES = 65536
 RUNNING = {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT"}
-RUNNING |= {"SIGNALING", "RESIZING"}
-PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+RUNNING |= {"SIGNALING", "RESIZING", "POWER_UP_NODE"}
+PENDING = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 MAY_RETURN = {"NODE_FAIL", "PREEMPTED"}  # SLURM puts such jobs back under the same id
+OVER = {"COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "BOOT_FAIL", "REVOKED", "LAUNCH_FAILED"}
+OVER |= {"RECONFIG_FAIL"}
+BY_A_PERSON = {"CANCELLED", "DEADLINE"}
 TEARDOWN = 30.0  # seconds for the ranks to return after the completion record was written
 BROKEN_GRACE = 60.0  # seconds for SLURM to end a job that has lost a rank
 TASK_ENDED = re.compile(rb"^srun: error: .*\btasks? [\d,-]+: ", re.MULTILINE)
-FORGOTTEN = 600.0  # seconds after which a job that squeue does not know is gone, whatever sacct
+FORGOTTEN = 600.0  # seconds after which sacct is no longer waited for
+FORMAT = "%i|%T|%r|%j"
 SUBMISSION_FAILURES_THAT_PASS = (
     "Unable to contact slurm controller",
     "Socket timed out",
@@ -56,7 +65,13 @@ class Slurm(Cluster):
         self._missing_since: dict[str, float] = {}
         self._broken_since: dict[str, float] = {}
         self._may_return_since: dict[str, float] = {}
-        self._sacct: dict[str, tuple[float, Look]] = {}
+        self._asked: dict[tuple[str, str], tuple[float, Look | None]] = {}
+
+    def site(self) -> str | None:
+        """Name of the cluster that takes jobs here; None if it does not answer."""
+        _, out, _ = command("scontrol", "show", "config")
+        match = re.search(r"^ClusterName\s*=\s*(\S+)", out, re.MULTILINE)
+        return match[1] if match else None
 
     def look(self, folder: Path, job: Job) -> Look:
         """Look at a SLURM job, through the shared answer of squeue."""
@@ -82,9 +97,7 @@ class Slurm(Cluster):
             elif answer.time - self._broken_since.setdefault(job.id, time.time()) > BROKEN_GRACE:
                 return Look("ended", "it lost a rank, and SLURM did not end it")
             return self._word(job.id, word, reason, answer.time)
-        if answer.time - self._missing_since.setdefault(job.id, time.time()) > FORGOTTEN:
-            return Look("ended", "unknown to SLURM")
-        return self._ask_sacct(job.id)
+        return self._missing(job, answer.time)
 
     def finish(self, folder: Path, job: Job) -> None:
         """Wait for a job that has its completion record to return; cancel it if it does not.
@@ -99,19 +112,45 @@ class Slurm(Cluster):
             time.sleep(0.5)
 
     def end(self, folder: Path, job: Job) -> bool:
-        """Cancel a job, by its unique name if need be; False if SLURM does not answer."""
-        code, _, error = command("scancel", *([job.id] if job.id else ["--name", job.name]))
+        """Cancel a job, by its unique name; False if SLURM does not answer."""
+        code, _, error = command("scancel", f"--name={job.name}", *([job.id] if job.id else []))
         return code == 0 or any(text in error for text in ALREADY_OVER)
 
     def _find(self, job: Job, answer: "Answer") -> Look:
         """A job whose launcher died before it learnt the id: its name is unique."""
-        ids = [key for key, (_, _, name) in answer.jobs.items() if name == job.name]
-        if not ids:
+        rows = {key: row for key, row in answer.jobs.items() if row[2] == job.name}
+        if not rows:
+            # Not the shared answer, which another cluster's login node may have written.
+            code, out, _ = command("squeue", *_all_jobs(), f"--name={job.name}")
+            if code:
+                return Look("unknown", "no answer from SLURM")
+            rows = {key: row for key, row in _rows(out).items() if row[2] == job.name}
+        if not rows:
+            if not self._is_its_cluster(job):
+                return Look("unknown", "no answer from SLURM")
             # What squeue does not list is not alive, so that submitting again runs nothing twice.
             return Look("ended", "never submitted", grace=1.0)
-        job.id = ids[0]
-        word, reason, _ = answer.jobs[job.id]
+        job.id = min(rows)
+        word, reason, _ = rows[job.id]
         return self._word(job.id, word, reason, answer.time)
+
+    def _missing(self, job: Job, now: float) -> Look:
+        """A job that squeue does not list: how it ended, as far as SLURM knows."""
+        assert job.id is not None
+        waited = now - self._missing_since.setdefault(job.id, time.time())
+        look = self._seldom(self._ask_sacct, job)
+        if look is not None and (look.phase == "ended" or waited <= FORGOTTEN):
+            return look
+        return self._seldom(self._ask_controller, job) or Look("unknown", "no answer from SLURM")
+
+    def _seldom(self, question: Callable[[Job], Look | None], job: Job) -> Look | None:
+        """The answer to a question about a job, asked as seldom as squeue."""
+        key = (question.__name__, job.name)
+        asked, look = self._asked.get(key, (float("-inf"), None))
+        if time.monotonic() - asked >= squeue_seconds():
+            look = question(job)
+            self._asked[key] = (time.monotonic(), look)
+        return look
 
     def _word(self, job_id: str, word: str, reason: str, now: float) -> Look:
         """What a word of SLURM, said at this time, means."""
@@ -124,24 +163,51 @@ class Slurm(Cluster):
             return Look("pending", text)
         if word in RUNNING:
             return Look("running", text)
-        return Look("ended", text, grace=1.0, final=word.startswith("CANCELLED"))
+        if word in OVER or word in BY_A_PERSON:
+            return Look("ended", text, grace=1.0, final=word in BY_A_PERSON)
+        return Look("unknown", text)
 
-    def _ask_sacct(self, job_id: str) -> Look:
-        asked, last = self._sacct.get(job_id, (float("-inf"), Look("unknown")))
-        if time.monotonic() - asked < squeue_seconds():
-            return last
-        code, out, error = command("sacct", "-n", "-X", "-P", "-o", "State", "-j", job_id)
-        if code == 0 and out:
-            look = self._word(job_id, out.splitlines()[-1].split()[0], "sacct", time.time())
+    def _ask_sacct(self, job: Job) -> Look | None:
+        """What the accounting says; None if it does not know the job, or is not there."""
+        assert job.id is not None
+        code, out, error = command("sacct", "-n", "-X", "-P", "-o", "State,JobName", "-j", job.id)
+        rows = [line.partition("|") for line in out.splitlines()]
+        words = [state.split()[0] for state, _, name in rows if state and name == job.name]
+        if code == 0 and words:
+            look = self._word(job.id, words[-1], "sacct", time.time())
             # The two databases contradict each other: one of them is behind.
-            if look.phase in ("pending", "running"):
-                look = Look("unknown", "SLURM is catching up")
-        elif code == 0 or code == 127 or "disabled" in error:
-            look = Look("ended", "unknown to SLURM", grace=squeue_seconds())
-        else:
-            look = Look("unknown", "no answer from sacct")
-        self._sacct[job_id] = (time.monotonic(), look)
-        return look
+            lags = look.phase in ("pending", "running")
+            return Look("unknown", "SLURM is catching up") if lags else look
+        if code in (0, 127) or "disabled" in error:
+            return None
+        return Look("unknown", "no answer from sacct")
+
+    def _ask_controller(self, job: Job) -> Look | None:
+        """What the controller says about this very id; None if it does not answer."""
+        assert job.id is not None
+        code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
+        shown = dict(word.split("=", 1) for word in out.split() if "=" in word)
+        if code == 0 and shown.get("JobName") == job.name:  # no list of jobs that we see has it
+            return self._word(job.id, shown["JobState"], shown.get("Reason", ""), time.time())
+        if not (code == 0 and "JobName" in shown) and "Invalid job id" not in error:
+            return None
+        if not self._is_its_cluster(job):
+            return None
+        return Look("ended", "unknown to SLURM", grace=squeue_seconds())
+
+    def _is_its_cluster(self, job: Job) -> bool:
+        """Whether the cluster that does not know a job is the one that took it.
+
+        Raises:
+            LaunchError: it is another one.
+        """
+        here = self.site() if job.site else None
+        if here is not None and here != job.site:
+            raise LaunchError(
+                f"job {job.id or job.name} was submitted to the cluster {job.site}, and this is "
+                f"{here}: start on a login node of {job.site}"
+            )
+        return here == job.site
 
 
 def passes(error: str) -> bool:
@@ -197,9 +263,9 @@ class Squeue:
         early to ask again.
         """
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
-        # Two clusters seen from one home do not share their answers.
-        cluster = os.environ.get("SLURM_CONF", "") + os.environ.get("SLURM_CLUSTERS", "")
-        file = folder / f"squeue-{hashlib.sha256(cluster.encode()).hexdigest()[:12]}.json"
+        # Two clusters seen from one home do not share their answers, if that can be told.
+        question = "|".join([os.environ.get("SLURM_CONF", ""), *_all_jobs()])
+        file = folder / f"squeue-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
         if not self._is_fresh(file):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -220,14 +286,11 @@ class Squeue:
     def _refresh(self, file: Path) -> None:
         before = self._read(file) or {"answered": 0.0, "jobs": {}, "queries": 0}
         now = time.time()
-        code, out, _ = command(
-            "squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-o", "%i|%T|%r|%j"
-        )
+        code, out, _ = command("squeue", *_all_jobs())
         # A question that failed counts as asked: a sick controller must not be stormed.
         value = {**before, "asked": now, "queries": before["queries"] + 1}
         if code == 0:
-            rows = (line.split("|", 3) for line in out.splitlines())
-            value |= {"answered": now, "jobs": {row[0]: row[1:] for row in rows if len(row) == 4}}
+            value |= {"answered": now, "jobs": _rows(out)}
         self._own = value
         temporary = file.with_suffix(f".{os.getpid()}.tmp")
         try:
@@ -254,19 +317,36 @@ class Squeue:
         return own if own is not None and own["asked"] > value["asked"] else value
 
 
-def command(*words: str) -> tuple[int, str, str]:
-    """Run a SLURM command: (exit status, stdout, stderr); a Ctrl-C does not reach it."""
+def _all_jobs() -> tuple[str, ...]:
+    """Options of squeue; the user by number, since LOGNAME may be another's."""
+    return ("-h", "-t", "all", "-u", str(os.getuid()), "-o", FORMAT)
+
+
+def _rows(out: str) -> dict[str, tuple[str, str, str]]:
+    """Id to state, reason and name."""
+    rows = (line.split("|", 3) for line in out.splitlines())
+    return {row[0]: (row[1], row[2], row[3]) for row in rows if len(row) == 4}
+
+
+def command(*words: str, timeout: float = TIMEOUT) -> tuple[int, str, str]:
+    """Run a SLURM command: (exit status, stdout, stderr); a Ctrl-C does not reach it.
+
+    It sees nothing of the settings that a user's shell may have for it.
+    """
+    shell = {key: value for key, value in os.environ.items() if not of_slurm(key)}
     try:
         result = subprocess.run(
             words,
+            env=shell,
+            stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             errors="replace",  # job names may be anything
-            timeout=TIMEOUT,
+            timeout=timeout,
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
-        return 124, "", f"{words[0]} did not answer in {TIMEOUT:.0f} s"
+        return 124, "", f"{words[0]} did not answer in {timeout:.0f} s"
     except OSError as error:
         return 127, "", f"{words[0]}: {error.strerror}"
     return result.returncode, result.stdout.strip(), result.stderr.strip()

@@ -37,6 +37,10 @@ class Cluster(ABC):
     interval: float  # seconds between two looks
     record_patience: float  # seconds for a completion record to cross the file system
 
+    def site(self) -> str | None:
+        """What the cluster calls itself, if it has a name."""
+        return None
+
     @abstractmethod
     def look(self, folder: Path, job: Job) -> Look:
         """Look at a job."""

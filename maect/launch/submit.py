@@ -1,5 +1,6 @@
 """What a job is submitted with: its request, its environment, the parameters of submitit."""
 
+import logging
 import os
 import shlex
 import signal
@@ -15,13 +16,20 @@ from maect.core.files import read_json
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
 from maect.launch.record import Job
-from maect.launch.resources import Resources, Task
+from maect.launch.resources import LaunchError, Resources, Task
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 300.0  # seconds for sbatch, which itself gives up on a controller after about 100
 ATTEMPT = "maect: attempt"  # begins each attempt of a SLURM job in its log
 NO_ANSWER = "the submission did not end within"
 MARK = "MAECT_JOB"  # in the environment of every process of a job: the job's unique name
-FOREIGN = ("SLURM_", "SLURMD_", "SRUN_", "SUBMITIT_", "PMI_", "PMIX_", "OMPI_", MARK, SNAKEMAKE)
+FOREIGN = ("SUBMITIT_", "PMI_", "PMIX_", "OMPI_", MARK, SNAKEMAKE)
+OF_SLURM = (
+    "SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "SBATCH_", "SQUEUE_", "SACCT_", "SCANCEL_",
+    "SCONTROL_",
+)  # fmt: skip
+WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -75,7 +83,7 @@ def environment(name: str, cpus: int) -> dict[str, str]:
     kept = {
         key: value
         for key, value in os.environ.items()
-        if key not in RENDEZVOUS and (key == "SLURM_CONF" or not key.startswith(FOREIGN))
+        if key not in RENDEZVOUS and not key.startswith(FOREIGN) and not of_slurm(key)
     }
     # cloudpickle stores an importable module by its name: the ranks must find it too.
     home = str(Path(maect.__file__).parent.parent)
@@ -84,6 +92,29 @@ def environment(name: str, cpus: int) -> dict[str, str]:
     # Threads of several jobs share the cores here: one that waits must not keep another from work.
     kept.setdefault("OMP_WAIT_POLICY", "passive")
     return kept | {MARK: name, "OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
+
+
+def of_slurm(key: str) -> bool:
+    """Whether a variable changes what SLURM's commands do, other than where they find SLURM."""
+    return key.startswith(OF_SLURM) and key not in WHERE_SLURM_IS
+
+
+def check_shell() -> None:
+    """Refuse a shell that means another cluster, and say which settings of it do not count.
+
+    Raises:
+        LaunchError: several clusters, of which only one can be watched.
+    """
+    for key in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
+        if os.environ.get(key):
+            raise LaunchError(
+                f"{key}={os.environ[key]} is set: jobs are submitted to the cluster of this login "
+                f"node only; unset {key} here, or start on a login node of the other cluster"
+            )
+    unused = sorted(key for key in os.environ if key.startswith(("SBATCH_", "SQUEUE_", "SACCT_")))
+    if unused:
+        log.info("%s: not used for jobs of maect, which take what the profile says",
+                 ", ".join(unused))  # fmt: skip
 
 
 def local(resources: Resources) -> dict[str, Any]:

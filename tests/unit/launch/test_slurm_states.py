@@ -1,5 +1,6 @@
 """What is concluded from what squeue and sacct say, or do not: scripts answer in their place."""
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -7,10 +8,12 @@ from pathlib import Path
 import pytest
 from launching import finish, wait_for
 
+from maect.core.errors import UserError
 from maect.launch import record, slurm
 from maect.launch.record import Job
 from maect.launch.slurm import Slurm
 
+UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
 SCRIPT = """#!/bin/sh
 echo "$0 $*" >> {folder}/asked
 [ -e {folder}/{name}.fails ] && {{ cat {folder}/{name}.fails >&2; exit 1; }}
@@ -25,9 +28,10 @@ class Commands:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        for name in ("squeue", "sacct", "scancel", "sbatch", "srun"):
+        for name in ("squeue", "sacct", "scancel", "scontrol", "sbatch", "srun"):
             self.install(name)
         self.says("sacct", "")
+        self.fails("scontrol", UNKNOWN)
 
     def install(self, name: str) -> None:
         script = self.folder / name
@@ -75,6 +79,10 @@ def job(tmp_path):
         ("TIMEOUT", "ended", 1, False),
         ("OUT_OF_MEMORY", "ended", 1, False),
         ("CANCELLED", "ended", 1, True),
+        ("DEADLINE", "ended", 1, True),
+        ("RESV_DEL_HOLD", "pending", 0, False),
+        # Of a later SLURM: nobody here knows whether such a job is over.
+        ("HIBERNATED", "unknown", 0, False),
     ],
 )
 def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
@@ -88,13 +96,15 @@ def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
 @pytest.mark.parametrize(
     "says, phase, final",
     [
-        ("COMPLETED\n", "ended", False),
-        ("NODE_FAIL\n", "unknown", False),
-        ("CANCELLED by 0\n", "ended", True),
+        ("COMPLETED|maect-a-1\n", "ended", False),
+        ("NODE_FAIL|maect-a-1\n", "unknown", False),
+        ("CANCELLED by 0|maect-a-1\n", "ended", True),
         # It lags behind: squeue has forgotten the job, so this is no verdict.
-        ("RUNNING\n", "unknown", False),
+        ("RUNNING|maect-a-1\n", "unknown", False),
         # Just submitted, or never: an end that has to last.
         ("", "ended", False),
+        # Ids begin again some day.
+        ("COMPLETED|another\n", "ended", False),
     ],
 )
 def test_words_of_sacct(tmp_path, commands, job, says, phase, final):
@@ -103,9 +113,55 @@ def test_words_of_sacct(tmp_path, commands, job, says, phase, final):
     commands.says("sacct", says)
     state = cluster.look(tmp_path, job)
     assert (state.phase, state.final) == (phase, final)
-    assert says or state.grace == 1
+    assert says.endswith("-1\n") or (state.text, state.grace) == ("unknown to SLURM", 1)
     cluster.look(tmp_path, job)
     assert len(commands.asked("sacct")) == 1, "asked again within the interval"
+
+
+@pytest.mark.parametrize(
+    "scontrol, phase",
+    [
+        # Our list of jobs lacks it, and it lives: another partition, user or format was listed.
+        ("JobId=7 JobName=maect-a-1 UserId=me(1) JobState=RUNNING Reason=None", "running"),
+        ("JobId=7 JobName=maect-a-1 UserId=me(1) JobState=FAILED Reason=None", "ended"),
+        ("JobId=7 JobName=another UserId=me(1) JobState=RUNNING Reason=None", "ended"),
+        ("", "unknown"),
+    ],
+)
+def test_only_the_controller_knows_that_there_is_no_such_job(
+    tmp_path, commands, job, scontrol, phase
+):
+    commands.says("squeue", "8|RUNNING|None|another\n")
+    (commands.folder / "scontrol.fails").unlink()
+    commands.says("scontrol", scontrol)
+    assert Slurm().look(tmp_path, job).phase == phase
+    commands.fails("scontrol", "slurm_load_jobs error: Unable to contact slurm controller")
+    assert Slurm().look(tmp_path, job).phase == "unknown"
+
+
+def test_unknown_to_another_cluster_is_no_verdict(tmp_path, commands, job):
+    commands.says("squeue", "")
+    (commands.folder / "scontrol").write_text(
+        '#!/bin/sh\n[ "$2" = config ] && echo "ClusterName             = there" && exit\n'
+        f"echo {UNKNOWN} >&2\nexit 1\n"
+    )
+    job.site = "there"
+    assert Slurm().look(tmp_path, job).text == "unknown to SLURM"
+    job.site = "here"
+    for job.id in ("7", None):
+        shutil.rmtree(tmp_path / "cache")
+        with pytest.raises(UserError, match=r"submitted to the cluster here, and this is there"):
+            Slurm().look(tmp_path, job)
+
+
+def test_a_shared_answer_alone_does_not_say_that_nothing_was_submitted(tmp_path, commands, job):
+    """A login node of another cluster may have written it, from the same home."""
+    job.id, job.state = None, "submitting"
+    commands.says("squeue", "")
+    cluster = Slurm()
+    assert cluster.look(tmp_path, job).text == "never submitted"
+    commands.says("squeue", "7|PENDING|None|maect-a-1\n")
+    assert cluster.look(tmp_path, job).phase == "pending" and job.id == "7"
 
 
 @pytest.mark.parametrize(
@@ -129,6 +185,7 @@ def test_no_sacct_on_this_cluster(tmp_path, commands, job, monkeypatch):
     (commands.folder / "sacct").unlink()
     monkeypatch.setenv("PATH", str(commands.folder))
     (commands.folder / "squeue").write_text("#!/bin/sh\n")
+    (commands.folder / "scontrol").write_text(f"#!/bin/sh\necho {UNKNOWN} >&2\nexit 1\n")
     state = cluster.look(tmp_path, job)
     assert (state.phase, state.grace) == ("ended", 1)
 
@@ -208,7 +265,7 @@ def test_whether_a_job_was_cancelled(tmp_path, commands, job, says, over):
     (commands.folder / "scancel.fails").unlink()
     job.id = None
     assert cluster.end(tmp_path, job)
-    assert commands.asked("scancel")[-1].endswith("--name maect-a-1")
+    assert commands.asked("scancel")[-1].endswith("--name=maect-a-1")
 
 
 def test_home_that_is_full_or_without_locks(tmp_path, commands, job, monkeypatch):
