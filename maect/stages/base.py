@@ -336,7 +336,7 @@ class SelfSupervised(Training):
 
 
 class Supervised(Updates):
-    """Settings of training with labels (paper, B and E); defaults: MAE's recipe for ViT-L."""
+    """Settings of training with labels (paper, B and E); defaults: MAE's rates for ViT-L."""
 
     fraction: Fraction = 1.0
     """Of the labels of every class."""
@@ -358,7 +358,7 @@ class Supervised(Updates):
     drop_path: float = Field(default=0.2, ge=0, lt=1)
     drop_path_schedule: Literal["linear", "constant"] = "linear"
     """Over the blocks; linear starts from 0."""
-    pooling: Literal["encoder", "cls", "mean", "fc_norm"] = "fc_norm"
+    pooling: Literal["encoder", "cls", "mean", "fc_norm"] = "encoder"
     """`encoder`: as in its file; `fc_norm`: a new norm on the mean of un-normed patches (MAE)."""
     label_smoothing: float = Field(default=0.1, ge=0, lt=1)
     mixup: float = Field(default=0.8, ge=0)
