@@ -192,7 +192,7 @@ def launch_options() -> argparse.ArgumentParser:
     group.add_argument(
         "--devices",
         default="1",
-        help="ranks per node; auto or gpus: one per GPU, without any 2 or 1",
+        help="ranks per node; auto or gpus: one per GPU, or 2 or 1 where there is none",
     )
     group.add_argument("--cpus", default="auto", help="CPUs per rank (auto: an equal share of all)")
     group.add_argument("--memory-mb", type=int, default=0, help="memory per node (0: any)")

@@ -63,7 +63,7 @@ class Resources:
         devices: ranks per node: one per GPU, or CPU processes where there is no GPU.
         cpus: CPUs per rank.
         memory_gb: memory per node in GB; None leaves it to the site.
-        minutes: wall limit of one job; the ranks are told to save a little before.
+        minutes: wall limit of one job; the ranks are asked to save a little before.
         partition: SLURM partition.
         account: SLURM account.
         sbatch: further "key=value" (or "key") sbatch arguments. `gres=gpu:DEVICES` is asked for
@@ -142,6 +142,8 @@ class Resources:
             raise UserError(f"--account {account}: this variable is not set; export it")
         if cluster == "slurm" and cpus == "auto":
             raise UserError("--cpus auto is for this machine; a job on SLURM takes a number")
+        if cpus != "auto" and not str(cpus).isdecimal():
+            raise UserError(f"--cpus {cpus}: a positive number, or auto")
         if cluster == "slurm" and not str(devices).isdecimal():
             raise UserError(
                 f"--devices {devices} is for this machine; a job on SLURM takes a number"

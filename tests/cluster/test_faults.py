@@ -161,9 +161,11 @@ def test_second_pipeline_is_told_who_owns_the_folder(run):
     run.resources["nodes"] = 1
     launcher = run.start(steps=900)
     run.reaches(1)
+    launcher.send_signal(signal.SIGSTOP)  # it keeps the folder, however soon the job ends
     second = run.start(steps=900)
     words = finish(second)
     assert second.returncode == 2 and f"belongs to process {launcher.pid} on" in words
+    launcher.send_signal(signal.SIGCONT)
     finish(launcher)
     run.undisturbed(
         900, "two pipelines on one folder", "the second ended, naming process and host of the first"

@@ -58,10 +58,10 @@ def test_what_the_ranks_saw(changes: dict[str, Any], fault: str) -> None:
 
 def test_a_device_bound_to_each_rank() -> None:
     """srun may show every rank only its own device."""
-    found = report()
-    for number, rank in enumerate(found["ranks"]):
+    seen = report()
+    for number, rank in enumerate(seen["ranks"]):
         rank["devices"] = [f"device {number % 2}"]
-    assert failures(judge(found, TWO_BY_TWO)) == []
+    assert failures(judge(seen, TWO_BY_TWO)) == []
 
 
 def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +69,12 @@ def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor.shutil, "which", lambda name: "sbatch")
     monkeypatch.setattr(doctor, "command", lambda *words: (int("--nodes=16" in words), "", "no"))
     asked = {"cluster": "slurm", "devices": 4, "cpus_per_task": 8, "slurm_partition": "p"}
-    found = doctor.requests({"pretrain": asked | {"nodes": "1..16"}, "tune": asked | {"nodes": 16}})
-    assert [finding.kind for finding in found] == ["ok", "FAIL"]
-    found = doctor.requests({"pretrain": asked | {"nodes": "1..16"}})
-    assert [finding.kind for finding in found] == ["ok", "note"]
+    findings = doctor.requests(
+        {"pretrain": asked | {"nodes": "1..16"}, "tune": asked | {"nodes": 16}}
+    )
+    assert [finding.kind for finding in findings] == ["ok", "FAIL"]
+    findings = doctor.requests({"pretrain": asked | {"nodes": "1..16"}})
+    assert [finding.kind for finding in findings] == ["ok", "note"]
 
 
 def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +112,8 @@ def test_faults_before_any_job(
 def test_a_setup_script_that_fails(tmp_path: Path) -> None:
     script = tmp_path / "site.sh"
     script.write_text("echo no module >&2\nfalse\n")
-    found = doctor.setup_script({"a": {"setup": str(script)}, "b": {"setup": str(script)}})
-    assert failures(found) == [f"setup script {script} fails: no module"]
+    findings = doctor.setup_script({"a": {"setup": str(script)}, "b": {"setup": str(script)}})
+    assert failures(findings) == [f"setup script {script} fails: no module"]
     script.write_text("true\n")
     assert failures(doctor.setup_script({"a": {"setup": str(script)}})) == []
 
@@ -125,8 +127,8 @@ def stored(tmp_path: Path, storage: str) -> Experiment:
 
 def test_room_for_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = stored(tmp_path, str(tmp_path / "not/yet/there"))
-    found = doctor.storage(experiment)
-    assert not failures(found) and str(tmp_path) in found[0].what
+    findings = doctor.storage(experiment)
+    assert not failures(findings) and str(tmp_path) in findings[0].what
     # The room that is needed is a sum over runs: more than any disk has.
     monkeypatch.setattr(Pretrain, "state_bytes", lambda self, encoder: 10**18)
     monkeypatch.setattr(doctor, "FILES_PER_RUN", 10**15)
@@ -159,5 +161,5 @@ def test_features_of_the_splits_that_evaluations_read(tmp_path: Path) -> None:
 
 
 def test_storage_that_cannot_be_written(tmp_path: Path) -> None:
-    found = doctor.storage(stored(tmp_path, "/proc/maect"))
-    assert "cannot be written" in failures(found)[0]
+    findings = doctor.storage(stored(tmp_path, "/proc/maect"))
+    assert "cannot be written" in failures(findings)[0]

@@ -108,15 +108,15 @@ def test_snakemakes_refusal_is_one_line(
 def test_hours_of_a_training_from_its_operations(here: Path) -> None:
     """ViT-L by hand: twice the multiplications of every matrix, three passes."""
     plan = plan_of(load("paper"), Device("A100", 0.35), "pretrain", "1..16", "4", run="mae_large")
-    (found,) = plan.jobs
-    assert (found.nodes, found.devices) == (4, 4)
+    (planned,) = plan.jobs
+    assert (planned.nodes, planned.devices) == (4, 4)
     tokens, width, all_tokens, decoder = 1 + 49, 1024, 1 + 196, 512
     block = 24 * tokens * width**2 + 4 * tokens**2 * width
     decoded = 24 * all_tokens * decoder**2 + 4 * all_tokens**2 * decoder
     view = 3 * (24 * block + 8 * decoded)
     seconds = 2 * view * 1_281_167 * 800 / (0.35 * 312e12 * 16)
-    assert found.seconds == pytest.approx(seconds, rel=0.02)  # embedding and pixels: 1 %
-    assert "35% of an A100" in found.source
+    assert planned.seconds == pytest.approx(seconds, rel=0.02)  # embedding and pixels: 1 %
+    assert "35% of an A100" in planned.source
 
 
 def test_a_measurement_beats_operations(here: Path) -> None:
@@ -130,9 +130,9 @@ def test_a_measurement_beats_operations(here: Path) -> None:
         "provenance": {"protocol": "throughput"},
     }
     (root / "evaluations/mae_tiny/throughput.json").write_text(json.dumps(throughput))
-    (found,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
-    assert found.seconds == pytest.approx(1_297 * 25 / (50.0 * 2))
-    assert "throughput.json" in found.source
+    (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
+    assert planned.seconds == pytest.approx(1_297 * 25 / (50.0 * 2))
+    assert "throughput.json" in planned.source
     # A finished run of the same kind is nearer, and half of the work is done.
     (root / "runs/ct_aug_tiny").mkdir(parents=True)
     record = {"stage": "tune", "encoder": encoder.model_dump(), "world_size": 4}
@@ -142,9 +142,9 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     (root / "runs/ct_min_tiny").mkdir()
     job = Job("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
     write_job(root / "runs/ct_min_tiny", job)
-    (found,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
-    assert found.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
-    assert "ct_aug_tiny/run.json" in found.source
+    (planned,) = plan_of(experiment, Device("cpu"), "tune", "1", "2", run="ct_min_tiny").jobs
+    assert planned.seconds == pytest.approx(0.5 * 1_297 * 25 / (25.0 * 2))
+    assert "ct_aug_tiny/run.json" in planned.source
 
 
 def unknown_images(folder: Path) -> Experiment:
@@ -221,16 +221,16 @@ def test_operations_of_evaluations(here: Path) -> None:
     one = encode_flops(load_encoder("tiny"))
 
     def passes(rule: str, exact: bool = False, **wildcards: str) -> float:
-        (found,) = plan_of(experiment, device, rule, run="mae_tiny", **wildcards).jobs
-        assert found.seconds is not None
-        return found.seconds * device.rate * (FP32 if exact else 1) / one
+        (planned,) = plan_of(experiment, device, rule, run="mae_tiny", **wildcards).jobs
+        assert planned.seconds is not None
+        return planned.seconds * device.rate * (FP32 if exact else 1) / one
 
     assert passes("features", True, dataset="digits", split="val") == pytest.approx(500)
     assert passes("linear_probe", evaluation="linear_probe") == pytest.approx(12_970 + 500)
     turned = passes("effective_invariance", evaluation="effective_invariance")
     assert turned == pytest.approx(7 * 500)
-    (found,) = plan_of(experiment, device, "knn", run="mae_tiny", evaluation="knn").jobs
-    assert (found.seconds, found.source) == (600, "assumed")
+    (planned,) = plan_of(experiment, device, "knn", run="mae_tiny", evaluation="knn").jobs
+    assert (planned.seconds, planned.source) == (600, "assumed")
     plan = plan_of(
         unknown_images(here), device, "linear_probe", run="mae_tiny", evaluation="linear_probe"
     )

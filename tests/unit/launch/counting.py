@@ -69,9 +69,11 @@ def _any(meeting: Path, context, step: int, flag: bool) -> bool:
                 lines = (meeting / str(rank)).read_text().splitlines(keepends=True)
             except FileNotFoundError:
                 lines = []
-            found = [line for line in lines if line.startswith(f"{step} ") and line.endswith("\n")]
-            if found:
-                flags.append(found[0].split()[1] == "1")
+            written = [
+                line for line in lines if line.startswith(f"{step} ") and line.endswith("\n")
+            ]
+            if written:
+                flags.append(written[0].split()[1] == "1")
                 break
             time.sleep(0.005)
     return any(flags)

@@ -62,19 +62,19 @@ class Run:
         self.launchers.append(process)
         return process
 
-    def pipeline(self, place: Path, **arguments: object) -> "subprocess.Popen[bytes]":
-        """Start Snakemake with one rule that starts a launcher: its words go to `place`/log."""
+    def pipeline(self, folder: Path, **arguments: object) -> "subprocess.Popen[bytes]":
+        """Start Snakemake with one rule that starts a launcher: its words go to `folder`/log."""
         words = self.command({"steps": 40, **arguments}, self.resources)
         command = " ".join(f"'{word}'" for word in words).replace("{", "{{").replace("}", "}}")
         command += (
-            f' 2>> "{place}/log" && touch out || {{{{ echo $? > "{place}/status"; exit 1; }}}}'
+            f' 2>> "{folder}/log" && touch out || {{{{ echo $? > "{folder}/status"; exit 1; }}}}'
         )
         rule = f'rule count:\n    output: "out"\n    shell: """{command}"""\n'
-        (place / "Snakefile").write_text(rule)
+        (folder / "Snakefile").write_text(rule)
         options = ["--cores", "1", "--quiet", "all", "--nolock", "--rerun-incomplete"]
         return subprocess.Popen(
-            [sys.executable, "-m", "snakemake", *options, "--directory", str(place)],
-            cwd=place,
+            [sys.executable, "-m", "snakemake", *options, "--directory", str(folder)],
+            cwd=folder,
             env=self.environment(),
         )
 
@@ -112,7 +112,7 @@ class Run:
         return verdict(self.folder, self.job())
 
     def returns(self, how: str) -> None:
-        """Say in rank 0's place that the function has returned."""
+        """Say for rank 0 that the function has returned."""
         folder = make_job_folder(self.folder, self.job().name)
         write_json(folder / "rank-0.json", {"rank": 0, "id": self.job().id, "end": how})
 
@@ -138,15 +138,15 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """Live processes of this folder's jobs: what a launcher might have left behind."""
-        found = []
+        processes = []
         mark = f"MAECT_JOB=maect-{self.folder.name}-".encode()
         for process in psutil.process_iter():
             try:
                 if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
-                    found.append(process)
+                    processes.append(process)
             except OSError:
                 continue
-        return found
+        return processes
 
     def end(self) -> None:
         """Kill whatever is left."""

@@ -42,7 +42,7 @@ def test_complete_run_starts_nothing(run):
     assert not (run.folder / "job.json").exists()
 
 
-def test_completed_run_that_is_made_anew_begins_at_zero(run):
+def test_completed_run_that_is_made_again_begins_at_zero(run):
     finish(run.start())
     for name in ("done.json", "state.json"):
         (run.folder / name).unlink()
@@ -213,7 +213,7 @@ def test_folder_has_one_owner(run):
 
 
 def test_snakemake_killed(run, tmp_path):
-    """The launcher of a killed Snakemake lets go; the next Snakemake's waits for that."""
+    """The launcher of a killed Snakemake ends; the next Snakemake's waits for that."""
     process = run.pipeline(tmp_path, steps=300)
     run.reaches(5)
     owner = psutil.Process(run.read("owner.lock")["pid"])

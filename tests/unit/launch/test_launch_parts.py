@@ -30,6 +30,31 @@ def test_wrong_resources_are_refused(wrong, words):
         Resources(**wrong)
 
 
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        ({"account": "$MAECT_ACCOUNT"}, r"--account \$MAECT_ACCOUNT: this variable is not set"),
+        ({"cluster": "slurm", "devices": 4}, "--cpus auto is for this machine"),
+        ({"cluster": "slurm", "devices": "auto", "cpus": 8}, "--devices auto is for this machine"),
+        ({"cpus": "many"}, "--cpus many: a positive number, or auto"),
+    ],
+)
+def test_wrong_words_for_resources_are_refused(wrong, words):
+    with pytest.raises(UserError, match=words):
+        Resources.parse(nodes=1, **wrong)
+
+
+def test_words_for_resources():
+    wanted = Resources.parse(
+        nodes=2, cluster="slurm", devices="4", cpus="8", memory_mb="2049", minutes=60,
+        partition="gpu", sbatch="qos=normal,exclusive", setup="envs/slurm.sh",
+    )  # fmt: skip
+    assert wanted == Resources(
+        "slurm", 2, 4, 8, 3, 60, "gpu", None, ("qos=normal", "exclusive"),
+        os.path.abspath("envs/slurm.sh"),
+    )  # fmt: skip
+
+
 def test_arguments_must_survive_json():
     assert Task("a.b:c", {"x": [1, None, "y"]}).arguments["x"] == [1, None, "y"]
     for wrong in ({"x": (1, 2)}, {1: "x"}):

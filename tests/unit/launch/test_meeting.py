@@ -34,10 +34,10 @@ def attack(mark: Path, *ports: int) -> dict[str, list[str]]:
 def listening(process: psutil.Process) -> list[tuple[str, int]]:
     """Addresses and ports on which a process waits for connections."""
     try:
-        found = process.net_connections("tcp")
+        connections = process.net_connections("tcp")
     except psutil.NoSuchProcess:
         return []
-    return [(at.laddr.ip, at.laddr.port) for at in found if at.status == psutil.CONN_LISTEN]
+    return [(at.laddr.ip, at.laddr.port) for at in connections if at.status == psutil.CONN_LISTEN]
 
 
 def test_one_node_has_no_port_to_attack(tmp_path: Path) -> None:

@@ -40,11 +40,11 @@ def test_what_is_written_is_read(tmp_path: Path, job: Job) -> None:
 
 def test_any_damage_is_named_in_one_line(tmp_path: Path, job: Job) -> None:
     file = tmp_path / "job.json"
-    whole = file.read_bytes()
-    for place in range(0, len(whole), 7):
+    content = file.read_bytes()
+    for position in range(0, len(content), 7):
         for damage in (
-            whole[:place],
-            whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :],
+            content[:position],
+            content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :],
         ):
             file.write_bytes(damage)
             try:

@@ -27,8 +27,8 @@ def line_of(run) -> str:
     """The run's line and its note."""
     lines = columns(status(run.folder.parents[1])[1])
     assert all(len(line) <= WIDTH for line in lines)
-    place = next(i for i, line in enumerate(lines) if line.startswith("count"))
-    return "\n".join(lines[place:])
+    first = next(i for i, line in enumerate(lines) if line.startswith("count"))
+    return "\n".join(lines[first:])
 
 
 def test_running_interrupted_failed_stopped(run):
