@@ -153,7 +153,7 @@ def read_by_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]
             experiment, name, TABLES[name] if not figure else FIGURES[name]
         )
     ]
-    if figure and FIGURES[name].reads_runs:
+    if (FIGURES if figure else TABLES)[name].reads_runs:
         files += run_records(experiment, [name])
     if figure and (classes := _classes(experiment, name)):
         files.append(classes)

@@ -14,7 +14,7 @@ from maect.core.files import write_text
 from maect.report.registry import ClaimsConfig
 from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS, Statement
-from maect.report.tables import DECIMALS, cost_table, printed_tables, read_table
+from maect.report.tables import DECIMALS, cost_table, pretraining_table, printed_tables, read_table
 
 HOLDS, FAILS, OPEN = "holds", "fails", "not measured"
 Key = tuple[str, str, str, str]
@@ -22,8 +22,8 @@ Key = tuple[str, str, str, str]
 Tables = Mapping[str, pd.DataFrame]
 
 VALUE = re.compile(r"""([a-z]\w*)\.(\w+|\*)(?:\.(\w+)|\["([\w.]+)"\])\.(\w+)""")
-COST = "cost"
-"""How statements call the table of what training cost."""
+COST, PRETRAINING = "cost", "pretraining"
+"""How statements call the tables of what training cost, and of what its first stage logged."""
 # What the paper prints as equal is equal.
 TOLERANCE = 1e-9
 
@@ -237,6 +237,7 @@ def make_claims(path: Path) -> None:
     config = ClaimsConfig.read(path)
     tables = {file.stem: read_table(file) for file in config.tables}
     tables[COST] = cost_table(config.rows, config.runs)
+    tables[PRETRAINING] = pretraining_table(config.rows, config.runs)
     verdicts = claims_table(tables)
     write_claims(verdicts, path.with_suffix(".csv"))
     write_text(path.with_suffix(".html"), claims_page(verdicts))

@@ -86,6 +86,15 @@ class Metric:
 
 
 @dataclass(frozen=True)
+class Detail:
+    """A column of text: how a model was trained, by its runs' records, beside the paper's words."""
+
+    name: str
+    """Its name in the CSV, and a setting of the stages that train an encoder."""
+    title: str
+
+
+@dataclass(frozen=True)
 class Table:
     """A table."""
 
@@ -97,6 +106,8 @@ class Table:
     """What the report says of it."""
     evaluations: Mapping[str, str] = field(default_factory=dict)
     """Rows (by method) that are evaluated by another evaluation than their column's."""
+    details: tuple[Detail, ...] = ()
+    """Columns before those of numbers."""
     others: str = ""
     """Pattern of metrics that are columns as well: of sets that stand in for the paper's."""
     other_title: str = ""
@@ -110,8 +121,10 @@ class Table:
         match = re.fullmatch(self.others, name) if self.others else None
         if match is None or name in {metric.name for metric in self.metrics}:
             return None
-        parts = {"what": "", **match.groupdict()}
-        title = ", ".join(filter(None, (_SCORES.get(parts["what"], ""), parts["set"])))
+        parts = {"what": "", "form": "", **match.groupdict()}
+        what = _SCORES.get(parts["what"], "")
+        what = f"{what} deviation" if parts["form"] == "std" else what
+        title = ", ".join(filter(None, (what, parts["set"])))
         return Metric(name, title.replace("_", " "), self.metrics[0].evaluation)
 
     def evaluations_of(self, metric: Metric, method: str) -> tuple[str, ...]:
@@ -124,6 +137,11 @@ class Table:
         """Every evaluation that a row reads, without repetition."""
         names = [name for m in self.metrics for name in self.evaluations_of(m, method)]
         return tuple(dict.fromkeys(names))
+
+    @property
+    def reads_runs(self) -> bool:
+        """Whether it also reads the records of all runs behind its rows."""
+        return bool(self.details)
 
     @property
     def label(self) -> dict[str, str]:
@@ -229,6 +247,11 @@ _LOW_SHOT = (
 
 def _clustering(prefix: str = "", suffix: str = "") -> tuple[Metric, ...]:
     return tuple(Metric(n, t, "clustering", key=prefix + n + suffix) for n, t in _SCORES.items())
+
+
+def _deviation(prefix: str = "") -> Metric:
+    """Of cluster accuracy over the runs of k-means: the paper prints its ranges, in the text."""
+    return Metric("deviation", "ACC deviation", "clustering", key=f"{prefix}accuracy_std")
 
 
 TABLES: dict[str, Table] = {
@@ -387,7 +410,17 @@ TABLES: dict[str, Table] = {
         "Extended comparison",
         "Table 17",
         _FEATURES,
-        caption="Linear probing and k-NN beside published models. Paper: table 17.",
+        caption=(
+            "Linear probing and k-NN beside published models: epochs (of pre-training; of tuning), "
+            "global and local views and passes of a teacher for each image, and the share of "
+            "patches left out. * I-JEPA sees one context block and four target blocks, which "
+            "overlap. † iBOT masks every other time, between 10 and 50 %. Paper: table 17."
+        ),
+        details=(
+            Detail("epochs", "Epochs"),
+            Detail("views", "GV/LV/T"),
+            Detail("mask_ratio", "Mask ratio"),
+        ),
         all_of_paper=True,
     ),
     "clustering_best": Table(
@@ -402,8 +435,11 @@ TABLES: dict[str, Table] = {
     "clustering_mean": Table(
         "Clustering, mean of runs",
         "Table 19",
-        _clustering(suffix="_mean"),
-        caption="The same measures, as the mean over all runs of k-means. Paper: table 19.",
+        (*_clustering(suffix="_mean"), _deviation()),
+        caption=(
+            "The same measures, as the mean over all runs of k-means, and the standard deviation "
+            "of the accuracy over them: 0.2 to 0.7 in the paper. Paper: table 19."
+        ),
     ),
     "dogs15_best": Table(
         "Clustering of Dogs15, the run with the lowest inertia",
@@ -420,13 +456,14 @@ TABLES: dict[str, Table] = {
     "dogs15_mean": Table(
         "Clustering of Dogs15, mean of runs",
         "Table 21",
-        _clustering("dogs15_", "_mean"),
+        (*_clustering("dogs15_", "_mean"), _deviation("dogs15_")),
         caption=(
             "Clustering of some of the classes, as the mean over all runs of k-means: in the "
             "paper the 15 dog breeds of ImageNet-Dogs15; another subset is named in its columns. "
+            "The standard deviation of the accuracy over the runs is 0.6 to 4.3 in the paper. "
             "Paper: table 21."
         ),
-        others=f"{_SUBSET}_mean",
+        others=rf"{_SUBSET}_(?P<form>mean|(?<=accuracy_)std)",
         other_title="Clustering of some of the classes, mean of runs",
     ),
     # A figure only, in the paper; as a table for the claims.
@@ -622,6 +659,7 @@ METHODS = {
     "ct_min_k1_public": "MAE-CT min, k = 1 (public weights)",
     "combined": "combined pre-training",
     "combined_ct": "combined + CT",
+    "combined_fine_tuned": "combined + fine-tuning",
     "combined_ct_skip": "combined + CT, its own head",
     "detached_ct_skip": "detached + CT, its own head",
     "ct_oracle": "MAE-CT oracle",

@@ -23,6 +23,7 @@ from rich.text import Text
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
 from maect.report.registry import (
+    Detail,
     Metric,
     Row,
     ShownConfig,
@@ -108,6 +109,12 @@ def cell(line: "pd.Series", metric: Metric, anchor: str = "") -> Cell:
     )
 
 
+def text_cell(line: "pd.Series", detail: Detail) -> Cell:
+    """One cell of text: what is known of the runs, and what the paper says."""
+    value, paper = line[detail.name], line[f"{detail.name}_paper"]
+    return Cell("" if pd.isna(value) else value, "", "" if pd.isna(paper) else paper, "")
+
+
 def columns_shown(frame: pd.DataFrame, table: Table) -> list[Metric]:
     """The columns in which anything was measured or printed; the others would only take room."""
     others = [table.other(name) for name in frame.columns if f"{name}_std" in frame.columns]
@@ -131,6 +138,11 @@ def printed(
     """
     table = named_table(name)
     metrics = columns_shown(frame, table)
+    details = [
+        detail
+        for detail in table.details
+        if frame[[detail.name, f"{detail.name}_paper"]].notna().any(axis=None)
+    ]
     runs = {(row.architecture, row.method): row.runs for row in rows}
 
     def anchor(line: "pd.Series", metric: Metric) -> str:
@@ -145,12 +157,15 @@ def printed(
         title=table.other_title if stand_ins and table.other_title else table.title,
         paper=table.paper,
         legend=_legend(metrics, frame),
-        columns=[metric.title for metric in metrics],
+        columns=[*(detail.title for detail in details), *(metric.title for metric in metrics)],
         lines=[
             Line(
                 architecture_title(line["architecture"]),
                 method_title(line["method"]),
-                [cell(line, metric, anchor(line, metric)) for metric in metrics],
+                [
+                    *(text_cell(line, detail) for detail in details),
+                    *(cell(line, metric, anchor(line, metric)) for metric in metrics),
+                ],
             )
             for _, line in frame.iterrows()
         ],
@@ -202,7 +217,7 @@ def _by_architecture(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:
 _TEX = str.maketrans(
     {
         "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", MINUS: "$-$", MISSING: "--",
-        "±": r"$\pm$", "…": r"\dots{}",
+        "±": r"$\pm$", "…": r"\dots{}", "≈": r"$\approx$", "†": r"$\dagger$",
     }
 )  # fmt: skip
 
@@ -261,7 +276,9 @@ def for_terminal(table: Printed) -> Group:
 def make_table(path: Path) -> None:
     """`maect table tables/NAME.yaml`: beside it NAME as CSV, Markdown, LaTeX and a page."""
     config = ShownConfig.read(path)
-    frame = build_table(config.name, config.rows, config.evaluations, config.compare_with_paper)
+    frame = build_table(
+        config.name, config.rows, config.evaluations, config.compare_with_paper, config.runs
+    )
     write_table(frame, path.with_suffix(".csv"))
     text = printed(frame, config.name, config.rows, config.evaluations)
     for form in ("md", "tex", "html"):

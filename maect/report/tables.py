@@ -4,7 +4,7 @@ import io
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any, cast
 import pandas as pd
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_text
+from maect.core.files import json_lines, read_json, write_text
 from maect.report.registry import TABLES, Metric, Row, Table, named_table
 
 KEYS = ["architecture", "method"]
 PAPER = resources.files("maect.report") / "paper"
 COST = ("hours", "overhead")
+UNKNOWN = "\N{EN DASH}"
 DECIMALS = 4  # far below any difference between seeds, and the same text on every platform
 
 
@@ -103,6 +104,19 @@ def paper_value(name: str, architecture: str, method: str, column: str) -> float
     return None if math.isnan(value) else value
 
 
+def _paper_text(name: str, architecture: str, method: str, column: str) -> str | None:
+    """What the paper prints in a column of text, or None."""
+    table = _paper(name)
+    known = (architecture, method) in table.index and column in table.columns
+    value: Any = table.at[(architecture, method), column] if known else None
+    return None if pd.isna(value) else str(value)
+
+
+def _texts(table: Table) -> list[str]:
+    """The columns of text."""
+    return [f"{detail.name}{part}" for detail in table.details for part in ("", "_paper")]
+
+
 def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric]:
     """Columns for what was evaluated beside the paper's sets, where the table takes such."""
     columns: dict[str, Metric] = {}
@@ -118,7 +132,11 @@ def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric
 
 
 def build_table(
-    name: str, rows: Iterable[Row], evaluations: Path, paper: bool = True
+    name: str,
+    rows: Iterable[Row],
+    evaluations: Path,
+    paper: bool = True,
+    runs: Path | None = None,
 ) -> pd.DataFrame:
     """A table of the registry.
 
@@ -127,10 +145,12 @@ def build_table(
         rows: its lines.
         evaluations: folder of the results.
         paper: whether to put the paper's numbers beside them.
+        runs: folder of the runs, whose records tell how they were trained.
 
     Returns:
-        `architecture`, `method`, then `M`, `M_std`, `M_paper` for every metric M, in the paper's
-        units. NaN where nothing was run, where there is one seed, where the paper has no number.
+        `architecture`, `method`, then `D` and `D_paper` for every detail D, None where nothing is
+        known, and `M`, `M_std`, `M_paper` for every metric M, in the paper's units. NaN where
+        nothing was run, where there is one seed, where the paper has no number.
 
     Raises:
         UserError: unknown table, a model twice, or a result that cannot be read.
@@ -147,6 +167,10 @@ def build_table(
             raise UserError(f"table {name}: {row.architecture} {row.method} is there twice")
         seen.add((row.architecture, row.method))
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
+        for detail in table.details:
+            key = row.architecture, row.method, detail.name
+            line[detail.name] = trained_with(detail.name, row, runs) if runs else None
+            line[f"{detail.name}_paper"] = _paper_text(name, *key) if paper else None
         for metric in metrics:
             names = table.evaluations_of(metric, row.method)
             mean, std = measured(evaluations, row.runs, names, metric.source, metric.std)
@@ -155,7 +179,7 @@ def build_table(
             line[f"{metric.name}_paper"] = paper_value(name, *key) if paper else None
         lines.append(line)
     numbers = [f"{m.name}{part}" for m in metrics for part in ("", "_std", "_paper")]
-    frame = pd.DataFrame(lines, columns=KEYS + numbers)
+    frame = pd.DataFrame(lines, columns=KEYS + _texts(table) + numbers)
     return frame.astype(dict.fromkeys(numbers, float))
 
 
@@ -179,15 +203,39 @@ def read_table(path: Path) -> pd.DataFrame:
     Raises:
         UserError: no such file, or not a table.
     """
+    texts = _texts(TABLES[path.stem]) if path.stem in TABLES else []
     try:
-        frame = pd.read_csv(path)
+        frame = pd.read_csv(path, dtype=dict.fromkeys(texts, str))
     except FileNotFoundError:
         raise UserError(f"{path}: no such table") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise UserError(f"{path}: not a table ({error})") from None
     if list(frame.columns[:2]) != KEYS:
         raise UserError(f"{path}: not a table (its first columns are not {', '.join(KEYS)})")
-    return frame.astype(dict.fromkeys(frame.columns[2:], float))
+    numbers = [column for column in frame.columns[2:] if column not in texts]
+    return frame.astype(dict.fromkeys(numbers, float))
+
+
+def trained_with(setting: str, row: Row, runs: Path) -> str | None:
+    """A setting of the stages behind a row's first run that trained its encoder, as `800; 20`.
+
+    Once if it is the same in all; an en dash for imported weights, if they were trained on; None
+    if nothing is known.
+
+    Raises:
+        UserError: a record that is missing or not one.
+    """
+    if not row.runs or not (runs / row.runs[0] / "run.json").exists():
+        return None
+    values = [
+        str(record.get("recipe", {}).get(setting, UNKNOWN))
+        for record in reversed(chain(row.runs[0], runs))
+        if record["stage"] != "head"
+    ]
+    values = [value.removesuffix(".0") for value in values]
+    if set(values) == {UNKNOWN}:
+        return None
+    return values[0] if len(set(values)) == 1 else "; ".join(values)
 
 
 def chain(run: str, runs: Path) -> list[dict[str, Any]]:
@@ -236,18 +284,56 @@ def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     Raises:
         UserError: a record that cannot be read.
     """
+    return _by_row(rows, runs, COST, lambda run: hours_of(chain(run, runs)))
+
+
+def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
+    """The NNCLR loss at the start of the pre-training that each model begins with.
+
+    Returns:
+        As `cost_table`, with `nnclr_loss`: the mean over the first tenth of the epochs. Rows of
+        pre-trainings without an NNCLR head are left out.
+
+    Raises:
+        UserError: a record or log that cannot be read.
+    """
+
+    def start(run: str) -> tuple[float]:
+        first = chain(run, runs)[-1]
+        entries = json_lines(runs / first["run"] / "metrics.jsonl", strict=True)
+        until = first.get("recipe", {}).get("epochs", 0) / 10
+        losses = [e["loss_nnclr"] for e in entries if "loss_nnclr" in e and e["epoch"] <= until]
+        return (statistics.fmean(losses) if losses else math.nan,)
+
+    return _by_row(rows, runs, ("nnclr_loss",), start)
+
+
+def _by_row(
+    rows: Iterable[Row],
+    runs: Path,
+    columns: Sequence[str],
+    values_of: Callable[[str], Sequence[float]],
+) -> pd.DataFrame:
+    """What the finished runs of each row say of themselves; without rows of which none ever will.
+
+    Args:
+        rows: its lines.
+        runs: folder of the runs.
+        columns: of the table.
+        values_of: the values of these columns for a run, NaN where there is none.
+    """
     lines = []
     for row in rows:
         done = [run for run in row.runs if (runs / run / "run.json").exists()]
-        values = [hours_of(chain(run, runs)) for run in done]
-        if done and len(done) == len(row.runs) and all(math.isnan(hours) for hours, _ in values):
+        values = [values_of(run) for run in done]
+        if done and len(done) == len(row.runs) and all(math.isnan(value[0]) for value in values):
             continue
         line: dict[str, Any] = {"architecture": row.architecture, "method": row.method}
-        for position, column in enumerate(COST):
+        for position, column in enumerate(columns):
             numbers = [value[position] for value in values if not math.isnan(value[position])]
             line[column] = statistics.fmean(numbers) if numbers else math.nan
             line[f"{column}_std"] = statistics.stdev(numbers) if len(numbers) > 1 else math.nan
             line[f"{column}_paper"] = math.nan
         lines.append(line)
-    numbers_of = [f"{column}{part}" for column in COST for part in ("", "_std", "_paper")]
+    numbers_of = [f"{column}{part}" for column in columns for part in ("", "_std", "_paper")]
     return pd.DataFrame(lines, columns=KEYS + numbers_of)

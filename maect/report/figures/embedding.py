@@ -13,9 +13,9 @@ from matplotlib.patheffects import withStroke
 
 from maect.core.errors import UserError
 from maect.report.figures import COLORS, WIDTH, blank, class_style, panels
-from maect.report.figures.data import Classes, read_tensors, result_files, setting
+from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
 from maect.report.registry import Row, ShownConfig
-from maect.report.tables import measured
+from maect.report.tables import measured, paper_value
 
 LEGEND_CLASSES = 32  # as many as have a look of their own
 COLUMNS = 4
@@ -31,6 +31,8 @@ class Panel:
     title: str
     points: Path
     accuracy: float | None = None
+    paper: float | None = None
+    """What the paper prints for it."""
 
 
 def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -112,8 +114,9 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
         _names(ax, points, labels, names)
         ax.spines[:].set_visible(True)
         ax.spines[:].set_color("#BBBBBB")
+        paper = "" if panel.paper is None else f" (paper {panel.paper:.1f} %)"
         accuracy = "" if panel.accuracy is None else f"\ncluster accuracy {panel.accuracy:.1f} %"
-        ax.set_title(panel.title + accuracy)
+        ax.set_title(panel.title + accuracy + (accuracy and paper))
     if names:
         handles = []
         for position in range(len(known)):
@@ -131,22 +134,26 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
     return figure
 
 
-def _accuracy(evaluations: Path, run: str, embedding: str) -> float | None:
-    """Accuracy of k-means on the classes that an embedding shows, if that was evaluated."""
-    classes = setting(evaluations / run / f"{embedding}.json", "classes") or []
-    subsets = setting(evaluations / run / "clustering.json", "subsets") or {}
-    keys = [f"{name}_accuracy" for name, subset in subsets.items() if subset == classes]
-    keys = keys if classes else ["accuracy"]
-    return measured(evaluations, [run], ["clustering"], keys[0])[0] if keys else None
+def _panel(shown: ShownConfig, row: Row, embedding: str) -> Panel:
+    """A row's embedding, with the accuracy of k-means on its classes, if that was evaluated."""
+    folder = shown.evaluations / row.runs[0]
+    classes = setting(folder / f"{embedding}.json", "classes") or []
+    subsets = setting(folder / "clustering.json", "subsets") or {}
+    names = [name for name, subset in subsets.items() if subset == classes] if classes else [""]
+    accuracy = paper = None
+    if names:
+        key = f"{names[0]}_accuracy".removeprefix("_")
+        accuracy = measured(shown.evaluations, row.runs[:1], ["clustering"], key)[0]
+    table = {"": "clustering_best", "dogs15": "dogs15_best"}.get(names[0]) if names else None
+    if table and shown.compare_with_paper:
+        paper = paper_value(table, row.architecture, row.method, "accuracy")
+    return Panel(row_title(row, shown.rows), folder / f"{embedding}.safetensors", accuracy, paper)
 
 
 def umap(shown: ShownConfig, embedding: str = "umap") -> Figure:
     """UMAP embeddings side by side, with the accuracy of k-means on the features."""
-    drawn = [
-        Panel(title, points, _accuracy(shown.evaluations, points.parent.name, embedding))
-        for title, points in result_files(shown, f"{embedding}.safetensors").items()
-    ]
-    return draw_panels(drawn, Classes(shown))
+    drawn = [_panel(shown, row, embedding) for row in shown.rows if row.runs]
+    return draw_panels([panel for panel in drawn if panel.points.exists()], Classes(shown))
 
 
 def cluster_formation(shown: ShownConfig) -> Figure:

@@ -8,7 +8,7 @@ from maect.core.errors import UserError
 from maect.experiment import load
 from maect.report.claims import compare, expand, judge
 from maect.report.statements import STATEMENTS
-from maect.report.tables import Row, chain, cost_table
+from maect.report.tables import Row, chain, cost_table, pretraining_table
 
 
 def record(runs: Path, name: str, stage: str, hours: float, source: str | None = None) -> None:
@@ -65,6 +65,23 @@ def test_a_run_that_is_not_finished_is_still_waited_for(runs):
         "cost.base.ct_min.overhead <= 10",
         "cost.large.ct_min.overhead <= 10",
     ]
+
+
+def test_the_nnclr_loss_of_the_first_tenth(tmp_path):
+    rows = []
+    for start, loss in (("combined", 4.0), ("detached", 6.0), ("mae", None)):
+        record(tmp_path, start, "pretrain", 100.0)
+        record(tmp_path, f"{start}_ct_skip", "tune", 6.0, start)
+        path = tmp_path / start / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"recipe": {"epochs": 40}}))
+        lines = [{"epoch": n / 2, "loss": 1.0} for n in range(1, 81)]
+        if loss:  # 8 steps at `loss`, 72 at half of it
+            lines = [line | {"loss_nnclr": loss / (1 + (line["epoch"] > 4))} for line in lines]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / start / "metrics.jsonl").write_text(text)
+        rows.append(Row("large", f"{start}_ct_skip", [f"{start}_ct_skip"]))
+    frame = pretraining_table(rows, tmp_path).set_index("method")
+    assert frame.nnclr_loss.to_dict() == {"combined_ct_skip": 4.0, "detached_ct_skip": 6.0}
 
 
 def test_seeds(runs):

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.report import registry
 from maect.report.figures import draw
 from maect.report.figures.data import Node
-from maect.report.figures.embedding import read_points
+from maect.report.figures.embedding import read_points, umap
 from maect.report.figures.grids import WRONG
 from maect.report.figures.lines import POINTS, curve, points_of
 from maect.report.figures.schematic import columns_of, rows_of
@@ -222,6 +222,22 @@ def test_a_class_looks_the_same_in_every_panel(embedding, result, evaluations, o
     with Image.open(out[1]) as image:
         assert image.height < image.width  # two panels, not three in two lines
     assert {"#0072B2", "#D55E00"} <= colors_in(out[1])
+
+
+def test_an_embedding_has_the_accuracy_that_the_paper_prints_for_it(embedding, result, evaluations):
+    settings = {"umap": {"classes": ["b", "a"]}, "clustering": {"subsets": {"dogs15": ["b", "a"]}}}
+    embedding("combined")
+    for name, metrics in (
+        ("umap", {}),
+        ("clustering", {"dogs15_accuracy": 30.04, "accuracy": 9.0}),
+    ):
+        path = result("combined", name, **metrics)
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": settings[name]}))
+    rows = [Row("large", "combined", ["combined"])]
+    for compare, paper in ((True, " (paper 32.6 %)"), (False, "")):
+        figure = umap(shown("umap", evaluations, rows, compare_with_paper=compare))
+        title = figure.axes[0].get_title()
+        assert title == f"combined pre-training\ncluster accuracy 30.0 %{paper}"
 
 
 def test_many_classes_and_missing_labels(evaluations, out):

@@ -1,3 +1,4 @@
+import json
 import math
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from maect.core.errors import UserError
 from maect.report.registry import METHODS, TABLES
 from maect.report.render import printed, render
 from maect.report.tables import (
+    UNKNOWN,
     Row,
     build_table,
     paper_table,
@@ -49,6 +51,70 @@ def test_what_was_not_run_is_an_empty_cell(evaluations, tmp_path):
     write_table(build_table("clustering", [Row("tiny", "mae", [])], evaluations), path)
     assert path.read_text().splitlines()[1] == "tiny,mae,,,,,,"
     assert read_table(path).iloc[0, 2:].isna().all()
+
+
+def test_how_a_model_was_trained_is_told_by_its_runs(evaluations, tmp_path):
+    runs = tmp_path / "runs"
+    for run, stage, source, recipe in (
+        ("mae", "pretrain", None, {"epochs": 800, "views": 2, "mask_ratio": 0.75}),
+        ("head", "head", "mae", {"epochs": 20, "views": 2, "mask_ratio": 0.0}),
+        ("ct", "tune", "head", {"epochs": 25, "views": 2, "mask_ratio": 0.0}),
+        ("public", "import", None, {"layout": "mae"}),
+        ("ct_public", "tune", "public", {"epochs": 20, "views": 2, "mask_ratio": 0.0}),
+    ):
+        (runs / run).mkdir(parents=True)
+        record = {"run": run, "stage": stage, "source": source, "recipe": recipe}
+        (runs / run / "run.json").write_text(json.dumps(record))
+    rows = [
+        Row("large", "ct_min", ["ct"]),
+        Row("large", "mae_public", ["public"]),
+        Row("large", "ct_public", ["ct_public"]),
+        Row("large", "ibot", ["not_finished"]),
+    ]
+    frame = build_table("extended", rows, evaluations, runs=runs)
+    write_table(frame, tmp_path / "extended.csv")
+    read = read_table(tmp_path / "extended.csv").set_index("method").loc[[r.method for r in rows]]
+    read = read[read.architecture == "large"]
+    own = read[["epochs", "views", "mask_ratio"]].fillna("").to_numpy().tolist()
+    assert own == [
+        ["800; 25", "2", "0.75; 0"],
+        ["", "", ""],
+        [f"{UNKNOWN}; {value}" for value in (20, 2, 0)],
+        ["", "", ""],
+    ]
+    paper = read[["epochs_paper", "views_paper", "mask_ratio_paper"]].to_numpy().tolist()
+    assert paper[0] == ["800; 20", "2", "0.75; 0"] and paper[1] == ["1600", "1", "0.75"]
+    assert paper[3] == ["250", "2 / 10 / 2", "≈ 0.15†"]
+    text = printed(frame, "extended")
+    assert text.columns[:3] == ["Epochs", "GV/LV/T", "Mask ratio"]
+    assert [str(cell) for cell in text.lines[0].cells[:3]] == [
+        "800; 25 (800; 20)", "2 (2)", "0.75; 0 (0.75; 0)",
+    ]  # fmt: skip
+    assert str(text.lines[3].cells[2]) == f"{UNKNOWN} (≈ 0.15†)"
+    assert r"$\approx$ 0.15$\dagger$" in render(text, "tex")
+    # Nothing is known of models that are not compared: no empty columns.
+    assert (
+        printed(build_table("extended", rows[3:], evaluations, paper=False), "extended").columns
+        == []
+    )
+
+
+def test_how_much_clusters_vary(result, evaluations):
+    values = {"accuracy_mean": 58.0, "accuracy_std": 0.35, "dogs15_accuracy_std": 2.5}
+    result("mae", "clustering", **values, even_accuracy_mean=70.0, even_accuracy_std=3.0)
+    rows = [Row("tiny", "mae", ["mae"])]
+    best = build_table("clustering_best", rows, evaluations)
+    assert "deviation" not in best
+    mean, dogs = (
+        build_table(f"{name}_mean", rows, evaluations) for name in ("clustering", "dogs15")
+    )
+    assert (mean.deviation[0], dogs.deviation[0]) == (0.35, 2.5)
+    assert (dogs.even_accuracy_mean[0], dogs.even_accuracy_std[0]) == (70.0, 3.0)
+    assert printed(dogs, "dogs15_mean").columns == [
+        "ACC deviation",
+        "ACC, even",
+        "ACC deviation, even",
+    ]
 
 
 def test_the_extended_comparison_has_models_without_public_weights(evaluations):
