@@ -66,7 +66,8 @@ def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
             one = one.from_public()
         for values in itertools.product(*one.each.values()):
             chosen = dict(zip(one.each, map(str, values), strict=True))
-            for seed in range(spec.seeds if one.weights is None else 1):
+            seeds = min(spec.seeds, one.seeds or spec.seeds) if one.weights is None else 1
+            for seed in range(seeds):
                 run = _run(f"{file}: runs", template, one, chosen, seed, default)
                 if run.name in runs:
                     raise UserError(f"{file}: runs: {run.name} is defined twice")

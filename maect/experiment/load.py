@@ -126,7 +126,8 @@ class Experiment:
                 names = matching(pattern, runs)
                 if complete and not names:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
-                yield from itertools.product(names, entry.protocols)
+                few = [run for run in names if entry.seeds is None or runs[run].seed < entry.seeds]
+                yield from itertools.product(few, entry.protocols)
 
     def _leave_out(self, gone: set[str]) -> None:
         """Forget runs, their evaluations, and the lines that would be empty without them."""

@@ -120,6 +120,8 @@ class RunSpec(Settings):
     method: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
     each: dict[str, list[str | int | float]] = Field(default_factory=dict)
+    seeds: int | None = Field(default=None, gt=0)
+    """At most so many of the experiment's seeds."""
 
     @model_validator(mode="after")
     def _origin(self) -> "RunSpec":
@@ -138,7 +140,7 @@ class RunSpec(Settings):
         """The run that imports the public weights instead, if it has any."""
         if self.public is None:
             return self
-        kept = self.model_dump(include={"size", "image_size", "method", "each"})
+        kept = self.model_dump(include={"size", "image_size", "method", "each", "seeds"})
         return RunSpec.model_validate(kept | self.public.model_dump())
 
 
@@ -147,6 +149,8 @@ class Evaluations(Settings):
 
     runs: list[str]
     protocols: list[str]
+    seeds: int | None = Field(default=None, gt=0)
+    """At most so many seeds of each run."""
 
     @field_validator("runs", mode="before")
     @classmethod

@@ -223,6 +223,35 @@ def test_bundled_experiments_are_valid(name: str) -> None:
     assert load(name).evaluations
 
 
+def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
+    ct = {"recipe": "ct_min", "size": "tiny", "from": "head_min_tiny", "seeds": 1}
+    asked = [
+        {"runs": ["mae_tiny", "once"], "protocols": ["knn"]},
+        {"runs": ["mae_tiny"], "protocols": ["linear_probe"], "seeds": 2},
+    ]
+    runs = TINY["runs"] | {"once": ct}
+    found = load(write(tmp_path, seeds=3, runs=runs, evaluate=asked))
+    assert "mae_tiny-s2" in found.runs and "once-s1" not in found.runs
+    assert found.runs["once"].source == "head_min_tiny"
+    assert found.evaluations == (
+        ("mae_tiny", "knn"), ("mae_tiny-s1", "knn"), ("mae_tiny-s2", "knn"), ("once", "knn"),
+        ("mae_tiny", "linear_probe"), ("mae_tiny-s1", "linear_probe"),
+    )  # fmt: skip
+    assert len(load(write(tmp_path, runs=runs, evaluate=asked), seeds=1).evaluations) == 3
+
+
+def test_cifar10_repeats_the_method_alone() -> None:
+    experiment = load("cifar10")
+    repeated = {name.removesuffix("-s2") for name in experiment.runs if name.endswith("-s2")}
+    method = {"mae", "head_min", "head_aug", "ct_min", "ct_aug"}
+    assert repeated == {f"{one}_micro" for one in method}
+    splits = experiment.datasets["cifar10"].splits
+    for run, name in experiment.evaluations:
+        assert set(experiment.evaluation(run, name).split_names) <= set(splits)
+    shown = experiment.tables, experiment.figures
+    assert all(experiment.rows(name) for names in shown for name in names)
+
+
 def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
     variant = {"probe_short": {"protocol": "linear_probe", "epochs": 3}}
     asked = [{"runs": ["mae_tiny"], "protocols": ["probe_short", "linear_probe"]}]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
 from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, Source
+from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
 from maect.data.sources.files import Folder, ImageList, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
 from maect.data.sources.view import View
@@ -33,6 +34,11 @@ SOURCES: dict[str, type[Source]] = {
         ImageNetTrainTar,
         ImageNetVal,
         ImageNetV2,
+        Noise,
+        Blur,
+        Contrast,
+        Pixelate,
+        JPEG,
         View,
     )
 }

@@ -127,7 +127,7 @@ def test_all_labels_is_maes_recipe(letter: str, size: str) -> None:
     assert maes == settings.model_copy(update={"pooling": "fc_norm"})
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base", "large", "huge", "huge14"])
+@pytest.mark.parametrize("size", ["tiny", "small", "micro", "base", "large", "huge", "huge14"])
 def test_each_row_of_table_16_adds_its_component(size: str) -> None:
     rows = TABLES["oracle"].evaluations
     components = {

@@ -1,0 +1,125 @@
+"""Image folders that are changed while they are read: test sets under common corruptions.
+
+After ImageNet-C and CIFAR-10-C (Hendrycks and Dietterich 2019), with strengths like the highest of
+their five for images of 32 pixels. Those are files of their own, which these do not reproduce.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from maect.data.sources.base import Entry
+from maect.data.sources.files import Folder
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class Corrupted(Folder):
+    """The images of a folder, changed; what happens to one depends on its name and pixels alone."""
+
+    encoding: ClassVar[dict[str, Any]] = {"format": "PNG"}
+
+    @abstractmethod
+    def change(self, image: Image.Image, name: str) -> Image.Image:
+        """The RGB image of this name, changed."""
+
+    def read(self, entry: Entry) -> bytes:
+        """The changed image, encoded.
+
+        Raises:
+            OSError: gone or unreadable.
+            UnreadableError: no image.
+        """
+        from maect.data.decode import read_rgb
+
+        stream = io.BytesIO()
+        self.change(read_rgb(super().read(entry)), entry.name).save(stream, **self.encoding)
+        return stream.getvalue()
+
+
+class Noise(Corrupted):
+    """Normal noise in every value, cut off at black and white."""
+
+    kind = "noise"
+    about = "as `folder`, with normal noise of standard deviation 0.1 (of 1) in every value"
+    deviation = 0.1
+
+    def change(self, image: Image.Image, name: str) -> Image.Image:
+        """Twelve uniform numbers make a normal one: sums of integers are the same everywhere."""
+        import numpy as np
+        from PIL import Image
+
+        from maect.data import random
+
+        values = np.asarray(image)
+        number = zlib.crc32(name.encode("utf-8", "surrogateescape"))
+        bits = random.bits(0, 0, np.array([number]), 0, random.CORRUPT, 12 * values.size)
+        sums = (bits >> np.uint64(32)).reshape(*values.shape, 12).sum(-1)
+        normal = sums.astype(np.float64) / 2**32 - 6.0
+        noisy = np.rint(values + 255 * self.deviation * normal)
+        return Image.fromarray(np.clip(noisy, 0, 255).astype(np.uint8))
+
+
+class Blur(Corrupted):
+    """Out of focus."""
+
+    kind = "blur"
+    about = "as `folder`, blurred by Pillow's Gaussian of 1 pixel"
+    sigma = 1.0
+
+    def change(self, image: Image.Image, name: str) -> Image.Image:
+        """Blurred."""
+        from PIL import ImageFilter
+
+        return image.filter(ImageFilter.GaussianBlur(self.sigma))
+
+
+class Contrast(Corrupted):
+    """Nearly grey."""
+
+    kind = "contrast"
+    about = (
+        "as `folder`, all values moved towards their channel's mean, of whose distance 0.15 remains"
+    )
+    remains = 0.15
+
+    def change(self, image: Image.Image, name: str) -> Image.Image:
+        """Low in contrast."""
+        import numpy as np
+        from PIL import Image
+
+        values = np.asarray(image).astype(np.float64)
+        mean = values.mean((0, 1))
+        return Image.fromarray(np.rint(mean + self.remains * (values - mean)).astype(np.uint8))
+
+
+class Pixelate(Corrupted):
+    """Coarse."""
+
+    kind = "pixelate"
+    about = "as `folder`, reduced to 0.65 of its sides and enlarged again, without smoothing"
+    part = 0.65
+
+    def change(self, image: Image.Image, name: str) -> Image.Image:
+        """Averaged over boxes, then repeated."""
+        from PIL import Image
+
+        size = max(1, round(self.part * image.width)), max(1, round(self.part * image.height))
+        small = image.resize(size, Image.Resampling.BOX)
+        return small.resize(image.size, Image.Resampling.NEAREST)
+
+
+class JPEG(Corrupted):
+    """Compressed too much."""
+
+    kind = "jpeg"
+    about = "as `folder`, as JPEG of quality 40"
+    encoding: ClassVar[dict[str, Any]] = {"format": "JPEG", "quality": 40}
+
+    def change(self, image: Image.Image, name: str) -> Image.Image:
+        """As it is: the encoding is what changes it."""
+        return image
