@@ -247,7 +247,9 @@ class Probe:
 def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) -> None:
     """One step of LARS (You et al. 2017), in place; the gradient is used up.
 
-    Vectors are neither scaled nor decayed. A tensor or gradient of length 0 is not scaled.
+    As in MAE's code: weights over decayed gradient, vectors neither scaled nor decayed. timm's
+    `Lars` adds the lengths of gradient and decay (without decay its bits are the same), scales
+    vectors, too, and keeps the momenta to itself; here they are saved with the probe.
     """
     import torch
 

@@ -80,7 +80,14 @@ def head_flops(head: Contrastive, width: int, batch_size: int, encoder_learns: b
         total += first + rest
     if head.lookup != "none":
         total += 2 * head.embedding * head.queue_size
-    return total + 2 * (2 * head.embedding * batch_size)  # neighbours get no gradient
+    logits = 2 * head.embedding * batch_size
+    # Neighbours get no gradient; the other view gets one where something behind it learns.
+    if head.lookup == "none" and not head.stop_gradient:
+        if encoder_learns and head.projector_ema:
+            total += first + rest
+        if encoder_learns or not head.projector_ema:
+            total += logits
+    return total + 2 * logits
 
 
 def head_parameters(head: Contrastive, width: int) -> int:

@@ -32,7 +32,14 @@ CASES = {
     "all blocks": ("ct_min", {"frozen_blocks": 0, "head": HEAD}),
     "masked": ("ct_min", {"frozen_blocks": 3, "mask_ratio": 0.75, "head": HEAD}),
     "no lookup": ("ct_min", {"frozen_blocks": 2, "head": HEAD | {"lookup": "none"}}),
-}
+    "no lookup, one projector": (
+        "ct_min", {"frozen_blocks": 2, "head": HEAD | {"lookup": "none", "projector_ema": 0.0}},
+    ),
+    "no lookup, frozen": ("head_min", {"head": HEAD | {"lookup": "none"}}),
+    "gradient stopped": (
+        "ct_min", {"frozen_blocks": 2, "head": HEAD | {"lookup": "none", "stop_gradient": True}},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
