@@ -6,7 +6,7 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from maect.models.vit import initialize, sincos_2d, use_attention
+from maect.models.vit import initialize, sincos_2d, take_tokens, use_attention
 from maect.recipes import Encoder
 
 
@@ -57,7 +57,7 @@ class Decoder(nn.Module):
         mask = self.mask_token.to(x.dtype).expand(len(x), hidden, -1)
         x_shuffled = torch.cat([x[:, 1:], mask], dim=1)
         ids_restore = ids_shuffle.argsort(dim=1)
-        x_patches = x_shuffled.gather(1, ids_restore[:, :, None].expand(-1, -1, x.shape[2]))
+        x_patches = take_tokens(x_shuffled, ids_restore)
         x = torch.cat([x[:, :1], x_patches], dim=1) + self.pos_embed
         for block in self.blocks:
             x = block(x)
@@ -90,9 +90,9 @@ def reconstruction_loss(
     """
     exact = torch.promote_types(prediction.dtype, torch.float32)
     patch_size = round((prediction.shape[2] / 3) ** 0.5)
-    masked = ids_shuffle[:, visible:, None].expand(-1, -1, prediction.shape[2])
-    target = patchify(images.to(exact), patch_size).gather(1, masked)
+    masked = ids_shuffle[:, visible:]
+    target = take_tokens(patchify(images.to(exact), patch_size), masked)
     if normalize:
         variance, mean = torch.var_mean(target, dim=2, keepdim=True)
         target = (target - mean) / (variance + 1e-6).sqrt()
-    return (prediction.to(exact).gather(1, masked) - target).square().mean()
+    return (take_tokens(prediction.to(exact), masked) - target).square().mean()

@@ -82,7 +82,7 @@ class VisionEncoder(VisionTransformer):
             x = embed_patches(self.patch_embed, images)
             x = x + self.pos_embed[:, self.num_prefix_tokens :]
             if ids_keep is not None:
-                x = x.gather(1, ids_keep[:, :, None].expand(-1, -1, x.shape[2]))
+                x = take_tokens(x, ids_keep)
             if self.num_prefix_tokens:
                 prefix = torch.cat(self._prefix(), dim=1)
                 prefix = prefix + self.pos_embed[:, : self.num_prefix_tokens]
@@ -143,6 +143,16 @@ def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
     return F.linear(x, embed.proj.weight.flatten(1), embed.proj.bias)
 
 
+def take_tokens(x: Tensor, ids: Tensor) -> Tensor:
+    """Tokens [b, K, D] with the numbers `ids`, int64 [b, K], out of x, [b, N, D].
+
+    By whole rows: `gather` would read an index for every number, and take twice as long on a CPU.
+    """
+    b, n, width = x.shape
+    rows = ids + n * torch.arange(b, device=ids.device)[:, None]
+    return x.reshape(b * n, width).index_select(0, rows.flatten()).view(b, -1, width)
+
+
 class FusedAttention(Attention):
     """timm's attention on a chosen kernel."""
 
@@ -156,11 +166,10 @@ class FusedAttention(Attention):
         if flash is not None and qkv.dtype != torch.float32 and qkv.is_cuda:
             out = flash(qkv)
         else:
-            query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
             if qkv.device.type == "cpu":
                 # In bfloat16 its backward pass takes six times as long as in float32.
-                exact = torch.promote_types(qkv.dtype, torch.float32)
-                query, key, value = query.to(exact), key.to(exact), value.to(exact)
+                qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
+            query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
             with torch.autocast(qkv.device.type, enabled=False):
                 out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
         return self.proj(out.reshape(b, n, -1))
