@@ -305,7 +305,7 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
     result = folder / "probe.json"
-    where = f"{wanted.nodes} node{'s' if wanted.nodes > 1 else ''} x {wanted.devices}"
+    where = f"{_nodes(wanted.nodes)} x {wanted.devices}"
     try:
         launch(
             Task("maect.tools.probe:probe", {"folder": str(folder.absolute())}),
@@ -319,13 +319,16 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     return findings
 
 
+def _nodes(count: int) -> str:
+    return f"{count} node{'s' if count > 1 else ''}"
+
+
 def judge(seen: dict[str, Any], wanted: Resources) -> list[Finding]:
     """What the ranks' reports mean."""
     ranks, count = seen["ranks"], len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
-    out = [
-        Finding("ok", f"job on {len({r['node'] for r in ranks})} nodes, {count} ranks: {versions}")
-    ]
+    where = _nodes(len({r["node"] for r in ranks}))
+    out = [Finding("ok", f"job on {where}, {count} ranks: {versions}")]
     promised = max(r["promised"] for r in ranks)
     # Where srun binds a device to each rank, a rank sees only its own.
     nodes = [{d for r in ranks if r["node"] == node for d in r["devices"]} for node in
@@ -336,7 +339,9 @@ def judge(seen: dict[str, Any], wanted: Resources) -> list[Finding]:
         out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
     elif promised or devices:
         hint = "see nvidia-smi there: the driver may be too old for this torch; or lower `devices`"
-        out.append(Finding("FAIL", f"{promised} GPUs were given, torch sees {devices}", hint))
+        out.append(
+            Finding("FAIL", f"GPUs of a node: {promised} were given, torch sees {devices}", hint)
+        )
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))
     kind = "NCCL" if devices else "gloo"

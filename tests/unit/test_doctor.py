@@ -46,8 +46,8 @@ def test_a_healthy_site() -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"devices": [], "device": "cpu"}, "2 GPUs were given, torch sees 0"),
-        ({"devices": ["a"], "promised": 1}, "1 GPUs were given, torch sees 1"),
+        ({"devices": [], "device": "cpu"}, "GPUs of a node: 2 were given, torch sees 0"),
+        ({"devices": ["a"], "promised": 1}, "GPUs of a node: 1 were given, torch sees 1"),
         ({"sum": 3.0}, "NCCL all-reduce gives a wrong sum"),
         ({"files": 2}, "files written on one node are not seen on another"),
     ],
