@@ -19,6 +19,9 @@ class Context(Protocol):
     def stop_requested(self) -> bool:
         """Whether this rank was told to save and return."""
 
+    def is_current(self) -> bool:
+        """Whether the launcher's record still names this job, as far as that can be read."""
+
     def report(self, progress: dict[str, Any], /) -> None:
         """Show how far the job is."""
 

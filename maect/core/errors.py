@@ -11,6 +11,10 @@ class UserError(Exception):
     """
 
 
+class SupersededError(Exception):
+    """Another job has taken this one's folder over: it ends, and leaves everything as it is."""
+
+
 def did_you_mean(name: str, known: Iterable[str], label: str = "known") -> str:
     """The hint of a message about an unknown name: the nearest known one, else all of them."""
     known = list(dict.fromkeys(known))

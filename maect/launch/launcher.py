@@ -111,7 +111,17 @@ class _Launch:
             raise SystemExit(130)
 
     def submit(self, previous: Job | None) -> Job:
-        """Submit a job, noting it before and after."""
+        """Submit a job, noting it before and after.
+
+        Raises:
+            LaunchError: refused; or another launcher is at work, on a file system without locks.
+        """
+        known = record.read_job(self.folder)
+        if known is not None and (previous is None or known.name != previous.name):
+            raise LaunchError(
+                f"{self.folder}: another launcher has submitted job {known.id or known.name}: "
+                "start again to look after it"
+            )
         job = record.new_job(self.folder, self.resources.cluster, self.resources.ranks, previous)
         job.site = self.clusters[job.cluster].site()
         job.request = submit.request(job.name, self.folder, self.task, self.resources)

@@ -70,6 +70,8 @@ class RankFile:
     def fail(self, error: BaseException) -> None:
         """Note what this rank failed of."""
         names = {cls.__name__ for cls in type(error).__mro__}
+        if "SupersededError" in names:  # whoever took the folder over may have this job's name
+            return
         self.note(
             end="error",
             kind="UserError" if "UserError" in names else type(error).__name__,
@@ -119,6 +121,14 @@ class Rank:
         The ranks learn of it at different moments: agree on it (all-reduce) at a step boundary.
         """
         return bool(self.reasons)
+
+    def is_current(self) -> bool:
+        """Whether the launcher's record still names this job, as far as that can be read."""
+        try:
+            job = record.read_job(self.folder)
+        except (OSError, LaunchError):
+            return True
+        return job is None or (job.name == self.name and job.state != "ended")
 
     def report(self, progress: dict[str, Any]) -> None:
         """Tell people how far the job is; cheap, and ignored on ranks other than 0.

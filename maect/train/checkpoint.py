@@ -25,7 +25,7 @@ from torch import Tensor
 
 from maect.core.context import Context
 from maect.core.distributed import from_rank_0, sum_scalars
-from maect.core.errors import UserError
+from maect.core.errors import SupersededError, UserError
 from maect.core.files import (
     atomic_write,
     patiently,
@@ -34,6 +34,7 @@ from maect.core.files import (
     verified,
     write_record,
 )
+from maect.train.fence import Fence
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +72,19 @@ def snapshot(shards: Iterable[Shard], buffers: dict[str, Tensor]) -> dict[str, T
 class Saver:
     """Writes snapshots in the background, one at a time, and keeps the last two."""
 
-    def __init__(self, folder: Path, context: Context, resumed: int | None = None) -> None:
-        """Save below `folder`; the state of step `resumed` is there, and is not written again."""
+    def __init__(
+        self, folder: Path, context: Context, fence: Fence | None, resumed: int | None = None
+    ) -> None:
+        """Save states.
+
+        Args:
+            folder: of the run.
+            context: this rank's.
+            fence: the right to write, which rank 0 has.
+            resumed: step whose state is there and is not written again.
+        """
         self.folder, self.context, self._resumed = folder / "state", context, resumed
+        self._fence = fence
         self.rank, self.world_size = context.rank, context.world_size
         self.error: str | None = None
         self._number = 0
@@ -102,6 +113,8 @@ class Saver:
                 about = {"step": step, "world_size": self.world_size}
                 self._write(folder, tensors, record | about)
             self.context.saved(step)
+        except SupersededError as error:
+            self.context.fail(error)
         except Exception as error:  # a full disk must not end the training
             self.error = f"state of step {step} not saved ({error}); the one before it stays"
             log.warning(self.error)
@@ -117,18 +130,20 @@ class Saver:
                 pass  # rank 0 gives up waiting, and cleans up
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
+        if self._fence:
+            self._fence.check()
         own = folder / f"rank-{self.rank:04d}.safetensors"
         with atomic_write(own) as temporary:
             save_file(tensors, temporary)
             digest = sha256_file(temporary)
         note = {"sha256": digest, "step": record["step"], "save": self._number}
         write_record(own.with_suffix(".json"), note)
-        if self.rank:
+        if not self._fence:
             return
         files = {
             f"rank-{rank:04d}": self._wait_for(folder, rank) for rank in range(self.world_size)
         }
-        write_record(folder / "state.json", record | {"files": files})
+        self._fence.commit(folder / "state.json", record | {"files": files})
         for old in saved(self.folder)[KEPT:]:
             (old / "state.json").unlink(missing_ok=True)
             shutil.rmtree(old, ignore_errors=True)

@@ -29,6 +29,7 @@ from maect.train.checkpoint import (
     snapshot,
 )
 from maect.train.engine import Engine, start
+from maect.train.fence import Fence
 from maect.train.metrics import Metrics, entries, log_interval, missing, usage
 from maect.train.objective import Objective, Trainable
 from maect.train.record import claim, fingerprint, is_finished, origin, remove_states
@@ -91,10 +92,11 @@ def train(
     split = open_index(run.shards)
     stage.check_ranks(context.world_size)
     images = stage.training_images(split)
-    identity = None
+    identity, fence = None, None
     if context.rank == 0:
         identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
         claim(folder, identity, _told(run))
+        fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
     if from_rank_0(context.rank == 0 and is_finished(folder, identity)):
@@ -128,7 +130,7 @@ def train(
         step=step,
         steps=steps,
         images=images.n,
-        saver=Saver(folder, context, resumed=reader.step if reader else None),
+        saver=Saver(folder, context, fence, resumed=reader.step if reader else None),
         metrics=metrics,
         watchdog=Watchdog(folder, context),
         save_seconds=60 * save_every_minutes,
@@ -162,7 +164,8 @@ def train(
             metrics.close()
 
     # ---- what it leaves
-    if context.rank == 0:
+    if fence is not None:
+        fence.check()
         _finish(run, identity, stage.training_images(split), context.world_size, trainer.losses)
         if not stage.keeps_state:
             remove_states(folder)

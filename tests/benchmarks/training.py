@@ -53,6 +53,9 @@ class Alone:
     def stop_requested(self) -> bool:
         return False
 
+    def is_current(self) -> bool:
+        return True
+
     def report(self, progress: dict[str, Any]) -> None:
         pass
 
@@ -117,7 +120,7 @@ def engine_steps(
 
         Trainer(
             context=Alone(), stage=stage, encoder=shape, objective=objective, engine=engine,
-            device=device, step=0, steps=steps, images=10**6, saver=Saver(folder, Alone()),
+            device=device, step=0, steps=steps, images=10**6, saver=Saver(folder, Alone(), None),
             metrics=metrics, watchdog=Watchdog(folder, Alone()), save_seconds=1e9, record={},
             losses=[],
         ).run(batches())  # fmt: skip

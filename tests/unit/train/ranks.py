@@ -33,6 +33,8 @@ class Place:
     step: int = 0
     freeze_at: int | None = None
     results: object = None
+    wait_at: int | None = None  # the step after which to wait for the file `wait_for`
+    wait_for: str = ""
     meeting: str = ""
 
     @property
@@ -42,10 +44,15 @@ class Place:
     def stop_requested(self):
         return self.stop_at is not None and self.step + 1 >= self.stop_at
 
+    def is_current(self):
+        return True
+
     def report(self, progress):
         self.step = progress["step"]
         if self.kill_at is not None and self.step >= self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        while self.step == self.wait_at and not os.path.exists(self.wait_for):
+            time.sleep(0.01)
         if self.freeze_at is not None and self.rank == 1 and self.step >= self.freeze_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 

@@ -14,15 +14,22 @@ from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_json, write_record
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, StateReader, find_state, read_record, saved
+from maect.train.fence import Fence
 from maect.train.metrics import Metrics, entries
 from maect.train.record import check_weights
 
 CPU = torch.device("cpu")
 
 
+def saver_of(run: Path, resumed: int | None = None) -> Saver:
+    """Of one rank that has just taken the run over."""
+    place = Place(0, 0, 1)
+    return Saver(run, place, Fence(run / "state", place), resumed)
+
+
 def save(run: Path, step: int, **record: object) -> Path:
     """The state of a step of the run "ours"."""
-    saver = Saver(run, Place(0, 0, 1))
+    saver = saver_of(run)
     saver.save(step, {"param|0|w": torch.full([4], float(step))}, {"fingerprint": "ours"} | record)
     saver.wait()
     assert saver.error is None
@@ -146,12 +153,12 @@ def test_failing_save_keeps_the_state_of_the_same_step(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    saver = Saver(tmp_path, Place(0, 0, 1))
+    saver = saver_of(tmp_path)
     saver.save(9, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
     saver.wait()
     assert saver.error is not None and "No space left" in saver.error
     assert steps(tmp_path) == [9]
-    resumed = Saver(tmp_path, Place(0, 0, 1), resumed=9)
+    resumed = saver_of(tmp_path, resumed=9)
     resumed.save(9, {"param|0|w": torch.zeros(4)}, {"fingerprint": "ours"})
     resumed.wait()
     assert resumed.error is None and find(tmp_path) is not None

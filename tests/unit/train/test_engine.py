@@ -20,6 +20,7 @@ from maect.models.vit import build_encoder, flash_kernel, mixed_precision, seede
 from maect.stages import load_recipe
 from maect.train.checkpoint import Saver, saved
 from maect.train.engine import compile_blocks
+from maect.train.fence import Fence
 from maect.train.objective import Objective
 
 
@@ -178,7 +179,10 @@ def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
 
 
 def test_training_does_not_wait_for_a_save(tmp_path):
-    savers = [Saver(tmp_path, Place(rank, rank, 2)) for rank in range(2)]
+    savers = [
+        Saver(tmp_path, place, None if place.rank else Fence(tmp_path / "state", place))
+        for place in (Place(rank, rank, 2) for rank in range(2))
+    ]
     savers[0].save(1, {"param|0|x": torch.zeros(3)}, {})  # waits in its thread for rank 1
     assert savers[0]._thread.is_alive() and not saved(tmp_path / "state")
     savers[1].save(1, {"param|3|x": torch.ones(3)}, {})

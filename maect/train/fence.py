@@ -1,0 +1,112 @@
+"""The right to write a run's states, which only the newest of its jobs has.
+
+A launcher that was wrong may have started a second job beside a live one. Locks do not help on file
+systems that have none, and a node may see for a while what another one has long replaced. So the
+right is a folder, and what counts is committed by a rename out of it. Whoever takes a run over
+removes the folder of the job before it, and from then on that rename fails: both are decided by the
+file system's server, whatever a node believes.
+"""
+
+import errno
+import json
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from maect.core.context import Context
+from maect.core.errors import SupersededError
+from maect.core.files import fsync_path, patiently, sealed
+
+GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+PREFIX = "writer-"
+PATIENCE = 60.0  # seconds
+
+
+class Fence:
+    """Rank 0's right to write below a folder, taken from any job that had it before."""
+
+    def __init__(self, folder: Path, context: Context) -> None:
+        """Take the right.
+
+        Raises:
+            SupersededError: the launcher's record names another job.
+        """
+        self._context = context
+        self._context, self._folder = context, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._ask_launcher()
+        number = 1
+        while True:
+            others = self._numbers()
+            number = max([number, *(other + 1 for other in others)])
+            try:
+                # Only one of two can make it, and having made it, this node sees the folder anew.
+                self._path(number).mkdir()
+            except FileExistsError:
+                number += 1
+                continue
+            if max(self._numbers()) == number:
+                break
+            self._path(number).rmdir()
+        # Below its number a name that nobody else can have: a number may be used again.
+        self._own = self._path(number) / uuid.uuid4().hex
+        self._own.mkdir()
+        for other in {*range(max(others, default=1), number), *others}:
+            self._remove(self._path(other))
+
+    def check(self) -> None:
+        """Make sure that the right is still ours, before anything is written.
+
+        Raises:
+            SupersededError: it is another job's now.
+        """
+        self._ask_launcher()
+        # Made, not looked for: a look may be answered from this node's memory.
+        self._write(self._own / uuid.uuid4().hex[:8], "").unlink()
+
+    def commit(self, path: Path, value: dict[str, Any]) -> None:
+        """Write a record, as `write_record`, if the right is still ours.
+
+        Raises:
+            SupersededError: it is another job's now; `path` is as it was.
+        """
+        temporary = self._write(self._own / path.name, json.dumps(sealed(value), indent=2) + "\n")
+        try:
+            os.replace(temporary, path)
+        except OSError as error:
+            self._explain(error)
+        fsync_path(path.parent)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{PREFIX}{number:06d}"
+
+    def _numbers(self) -> list[int]:
+        names = patiently(os.listdir, self._folder)
+        return [int(name.removeprefix(PREFIX)) for name in names if name.startswith(PREFIX)]
+
+    def _remove(self, path: Path) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while path.exists():  # its owner may be writing into it
+            shutil.rmtree(path, ignore_errors=True)
+            if time.monotonic() > deadline:
+                raise OSError(f"{path} cannot be removed")
+
+    def _ask_launcher(self) -> None:
+        if not self._context.is_current():
+            raise SupersededError("the launcher has replaced this job by another one")
+
+    def _write(self, path: Path, text: str) -> Path:
+        try:
+            path.write_text(text, encoding="utf-8")
+            fsync_path(path)
+        except OSError as error:
+            self._explain(error)
+        return path
+
+    def _explain(self, error: OSError) -> None:
+        if error.errno in GONE and not self._own.exists():
+            raise SupersededError(f"{self._folder}: another job has taken the run over")
+        raise error
