@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import DECIMALS, cost_table, pretraining_table, printed_tables, read_table
 
-HOLDS, FAILS, OPEN = "holds", "fails", "not measured"
+HOLDS, FAILS, NOISE, OPEN = "holds", "fails", "within noise", "not measured"
 Key = tuple[str, str, str, str]
 """Table, architecture, method, metric."""
 Tables = Mapping[str, pd.DataFrame]
@@ -39,7 +39,7 @@ class Comparison:
     right: float
     difference: float
     std: float
-    """Standard deviation of the difference over seeds; NaN with one seed of everything."""
+    """Standard deviation of the difference over seeds; NaN where nothing says what it is."""
     missing: tuple[Key, ...]
     decimals: int = 2
     """To print the difference with."""
@@ -60,20 +60,26 @@ class Verdict:
 
     @property
     def result(self) -> str:
-        """`holds` if all comparisons do, `fails` if one does not, else `not measured`."""
-        held = {comparison.holds for comparison in self.comparisons}
-        if False in held:
-            return FAILS
-        return HOLDS if held == {True} else OPEN
+        """`holds` if all comparisons do, `fails` if one does not, else `not measured`.
+
+        `within noise` where that rests on a difference that does not exceed its standard
+        deviation: one that had to hold, or all those that do not.
+        """
+        failing = [one for one in self.comparisons if one.holds is False]
+        if failing:
+            return NOISE if all(one.significant is False for one in failing) else FAILS
+        if any(one.holds is None for one in self.comparisons):
+            return OPEN
+        return NOISE if any(one.significant is False for one in self.comparisons) else HOLDS
 
     @property
     def significant(self) -> str:
-        """`yes` if every comparison behind the result exceeds its standard deviation."""
-        if self.result == OPEN:
-            return ""
-        decisive = [c for c in self.comparisons if c.holds is (self.result == HOLDS)]
-        exceeds = {comparison.significant for comparison in decisive}
-        return "" if None in exceeds else "no" if False in exceeds else "yes"
+        """`yes` or `no`: whether the standard deviation is exceeded; empty where it is unknown."""
+        if self.result in (OPEN, NOISE):
+            return "no" if self.result == NOISE else ""
+        if self.result == FAILS:  # one is enough for that
+            return "yes" if any(c.significant for c in self.comparisons if not c.holds) else ""
+        return "yes" if all(c.significant for c in self.comparisons) else ""
 
     @property
     def numbers(self) -> str:
@@ -107,11 +113,30 @@ def _look_up(tables: Tables, key: Key, suffix: str) -> float:
     return float(line[f"{metric}{suffix}"].iloc[0]) if len(line) else math.nan
 
 
+def _deviation(tables: Tables, key: Key) -> float:
+    """Standard deviation of a value over seeds, or what stands in for that of one seed; or NaN."""
+    own = _look_up(tables, key, "_std")
+    _, architecture, method, metric = key
+    if not math.isnan(own) or method not in _methods(tables.get(COST), architecture):
+        return own
+    column = f"{metric}_std"
+    known = [
+        f.loc[f["architecture"] == architecture, column] for f in tables.values() if column in f
+    ]
+    return float(pd.concat(known).max()) if known else math.nan
+
+
+def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
+    """Methods for which a table has a row of an architecture; that of costs: those trained here."""
+    return () if frame is None else set(frame.loc[frame["architecture"] == architecture, "method"])
+
+
 def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     """Decide one comparison, without `*`.
 
-    The standard deviation is that of a function of independent values, to first order. A value
-    without one beside others that have one, as an imported encoder's, counts as exact.
+    The standard deviation is that of a function of independent values, to first order. A model
+    that was trained with one seed has the largest that any of its architecture has in this metric;
+    an imported one counts as exact.
 
     Args:
         text: the comparison.
@@ -126,7 +151,7 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
         raise ValueError(f"not one comparison: {text}")
     values = {key: _look_up(tables, key, suffix) for key in map(_key, VALUE.finditer(text))}
     missing = tuple(key for key, value in values.items() if math.isnan(value))
-    spreads = {key: math.nan if suffix else _look_up(tables, key, "_std") for key in values}
+    spreads = {key: math.nan if suffix else _deviation(tables, key) for key in values}
     known = not all(math.isnan(spread) for spread in spreads.values())
     varying = {key: ufloat(values[key], spread) for key, spread in spreads.items() if spread > 0}
     numbers = values | varying
@@ -205,9 +230,9 @@ def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -
     """All statements with their verdicts.
 
     Returns:
-        `claim`, `statement`, `paper` (where it is made), `verdict` (holds, fails, not measured),
-        `significant` (yes, no, or empty with one seed of everything), `numbers`, `paper_verdict`
-        (by the paper's own printed numbers), `expression`.
+        `claim`, `statement`, `paper` (where it is made), `verdict` (holds, fails, within noise,
+        not measured), `significant` (yes, no, or empty where no deviation is known), `numbers`,
+        `paper_verdict` (by the paper's own printed numbers), `expression`.
     """
     statements = list(statements)
     printed = judge(printed_tables(), statements, "_paper")

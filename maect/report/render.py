@@ -245,17 +245,14 @@ def render(table: Printed, form: str) -> str:
 def claims_page(frame: pd.DataFrame) -> str:
     """The verdicts of `claims_table` as a page."""
     counts = frame["verdict"].value_counts()
-    words = {"holds": "hold", "fails": "fail", "not measured": "not measured"}
-    sure = {
-        "yes": "beyond the standard deviation over seeds",
-        "no": "within the standard deviation over seeds",
-    }
+    words = {"holds": "hold", "fails": "fail"} | dict.fromkeys(("within noise", "not measured"))
     lines: list[dict[Any, Any]] = frame.to_dict("records")
     for line in lines:
-        line["notes"] = [sure[line["significant"]]] if line["significant"] else []
+        sure = line["significant"] == "yes"
+        line["notes"] = ["beyond the standard deviation over seeds"] if sure else []
         if line["paper_verdict"] not in ("", "holds"):
             line["notes"].append(f"{line['paper_verdict']} by the paper's own numbers")
-    summary = ", ".join(f"{counts[v]} {word}" for v, word in words.items() if v in counts)
+    summary = ", ".join(f"{counts[v]} {word or v}" for v, word in words.items() if v in counts)
     return _environment().get_template("claims.html").render(summary=summary, lines=lines)
 
 

@@ -144,6 +144,40 @@ def test_significance_needs_seeds_and_a_difference(tables):
     assert verdict(tables, "clustering.small.mae.accuracy > 39").significant == ""
 
 
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ((59,), "holds"),
+        ((59, 61), "within noise"),  # 62 ± 2: one that had to hold does not surely
+        ((63,), "within noise"),
+        ((59, 63), "within noise"),
+        ((63, 65), "fails"),  # one surely fails, whatever the other does
+    ],
+)
+def test_what_the_seeds_do_not_decide_is_within_noise(tables, limits, expected):
+    found = verdict(tables, *(f"clustering.tiny.ct_min.accuracy > {limit}" for limit in limits))
+    assert found.result == expected
+    assert found.significant == ("no" if expected == "within noise" else "yes")
+    # What is missing leaves a claim open, unless it has failed already.
+    more = verdict(tables, "clustering.tiny.ct_min.accuracy > 59", "a.b.c.d > 0")
+    assert more.result == "not measured"
+
+
+def test_one_seed_is_no_surer_than_three(tables, result, evaluations):
+    result("ct_k1", "clustering", accuracy=64.0, silhouette=3.0)
+    result("ibot", "clustering", accuracy=64.0, silhouette=3.0)
+    rows = [Row("tiny", "ct_min_k1", ["ct_k1"]), Row("tiny", "ibot", ["ibot"])]
+    tables["ablation"] = build_table("clustering", rows, evaluations)
+    text = "ablation.tiny.{}.accuracy > clustering.tiny.mae.accuracy + {}"
+    assert compare(text.format("ct_min_k1", 0), tables).std == pytest.approx(1.0)
+    # The cost of what was trained here is known; of that, `ct_min` varies most.
+    trained = [("tiny", method) for method in ("mae", "ct_min", "ct_min_k1")]
+    tables["cost"] = pd.DataFrame(trained, columns=["architecture", "method"])
+    assert compare(text.format("ct_min_k1", 0), tables).std == pytest.approx(math.sqrt(1 + 4))
+    assert verdict(tables, text.format("ct_min_k1", 12)).result == "within noise"
+    assert compare(text.format("ibot", 0), tables).std == pytest.approx(1.0)
+
+
 def test_an_imported_encoder_has_no_seeds_and_counts_as_exact(tables, result, evaluations):
     result("ibot", "clustering", accuracy=55.0, silhouette=1.0)
     imported = build_table("clustering", [Row("tiny", "ibot", ["ibot"])], evaluations)
