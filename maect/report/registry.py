@@ -593,6 +593,20 @@ FIGURES: dict[str, Figure] = {
         caption="Loss over epochs, one panel a stage; long curves are averaged to 200 points.",
         reads_runs=True,
     ),
+    "knn_compute": Figure(
+        "k-NN accuracy against compute",
+        "",
+        "lines:knn_compute",
+        caption=(
+            "k-NN accuracy against the operations of all training behind a model, counted from "
+            "its settings. Markers: on the test images, with the deviation over seeds. Lines: on a "
+            "part of the training images, while the first seed was trained; with fewer images to "
+            "compare with they lie lower."
+        ),
+        needs=("knn",),
+        reads_runs=True,
+        trained_here=True,
+    ),
 }
 
 

@@ -4,17 +4,20 @@ import io
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
+from pydantic import ValidationError
 
 from maect.core.errors import UserError
 from maect.core.files import json_lines, read_json, write_text
+from maect.recipes import Encoder
 from maect.report.registry import TABLES, Metric, Row, Table, named_table
+from maect.stages import STAGES
 
 KEYS = ["architecture", "method"]
 PAPER = resources.files("maect.report") / "paper"
@@ -256,6 +259,20 @@ def chain(run: str, runs: Path) -> list[dict[str, Any]]:
         records.append(record)
         name = record.get("source")
     return records
+
+
+def flops_of_step(record: Mapping[str, Any]) -> float:
+    """Operations of one update of a finished run, counted from its settings.
+
+    Raises:
+        UserError: settings that this version does not have.
+    """
+    try:
+        stage = STAGES[record["stage"]].model_validate(record["recipe"])
+        encoder = Encoder.model_validate(record["encoder"])
+    except (KeyError, ValidationError):
+        raise UserError(f"run {record['run']}: settings of another version; run it again") from None
+    return stage.flops_per_image(encoder) * record["recipe"]["batch_size"]
 
 
 def hours_of(records: list[dict[str, Any]]) -> tuple[float, float]:

@@ -14,9 +14,22 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from maect.core.errors import UserError
 from maect.report.figures import COLORS, LINES, MARKERS, panels
-from maect.report.figures.data import finished_runs, read_metrics_lines, result_files, stage_title
+from maect.report.figures.data import (
+    finished_runs,
+    read_metrics_lines,
+    result_files,
+    row_title,
+    stage_title,
+)
 from maect.report.registry import ShownConfig, architecture_title, method_title
-from maect.report.tables import KEYS, build_table, cost_table, read_metrics
+from maect.report.tables import (
+    KEYS,
+    build_table,
+    chain,
+    cost_table,
+    flops_of_step,
+    read_metrics,
+)
 from maect.stages import STAGES
 
 LABELS = {
@@ -93,6 +106,43 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     if any(not math.isnan(p.paper) for p in points):
         handles.append(_PAPER)
     ax.legend(handles=handles, loc="best")
+    return figure
+
+
+def knn_compute(shown: ShownConfig) -> Figure:
+    """k-NN accuracy against operations: of finished models, and of the first seed on its way.
+
+    Raises:
+        UserError: no model has both an accuracy and a completion record.
+    """
+    frame = build_table("low_shot", shown.rows, shown.evaluations)[[*KEYS, "knn", "knn_std"]]
+    known = {line[:2]: line[2:] for line in frame.itertuples(index=False, name=None)}
+    figure, (ax,) = panels(1, 1, height=3.2)
+    drawn: set[str] = set()
+    for number, row in enumerate(shown.rows):
+        done = [run for run in row.runs if (shown.runs / run / "run.json").exists()]
+        accuracy, std = known[row.architecture, row.method]
+        if not done or math.isnan(accuracy):
+            continue
+        color, before = COLORS[number % len(COLORS)], 0.0
+        for record in reversed(chain(done[0], shown.runs)):
+            steps = read_metrics_lines(shown.runs / record["run"] / "metrics.jsonl")
+            flops = flops_of_step(record) / 1e15
+            looks = [(before + flops * s["step"], s["look_knn"]) for s in steps if "look_knn" in s]
+            if looks and record["run"] not in drawn:
+                ax.plot(*zip(*looks, strict=True), color=color, linewidth=0.9)
+            drawn.add(record["run"])
+            before += flops * steps[-1]["step"]
+        ax.errorbar(
+            [before], [accuracy], yerr=[0 if math.isnan(std) else std], color=color,
+            marker=MARKERS[number % len(MARKERS)], linestyle="", capsize=2,
+            label=row_title(row, shown.rows),
+        )  # fmt: skip
+    if not drawn:
+        raise UserError("knn_compute figure: no run has both a k-NN and a completion record")
+    ax.set(xlabel="operations of training (10$^{15}$)", ylabel="k-NN accuracy (%)")
+    ax.set_xlim(left=0)
+    ax.legend(loc="best")
     return figure
 
 

@@ -12,15 +12,17 @@ from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 
 from maect.core.errors import UserError
+from maect.recipes import load_encoder
 from maect.report import registry
 from maect.report.figures import draw
 from maect.report.figures.data import Node
 from maect.report.figures.embedding import read_points, umap
 from maect.report.figures.grids import WRONG
-from maect.report.figures.lines import POINTS, curve, points_of
+from maect.report.figures.lines import POINTS, curve, knn_compute, points_of
 from maect.report.figures.schematic import columns_of, rows_of
 from maect.report.registry import FIGURES, Row, ShownConfig
 from maect.report.tables import build_table, cost_table
+from maect.stages import load_recipe
 
 ROWS = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", ["ct_tiny", "ct_tiny-s1"])]
 Files = tuple[Path, Path]
@@ -81,14 +83,17 @@ def write_clusters(folder: Path, samples: int) -> None:
 @pytest.fixture
 def results(tmp_path, result, embedding) -> Path:
     """A small experiment's results: three finished runs with every evaluation a figure reads."""
-    for run, source, stage in (
-        ("mae_tiny", None, "pretrain"),
-        ("head_tiny", "mae_tiny", "head"),
-        ("ct_tiny", "head_tiny", "tune"),
+    for run, source, recipe in (
+        ("mae_tiny", None, "mae"),
+        ("head_tiny", "mae_tiny", "head_min"),
+        ("ct_tiny", "head_tiny", "ct_min"),
     ):
         folder = tmp_path / "runs" / run
         folder.mkdir(parents=True)
-        record = {"run": run, "stage": stage, "source": source, "device_hours": 0.5}
+        settings = load_recipe(recipe, "tiny")
+        record = {"run": run, "stage": settings.name, "source": source, "device_hours": 0.5}
+        record["recipe"] = settings.model_dump(mode="json")
+        record["encoder"] = load_encoder("tiny").model_dump(mode="json")
         (folder / "run.json").write_text(json.dumps(record))
         lines = [{"step": n, "epoch": n / 4, "loss": 2.0 - n / 100} for n in range(1, 40)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -96,6 +101,7 @@ def results(tmp_path, result, embedding) -> Path:
         embedding(run)
         write_clusters(tmp_path / "evaluations" / run, samples=300 + 200 * number)
         result(run, "clustering", accuracy=50.0 + 10 * number, silhouette=1.0)
+        result(run, "knn", knn=80.0 + number)
         result(run, "linear_probe", linear_probe=90.0 + number)
         result(run, "low_shot", low_shot_1=40.0 + 9 * number, low_shot_2=60.0, low_shot_5=70.0)
         result(run, "color_histogram", errors=[90.0, 80.0, 70.0 - number], error_last=70.0)
@@ -305,6 +311,26 @@ def test_curves_of_one_stage_share_a_panel(results, out):
     (runs / "other/metrics.jsonl").write_text((runs / "mae_tiny/metrics.jsonl").read_text())
     draw(shown("training_curves", results, [ROWS[0], Row("tiny", "x", ["other"])]), *out)
     assert {"#0072B2", "#D55E00"} <= colors_in(out[1])
+
+
+def test_compute_adds_up_and_what_was_shared_is_drawn_once(results):
+    for run in ("mae_tiny", "head_tiny", "ct_tiny"):
+        path = results.parent / "runs" / run / "metrics.jsonl"
+        steps = [json.loads(line) for line in path.read_text().splitlines()]
+        looks = [
+            step | ({"look_knn": step["step"]} if step["step"] % 13 == 0 else {}) for step in steps
+        ]
+        path.write_text("".join(json.dumps(look) + "\n" for look in looks))
+    (ax,) = knn_compute(shown("knn_compute", results)).axes
+    curves = [line.get_xydata() for line in ax.lines if len(line.get_xydata()) == 3]
+    assert len(curves) == 3 and all(list(c[:, 1]) == [13, 26, 39] for c in curves)
+    costs = [load_recipe(name, "tiny") for name in ("mae", "head_min", "ct_min")]
+    flops = [one.flops_per_image(load_encoder("tiny")) * one.batch_size / 1e15 for one in costs]
+    ends = np.cumsum([39 * flop for flop in flops])
+    assert np.allclose([curve[-1, 0] for curve in curves], ends)
+    assert np.allclose(curves[2][0, 0], ends[1] + 13 * flops[2])
+    marks = [line.get_xydata()[0] for line in ax.lines if len(line.get_xydata()) == 1]
+    assert any(np.allclose(mark, (ends[2], 81.0)) for mark in marks)
 
 
 def test_wrong_logs_are_named(results, out):
