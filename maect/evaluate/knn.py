@@ -33,7 +33,8 @@ class Knn(Protocol):
     name: ClassVar[str] = "knn"
     title: ClassVar[str] = "k-nearest neighbours"
     test_data: ClassVar[str | None] = (
-        "knn_best and knn_standardized_best choose k and T on the test split; knn does not"
+        "knn_best_k chooses k and knn_best k and T on the test split, with and without "
+        "standardisation; knn and knn_standardized choose nothing"
     )
 
     k: int = Field(default=10, gt=0)
@@ -48,8 +49,8 @@ class Knn(Protocol):
     def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
         """Metrics in percent: `knn`, `knn_standardized`, and the whole sweep over k and T.
 
-        `knn_best` and `knn_standardized_best` choose k and T on the test split, as the paper does
-        for other methods' checkpoints that report no k-NN accuracy.
+        `knn_best_k` and `knn_standardized_best_k` choose k on the test split, as the paper does for
+        other methods' checkpoints; `knn_best` and `knn_standardized_best` choose k and T.
 
         Raises:
             UserError: fewer training samples than k.
@@ -84,6 +85,9 @@ class Knn(Protocol):
                         metrics[name] = accuracy
             chosen = [row for row in sweep if row["standardized"] == standardized]
             metrics[f"{name}_best"] = max(row["accuracy"] for row in chosen)
+            metrics[f"{name}_best_k"] = max(
+                row["accuracy"] for row in chosen if row["temperature"] == self.temperature
+            )
         return {**metrics, "sweep": sweep}
 
 

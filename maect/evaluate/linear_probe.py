@@ -52,7 +52,7 @@ class LinearProbe(Encodes):
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: float = Field(default=0.5, ge=0, le=1)
     concat: bool = False
-    """Probe concatenations instead: of the last 1, 2, 4 and 6 blocks, and of [CLS] and mean."""
+    """Probe several forms instead: the last 1, 2, 4 and 6 blocks, [CLS] with mean, mean alone."""
     seed: int = 0
 
     def inputs(self) -> dict[str, Input]:
@@ -67,8 +67,9 @@ class LinearProbe(Encodes):
     def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
         """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
 
-        With `concat` instead `concat_l` for the last l blocks and `concat_cls_mean`, each
-        with the same details under its name; what the encoder has not is left out.
+        With `concat` instead `concat_l` for the last l blocks, `concat_cls_mean` and, of an encoder
+        that is read by its [CLS] token, `concat_mean`, each with the same details under its name;
+        what the encoder has not is left out. `linear_probe` is then that of the `best_form`.
 
         Beside the JSON, a safetensors file of the same name keeps the classifier behind each best
         accuracy: `weight` [C, D] and `bias` [C] for features minus `mean` over the square root of
@@ -97,7 +98,8 @@ class LinearProbe(Encodes):
             other_pooling=self.concat,
         )
         sha256 = sha256_file(path)
-        identity = digest(self, sha256, train.digest, test.digest, str(job.resize))
+        forms = list(representations(encoding)) if self.concat else []
+        identity = digest(self, sha256, train.digest, test.digest, str(job.resize), *forms)
         with distributed.process_group(context):
             probe = _Probe(context, job, self, train, encoding, identity)
             metrics = probe.run(*_test_features(context, job, test, encoding))
@@ -121,6 +123,8 @@ def representations(encoding: Encoding) -> dict[str, slice]:
     }
     if encoding.other is not None:
         columns["concat_cls_mean"] = slice((blocks - 1) * width, (blocks + 1) * width)
+        if encoding.pooling == "cls":
+            columns["concat_mean"] = slice(blocks * width, (blocks + 1) * width)
     return columns
 
 
@@ -170,7 +174,13 @@ class _Probe:
                 history.setdefault(name, []).append(accuracies)
                 if max(accuracies) > before:
                     self._keep(name, accuracies.index(max(accuracies)))
-        return {k: v for name in self.heads for k, v in self._metrics(name, history[name]).items()}
+        metrics = {
+            k: v for name in self.heads for k, v in self._metrics(name, history[name]).items()
+        }
+        if PLAIN not in metrics:
+            best = max(self.heads, key=metrics.__getitem__)
+            metrics |= {PLAIN: metrics[best], "best_form": best}
+        return metrics
 
     def _update(self, features: Tensor, labels: Tensor, factor: float) -> Tensor:
         import torch

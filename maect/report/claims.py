@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -226,16 +226,25 @@ def judge(
     ]
 
 
+def on_plain_knn(statement: Statement) -> Statement:
+    """The statement about k-NN on features as they are."""
+    texts = (text.replace(".knn_standardized", ".knn") for text in statement.comparisons)
+    return replace(statement, comparisons=tuple(texts))
+
+
 def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -> pd.DataFrame:
     """All statements with their verdicts.
 
     Returns:
         `claim`, `statement`, `paper` (where it is made), `verdict` (holds, fails, within noise,
         not measured), `significant` (yes, no, or empty where no deviation is known), `numbers`,
-        `paper_verdict` (by the paper's own printed numbers), `expression`.
+        `paper_verdict` (by the paper's own printed numbers), `plain_knn` (on features that are not
+        standardised, where k-NN decides), `expression`.
     """
     statements = list(statements)
     printed = judge(printed_tables(), statements, "_paper")
+    others = [one for one in map(on_plain_knn, statements) if one not in statements]
+    plain = {one.statement.name: one.result for one in judge(tables, others)}
     lines = [
         {
             "claim": verdict.statement.name,
@@ -245,6 +254,7 @@ def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -
             "significant": verdict.significant,
             "numbers": verdict.numbers,
             "paper_verdict": "" if paper.result == OPEN else paper.result,
+            "plain_knn": plain.get(verdict.statement.name, ""),
             "expression": "; ".join(verdict.statement.comparisons),
         }
         for verdict, paper in zip(judge(tables, statements), printed, strict=True)

@@ -252,6 +252,8 @@ def claims_page(frame: pd.DataFrame) -> str:
         line["notes"] = ["beyond the standard deviation over seeds"] if sure else []
         if line["paper_verdict"] not in ("", "holds"):
             line["notes"].append(f"{line['paper_verdict']} by the paper's own numbers")
+        if line["plain_knn"] not in ("", line["verdict"]):
+            line["notes"].append(f"{line['plain_knn']} by k-NN on features as they are")
     summary = ", ".join(f"{counts[v]} {word or v}" for v, word in words.items() if v in counts)
     return _environment().get_template("claims.html").render(summary=summary, lines=lines)
 

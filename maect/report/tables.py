@@ -140,6 +140,7 @@ def build_table(
     evaluations: Path,
     paper: bool = True,
     runs: Path | None = None,
+    as_printed: bool = False,
 ) -> pd.DataFrame:
     """A table of the registry.
 
@@ -149,6 +150,8 @@ def build_table(
         evaluations: folder of the results.
         paper: whether to put the paper's numbers beside them.
         runs: folder of the runs, whose records tell how they were trained.
+        as_printed: in the rows where the paper prints them; else those of the public MAE, which the
+            paper mixes with its own, stand in the row `mae_public`.
 
     Returns:
         `architecture`, `method`, then `D` and `D_paper` for every detail D, None where nothing is
@@ -176,10 +179,16 @@ def build_table(
             line[f"{detail.name}_paper"] = _paper_text(name, *key) if paper else None
         for metric in metrics:
             names = table.evaluations_of(metric, row.method)
-            mean, std = measured(evaluations, row.runs, names, metric.source, metric.std)
+            for source in metric.sources(row.method):
+                mean, std = measured(evaluations, row.runs, names, source, metric.std)
+                if mean is not None:
+                    break
             line[metric.name], line[f"{metric.name}_std"] = mean, std
-            key = row.architecture, row.method, metric.paper or metric.name
-            line[f"{metric.name}_paper"] = paper_value(name, *key) if paper else None
+            method, column = row.method, metric.paper or metric.name
+            if not as_printed and column in table.of_public.get(row.architecture, ()):
+                method = {"mae": "", "mae_public": "mae"}.get(method, method)
+            number = paper_value(name, row.architecture, method, column) if paper else None
+            line[f"{metric.name}_paper"] = number
         lines.append(line)
     numbers = [f"{m.name}{part}" for m in metrics for part in ("", "_std", "_paper")]
     frame = pd.DataFrame(lines, columns=KEYS + _texts(table) + numbers)
@@ -189,7 +198,9 @@ def build_table(
 def printed_tables() -> dict[str, pd.DataFrame]:
     """All of the paper's tables as `build_table` makes them, with nothing measured."""
     return {
-        name: build_table(name, [Row(str(a), str(m), ()) for a, m in _paper(name).index], Path())
+        name: build_table(
+            name, [Row(str(a), str(m), ()) for a, m in _paper(name).index], Path(), as_printed=True
+        )
         for name in TABLES
         if len(_paper(name))
     }

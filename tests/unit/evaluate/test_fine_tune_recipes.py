@@ -140,7 +140,8 @@ def test_each_row_of_table_16_adds_its_component(size: str) -> None:
             "crop_flip", "label_smoothing", "mixup", "cutmix", "random_erasing", "randaugment",
         )
     ]  # fmt: skip
-    assert names[-1] == "fine_tune"
+    # tex 1032 prints 85.8 and tex 963 85.37 for "our MAE ViT-L/16" by one recipe: two measurements.
+    assert recipe(names[-1], size) == recipe("fine_tune", size).model_copy(update={"seeds": 1})
     before = recipe(names[0], size).model_dump()
     assert not any(before[key] for key in components)
     for name, (key, value) in zip(names[1:], components.items(), strict=True):

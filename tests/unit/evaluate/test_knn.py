@@ -47,6 +47,8 @@ def test_agrees_with_scikit_learn(job: Job, rank: Rank, small_blocks, standardiz
     (paper,) = [row["accuracy"] for row in rows if (row["k"], row["temperature"]) == (10, 0.07)]
     assert metrics[name] == paper
     assert metrics[f"{name}_best"] == max(row["accuracy"] for row in rows)
+    at = [row["accuracy"] for row in rows if row["temperature"] == 0.07]
+    assert metrics[f"{name}_best_k"] == max(at) and len(at) < len(rows)
 
 
 def exact(train, queries, k: int):

@@ -1,5 +1,6 @@
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from maect.evaluate import probing
 from maect.evaluate.base import Interrupted, Job
 from maect.evaluate.features import Encoding
 from maect.evaluate.heads import Heads
-from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.linear_probe import LinearProbe, representations
 from maect.evaluate.run import evaluate
 from maect.recipes import View
 from maect.train.optimizer import schedule
@@ -231,6 +232,16 @@ def test_wrong_input(images: Path, tmp_path: Path, rank: Rank) -> None:
         SETTINGS.evaluate(rank, Job(job.run, job.out))
 
 
+def test_an_encoder_read_by_cls_is_also_probed_by_the_mean_alone() -> None:
+    encoding = SimpleNamespace(
+        settings=SimpleNamespace(width=8), blocks=2, pooling="cls", other="mean"
+    )
+    columns = representations(encoding)  # type: ignore[arg-type]
+    assert columns["concat_cls_mean"] == slice(8, 24) and columns["concat_mean"] == slice(16, 24)
+    encoding.pooling, encoding.other = "mean", "cls"
+    assert "concat_mean" not in representations(encoding)  # type: ignore[arg-type]
+
+
 def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, rank: Rank) -> None:
     """Each as if it were trained alone: the same features, the same initial weights."""
     together = SETTINGS.model_copy(update={"concat": True})
@@ -238,7 +249,10 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     metrics = together.evaluate(rank, job)
     # Three blocks: no concatenation of 4 or 6.
     named = {"concat_1", "concat_2", "concat_cls_mean"}
-    assert named == {name for name in metrics if "last" not in name and "best" not in name}
+    probed = {name for name in metrics if "last" not in name and "best" not in name}
+    assert named == probed - {"linear_probe"}
+    best = max(named, key=metrics.get)
+    assert metrics["linear_probe"] == metrics[best] == metrics[metrics["best_form"]]
     assert len(metrics["concat_2_last_by_rate"]) == 3
     plain = SETTINGS.evaluate(rank, job_of(images, tmp_path / "plain.json"))
     for mine, alone in (("", ""), ("_last", "_last")):

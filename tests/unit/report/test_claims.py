@@ -297,6 +297,18 @@ def test_every_statement_can_fail():
         assert found.result == "fails", statement.name
 
 
+def test_a_verdict_that_hangs_on_standardised_features_says_so(result, evaluations):
+    """Authors' knn_metrics_logger.py: `for batch_normalize in [True]: # [False, True]`."""
+    result("mae", "knn", knn=40.0, knn_standardized=50.0)
+    result("ct", "knn", knn=39.0, knn_standardized=60.0)
+    rows = [Row("tiny", "mae", ["mae"]), Row("tiny", "ct_min", ["ct"])]
+    frame = claims_table({"low_shot": build_table("low_shot", rows, evaluations)})
+    line = frame.set_index("claim").loc["knn_gain"]
+    assert (line.verdict, line.plain_knn, line.paper_verdict) == ("holds", "fails", "holds")
+    assert "fails by k-NN on features as they are" in claims_page(frame)
+    assert frame.set_index("claim").loc["probe_gain"].plain_knn == ""
+
+
 def test_the_table_of_claims(tables, tmp_path):
     frame = claims_table(tables)
     assert list(frame["claim"]) == [statement.name for statement in STATEMENTS]
