@@ -29,7 +29,7 @@ from maect.data.loader import evaluation_batches, evaluation_parts
 from maect.data.transforms import normalize
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import write_features
-from maect.models.vit import Precision, mixed_precision
+from maect.models.vit import Pooling, Precision, mixed_precision
 from maect.models.weights import load_encoder_weights
 
 BATCH = 256
@@ -65,7 +65,7 @@ class Encoding:
             device: where to run it.
             precision: bf16 runs under autocast; the features are float32 in any case.
             blocks: concatenate what the last so many blocks give, or all if there are fewer: the
-                raw output of the earlier ones, the final norm's output for the last.
+                raw output of the earlier ones; only the last is normed.
             pooling: instead of the one that its file says.
             other_pooling: append the last block's other pooling (of an encoder with [CLS] token).
 
@@ -92,11 +92,13 @@ class Encoding:
 
     def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
         # Pooled at once: the tokens of all blocks of a batch would fill the memory.
-        self._earlier.append(self._pool(output))
+        # The norm after the mean is that of the last block, as the final norm would be.
+        how = "mean" if self.pooling == "fc_norm" else self.pooling
+        self._earlier.append(self._pool(output, how))
 
-    def _pool(self, tokens: Tensor) -> Tensor:
-        tokens = tokens if self.pooling == "cls" else tokens.float()  # a mean in full precision
-        return self.encoder.pool(tokens, self.pooling).float()
+    def _pool(self, tokens: Tensor, how: Pooling) -> Tensor:
+        tokens = tokens if how == "cls" else tokens.float()  # a mean in full precision
+        return self.encoder.pool(tokens, how).float()
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class Encoding:
         self._earlier.clear()
         with mixed_precision(self.device, self.precision):
             last = self.encoder(images)
-        parts = [*self._earlier, self._pool(last)]
+        parts = [*self._earlier, self._pool(last, self.pooling)]
         if self.other is not None:
             parts.append(self.encoder.pool(last.float(), self.other))
         self._earlier.clear()

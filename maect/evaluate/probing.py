@@ -32,7 +32,7 @@ from maect.train.optimizer import schedule
 log = logging.getLogger(__name__)
 
 STATE = "heads.safetensors"
-FORMAT = 2  # of this file; an older one is as good as none
+FORMAT = 2  # of this file
 
 
 class Group(Interface):
@@ -210,12 +210,10 @@ class Probing:
         self.context.saved(self.step)
 
     def _load(self) -> None:
-        record = distributed.from_rank_0(_record(self.file))
+        record, fault = distributed.from_rank_0(_record(self.file, self.identity))
         if record is None:
-            return
-        if record["identity"] != self.identity:
-            if self.context.rank == 0:
-                log.warning("%s: of another encoder or other settings; starting over", self.file)
+            if fault and self.context.rank == 0:
+                log.warning("%s: %s; the training starts over", self.file, fault)
             return
         tensors = load_file(self.file)
         for name, group in self.groups.items():
@@ -260,11 +258,17 @@ def check(train: Index, test: Index, *, labelled: bool = True) -> None:
         raise UserError(f"{train.directory}: the probe needs at least two classes")
 
 
-def _record(file: Path) -> dict[str, Any] | None:
-    """What a state file says about itself; None if there is none, or it is damaged."""
+def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
+    """What a state file says about itself, or why a training cannot go on from it."""
+    if not file.exists():
+        return None, ""
     try:
         with safe_open(file, framework="pt") as handle:
             record: dict[str, Any] = json.loads(handle.metadata()["record"])
+        if record["format"] != FORMAT:
+            return None, "saved by another version of maect"
+        if record["identity"] != identity:
+            return None, "of another encoder, other images or other settings"
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        return None
-    return record if record.get("format") == FORMAT else None
+        return None, "not a saved training, or damaged"
+    return record, ""

@@ -121,6 +121,21 @@ def test_representations(images: Path) -> None:
     torch.testing.assert_close(every(x), torch.cat([o[:, 0] for o in outputs], 1))
 
 
+def test_norm_after_the_mean_is_of_the_last_block(images: Path, tmp_path: Path) -> None:
+    """A fine-tuned encoder: the means of earlier blocks are as they are, as without that norm."""
+    original = images / "runs" / "mae" / "encoder.safetensors"
+    module, settings, _ = load_encoder_weights(original)
+    module.norm_after_pooling()
+    torch.nn.init.normal_(module.fc_norm.weight, generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "encoder.safetensors"
+    save_encoder(path, module.state_dict(), settings, "fc_norm")
+    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    cpu = torch.device("cpu")
+    plain, normed = (Encoding(file, cpu, blocks=3)(x) for file in (original, path))
+    assert torch.equal(normed[:, :32], plain[:, :32])
+    assert torch.equal(normed[:, 32:], Encoding(path, cpu)(x))
+
+
 def test_bf16_is_close_to_float32(images: Path) -> None:
     path = images / "runs" / "mae" / "encoder.safetensors"
     x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))

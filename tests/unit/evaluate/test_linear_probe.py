@@ -197,16 +197,24 @@ def test_every_rank_refuses_what_one_finds(
     assert not any(asked)
 
 
-def test_another_probes_state_is_not_taken(images: Path, tmp_path: Path, rank: Rank) -> None:
+def test_another_probes_state_is_not_taken(
+    images: Path, tmp_path: Path, rank: Rank, monkeypatch, caplog
+) -> None:
     job = job_of(images, tmp_path / "linear_probe.json")
     with pytest.raises(Interrupted):
         SETTINGS.evaluate(Rank(patience=5), job)
     other = SETTINGS.model_copy(update={"seed": 1})
     fresh = other.evaluate(rank, job_of(images, tmp_path / "whole.json"))
+    assert not caplog.messages
     assert other.evaluate(rank, job) == fresh
-    # A damaged state is as good as none.
+    with monkeypatch.context() as newer:
+        newer.setattr(probing, "FORMAT", probing.FORMAT + 1)
+        other.evaluate(rank, job)
     (job.state / probing.STATE).write_bytes(b"half")
     assert other.evaluate(rank, job) == fresh
+    reasons = ["of another encoder", "saved by another version", "damaged"]
+    for message, reason in zip(caplog.messages, reasons, strict=True):
+        assert reason in message and message.endswith("the training starts over")
 
 
 def test_json_and_requeue(images: Path, tmp_path: Path, rank: Rank) -> None:
