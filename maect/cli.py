@@ -7,13 +7,14 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from maect import __version__
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file
 from maect.core.log import command_log
-from maect.data.sources import SOURCES
+from maect.data.sources import BUNDLED, SOURCES
 
 if TYPE_CHECKING:
     from maect.core.settings import SettingsFile
@@ -308,10 +309,8 @@ def shard(options: argparse.Namespace) -> None:
 
 def retrieve(options: argparse.Namespace) -> None:
     """`maect retrieve`."""
-    if options.what == "digits":
-        from maect.data.digits import write_digits
-
-        write_digits(options.out)
+    if options.what in BUNDLED:
+        resolve_name(BUNDLED[options.what])(options.out)
         return
     from maect.data.retrieve import retrieve as fetch
 

@@ -27,7 +27,7 @@ FRACTION_LIST = "simclr_{percent:g}percent.txt"
 def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     """Write an index of only some classes of a sharded split; the images stay where they are.
 
-    Labels are the places in `classes`; samples keep their ids and their order.
+    Labels are the positions in `classes`; samples keep their ids and their order.
 
     Args:
         shards: folder of a split's shards, or of another view.

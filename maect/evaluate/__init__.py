@@ -121,7 +121,7 @@ class EvaluationConfig(SettingsFile):
 
     @property
     def digest(self) -> str:
-        """Identity of what the protocol is told; where its inputs are is not part of it."""
+        """Identity of the evaluation's settings; where its inputs are is not part of it."""
         return digest(self.protocol, self.settings, self.resize)
 
     def paths(self, name: str) -> list[Path]:

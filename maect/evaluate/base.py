@@ -62,7 +62,7 @@ Input = Features | Shards | Left | Trained
 
 
 class Interrupted(Exception):
-    """The job was told to stop and has saved what it needs to go on."""
+    """The job was told to stop and has saved what it needs to resume."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def state(self) -> Path:
-        """Folder of what a killed job goes on from; removed when the JSON is written."""
+        """Folder of what a killed job resumes from; removed when the JSON is written."""
         return self.out.with_name(f".{self.out.stem}.state")
 
     def path(self, name: str) -> Path:

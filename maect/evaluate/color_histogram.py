@@ -85,9 +85,9 @@ class ColorHistogram(Encodes):
                 encoding.settings.width, blocks, peak, self.momentum, self.seed, device, mine
             )
 
-            def update(features: Tensor, targets: Tensor, factor: float) -> Tensor:
+            def update(features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
                 features = distributed.gather_rows(features)
-                return heads.step(features, distributed.gather_rows(targets), factor)
+                return heads.step(features, distributed.gather_rows(targets), lr_multiplier)
 
             groups = {"heads": heads}
             training = Probing(context, job, self, train, encoding, groups, identity)

@@ -14,7 +14,7 @@ Compared with the authors' code (billpsomas/efficient-probing, the command of th
 | projections | none for keys, values D x D without bias, scale D^-0.5, one head | the same |
 | values | all tokens are projected, then summed | summed, then projected: equal, D / Q times less |
 | classifier | BatchNorm(affine=False, eps 1e-6), Linear with torch's initialisation | the same |
-| batch statistics | of each GPU's 512 images | of the whole batch, on any number of ranks |
+| batch statistics | of each GPU's 512 images | of the global batch, on any number of ranks |
 | optimizer | LARS, momentum 0.9, trust 0.001, no weight decay, biases unscaled | the same |
 | rate | 0.1 x 4096 / 256, 10 epochs of warm-up, cosine to 0 over 90, every step | the same, but \
 neither 0 nor the peak comes up in the warm-up |
@@ -197,7 +197,7 @@ class Probe:
         values = self.values.view(count, -1, width).transpose(1, 2)
         return (seen.transpose(0, 1) @ values).transpose(0, 1).flatten(1)
 
-    def step(self, tokens: Tensor, labels: Tensor, factor: float) -> Tensor:
+    def step(self, tokens: Tensor, labels: Tensor, lr_multiplier: float) -> Tensor:
         """One update on the global batch; called on every rank.
 
         The classifier is trained on all ranks' rows by every rank; only what is pooled and the
@@ -206,7 +206,7 @@ class Probe:
         Args:
             tokens: float32 [b, N, D], this rank's.
             labels: int64 [b], this rank's.
-            factor: of the peak rate, at this update.
+            lr_multiplier: of the peak rate at this update.
 
         Returns:
             The mean cross-entropy before the update, [1].
@@ -231,7 +231,7 @@ class Probe:
             if name in POOLING:
                 distributed.sum_over_ranks(parameter.grad)
             momentum = getattr(self, f"{name}_momentum")
-            lars(parameter, momentum, self.peak * factor, self.weight_decay)
+            lars(parameter, momentum, self.peak * lr_multiplier, self.weight_decay)
         return loss.detach()[None]
 
     def predict(self, tokens: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def extract(
             features of an image are then the same on all machines up to rounding.
 
     Returns:
-        "done", or "requeue" if the job was told to stop; a restart goes on from there.
+        "done", or "requeue" if the job was told to stop; a restart resumes from there.
 
     Raises:
         UserError: an input is missing or damaged, or the features are not finite.

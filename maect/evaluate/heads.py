@@ -102,13 +102,13 @@ class Heads(Stack):
         self.var = torch.ones(width, device=device)
         self.rates = torch.tensor(rates[mine], device=device)
 
-    def step(self, features: Tensor, labels: Tensor, factor: float) -> Tensor:
+    def step(self, features: Tensor, labels: Tensor, lr_multiplier: float) -> Tensor:
         """One update of every head on the global batch.
 
         Args:
             features: float32 [B, D], of all ranks.
             labels: int64 [B].
-            factor: of the peak rates, at this update.
+            lr_multiplier: of the peak rates at this update.
 
         Returns:
             Mean cross-entropy of each head before the update, [R].
@@ -120,7 +120,7 @@ class Heads(Stack):
         target = labels[:, None].expand(logits.shape[:2])
         losses = F.cross_entropy(logits.transpose(1, 2), target, reduction="none").mean(dim=0)
         # SGD is linear in the gradients: a head's rate may as well be in its loss.
-        self.descend(losses * self.rates, factor)
+        self.descend(losses * self.rates, lr_multiplier)
         return losses.detach()
 
     @torch.no_grad()
@@ -179,13 +179,13 @@ class HistogramHeads(Stack):
         self.mean = torch.zeros(len(self.weight), width, device=device)
         self.var = torch.ones(len(self.weight), width, device=device)
 
-    def step(self, features: Tensor, targets: Tensor, factor: float) -> Tensor:
+    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """One update of every head on the global batch.
 
         Args:
             features: float32 [B, all blocks · D], of all ranks.
             targets: histograms, [B, 3, 64].
-            factor: of the peak rate, at this update.
+            lr_multiplier: of the peak rate at this update.
 
         Returns:
             Loss of each head before the update, [L].
@@ -198,7 +198,7 @@ class HistogramHeads(Stack):
         x = (x - mean[:, None]) * torch.rsqrt(var + BN_EPS)[:, None]
         predicted = predict_histograms(x, self.weight, self.bias)
         losses = (predicted - targets).abs().mean(dim=(1, 2, 3))
-        self.descend(losses, self.peak * factor)
+        self.descend(losses, self.peak * lr_multiplier)
         return losses.detach()
 
 

@@ -47,7 +47,7 @@ class Knn(Protocol):
         return {"train": Features(self.train_split), "test": Features(self.test_split)}
 
     def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
-        """Metrics in percent: `knn`, `knn_standardized`, and the whole sweep over k and T.
+        """Metrics in percent: `knn`, `knn_standardized`, and the full sweep over k and T.
 
         `knn_best_k` and `knn_standardized_best_k` choose k on the test split, as the paper does for
         other methods' checkpoints; `knn_best` and `knn_standardized_best` choose k and T.

@@ -182,7 +182,7 @@ class _Probe:
             metrics |= {PLAIN: metrics[best], "best_form": best}
         return metrics
 
-    def _update(self, features: Tensor, labels: Tensor, factor: float) -> Tensor:
+    def _update(self, features: Tensor, labels: Tensor, lr_multiplier: float) -> Tensor:
         import torch
 
         from maect.core import distributed
@@ -190,7 +190,7 @@ class _Probe:
         features = distributed.gather_rows(features)
         labels = distributed.gather_rows(labels)
         losses = [
-            heads.step(features[:, self.columns[name]], labels, factor)
+            heads.step(features[:, self.columns[name]], labels, lr_multiplier)
             for name, heads in self.heads.items()
         ]
         return torch.cat(losses)

@@ -78,7 +78,7 @@ class Probing:
         identity: str,
         encode: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Go on from a saved state, if there is one of this very training.
+        """Resume from a saved state, if there is one of this very training.
 
         Raises:
             UserError: all epochs together are less than a batch.
@@ -110,8 +110,8 @@ class Probing:
             targets: what the heads learn from this rank's part of a batch, [b, ...], given also
                 its images on the device, uint8 [b, 3, S, S].
             update: train the heads on what this rank's part of the batch gives, features
-                [b, ...] and targets [b, ...], with a factor of the peak learning rates; returns
-                losses.
+                [b, ...] and targets [b, ...], with the multiplier of the peak
+                learning rates; returns losses.
 
         Raises:
             Interrupted: told to stop; the state is saved.
@@ -230,7 +230,7 @@ def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
     """Number of updates, and after how many each epoch is complete.
 
     Batches run on over the end of an epoch, so the update that completes it has begun the next
-    one; the last epoch ends with the last whole batch.
+    one; the last epoch ends with the last full batch.
     """
     steps = epochs * images // batch
     return steps, [min(steps, -(-epoch * images // batch)) for epoch in range(1, epochs + 1)]
@@ -259,7 +259,7 @@ def check(train: Index, test: Index, *, labelled: bool = True) -> None:
 
 
 def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
-    """What a state file says about itself, or why a training cannot go on from it."""
+    """What a state file says about itself, or why a training cannot resume from it."""
     if not file.exists():
         return None, ""
     try:

@@ -40,7 +40,7 @@ class Retrieval(Protocol):
     clustering: str = "clustering"
     """Which evaluation's clusters."""
     subset: str = ""
-    """Clusters of one of its subsets; empty: of the whole split."""
+    """Clusters of one of its subsets; empty: of the full split."""
     clusters: int = Field(default=15, gt=0)
     """Show at most so many clusters, the first ones."""
     queries: int = Field(default=3, gt=0)
@@ -110,8 +110,8 @@ def choose_queries(labels: Ids, count: int) -> Ids:
     import numpy as np
 
     classes, first = np.unique(labels, return_index=True)
-    places = np.arange(count) * len(classes) // count
-    return first[np.unique(places)].astype(np.int64)
+    positions = np.arange(count) * len(classes) // count
+    return first[np.unique(positions)].astype(np.int64)
 
 
 def _neighbors(test: FeatureFile, queries: Ids, count: int, threads: int) -> Ids:

@@ -42,13 +42,13 @@ def evaluate(context: Context, *, config: str | Path, digest: str | None = None)
     Raises:
         UserError: a file, setting or input that the protocol cannot use.
     """
-    told = EvaluationConfig.read(config, submitted=digest)
-    return run(context, job_of(told, Path(config)), told.settings)
+    resolved = EvaluationConfig.read(config, submitted=digest)
+    return run(context, job_of(resolved, Path(config)), resolved.settings)
 
 
-def job_of(told: EvaluationConfig, config: Path) -> Job:
+def job_of(resolved: EvaluationConfig, config: Path) -> Job:
     """The job that a resolved file describes; its result goes beside the file."""
-    return Job(told.run, config.with_suffix(".json"), told.inputs, told.resize)
+    return Job(resolved.run, config.with_suffix(".json"), resolved.inputs, resolved.resize)
 
 
 def run(context: Context, job: Job, protocol: Protocol) -> str:
@@ -88,10 +88,10 @@ def completion(config: str | Path) -> Callable[[], bool]:
     Raises:
         UserError: an input that cannot be read, or a damaged encoder.
     """
-    told = EvaluationConfig.read(config)
-    job = job_of(told, Path(config))
-    settings = told.settings.model_dump(mode="json") | {"resize": job.resize}
-    encoder, wanted = encoder_checksum(job.run), _sources(job, told.settings)
+    resolved = EvaluationConfig.read(config)
+    job = job_of(resolved, Path(config))
+    settings = resolved.settings.model_dump(mode="json") | {"resize": job.resize}
+    encoder, wanted = encoder_checksum(job.run), _sources(job, resolved.settings)
     data = {name: made["index_digest"] for name, made in wanted["splits"].items()}
 
     def is_finished() -> bool:

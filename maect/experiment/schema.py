@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings
-from maect.data.sources import SOURCES, Source
+from maect.data.sources import BUNDLED, SOURCES, Source
 from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS
 from maect.report.groups import Groups
@@ -72,14 +72,28 @@ class Split(Settings):
 
 
 class Dataset(Settings):
-    """Images by split. `digits` are bundled with scikit-learn and written out first."""
+    """Images by split; those that come with a library are written out first."""
 
-    kind: Literal["images", "digits"] = "images"
+    kind: str = "images"
+    """`images`, or which of `maect.data.sources.BUNDLED`."""
     splits: dict[str, Split]
     resize: int | None = Field(default=None, gt=0)
     """Shorter side before the centre crop of evaluations; none: 256/224 of the image size."""
     groups: Groups | None = None
     """Groups of the classes, which figure 1 is coloured by: a mapping, or `imagenet`."""
+
+    @property
+    def bundled(self) -> bool:
+        """Whether its images are written out first."""
+        return self.kind in BUNDLED
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, kind: str) -> str:
+        kinds = ("images", *BUNDLED)
+        if kind not in kinds:
+            raise ValueError(f"unknown kind of dataset; {did_you_mean(kind, kinds)}")
+        return kind
 
     @model_validator(mode="after")
     def _images(self) -> "Dataset":
@@ -90,7 +104,7 @@ class Dataset(Settings):
                     raise ValueError(f"{name}: `of`: {split.of!r} is no split with shards")
                 continue
             given = split.images is not None
-            if given == (self.kind == "digits"):
+            if given == self.bundled:
                 wants = "brings its own images" if given else "needs its source as `images`"
                 raise ValueError(f"{name}: kind {self.kind} {wants}")
         return self

@@ -527,7 +527,7 @@ FIGURES: dict[str, Figure] = {
             "come apart into classes. Colours are groups of classes, where the dataset has any "
             "(for ImageNet by WordNet). Paper: figure 1."
         ),
-        needs=("umap_all", "umap"),
+        needs=("umap_all", "umap"),  # where `umap` shows some classes only, there is one of all
         besides=("clustering",),
         names_classes=True,
         groups_classes=True,

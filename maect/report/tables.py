@@ -291,8 +291,8 @@ def hours_of(records: list[dict[str, Any]]) -> tuple[float, float]:
 
     NaN where a part was not trained here: what public weights cost is not known.
     """
-    first = records[-1]
-    if first["stage"] != "pretrain":
+    first = STAGES.get(records[-1]["stage"])
+    if first is None or not first.trains:
         return math.nan, math.nan
     hours = [float(record["device_hours"]) for record in records]
     if hours[-1] <= 0:

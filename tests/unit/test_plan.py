@@ -61,7 +61,7 @@ def test_the_jobs_are_those_that_snakemake_would_run(here: Path) -> None:
     left = jobs_to_run([HEAD], ["experiment=digits"], PROFILE)
     rules = [job.rule for job in left]
     assert sorted(rules) == [
-        "head", "index_shards", "plan_shards", "pretrain", "write_digits", *["write_shard"] * 2,
+        "head", "index_shards", "plan_shards", "pretrain", "write_images", *["write_shard"] * 2,
     ]  # fmt: skip
     plan = make_plan(left, load("digits"), Device("A100"))
     assert {(job.stage, job.name, job.nodes, job.devices) for job in plan.jobs} == {

@@ -126,7 +126,7 @@ def split_of(wildcards):
 
 def images_of(wildcards):
     """The image folder if a rule of this workflow makes it; a user's folder is not watched."""
-    if experiment.datasets[wildcards.dataset].kind == "digits":
+    if experiment.datasets[wildcards.dataset].bundled:
         return f"{ROOT}/images/{wildcards.dataset}"
     return []
 

@@ -1,4 +1,4 @@
-rule write_digits:
+rule write_images:
     output:
         directory(f"{ROOT}/images/{{dataset}}"),
     log:
@@ -6,14 +6,16 @@ rule write_digits:
     benchmark:
         f"{BENCHMARKS}/data/{{dataset}}-images.tsv"
     wildcard_constraints:
-        dataset=one_of(n for n, d in experiment.datasets.items() if d.kind == "digits"),
+        dataset=one_of(n for n, d in experiment.datasets.items() if d.bundled),
+    resources:
+        kind=lambda wildcards: experiment.datasets[wildcards.dataset].kind, # re-runs nothing
     localrule: True
     conda:
         ENVIRONMENT
     message:
-        "Writing scikit-learn's digits as images"
+        "Writing {resources.kind} as images"
     shell:
-        "maect retrieve digits {output:q} 2> {log:q}"
+        "maect retrieve {resources.kind} {output:q} 2> {log:q}"
 
 
 rule plan_shards:

@@ -14,6 +14,7 @@ from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, 
 from maect.data.sources.view import View
 
 __all__ = [
+    "BUNDLED",
     "SOURCES",
     "UNLABELLED",
     "Entry",
@@ -42,6 +43,9 @@ SOURCES: dict[str, type[Source]] = {
         View,
     )
 }
+
+BUNDLED = {"digits": "maect.data.digits:write_digits"}
+"""Datasets that come with a library, by kind: what writes their splits as image folders."""
 
 
 def find_source(kind: str) -> type[Source]:

@@ -30,23 +30,23 @@ def read_classes(text: str) -> tuple[str, ...]:
     return CLASS_LISTS[text] if text in CLASS_LISTS else tuple(read_list(Path(text)))
 
 
-def check_classes(classes: str, shards: Path, whole: ImageSource) -> None:
-    """Look for a view's classes in its whole, as far as that is known before it is sharded.
+def check_classes(classes: str, shards: Path, split: ImageSource) -> None:
+    """Look for a view's classes in its split, as far as that is known before it is sharded.
 
     Args:
         classes: as for `read_classes`.
-        shards: where the whole's shards are, or will be.
-        whole: what they are made of.
+        shards: where that split's shards are, or will be.
+        split: what they are made of.
 
     Raises:
-        UserError: a class that the whole does not have.
+        UserError: a class that the split does not have.
     """
     if classes not in CLASS_LISTS and not Path(classes).exists():
         return
     if (shards / "index.json").exists():
         known = read_json(shards / "index.json")["class_names"]
     else:
-        known = whole.known_classes()
+        known = split.known_classes()
     for name in read_classes(classes) if known is not None else ():
         if name not in known:
-            raise UserError(f"classes {classes}: {name!r} is no class of {whole.path}")
+            raise UserError(f"classes {classes}: {name!r} is no class of {split.path}")

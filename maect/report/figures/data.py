@@ -15,7 +15,13 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.core.files import json_lines, read_json
 from maect.report.groups import group_names, group_numbers
-from maect.report.registry import Row, ShownConfig, architecture_title, method_title
+from maect.report.registry import (
+    Row,
+    ShownConfig,
+    architecture_title,
+    method_title,
+    named_figure,
+)
 from maect.report.tables import chain
 from maect.stages import STAGES
 
@@ -31,14 +37,18 @@ def row_title(row: Row, rows: Sequence[Row]) -> str:
     return f"{method}, {architecture_title(row.architecture)}"
 
 
-def result_files(shown: ShownConfig, name: str) -> dict[str, Path]:
-    """A result file of each row's first run, by the row's title, where there is one."""
-    files = {
-        row_title(row, shown.rows): shown.evaluations / row.runs[0] / name
-        for row in shown.rows
-        if row.runs
-    }
-    return {title: path for title, path in files.items() if path.exists()}
+def result_files(shown: ShownConfig, ending: str) -> dict[str, Path]:
+    """A result file of each row's first run, by the row's title, where there is one.
+
+    Of the evaluations that the figure's entry needs, the first that any row has.
+    """
+    runs = {row_title(row, shown.rows): row.runs[0] for row in shown.rows if row.runs}
+    for name in named_figure(shown.name).needs:
+        files = {title: shown.evaluations / run / (name + ending) for title, run in runs.items()}
+        files = {title: path for title, path in files.items() if path.exists()}
+        if files:
+            return files
+    return {}
 
 
 def setting(result: Path, key: str) -> Any:

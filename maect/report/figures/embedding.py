@@ -14,7 +14,7 @@ from matplotlib.patheffects import withStroke
 from maect.core.errors import UserError
 from maect.report.figures import COLORS, WIDTH, blank, class_style, panels
 from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
-from maect.report.registry import Row, ShownConfig
+from maect.report.registry import Row, ShownConfig, named_figure
 from maect.report.tables import measured, paper_value
 
 LEGEND_CLASSES = 32  # as many as have a look of their own
@@ -134,26 +134,28 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
     return figure
 
 
-def _panel(shown: ShownConfig, row: Row, embedding: str) -> Panel:
+def _panel(shown: ShownConfig, row: Row, points: Path) -> Panel:
     """A row's embedding, with the accuracy of k-means on its classes, if that was evaluated."""
-    folder = shown.evaluations / row.runs[0]
-    classes = setting(folder / f"{embedding}.json", "classes") or []
-    subsets = setting(folder / "clustering.json", "subsets") or {}
+    (clustering,) = named_figure(shown.name).besides
+    classes = setting(points.with_suffix(".json"), "classes") or []
+    subsets = setting(points.with_name(f"{clustering}.json"), "subsets") or {}
     names = [name for name, subset in subsets.items() if subset == classes] if classes else [""]
     accuracy = paper = None
     if names:
         key = f"{names[0]}_accuracy".removeprefix("_")
-        accuracy = measured(shown.evaluations, row.runs[:1], ["clustering"], key)[0]
+        accuracy = measured(shown.evaluations, row.runs[:1], [clustering], key)[0]
     table = {"": "clustering_best", "dogs15": "dogs15_best"}.get(names[0]) if names else None
     if table and shown.compare_with_paper:
         paper = paper_value(table, row.architecture, row.method, "accuracy")
-    return Panel(row_title(row, shown.rows), folder / f"{embedding}.safetensors", accuracy, paper)
+    return Panel(row_title(row, shown.rows), points, accuracy, paper)
 
 
-def umap(shown: ShownConfig, embedding: str = "umap") -> Figure:
+def umap(shown: ShownConfig) -> Figure:
     """UMAP embeddings side by side, with the accuracy of k-means on the features."""
-    drawn = [_panel(shown, row, embedding) for row in shown.rows if row.runs]
-    return draw_panels([panel for panel in drawn if panel.points.exists()], Classes(shown))
+    rows = {row_title(row, shown.rows): row for row in shown.rows}
+    files = result_files(shown, ".safetensors")
+    drawn = [_panel(shown, rows[title], points) for title, points in files.items()]
+    return draw_panels(drawn, Classes(shown))
 
 
 def cluster_formation(shown: ShownConfig) -> Figure:
@@ -165,6 +167,4 @@ def cluster_formation(shown: ShownConfig) -> Figure:
     rows: list[Row] = [
         row for row in shown.rows if row.architecture == largest and row.method in ("mae", "ct_min")
     ]
-    pair = shown.model_copy(update={"rows": rows})
-    # Where `umap` shows some classes only, the experiment has one of all.
-    return umap(pair, "umap_all" if result_files(pair, "umap_all.safetensors") else "umap")
+    return umap(shown.model_copy(update={"rows": rows}))

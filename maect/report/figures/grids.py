@@ -25,7 +25,7 @@ def confusion(shown: ShownConfig) -> Figure:
     Raises:
         UserError: nothing to draw, or a file that cannot be read.
     """
-    results, titles = result_files(shown, "clustering.safetensors"), Classes(shown)
+    results, titles = result_files(shown, ".safetensors"), Classes(shown)
     if not results:
         raise UserError("confusion figure: no run has the clustering evaluation")
     first = next(iter(results.values()))
@@ -91,7 +91,7 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
     Raises:
         UserError: nothing to draw, or a file that cannot be read.
     """
-    results = dict(list(result_files(shown, "retrieval.safetensors").items())[:2])
+    results = dict(list(result_files(shown, ".safetensors").items())[:2])
     titles = Classes(shown)
     if not results:
         raise UserError("cluster_retrieval figure: no run has the retrieval evaluation")
@@ -132,7 +132,7 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
     Raises:
         UserError: nothing to draw, a file that cannot be read, or other queries.
     """
-    results, titles = result_files(shown, "retrieval.safetensors"), Classes(shown)
+    results, titles = result_files(shown, ".safetensors"), Classes(shown)
     if not results:
         raise UserError("neighbor_retrieval figure: no run has the retrieval evaluation")
     names = ["query_images", "query_labels", "neighbor_images", "neighbor_labels"]

@@ -208,7 +208,7 @@ def color_histogram(shown: ShownConfig) -> Figure:
     Raises:
         UserError: nothing to draw, or a result without `errors`.
     """
-    results = result_files(shown, "color_histogram.json")
+    results = result_files(shown, ".json")
     if not results:
         raise UserError("color_histogram figure: no run has this evaluation")
     figure, (ax,) = panels(1, 1, height=2.9)
