@@ -11,7 +11,7 @@ from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, Sou
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
 from maect.data.sources.files import Folder, ImageList, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
-from maect.data.sources.view import View
+from maect.data.sources.view import ClassView
 
 __all__ = [
     "BUNDLED",
@@ -40,7 +40,7 @@ SOURCES: dict[str, type[Source]] = {
         Contrast,
         Pixelate,
         JPEG,
-        View,
+        ClassView,
     )
 }
 

@@ -15,7 +15,7 @@ DOGS15 = (
 CLASS_LISTS = {"dogs15": DOGS15}
 
 
-class View(Source):
+class ClassView(Source):
     """An index of its own into another split's shards; `maect.data.subsets` writes it."""
 
     kind = "view"
