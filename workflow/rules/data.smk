@@ -7,11 +7,11 @@ rule write_images:
         f"{BENCHMARKS}/data/{{dataset}}-images.tsv"
     wildcard_constraints:
         dataset=one_of(n for n, d in experiment.datasets.items() if d.bundled),
-    resources:
-        kind=lambda wildcards: experiment.datasets[wildcards.dataset].kind, # re-runs nothing
     localrule: True
     conda:
         ENVIRONMENT
+    resources:
+        kind=lambda wildcards: experiment.datasets[wildcards.dataset].kind,  # re-runs nothing
     message:
         "Writing {resources.kind} as images"
     shell:
