@@ -89,8 +89,9 @@ class Experiment:
             for name in (name for name in spec.tables if not TABLES[name].of_public):
                 self._rows[name] = without_twins(self._rows[name], self.runs)
         for name in spec.figures:
-            if FIGURES[name].trained_here:
-                rows = self._rows[name]
+            figure, rows = FIGURES[name], self._rows[name]
+            told = any((run, figure.unless) in self.evaluations for row in rows for run in row.runs)
+            if figure.trained_here and not told:
                 self._rows[name] = [row for row in rows if trained.issuperset(row.runs)]
 
     def _check_plain(self) -> None:

@@ -78,6 +78,8 @@ class Metric:
     instead: tuple[str, ...] = ()
     """Evaluations that give the value for runs without the first: the paper takes for each model
     the protocol that suits it."""
+    by_model: bool = False
+    """Whether the result of any row's run has this of many models, by architecture and method."""
     std: str = ""
     """Metric with the standard deviation over the seeds of the evaluation itself, for one run."""
 
@@ -121,6 +123,8 @@ class Table:
     """Title where only such columns are shown."""
     of_public: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Columns, by architecture, in which the paper's row `mae` is that of the public weights."""
+    printed: str = ""
+    """Table with the numbers that the paper prints; empty: this one."""
     all_of_paper: bool = False
     """Beside one model of the paper's, show all that the paper prints, also those whose weights are
     not public."""
@@ -180,7 +184,9 @@ class Figure:
     groups_classes: bool = False
     """Whether it shows groups of classes in place of the classes, where the dataset has any."""
     trained_here: bool = False
-    """Whether it leaves out what begins with imported weights, whose cost is not known."""
+    """Whether it leaves out what begins with imported weights, whose cost is not known,"""
+    unless: str = ""
+    """unless any row has this evaluation, which tells it."""
 
     def reads(self, method: str) -> tuple[str, ...]:
         """Every evaluation that a row reads."""
@@ -500,7 +506,28 @@ TABLES: dict[str, Table] = {
             "own linear probe and k-NN; the paper of MAE-CT has none. Paper: Psomas et al. 2026."
         ),
     ),
-    # A figure only, in the paper; as a table for the claims.
+    # Figures only, in the paper; as tables for the claims.
+    "gpu_hours": Table(
+        "Cost of training",
+        "Figure 2",
+        (
+            Metric("hours", "Device hours", "throughput", key="model_hours", by_model=True),
+            _PROBE,
+            Metric("flash_gain", "Gain of fused attention, %", "throughput"),
+            Metric("grafting_ratio", "Layer Grafting's second part : tuning", "throughput"),
+            Metric("tune_fits", "Part of the batch on one device", "throughput", digits=2),
+            Metric("tune_masked_fits", "The same, masked", "throughput", digits=2),
+        ),
+        caption=(
+            "Device hours by a short benchmark of training steps, extrapolated to the epochs of "
+            "each model, beside its linear probing accuracy: the numbers behind figure 2. And what "
+            "the text says of cost: by how much fused attention speeds up pre-training, what Layer "
+            "Grafting takes after MAE against head initialisation and tuning, and how much of the "
+            "batch of tuning fits on one device. Paper: figure 2, sections 2 and 4.4, appendix A.1."
+        ),
+        printed="extended",
+        all_of_paper=True,
+    ),
     "color_histogram": Table(
         "Error of predicting the colour histogram",
         "Figure 5",
@@ -537,12 +564,15 @@ FIGURES: dict[str, Figure] = {
         "Figure 2",
         "lines:gpu_hours",
         caption=(
-            "Linear probing accuracy against the device hours of all training behind a model. "
-            "Paper: figure 2."
+            "Linear probing accuracy against the device hours of all training behind a model: by a "
+            "short benchmark, extrapolated to the epochs of each model, as in the paper, and as "
+            "recorded where a model was trained here. Paper: figure 2."
         ),
         needs=("linear_probe",),
+        besides=("throughput",),
         reads_runs=True,
         trained_here=True,
+        unless="throughput",
     ),
     "label_efficiency": Figure(
         "Accuracy against labels",

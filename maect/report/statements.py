@@ -47,6 +47,24 @@ STATEMENTS: tuple[Statement, ...] = (
         ("cost.*.ct_min.overhead <= 10",),
     ),
     Statement(
+        "less_compute_than_others",
+        "At ViT-L tuned models take less compute, pre-training included, than MoCo v3, iBOT, Layer "
+        "Grafting and the best MSN (ViT-L/7).",
+        "introduction, figure 2",
+        tuple(
+            f"gpu_hours.large.{tuned}.hours < gpu_hours.{other}.hours"
+            for tuned in ("ct_min", "ct_aug")
+            for other in ("large.moco_v3", "large.ibot", "large.layer_grafting", "large7.msn")
+        ),
+    ),
+    Statement(
+        "layer_grafting_costs_more",
+        "At ViT-L what Layer Grafting takes after MAE is at least ten times what head "
+        "initialisation and tuning take (in the paper 15 times).",
+        "section 2",
+        ("gpu_hours.large.mae.grafting_ratio >= 10",),
+    ),
+    Statement(
         "probe_gain",
         "Tuning with minimal augmentation raises linear probing accuracy at every size.",
         "section 4.3, table 1",
@@ -206,6 +224,12 @@ STATEMENTS: tuple[Statement, ...] = (
         ),
     ),
     Statement(
+        "masked_on_one_device",
+        "With masked inputs the whole batch of contrastive tuning of ViT-L fits on one device.",
+        "section 4.4",
+        ("gpu_hours.large.mae.tune_masked_fits >= 1",),
+    ),
+    Statement(
         "lookup_is_essential",
         "With crop and flip only and without the lookup, tuning makes the features worse than "
         "MAE's.",
@@ -338,6 +362,17 @@ STATEMENTS: tuple[Statement, ...] = (
             f"{table}.*.{method}.deviation <= {most}"
             for table, most in (("clustering_mean", "0.75"), ("dogs15_mean", "4.35"))
             for method in ("mae", "ct_min", "ct_aug")
+        ),
+    ),
+    Statement(
+        "fused_attention",
+        "FlashAttention speeds up pre-training at every size, by less the larger it is (in the "
+        "paper by 40, 30 and 20 % for ViT-B, L and H).",
+        "appendix A.1",
+        (
+            "gpu_hours.huge.mae.flash_gain > 0",
+            "gpu_hours.large.mae.flash_gain > gpu_hours.huge.mae.flash_gain",
+            "gpu_hours.base.mae.flash_gain > gpu_hours.large.mae.flash_gain",
         ),
     ),
     Statement(

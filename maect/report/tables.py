@@ -55,6 +55,21 @@ def _finite(path: Path, key: str) -> float:
     return float(value)
 
 
+def _of_models(
+    table: Table, rows: Sequence[Row], evaluations: Path
+) -> dict[str, dict[tuple[str, str], float]]:
+    """What results of any row's run say of many models, by metric."""
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for metric in (metric for metric in table.metrics if metric.by_model):
+        values = found.setdefault(metric.name, {})
+        for run in (run for row in rows for run in row.runs):
+            path = evaluations / run / f"{metric.evaluation}.json"
+            models = read_metrics(path).get(metric.source) if path.exists() else None
+            for architecture, methods in (models or {}).items():
+                values |= {(architecture, method): value for method, value in methods.items()}
+    return found
+
+
 def measured(
     evaluations: Path, runs: Sequence[str], names: Sequence[str], key: str, std: str = ""
 ) -> tuple[float | None, float | None]:
@@ -162,8 +177,10 @@ def build_table(
         UserError: unknown table, a model twice, or a result that cannot be read.
     """
     table, rows = named_table(name), list(rows)
+    of_models = _of_models(table, rows, evaluations)
+    source = table.printed or name
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
-    given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(name).index)
+    given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(source).index)
     if paper and table.all_of_paper and not given.isdisjoint(printed):
         rows += [Row(size, method, ()) for size, method in printed if (size, method) not in given]
     lines: list[dict[str, Any]] = []
@@ -176,18 +193,20 @@ def build_table(
         for detail in table.details:
             key = row.architecture, row.method, detail.name
             line[detail.name] = trained_with(detail.name, row, runs) if runs else None
-            line[f"{detail.name}_paper"] = _paper_text(name, *key) if paper else None
+            line[f"{detail.name}_paper"] = _paper_text(source, *key) if paper else None
         for metric in metrics:
             names = table.evaluations_of(metric, row.method)
-            for source in metric.sources(row.method):
-                mean, std = measured(evaluations, row.runs, names, source, metric.std)
+            if metric.by_model:
+                mean, std = of_models[metric.name].get((row.architecture, row.method)), None
+            for value in () if metric.by_model else metric.sources(row.method):
+                mean, std = measured(evaluations, row.runs, names, value, metric.std)
                 if mean is not None:
                     break
             line[metric.name], line[f"{metric.name}_std"] = mean, std
             method, column = row.method, metric.paper or metric.name
             if not as_printed and column in table.of_public.get(row.architecture, ()):
                 method = {"mae": "", "mae_public": "mae"}.get(method, method)
-            number = paper_value(name, row.architecture, method, column) if paper else None
+            number = paper_value(source, row.architecture, method, column) if paper else None
             line[f"{metric.name}_paper"] = number
         lines.append(line)
     numbers = [f"{m.name}{part}" for m in metrics for part in ("", "_std", "_paper")]

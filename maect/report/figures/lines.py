@@ -43,26 +43,37 @@ LABELS = {
 POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
 _PAPER = Line2D([], [], color="#777777", marker="o", fillstyle="none", linestyle="", label="paper")
+_RECORDED = Line2D([], [], color="#777777", marker="+", linestyle="", label="hours as recorded")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A model: what its training cost and how good it is."""
+    """A model: what its training cost and how good it is, NaN where that is not known."""
 
     architecture: str
     method: str
     hours: float
+    """By the benchmark, or as recorded where there is none."""
+    recorded: float
     accuracy: float
     std: float = math.nan
     paper: float = math.nan
 
+    @property
+    def drawn(self) -> float:
+        """The accuracy where it is written: measured, else the paper's."""
+        return self.paper if math.isnan(self.accuracy) else self.accuracy
 
-def points_of(low_shot: pd.DataFrame, cost: pd.DataFrame) -> list[Point]:
-    """Models whose probing accuracy (table `low_shot`) and cost (`cost_table`) are both known."""
-    both = low_shot.merge(cost, on=KEYS)
-    both = both[both["linear_probe"].notna() & both["hours"].notna()]
-    columns = [*KEYS, "hours", "linear_probe", "linear_probe_std", "linear_probe_paper"]
-    return [Point(*line) for line in both[columns].itertuples(index=False, name=None)]
+
+def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> list[Point]:
+    """Models whose probing accuracy (table `gpu_hours`) and cost (also `cost_table`) are known."""
+    both = table.merge(cost[[*KEYS, "hours"]].rename(columns={"hours": "recorded"}), "left", KEYS)
+    both["hours"] = both["hours"].fillna(both["recorded"])
+    known = both[["linear_probe", "linear_probe_paper"]].notna().any(axis=1)
+    both = both[both["hours"].notna() & known]
+    columns = ["hours", "recorded", "linear_probe", "linear_probe_std", "linear_probe_paper"]
+    lines = both[[*KEYS, *columns]].itertuples(index=False, name=None)
+    return [Point(*line) for line in lines]
 
 
 def gpu_hours(shown: ShownConfig) -> Figure:
@@ -71,31 +82,37 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     Raises:
         UserError: no model has both.
     """
-    probed = build_table("low_shot", shown.rows, shown.evaluations, shown.compare_with_paper)
-    points = points_of(probed, cost_table(shown.rows, shown.runs))
+    asked = shown.rows, shown.evaluations, shown.compare_with_paper
+    points = points_of(build_table("gpu_hours", *asked), cost_table(shown.rows, shown.runs))
     if not points:
-        raise UserError("gpu_hours figure: no run has both a linear probe and a completion record")
+        raise UserError("gpu_hours figure: no run has both a linear probe and a known cost")
     methods = list(dict.fromkeys(point.method for point in points))
-    figure, (ax,) = panels(1, 1, height=3.2)
+    timed = any(not math.isclose(p.hours, p.recorded) for p in points if not math.isnan(p.recorded))
+    few = len(methods) <= 4
+    figure, (ax,) = panels(1, 1, height=3.2 if few else 3.8)
     for number, method in enumerate(methods):
         line = sorted((p for p in points if p.method == method), key=lambda p: p.hours)
         color = COLORS[number % len(COLORS)]
+        marker = MARKERS[(number + number // len(COLORS)) % len(MARKERS)]
         hours = [p.hours for p in line]
         ax.errorbar(
             hours, [p.accuracy for p in line],
             yerr=[0 if math.isnan(p.std) else p.std for p in line],
             color=color, linestyle=LINES[number % len(LINES)], capsize=2,
-            marker=MARKERS[number % len(MARKERS)], label=method_title(method),
+            marker=marker, label=method_title(method),
         )  # fmt: skip
         ax.plot(
             hours, [p.paper for p in line], color=color, linestyle="", fillstyle="none",
-            marker=MARKERS[number % len(MARKERS)],
+            marker=marker,
         )  # fmt: skip
+        if timed:
+            recorded = [p.recorded for p in line]
+            ax.plot(recorded, [p.accuracy for p in line], color=color, linestyle="", marker="+")
         for p in line:
             ax.annotate(
-                architecture_title(p.architecture), (p.hours, p.accuracy),
+                architecture_title(p.architecture), (p.hours, p.drawn),
                 xytext=(5, -9 if number % 2 else 5), textcoords="offset points",
-                fontsize=6.5, color=color,
+                fontsize=6.5 if few else 5.5, color=color if few else "#333333",
             )  # fmt: skip
     ax.set(xscale="log", xlabel="device hours of training", ylabel="linear probing accuracy (%)")
     ax.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -105,7 +122,12 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     handles, _ = ax.get_legend_handles_labels()
     if any(not math.isnan(p.paper) for p in points):
         handles.append(_PAPER)
-    ax.legend(handles=handles, loc="best")
+    if timed:
+        handles.append(_RECORDED)
+    if few:
+        ax.legend(handles=handles, loc="best")
+    else:
+        figure.legend(handles=handles, loc="outside lower center", ncols=5)
     return figure
 
 

@@ -3,13 +3,22 @@ from pathlib import Path
 import pytest
 import torch
 
+from maect.core import distributed
 from maect.core.errors import UserError
 from maect.evaluate import throughput
 from maect.evaluate.base import Job
-from maect.evaluate.throughput import METHODS, Passes, Throughput, method_step
+from maect.evaluate.throughput import (
+    METHODS,
+    PUBLISHED,
+    Passes,
+    Published,
+    Throughput,
+    method_step,
+)
 from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder
+from maect.report.tables import paper_table
 from maect.stages import load_recipe
 
 from .conftest import Rank
@@ -21,12 +30,15 @@ SMALL = Encoder(
 CPU = torch.device("cpu")
 
 
+STAGES = {"pretrain", "head", "tune", "head_aug", "tune_aug"}
+
+
 def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
     job = Job(tmp_path, tmp_path / "out.json")
     settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
     metrics = settings.evaluate(rank, job)
-    names = {"pretrain", "head", "tune", *METHODS}
+    names = {*STAGES, "pretrain_plain_attention", "tune_masked", *METHODS}
     assert set(metrics["samples_per_second"]) == names
     for name in names:
         slow, middle, fast = (
@@ -34,12 +46,111 @@ def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
         )
         assert 0 < slow <= middle <= fast
     speed, hours = metrics["samples_per_second"], metrics["device_hours"]
-    # 45 epochs of 3,600 images; no compared method was published at this size.
+    # 45 epochs of 3,600 images.
     assert hours["pretrain"] == pytest.approx(45 / speed["pretrain"])
-    assert set(hours) == {"pretrain", "head", "tune", "maect"}
+    assert set(hours) == {*STAGES, "maect"}
     assert hours["maect"] == pytest.approx(hours["pretrain"] + hours["head"] + hours["tune"])
+    assert metrics["flash_gain"] == pytest.approx(
+        100 * (speed["pretrain"] / speed["pretrain_plain_attention"] - 1)
+    )
+    # Models of others were not published at this size, and a CPU has no largest batch.
+    assert set(metrics["model_hours"]) == {"tiny"}
+    assert metrics["model_hours"]["tiny"] == {
+        "mae": hours["pretrain"],
+        "ct_min": hours["maect"],
+        "ct_aug": pytest.approx(hours["pretrain"] + hours["head_aug"] + hours["tune_aug"]),
+    }
+    assert not {"grafting_ratio", "tune_fits", "tune_masked_fits"} & set(metrics)
     with pytest.raises(UserError, match="recipes of size large do not fit"):
         Throughput(batch_size=4).evaluate(rank, job)
+
+
+def test_models_of_others_cost_their_steps_and_epochs(
+    tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = (
+        Published("tiny", "mae_public", {"mae": 50}),
+        Published("tiny", "layer_grafting", {"mae": 50, "moco_v3": 30}),
+        Published("tiny2", "msn", {"msn": 20}, {"patch_size": 2}),
+        Published("tiny2", "mae_public", {"mae": 10}, {"patch_size": 2}),
+    )
+    monkeypatch.setattr(throughput, "PUBLISHED", {"tiny": models})
+    save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
+    settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
+    metrics = settings.evaluate(rank, Job(tmp_path, tmp_path / "out.json"))
+    speed, found = metrics["samples_per_second"], metrics["model_hours"]
+    assert {"mae", "mae tiny2", "msn", "msn tiny2"} <= set(speed)
+    assert found["tiny"]["mae_public"] == pytest.approx(50 / speed["mae"])
+    grafted = 50 / speed["mae"] + 30 / speed["moco_v3"]
+    assert found["tiny"]["layer_grafting"] == pytest.approx(grafted)
+    assert found["tiny2"] == {
+        "msn": pytest.approx(20 / speed["msn tiny2"]),
+        "mae_public": pytest.approx(10 / speed["mae tiny2"]),
+    }
+    tuning = metrics["device_hours"]["head"] + metrics["device_hours"]["tune"]
+    assert metrics["grafting_ratio"] == pytest.approx(30 / speed["moco_v3"] / tuning)
+
+
+def test_published_models_are_those_of_table_17() -> None:
+    """Epochs, views and masked share as printed; MoCo v3 with ViT-B is the public file's."""
+    printed = paper_table("extended")
+    for model in (one for models in PUBLISHED.values() for one in models):
+        line = printed.loc[(model.architecture, model.method)]
+        epochs = "; ".join(map(str, model.epochs.values()))
+        if (model.architecture, model.method) == ("base", "moco_v3"):
+            assert (epochs, line.epochs) == ("300", "600")
+        else:
+            assert epochs == line.epochs
+        passes = METHODS.get(model.method)
+        if model.method in ("dino", "ibot", "msn"):
+            views = f"{passes.learning} / {passes.local} / {passes.teacher}"
+            assert views == line.views
+        if model.method == "msn":
+            assert str(passes.mask_ratio) == line.mask_ratio == "0.7"
+    # What table 17 has beside them has no public weights and a lower accuracy, or is ours.
+    known = {(one.architecture, one.method) for models in PUBLISHED.values() for one in models}
+    left = {method for _, method in set(printed.index) - known}
+    assert left == {"simmim", "nnclr", "cmae", "mae", "ct_min", "ct_aug"}
+
+
+def test_a_gpu_tells_how_much_of_a_batch_fits(
+    tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = {"tune": 64, "tune_masked": 128}
+
+    def measured(self, *args: object):
+        names = [*STAGES, "pretrain_plain_attention", "tune_masked"]
+        yield from ((name, name) for name in names)
+
+    def fitting(name: str, *args: object) -> dict[str, float]:
+        keys = ("samples_per_second", "fastest", "slowest")
+        return dict.fromkeys(keys, 1.0) | {"batch_size": batches.get(name, 8)}
+
+    monkeypatch.setattr(Throughput, "_measured", measured)
+    monkeypatch.setattr(throughput, "measure", fitting)
+    monkeypatch.setattr(distributed, "device_of", lambda context: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
+    job = Job(tmp_path, tmp_path / "out.json")
+    metrics = Throughput(size="tiny").evaluate(rank, job)
+    whole = load_recipe("ct_min", "tiny").batch_size
+    assert metrics["tune_fits"] == 64 / whole and metrics["tune_masked_fits"] == 128 / whole
+    # A batch that was given says nothing of the largest.
+    assert "tune_fits" not in Throughput(size="tiny", batch_size=8).evaluate(rank, job)
+
+
+def test_plain_attention_is_used_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, used = load_recipe("mae", "tiny"), []
+    kernel = torch.nn.attention.sdpa_kernel
+
+    def noted(backend):
+        used.append(backend)
+        return kernel(backend)
+
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", noted)
+    for plain in (False, True):
+        throughput.stage_step(stage, stage.objective(SMALL, 0), 2, CPU, plain_attention=plain)()
+        assert used == [torch.nn.attention.SDPBackend.MATH] * plain
 
 
 def test_steps_train_what_the_stage_trains() -> None:

@@ -18,7 +18,7 @@ from maect.report.figures import draw
 from maect.report.figures.data import Node
 from maect.report.figures.embedding import read_points, umap
 from maect.report.figures.grids import WRONG
-from maect.report.figures.lines import POINTS, curve, knn_compute, points_of
+from maect.report.figures.lines import POINTS, curve, gpu_hours, knn_compute, points_of
 from maect.report.figures.schematic import columns_of, rows_of
 from maect.report.registry import FIGURES, Row, ShownConfig
 from maect.report.tables import build_table, cost_table
@@ -198,11 +198,43 @@ def test_a_damaged_result_is_named(results, out):
 
 
 def test_points_need_cost_and_accuracy(results):
-    probed = build_table("low_shot", [*ROWS, Row("tiny", "ct_aug", ["none"])], results)
-    points = points_of(probed, cost_table(ROWS, results.parent / "runs"))
-    assert [(p.method, p.hours, p.accuracy) for p in points] == [
-        ("mae", 0.5, 90.0), ("ct_min", 1.5, 91.0),
+    table = build_table("gpu_hours", [*ROWS, Row("tiny", "ct_aug", ["none"])], results)
+    points = points_of(table, cost_table(ROWS, results.parent / "runs"))
+    assert [(p.method, p.hours, p.recorded, p.accuracy) for p in points] == [
+        ("mae", 0.5, 0.5, 90.0), ("ct_min", 1.5, 1.5, 91.0),
     ]  # fmt: skip
+
+
+def test_models_of_others_cost_what_the_benchmark_says(results, result, out):
+    """Own models move to its hours, with those that were recorded beside them."""
+    hours = {"tiny": {"mae": 2.0, "ct_min": 2.5}, "large7": {"msn": 9.0}, "large": {"ibot": 5.0}}
+    result("mae_tiny", "throughput", model_hours=hours, flash_gain=31.0)
+    result("ibot_large", "linear_probe", linear_probe=80.5)
+    rows = [*ROWS, Row("large", "ibot", ["ibot_large"]), Row("base", "dino", ["dino_base"])]
+    table = build_table("gpu_hours", rows, results)
+    mae = table.set_index(["architecture", "method"]).loc[("tiny", "mae")]
+    assert (mae.hours, mae.flash_gain) == (2.0, 31.0)
+    found = points_of(table, cost_table(rows, results.parent / "runs"))
+    points = {(p.architecture, p.method): p for p in found}
+    # DINO was not timed; MSN with ViT-L/7 has no public weights, only the paper's accuracy.
+    assert set(points) == {
+        ("tiny", "mae"), ("tiny", "ct_min"), ("large", "ibot"), ("large7", "msn"),
+    }  # fmt: skip
+    own, ibot, msn = (
+        points[key] for key in (("tiny", "ct_min"), ("large", "ibot"), ("large7", "msn"))
+    )
+    assert (own.hours, own.recorded, own.drawn) == (2.5, 1.5, 91.0)
+    assert (ibot.hours, ibot.accuracy, ibot.paper, ibot.drawn) == (5.0, 80.5, 81.0, 80.5)
+    assert (msn.hours, msn.paper, msn.drawn) == (9.0, 80.7, 80.7) and np.isnan(msn.accuracy)
+    figure = gpu_hours(shown("gpu_hours", results, rows))
+    axes = figure.axes[0]
+    words = [text.get_text() for text in axes.texts]
+    assert sorted(words) == ["ViT-L/16", "ViT-L/7", "ViT-Tiny/4", "ViT-Tiny/4"]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["MAE", "MAE-CT min", "iBOT", "MSN", "paper", "hours as recorded"]
+    # Without the paper's numbers, nothing is left of what was only printed.
+    table = build_table("gpu_hours", rows, results, paper=False)
+    assert "msn" not in {p.method for p in points_of(table, cost_table(rows, results.parent))}
 
 
 def test_a_schematic_places_sources_left_and_between_what_follows():
