@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
-from maect.core.settings import Settings
+from maect.core.settings import Settings, later
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, View
 from maect.recipes.flops import parameters
 
@@ -220,6 +220,8 @@ class SelfSupervised(Training):
     """Replaces the augmentation's crop scale, for images whose object fills the frame."""
     flip: float | None = Field(default=None, ge=0, le=1)
     """Replaces the probability of a horizontal flip (0 where left and right mean something)."""
+    blur: float | None = later(None, ge=0, le=1)
+    """Replaces the probability of blur (0 where images have few pixels and it leaves nothing)."""
     warmup_fraction: float = Field(ge=0, lt=1)
     lr_counts_views: bool = True
     """lr = base_lr x batch_size x views / 256 (authors' code); False leaves `views` out."""
@@ -238,8 +240,8 @@ class SelfSupervised(Training):
         return ("encoder.safetensors", *(["head.safetensors"] if self.head else []))
 
     def view_settings(self) -> tuple[View, ...]:
-        """The augmentation's views with this run's crop scale and flips."""
-        changes = {"crop_scale": self.crop_scale, "flip": self.flip}
+        """The augmentation's views with this run's crop scale, flips and blur."""
+        changes = {"crop_scale": self.crop_scale, "flip": self.flip, "blur": self.blur}
         changes = {key: value for key, value in changes.items() if value is not None}
         return tuple(view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation])[
             : self.views

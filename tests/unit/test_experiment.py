@@ -223,6 +223,17 @@ def test_bundled_experiments_are_valid(name: str) -> None:
     assert load(name).evaluations
 
 
+def test_flip_and_blur_replace_those_of_both_views() -> None:
+    plain = load_recipe("ct_aug", "tiny")
+    changed = load_recipe("ct_aug", "tiny", {"flip": 0.0, "blur": 0.0, "crop_scale": [0.3, 1.0]})
+    assert [view.blur for view in plain.view_settings()] == [1.0, 0.1]
+    for view, before in zip(changed.view_settings(), plain.view_settings(), strict=True):
+        assert (view.flip, view.blur, view.crop_scale) == (0.0, 0.0, (0.3, 1.0))
+        assert (view.jitter, view.solarize) == (before.jitter, before.solarize)
+    # Runs that were begun before there was such a setting go on.
+    assert "blur" in changed.model_dump() and "blur" not in plain.model_dump()
+
+
 def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
     ct = {"recipe": "ct_min", "size": "tiny", "from": "head_min_tiny", "seeds": 1}
     asked = [

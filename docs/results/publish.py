@@ -1,0 +1,305 @@
+"""Publishes an experiment: its numbers as CSV files, and a page that is made of these alone.
+
+    python docs/results/publish.py collect cifar10    # from results/cifar10, beside this file
+    python docs/results/publish.py page cifar10       # README.md and recipes.md, from these
+
+`collect` takes what there is: the page of an unfinished experiment says so. That of a complete one
+has a headline, which also goes into the project's README between two comments of its name.
+"""
+
+import argparse
+import platform
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from maect.core.files import json_lines, read_json, write_json, write_text
+from maect.experiment import Experiment, load
+from maect.experiment.resolve import figures, run_config, tables
+from maect.report.registry import FIGURES, TABLES, method_title
+from maect.report.render import printed, render
+from maect.report.tables import read_table
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+LOOKS = ("look_knn", "look_rank_me", "look_uniformity", "look_alignment")
+PILOTS = "pilots.yaml"
+HEADLINE = ("low_shot_1", "low_shot_5", "linear_probe", "knn")
+
+
+# --- Results to CSV -------------------------------------------------------------------------------
+
+
+def collect(name: str) -> None:
+    """Copy tables, claims, figures and resolved files; list runs, curves and pilots as CSV."""
+    experiment, out = load(name), HERE / name
+    for folder in ("tables", "figures", "resolved"):
+        shutil.rmtree(out / folder, ignore_errors=True)
+        (out / folder).mkdir(parents=True)
+    for table in tables(experiment):
+        _copy(experiment.root / "tables" / f"{table}.csv", out / "tables")
+    for figure in figures(experiment):
+        _copy(experiment.root / "figures" / f"{figure}.png", out / "figures")
+    _copy(experiment.root / "claims.csv", out)
+    for run in experiment.runs:
+        folder = experiment.folder(run)
+        if (folder / "run.json").exists():
+            told = run_config(experiment, run).text(folder / "config.yaml")
+            write_text(out / "resolved" / f"{run}.yaml", told)
+    _write(_runs(experiment), out / "runs.csv")
+    _write(_curves(experiment), out / "curves.csv")
+    if (out / PILOTS).exists():
+        _write(_pilots(load(str(out / PILOTS))), out / "recipes.csv")
+    write_json(out / "machine.json", _machine())
+
+
+def _copy(path: Path, folder: Path) -> None:
+    if path.exists():
+        shutil.copyfile(path, folder / path.name)
+
+
+def _write(lines: list[dict[str, Any]], path: Path) -> None:
+    write_text(path, pd.DataFrame(lines).to_csv(index=False, lineterminator="\n"))
+
+
+def _runs(experiment: Experiment) -> list[dict[str, Any]]:
+    """What every run of the experiment is, how far it has come, and what it cost."""
+    lines = []
+    for run in experiment.runs.values():
+        folder = experiment.folder(run.name)
+        steps = json_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+        record = read_json(folder / "run.json") if (folder / "run.json").exists() else {}
+        last = steps[-1] if steps else {"step": 0, "epoch": 0.0, "timing": {"device_seconds": 0.0}}
+        images = last["step"] * getattr(run.settings, "batch_size", 0)
+        lines.append(
+            {
+                "run": run.name,
+                "stage": run.stage,
+                "from": run.source,
+                "seed": run.seed,
+                "epochs": getattr(run.settings, "epochs", 0),
+                "epochs_done": round(last["epoch"], 2),
+                "finished": bool(record),
+                "operations": float(f"{run.settings.flops_per_image(run.encoder) * images:.4g}"),
+                "device_hours": round(last["timing"]["device_seconds"] / 3600, 3),
+                "revision": (record.get("source_revision") or "")[:12],
+                "encoder_sha256": record.get("sha256", {}).get("encoder.safetensors", ""),
+            }
+        )
+    return lines
+
+
+def _curves(experiment: Experiment) -> list[dict[str, Any]]:
+    """Loss and looks of every run, where it was looked at."""
+    return [
+        {"run": run, "step": step["step"], "epoch": step["epoch"], "loss": step["loss"]}
+        | {key: step[key] for key in LOOKS if key in step}
+        for run in experiment.runs
+        if (path := experiment.folder(run) / "metrics.jsonl").exists()
+        for step in json_lines(path)
+        if LOOKS[0] in step
+    ]
+
+
+def _pilots(experiment: Experiment) -> list[dict[str, Any]]:
+    """Every pilot: what it starts from, what it changes, and its k-NN on held-out images."""
+    lines = []
+    for run, evaluation in experiment.evaluations:
+        path = experiment.root / "evaluations" / run / f"{evaluation}.json"
+        one = experiment.runs[run]
+        spec = next(s for t, s in experiment.spec.runs.items() if _fits(t, run))
+        values = dict(zip(spec.each, re.findall(r"[\d.]+$", run), strict=False))
+        changes = str(spec.overrides).replace("'{x}'", values.get("x", ""))
+        knn = read_json(path)["metrics"]["knn"] if path.exists() else None
+        lines.append(
+            {
+                "run": run,
+                "recipe": one.recipe,
+                "from": one.source,
+                "changes": re.sub(r"['{}]", "", changes),
+                "knn": knn,
+            }
+        )
+    return lines
+
+
+def _fits(template: str, run: str) -> bool:
+    return re.fullmatch(re.escape(template).replace(r"\{x\}", r"[\d.]+"), run) is not None
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    model = re.search(r"model name\s*: (.*)", text)
+    return {
+        "cpu": model[1] if model else platform.processor(),
+        "cores": text.count("\nprocessor") + text.startswith("processor"),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+# --- CSV to pages ---------------------------------------------------------------------------------
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """The pages of a published experiment, by file name; `headline.md` is for the README."""
+    runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
+    complete = bool(runs["finished"].all())
+    made = {"README.md": _page(folder, runs, complete)}
+    if (folder / "recipes.csv").exists():
+        made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
+    if complete:
+        made["headline.md"] = _headline(folder, runs)
+    return made
+
+
+def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
+    name = folder.name
+    parts = [
+        f"# {name}",
+        f"    snakemake --profile cluster_profiles/local --config experiment={name}\n"
+        f"    python docs/results/publish.py collect {name}\n"
+        f"    python docs/results/publish.py page {name}",
+    ]
+    if not complete:
+        done = int(runs["finished"].sum())
+        parts.append(
+            f"**Unfinished: {done} of {len(runs)} runs.** Numbers below are of what is finished; "
+            "no claim is decided before all of it is."
+        )
+    if complete:
+        parts.append(_headline(folder, runs))
+    parts.append((folder / "notes.md").read_text(encoding="utf-8").strip())
+    if (folder / "recipes.csv").exists():
+        parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
+    if (folder / "claims.csv").exists() and complete:
+        parts += ["## Claims", _claims(pd.read_csv(folder / "claims.csv", keep_default_na=False))]
+    shown = [name for name in TABLES if (folder / "tables" / f"{name}.csv").exists()]
+    if shown:
+        parts.append("## Tables")
+        for table in shown:
+            frame = read_table(folder / "tables" / f"{table}.csv")
+            parts.append(render(printed(frame, table), "md").strip())
+    drawn = [name for name in FIGURES if (folder / "figures" / f"{name}.png").exists()]
+    if drawn:
+        parts.append("## Figures")
+        for figure in drawn:
+            entry = FIGURES[figure]
+            parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.caption}")
+    machine = read_json(folder / "machine.json")
+    parts += [
+        "## Runs",
+        f"On {machine['cores']} cores of {machine['cpu']} (accelerator: {machine['device']}), "
+        f"torch {machine['torch']}, Python {machine['python']}. Operations are counted from the "
+        "settings; device hours are wall-clock hours times ranks, also where other work shared the "
+        "cores. What each finished run was told is in `resolved/`; `curves.csv` has losses and "
+        "looks, `runs.csv` revisions and checksums of encoders.",
+        _runs_table(runs),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _headline(folder: Path, runs: pd.DataFrame) -> str:
+    """The main models in a few columns, and what tuning costs."""
+    probed = read_table(folder / "tables/low_shot.csv")
+    clusters = read_table(folder / "tables/clustering.csv")
+    frame = probed.merge(clusters, on=["architecture", "method"], suffixes=("", "_clusters"))
+    columns = (*HEADLINE, "accuracy")
+    titles = ("1 shot", "5 shot", "linear probe", "k-NN", "cluster accuracy", "operations (10¹⁵)")
+    lines = [f"| | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
+    for line in frame.to_dict("records"):
+        cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
+        total = _operations_behind(f"{line['method']}_{line['architecture']}", runs)
+        cells.append(f"{total / 1e15:.2f}")
+        lines.append(f"| {method_title(str(line['method']))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(value: float, std: float) -> str:
+    return f"{value:.1f}" if pd.isna(std) else f"{value:.1f} ± {std:.1f}"
+
+
+def _operations_behind(run: str, runs: pd.DataFrame) -> float:
+    known = runs.set_index("run")
+    total, name = 0.0, run
+    while name:
+        total += float(known.at[name, "operations"])
+        name = str(known.at[name, "from"])
+    return total
+
+
+def _claims(frame: pd.DataFrame) -> str:
+    counts = ", ".join(f"{n} {verdict}" for verdict, n in frame["verdict"].value_counts().items())
+    decided = frame[frame["verdict"] != "not measured"]
+    rows = [
+        f"| {line['statement']} | {line['verdict']} | {line['numbers']} |"
+        for line in decided.to_dict("records")
+    ]
+    head = "| statement | verdict | differences ± standard deviation |\n| --- | --- | --- |"
+    return f"{len(frame)} statements: {counts}.\n\n{head}\n" + "\n".join(rows)
+
+
+def _runs_table(runs: pd.DataFrame) -> str:
+    head = "| run | stage | epochs | done | 10¹² operations | device hours |\n"
+    head += "| --- | --- | ---: | ---: | ---: | ---: |\n"
+    return head + "\n".join(
+        f"| `{line['run']}` | {line['stage']} | {line['epochs']} | {line['epochs_done']:g} | "
+        f"{float(line['operations']) / 1e12:,.0f} | {line['device_hours']:.2f} |"
+        for line in runs.to_dict("records")
+    )
+
+
+def _recipes(pilots: pd.DataFrame) -> str:
+    rows = [
+        f"| `{line['run']}` | {line['recipe']} | {line['from'] or '-'} | {line['changes'] or '-'} "
+        + (f"| {float(line['knn']):.1f} |" if line["knn"] != "" else "| not run yet |")
+        for line in pilots.to_dict("records")
+    ]
+    return (
+        "# How the recipes were chosen\n\n"
+        "k-NN accuracy on training images that were held out, by [pilots.yaml](pilots.yaml); the "
+        "test images took no part. Everything that was tried, with its number; what a pilot does "
+        "not change is the recipe's.\n\n"
+        "| pilot | recipe | starts from | changes | k-NN |\n| --- | --- | --- | --- | ---: |\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def with_headline(readme: str, name: str, headline: str) -> str:
+    """A README with the text between its two comments replaced."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if start not in readme:
+        return readme
+    before, rest = readme.split(start)
+    return f"{before}{start}\n{headline}\n{end}{rest.split(end)[1]}"
+
+
+def write_pages(name: str) -> None:
+    """Write the pages, and the headline into the project's README."""
+    made = pages(HERE / name)
+    if headline := made.pop("headline.md", None):
+        readme = ROOT / "README.md"
+        write_text(readme, with_headline(readme.read_text(encoding="utf-8"), name, headline))
+    for file, text in made.items():
+        write_text(HERE / name / file, text)
+
+
+def main() -> None:
+    """`collect NAME` or `page NAME`."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["collect", "page"])
+    parser.add_argument("experiment")
+    options = parser.parse_args()
+    (collect if options.what == "collect" else write_pages)(options.experiment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

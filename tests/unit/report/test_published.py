@@ -1,0 +1,113 @@
+"""Published results: every page is what its CSV files say."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from maect.core.files import write_json
+from maect.experiment import load
+from maect.report.tables import Row, build_table, write_table
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "docs/results"
+PUBLISHED = sorted(path.parent.name for path in RESULTS.glob("*/runs.csv"))
+SPEC = importlib.util.spec_from_file_location("publish", RESULTS / "publish.py")
+assert SPEC is not None and SPEC.loader is not None
+publish = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(publish)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pages_are_what_the_tables_say(name: str) -> None:
+    made = publish.pages(RESULTS / name)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if headline := made.pop("headline.md", None):
+        assert headline in readme
+    else:  # no number of an unfinished experiment
+        assert f"<!-- {name} -->" not in readme
+    for file, text in made.items():
+        committed = (RESULTS / name / file).read_text(encoding="utf-8")
+        assert text == committed, f"run docs/results/publish.py page {name}"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_pilots_are_an_experiment(name: str) -> None:
+    pilots = RESULTS / name / "pilots.yaml"
+    listed = pd.read_csv(RESULTS / name / "recipes.csv")["run"]
+    assert list(listed) == [run for run, _ in load(str(pilots)).evaluations]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, result, evaluations) -> Path:
+    """A complete experiment of one encoder, three seeds of MAE and one of the others."""
+    for number, run in enumerate(("mae", "mae-s1", "mae-s2", "ct")):
+        result(run, "knn", knn=40.0 + number)
+        result(run, "linear_probe", linear_probe=50.0)
+        result(run, "low_shot", low_shot_1=20.0, low_shot_2=25.0, low_shot_5=30.0)
+        result(run, "clustering", accuracy=25.0, silhouette=1.0)
+    rows = [Row("micro", "mae", ("mae", "mae-s1", "mae-s2")), Row("micro", "ct_min", ("ct",))]
+    out = tmp_path / "mine"
+    (out / "tables").mkdir(parents=True)
+    for name in ("low_shot", "clustering"):
+        write_table(build_table(name, rows, evaluations), out / f"tables/{name}.csv")
+    line = {"stage": "x", "seed": 0, "epochs": 4, "epochs_done": 4.0, "device_hours": 1.5}
+    line |= {"finished": True, "revision": "", "encoder_sha256": ""}
+    runs = [
+        {"run": "mae_micro", "from": None, "operations": 2e15, **line},
+        {"run": "head_min_micro", "from": "mae_micro", "operations": 1e14, **line},
+        {"run": "ct_min_micro", "from": "head_min_micro", "operations": 3e14, **line},
+    ]
+    pd.DataFrame(runs).to_csv(out / "runs.csv", index=False)
+    claim = {"statement": "It helps.", "verdict": "holds", "numbers": "+2.00 ± 1.00"}
+    open_one = {"statement": "It is large.", "verdict": "not measured", "numbers": ""}
+    pd.DataFrame([claim, open_one]).to_csv(out / "claims.csv", index=False)
+    (out / "notes.md").write_text("What it means.\n")
+    machine = {"cpu": "C", "cores": 2, "device": "none", "torch": "2", "python": "3"}
+    write_json(out / "machine.json", machine)
+    return out
+
+
+def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
+    made = publish.pages(folder)
+    assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 |" in made["headline.md"]
+    assert "| MAE-CT min | 20.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 |" in made["headline.md"]
+    page = made["README.md"]
+    assert made["headline.md"] in page and "Unfinished" not in page
+    assert "2 statements: 1 holds, 1 not measured." in page
+    assert "| It helps. | holds | +2.00 ± 1.00 |" in page and "It is large" not in page
+    assert "**Low-shot and feature evaluations**" in page
+
+
+def test_an_unfinished_one_says_so_and_decides_nothing(folder: Path) -> None:
+    runs = pd.read_csv(folder / "runs.csv")
+    runs.loc[2, "finished"] = False
+    runs.to_csv(folder / "runs.csv", index=False)
+    made = publish.pages(folder)
+    assert "headline.md" not in made
+    assert "**Unfinished: 2 of 3 runs.**" in made["README.md"]
+    assert "It helps" not in made["README.md"]
+
+
+def test_the_readmes_part_is_replaced() -> None:
+    before = "# x\n<!-- mine -->\nold\n<!-- /mine -->\nend\n"
+    after = publish.with_headline(before, "mine", "new")
+    assert after == "# x\n<!-- mine -->\nnew\n<!-- /mine -->\nend\n"
+    assert publish.with_headline(after, "other", "new") == after
+
+
+def test_what_there_is_is_collected(tmp_path: Path) -> None:
+    """Of an experiment of which nothing was run, in a checkout of its own."""
+    copy = tmp_path / "docs/results"
+    shutil.copytree(RESULTS / "cifar10", copy / "cifar10")
+    shutil.copy(RESULTS / "publish.py", copy)
+    for what in ("collect", "page"):
+        command = [sys.executable, str(copy / "publish.py"), what, "cifar10"]
+        subprocess.run(command, check=True, cwd=tmp_path)
+    runs = pd.read_csv(copy / "cifar10/runs.csv")
+    assert list(runs["run"]) == list(load("cifar10").runs) and not runs["finished"].any()
+    assert f"**Unfinished: 0 of {len(runs)} runs.**" in (copy / "cifar10/README.md").read_text()
