@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 File = TypeVar("File", bound="SettingsFile")
 
+RESIZE = "shorter side before the centre crop, if not that of the run's config.yaml"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -117,12 +119,13 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("export", export, "Write an encoder as timm and the Hugging Face hub load it.")
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("out", type=Path, help="folder to write to")
+    sub.add_argument("--resize", type=int, help=RESIZE)
 
     sub = command("features", features, "Extract an encoder's features.", launching)
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("--shards", type=Path, required=True, help="folder of a split's shards")
     sub.add_argument("--out", type=Path, required=True, help="the file to write")
-    sub.add_argument("--resize", type=int, help="shorter side before the centre crop")
+    sub.add_argument("--resize", type=int, help=RESIZE)
 
     command(
         "evaluate", evaluate, "Evaluate an encoder as a resolved file says.", launching, changing
@@ -403,20 +406,25 @@ def export(options: argparse.Namespace) -> None:
     """`maect export`."""
     from maect.models.export import export_run
     from maect.stages import STAGES
+    from maect.stages.run import resize_of
 
     record = read_json(need(options.run / "run.json", "finished run"))
-    print(export_run(options.run, options.out, labelled=STAGES[record["stage"]].labelled))
+    resize = options.resize or resize_of(options.run)
+    labelled = STAGES[record["stage"]].labelled
+    print(export_run(options.run, options.out, resize, labelled=labelled))
 
 
 def features(options: argparse.Namespace) -> None:
     """`maect features`."""
     from maect.launch.resources import fixed_nodes
+    from maect.stages.run import resize_of
 
     encoder = need(options.run / "encoder.safetensors", "encoder")
+    resize = options.resize or resize_of(options.run)
     wanted = {
         "encoder_sha256": sha256_file(encoder),
         "index_digest": need_shards(options.shards),
-    } | ({"resize": options.resize} if options.resize else {})
+    } | ({"resize": resize} if resize else {})
 
     def is_done() -> bool:
         from maect.evaluate.store import open_record
@@ -432,7 +440,7 @@ def features(options: argparse.Namespace) -> None:
         encoder=str(encoder.absolute()),
         shards=str(options.shards.absolute()),
         out=str(options.out.absolute()),
-        resize=options.resize,
+        resize=resize,
     )
 
 

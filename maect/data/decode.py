@@ -68,6 +68,21 @@ def open_rgb(data: bytes) -> tuple[Image.Image, str]:
         raise UnreadableError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
+def image_size(data: bytes) -> tuple[int, int]:
+    """Width and height that an image's header says, without decoding it.
+
+    Raises:
+        UnreadableError: empty, or of no known format.
+    """
+    if not data:
+        raise UnreadableError("empty file")
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            return image.size
+    except Exception as error:  # as in `open_rgb`
+        raise UnreadableError(" ".join(str(error).split()) or type(error).__name__) from None
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I;16"):
         grey = np.asarray(image, dtype=np.uint16) >> 8
@@ -103,6 +118,17 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
         if done:
             return
     _render_pillow(read_rgb(data), geometries, out)
+
+
+def render_decoded(
+    image: Image.Image, geometries: NDArray[np.int32], out: NDArray[np.uint8]
+) -> None:
+    """`render` of a picture of Pillow, by Pillow.
+
+    Raises:
+        UnreadableError: its pixels have no defined range.
+    """
+    _render_pillow(_to_rgb(image), geometries, out)
 
 
 def crops(

@@ -223,7 +223,7 @@ def extract(
     encoder, out = Path(encoder), Path(out)
     index = open_index(shards)
     model = Encoding(encoder, distributed.device_of(context), precision)
-    resize = resize or round(model.settings.image_size * 256 / 224)
+    resize = resize or model.settings.default_resize
     record = {
         "run": encoder.parent.name,
         "encoder_sha256": encoder_checksum(encoder.parent),

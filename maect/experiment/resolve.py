@@ -33,6 +33,7 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
         shards=experiment.shards(run.dataset, "train") if run.settings.trains else None,
         source=experiment.folder(run.source) if run.source else None,
         weights=run.weights,
+        resize=experiment.datasets[run.dataset].resize,
         encoder=run.encoder,
         settings=run.settings,
     )
@@ -45,12 +46,18 @@ def evaluation_config(experiment: Experiment, run: str, name: str) -> Evaluation
         evaluation=name,
         protocol=settings.name,
         run=experiment.folder(run),
-        resize=experiment.datasets[experiment.default_dataset].resize,
+        resize=resize(experiment, run, experiment.default_dataset),
         inputs={
             key: input_path(experiment, run, name, kind) for key, kind in settings.inputs().items()
         },
         settings=settings,
     )
+
+
+def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
+    """Shorter side of a dataset's images, where it says none that of what the run is trained on."""
+    own = experiment.datasets[experiment.runs[run].dataset].resize
+    return experiment.datasets[dataset].resize or own
 
 
 def features_file(experiment: Experiment, run: str, dataset: str, split: str) -> Path:

@@ -1,14 +1,27 @@
-"""A run's encoder for others: a folder that timm and the Hugging Face hub read."""
+"""A run's encoder for others: a folder that timm, transformers and the Hugging Face hub read."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from maect.core.files import checked_sha256, read_json, write_json, write_text
-from maect.models.weights import load_encoder_weights, save_tensors
+from maect.core.errors import UserError
+from maect.core.files import (
+    atomic_write,
+    checked_sha256,
+    read_json,
+    sha256_file,
+    write_json,
+    write_text,
+)
+from maect.models.weights import load_encoder_weights
 from maect.recipes import Encoder
+
+MODEL = "model.safetensors"
+TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
 
 # timm's models by (patch size, width, depth); any other shape is one of these with arguments.
 _ARCHITECTURES = {
@@ -19,16 +32,17 @@ _ARCHITECTURES = {
 }
 
 
-def export_run(run: Path, out: Path, labelled: bool = False) -> str:
+def export_run(run: Path, out: Path, resize: int | None = None, labelled: bool = False) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
     Args:
         run: folder of a finished run.
         out: folder to write to; what it holds under these names is replaced.
+        resize: shorter side of images before the centre crop; none: 256/224 of their size.
         labelled: whether the run learnt from labels.
 
     Returns:
-        How timm makes the model, as Python.
+        How timm makes the model and the transform of its images, as Python.
 
     Raises:
         UserError: the run is not finished or its encoder is damaged.
@@ -36,18 +50,52 @@ def export_run(run: Path, out: Path, labelled: bool = False) -> str:
     record = read_json(run / "run.json")
     source = run / "encoder.safetensors"
     checksum = checked_sha256(source)
-    module, encoder, pooling = load_encoder_weights(source)
+    _, encoder, pooling = load_encoder_weights(source)
+    resize = resize or encoder.default_resize
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)
-    save_tensors(out / "model.safetensors", module.state_dict(), {})
-    write_json(out / "config.json", hub_config(architecture, encoder, arguments))
-    words = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-    call = (
-        f'timm.create_model("{architecture}", '
-        f'checkpoint_path="{out.name}/model.safetensors", {words})'
-    )
-    write_text(out / "README.md", model_card(record, encoder, pooling, labelled, checksum, call))
+    with atomic_write(out / MODEL) as temporary:
+        shutil.copyfile(source, temporary)
+    config = hub_config(architecture, encoder, arguments, resize)
+    write_json(out / "config.json", config | {"sha256": checksum})
+    # What timm would otherwise take from its own model of that name.
+    transform = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in config["pretrained_cfg"].items()
+        if key in ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
+    }
+    given = {**arguments, "num_classes": 0, "pretrained_cfg_overlay": transform}
+    words = ", ".join(f"{key}={value!r}" for key, value in given.items())
+    call = f"""model = timm.create_model(
+    "{architecture}", checkpoint_path="{out.name}/{MODEL}", {words}
+).eval()
+{TRANSFORM}"""
+    text = model_card(record, encoder, pooling, resize, labelled, checksum, call)
+    write_text(out / "README.md", text)
     return call
+
+
+def read_export(folder: Path) -> tuple[Path, str, int]:
+    """What an exported folder holds.
+
+    Returns:
+        The weights, their sha256 as it should be and is, and the shorter side of images before the
+        centre crop.
+
+    Raises:
+        UserError: damaged, or not as `export_run` writes it.
+    """
+    config, weights = read_json(folder / "config.json"), folder / MODEL
+    try:
+        promised, cfg = config["sha256"], config["pretrained_cfg"]
+        resize = math.floor(cfg["input_size"][-1] / cfg["crop_pct"])
+    except (KeyError, TypeError, IndexError):
+        raise UserError(
+            f"{folder}: not written by `maect export`; `maect import` reads weights of others"
+        ) from None
+    if not weights.exists() or sha256_file(weights) != promised:
+        raise UserError(f"{weights}: missing or damaged (see config.json); export it again")
+    return weights, promised, resize
 
 
 def architecture_of(encoder: Encoder) -> str:
@@ -69,12 +117,22 @@ def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
         "global_pool": "token" if pooling == "cls" else "avg",
         # Only fine-tuned encoders take the norm of the mean, the others the mean of normed patches.
         "fc_norm": pooling == "fc_norm",
-        "num_classes": 0,
     }
 
 
-def hub_config(architecture: str, encoder: Encoder, arguments: dict[str, Any]) -> dict[str, Any]:
+def crop_fraction(image_size: int, resize: int) -> float:
+    """What timm calls `crop_pct`: it resizes the shorter side to floor(image_size / crop_pct)."""
+    fraction = image_size / resize
+    exact = math.floor(image_size / fraction) == resize
+    return fraction if exact else math.nextafter(fraction, 0)
+
+
+def hub_config(
+    architecture: str, encoder: Encoder, arguments: dict[str, Any], resize: int
+) -> dict[str, Any]:
     """`config.json` of timm's models on the hub: evaluation transform and model arguments.
+
+    `num_classes` is not among the latter, since transformers gives it itself.
 
     timm's `save_for_hf` and `generate_readme` would write tag and licence of other weights into it,
     those of timm's default for the architecture.
@@ -89,7 +147,7 @@ def hub_config(architecture: str, encoder: Encoder, arguments: dict[str, Any]) -
             "input_size": [3, encoder.image_size, encoder.image_size],
             "fixed_input_size": True,
             "interpolation": "bicubic",
-            "crop_pct": 0.875,  # centre crop of 224 out of a shorter side of 256
+            "crop_pct": crop_fraction(encoder.image_size, resize),
             "crop_mode": "center",
             "mean": list(IMAGENET_DEFAULT_MEAN),
             "std": list(IMAGENET_DEFAULT_STD),
@@ -102,7 +160,13 @@ def hub_config(architecture: str, encoder: Encoder, arguments: dict[str, Any]) -
 
 
 def model_card(
-    record: dict[str, Any], encoder: Encoder, pooling: str, labelled: bool, sha256: str, call: str
+    record: dict[str, Any],
+    encoder: Encoder,
+    pooling: str,
+    resize: int,
+    labelled: bool,
+    sha256: str,
+    call: str,
 ) -> str:
     """The hub's `README.md`: what the model is, how to load it, where it comes from."""
     facts = {
@@ -140,18 +204,39 @@ Its output is the {vector}, {encoder.width} numbers an image.
 
 ```python
 import timm
+from PIL import Image
 
-model = timm.create_model("local-dir:PATH_OF_THIS_FOLDER", pretrained=True)
+model = timm.create_model("local-dir:PATH_OF_THIS_FOLDER", pretrained=True).eval()
+{TRANSFORM}
+vector = model(transform(Image.open("IMAGE").convert("RGB"))[None])
 ```
 
-or, from the file alone,
+or with transformers
 
 ```python
-model = {call}
+from transformers import AutoImageProcessor, AutoModel
+
+processor = AutoImageProcessor.from_pretrained("PATH_OF_THIS_FOLDER")
+model = AutoModel.from_pretrained("PATH_OF_THIS_FOLDER").eval()
+vector = model(**processor(Image.open("IMAGE").convert("RGB"))).pooler_output
 ```
 
-Images: shorter side to 256/224 of the image size (bicubic), centre crop, normalised with
-ImageNet's mean and standard deviation (`config.json`).
+or with maect, which also decodes, in batches:
+
+```python
+import maect
+
+vectors = maect.load("PATH_OF_THIS_FOLDER").encode(["IMAGE"])
+```
+
+or, from the file of weights alone,
+
+```python
+{call}
+```
+
+Images: shorter side to {resize} pixels (bicubic), centre crop of {encoder.image_size},
+normalised with ImageNet's mean and standard deviation; all of it is in `config.json`.
 
 ## Where it comes from
 

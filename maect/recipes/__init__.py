@@ -45,6 +45,11 @@ class Encoder(Settings):
         return (self.image_size // self.patch_size) ** 2
 
     @property
+    def default_resize(self) -> int:
+        """Shorter side before the centre crop where nothing else is said: 256 for 224 pixels."""
+        return round(self.image_size * 256 / 224)
+
+    @property
     def prefix_tokens(self) -> int:
         """Number of tokens before the patches: [CLS] and registers."""
         return int(self.class_token) + self.registers

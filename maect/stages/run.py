@@ -8,7 +8,7 @@ from pydantic import Field, SerializeAsAny
 from maect.core.context import Context
 from maect.core.errors import UserError, check_names
 from maect.core.files import read_mapping
-from maect.core.settings import LocalPath, SettingsFile, digest, validated
+from maect.core.settings import LocalPath, SettingsFile, digest, later, validated
 from maect.recipes import Encoder
 from maect.stages import STAGES, Stage, Training, check_source
 
@@ -32,6 +32,9 @@ class RunConfig(SettingsFile):
     """Folder of the run that this one starts from."""
     weights: LocalPath | None = None
     """The published checkpoint that is imported; its path is no part of the run's identity."""
+    resize: int | None = later(None, gt=0)
+    """Shorter side of images before the centre crop wherever the encoder is used; none: 256/224 of
+    the image size. The run itself does not depend on it."""
     encoder: Encoder
     settings: SerializeAsAny[Stage]
 
@@ -83,6 +86,12 @@ class RunConfig(SettingsFile):
     def digest(self) -> str:
         """Identity of what the run is told; where its inputs are is not part of it."""
         return digest(self.stage, self.settings, self.encoder, self.seed)
+
+
+def resize_of(run: Path) -> int | None:
+    """What a run says about the resizing of images; none: nothing, as one imported by hand."""
+    config = run / "config.yaml"
+    return RunConfig.read(config).resize if config.exists() else None
 
 
 def train(

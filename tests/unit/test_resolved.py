@@ -10,9 +10,11 @@ from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import write_json
 from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.experiment.load import load
+from maect.experiment.resolve import resize, run_config
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
-from maect.stages.run import RunConfig, train
+from maect.stages.run import RunConfig, resize_of, train
 
 
 def tuning(root: Path) -> RunConfig:
@@ -51,6 +53,22 @@ def test_results_may_move(tmp_path: Path) -> None:
     assert RunConfig.read(tmp_path / "there/runs/ct/config.yaml") == tuning(tmp_path / "there")
     moved = tmp_path / "there/evaluations/ct/linear_probe_concat.yaml"
     assert EvaluationConfig.read(moved) == probe(tmp_path / "there")
+
+
+def test_how_images_are_resized_is_said_to_a_run_and_is_no_part_of_it(tmp_path: Path) -> None:
+    plain = tuning(tmp_path)
+    config = plain.model_copy(update={"resize": 20})
+    assert config.digest == plain.digest
+    plain.write(tmp_path / "runs/ct/config.yaml")
+    assert resize_of(tmp_path / "runs/ct") is None is resize_of(tmp_path / "runs/imported")
+    config.write(tmp_path / "runs/ct/config.yaml")
+    assert resize_of(tmp_path / "runs/ct") == 20
+
+
+def test_a_run_is_used_as_its_images_are_resized() -> None:
+    digits = load("digits")
+    name = next(iter(digits.runs))
+    assert run_config(digits, name).resize == 16 == resize(digits, name, digits.default_dataset)
 
 
 def test_paths_are_those_of_the_file_wherever_it_is_read(

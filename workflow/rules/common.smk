@@ -168,9 +168,9 @@ def evaluation_digest(wildcards):
     return resolve.evaluation_config(experiment, *pair).digest
 
 
-def resize_of(dataset):
+def resize_of(wildcards):
     """How evaluations resize a dataset's images, as an argument."""
-    resize = experiment.datasets[dataset].resize
+    resize = resolve.resize(experiment, wildcards.run, wildcards.dataset)
     return f"--resize {resize}" if resize else ""
 
 

@@ -18,7 +18,7 @@ rule features:
         **CLUSTER,
     params:
         shards=lambda w: experiment.shards(w.dataset, w.split),
-        resize=lambda w: resize_of(w.dataset),
+        resize=resize_of,
     message:
         "Features of {wildcards.run} on {wildcards.dataset} {wildcards.split}"
     shell:

@@ -1,0 +1,137 @@
+"""One image, one vector: from Python, from a features file, from timm and from transformers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+import maect
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.evaluate.store import open_features
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.suffix in (".jpg", ".png"))
+
+
+@pytest.fixture(scope="module")
+def vectors(run: Path, photographs: Path) -> NDArray[np.float32]:
+    return maect.load(run).encode(files_of(photographs))
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("hub") / "ct"
+    assert main(["export", str(run), str(out)]) == 0
+    return out
+
+
+def test_vectors_are_the_bits_of_the_features_file(
+    run: Path, photographs: Path, vectors: NDArray[np.float32], tmp_path: Path
+) -> None:
+    shards, out = tmp_path / "shards", tmp_path / "ct.safetensors"
+    assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
+    assert main(["features", str(run), "--shards", str(shards), "--out", str(out)]) == 0
+    features = open_features(out)
+    assert features.record["resize"] == 20  # that of the run
+    by_key = dict(zip(features.names(), features.all(), strict=True))
+    for file, vector in zip(files_of(photographs), vectors, strict=True):
+        key = f"{file.parent.name}/{file.stem.replace('.', '_')}"
+        np.testing.assert_array_equal(vector, by_key[key])
+
+
+def test_other_batches_and_other_forms_of_an_image(
+    run: Path, photographs: Path, vectors: NDArray[np.float32]
+) -> None:
+    files, encoder = files_of(photographs), maect.load(run)
+    np.testing.assert_array_equal(encoder.encode(files, batch_size=7, threads=1), vectors)
+    np.testing.assert_array_equal(encoder.encode([f.read_bytes() for f in files]), vectors)
+    lossless = [i for i, file in enumerate(files) if file.suffix == ".png"]
+    images = [Image.open(files[i]) for i in lossless]
+    np.testing.assert_array_equal(encoder.encode(images), vectors[lossless])
+    arrays = [np.asarray(image) for image in images]
+    np.testing.assert_array_equal(encoder.encode(arrays), vectors[lossless])
+    assert encoder.encode([]).shape == (0, encoder.width)
+
+
+def test_an_exported_folder_is_the_same_encoder(
+    exported: Path, photographs: Path, vectors: NDArray[np.float32]
+) -> None:
+    encoder = maect.load(exported)
+    assert (encoder.resize, encoder.pooling) == (20, "mean")
+    np.testing.assert_array_equal(encoder.encode(files_of(photographs)), vectors)
+
+
+def close(theirs: torch.Tensor, ours: NDArray[np.float32], file: Path) -> None:
+    # A level of 255 is what decoders of JPEG may differ by.
+    tolerance = 1e-5 if file.suffix == ".png" else 0.05
+    np.testing.assert_allclose(theirs.numpy(), ours, atol=tolerance)
+
+
+@torch.inference_mode()
+def test_timm_makes_the_same_vectors(
+    exported: Path, photographs: Path, vectors: NDArray[np.float32]
+) -> None:
+    model = timm.create_model(f"local-dir:{exported}", pretrained=True).eval()
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    for file, vector in zip(files_of(photographs), vectors, strict=True):
+        close(model(transform(Image.open(file))[None])[0], vector, file)
+
+
+@torch.inference_mode()
+def test_transformers_makes_the_same_vectors(
+    exported: Path,
+    photographs: Path,
+    vectors: NDArray[np.float32],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from transformers import AutoImageProcessor, AutoModel
+
+    processor = AutoImageProcessor.from_pretrained(exported)
+    model = AutoModel.from_pretrained(exported).eval()
+    for file, vector in zip(files_of(photographs), vectors, strict=True):
+        output = model(**processor(Image.open(file), return_tensors="pt"))
+        close(output.pooler_output[0], vector, file)
+
+
+def test_what_cannot_be_encoded_is_named(run: Path, photographs: Path, tmp_path: Path) -> None:
+    encoder, broken = maect.load(run), tmp_path / "broken.jpg"
+    broken.write_bytes(files_of(photographs)[0].read_bytes()[:200])
+    with pytest.raises(UserError, match=r"broken\.jpg: .*truncated"):
+        encoder.encode([broken])
+    with pytest.raises(UserError, match=r"gone\.jpg: No such file"):
+        encoder.encode([tmp_path / "gone.jpg"])
+    with pytest.raises(UserError, match=r"image 0: an array float64 \(4, 4\)"):
+        encoder.encode([np.zeros((4, 4))])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="give a list"):
+        encoder.encode(str(broken))
+
+
+def test_a_damaged_encoder_is_refused(run: Path, exported: Path, tmp_path: Path) -> None:
+    for folder, name in ((run, "encoder.safetensors"), (exported, "model.safetensors")):
+        copy = tmp_path / folder.name / name
+        copy.parent.mkdir(exist_ok=True)
+        for file in folder.iterdir():
+            (copy.parent / file.name).write_bytes(file.read_bytes())
+        data = bytearray(copy.read_bytes())
+        data[-1] ^= 1
+        copy.write_bytes(data)
+        with pytest.raises(UserError, match=f"{name}: .*damaged"):
+            maect.load(copy.parent)
+        for file in copy.parent.iterdir():
+            file.unlink()
+    with pytest.raises(UserError, match="no such encoder"):
+        maect.load(tmp_path)
+
+
+def test_importing_maect_imports_no_torch() -> None:
+    code = "import sys, maect; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
