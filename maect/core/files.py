@@ -102,9 +102,13 @@ def read_json(path: str | Path) -> Any:
         UserError: the file is missing or damaged.
     """
     try:
-        return verified(json.loads(Path(path).read_text(encoding="utf-8")))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from None
+    try:
+        return verified(value)
     except ValueError as error:
         raise UserError(
             f"{path}: damaged ({error}); delete it and start again: it is made again"

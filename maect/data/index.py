@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file
+from maect.core.files import patiently, read_json, sha256_file
 
 FORMAT = 1
 COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")
@@ -54,6 +54,11 @@ class _Files:
                 self._open.move_to_end(shard)
             return file
 
+    def close(self, shard: int) -> None:
+        """Forget an open file; who still reads it keeps it."""
+        with self._lock:
+            self._open.pop(shard, None)
+
 
 @dataclass(frozen=True)
 class Index:
@@ -92,20 +97,31 @@ class Index:
 
         Raises:
             UserError: the shard is gone or shorter than the index says.
+            OSError: it cannot be read at present, which another job may.
         """
         _, shard, offset, size, *_ = self.rows[i].tolist()
         path = self.shards[shard]
         try:
-            data = os.pread(self._files[shard].number, size, offset)
-            while 0 < len(data) < size:  # a read may legally return less than asked
-                more = os.pread(self._files[shard].number, size - len(data), offset + len(data))
-                if not more:
-                    break
-                data += more
-        except OSError as error:
+            data = patiently(self._bytes, shard, offset, size)
+        except FileNotFoundError as error:
             raise UserError(f"{path}: cannot read sample {i}: {error.strerror}") from None
         if len(data) != size:
             raise UserError(f"{path}: ends inside sample {i}; check it with maect shard --verify")
+        return data
+
+    def _bytes(self, shard: int, offset: int, size: int) -> bytes:
+        """As many bytes as there are of a shard."""
+        data = b""
+        try:
+            while len(data) < size:  # a read may legally return less than asked
+                number = self._files[shard].number
+                more = os.pread(number, size - len(data), offset + len(data))
+                if not more:
+                    break
+                data += more
+        except OSError:
+            self._files.close(shard)  # a stale handle stays one
+            raise
         return data
 
     def undecodable(self, i: int, error: Exception) -> UserError:

@@ -3,8 +3,10 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from maect.core.files import patiently
 from maect.launch import progress, record, slurm, submit
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, own
@@ -54,7 +56,8 @@ def launch(
     with own(folder), Interruption(detach) as interruption:
         line = progress.Line(describe)
         try:
-            _Launch(task, folder, resources, is_done, line, interruption).run()
+            done = partial(patiently, is_done)
+            _Launch(task, folder, resources, done, line, interruption).run()
         except OSError as error:  # a full disk, a file system that is away
             raise LaunchError(
                 f"{describe}: {error}; a running job is left alone: start again to re-attach to it"
@@ -77,6 +80,7 @@ class _Launch:
     line: progress.Line
     interruption: Interruption
     asked_at: float | None = field(default=None, init=False)
+    spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
@@ -100,6 +104,9 @@ class _Launch:
                 last = progress.describe(job.progress)
                 self.line.say(f"done: {last}" if last else "done")
                 return
+            failure = end.failure if end.outcome in ("failed", "lost") else None
+            if failure is not None and failure.kind != "UserError":
+                job.suspects = self.clusters[job.cluster].suspects(self.folder, job, failure)
             self.close(job, end.look.text)
             if ours or seen:  # how a job ended while nobody watched is not held against it
                 failures = self.judge(job, end, failures)
@@ -123,8 +130,12 @@ class _Launch:
                 "start again to look after it"
             )
         job = record.new_job(self.folder, self.resources.cluster, self.resources.ranks, previous)
+        if self.spare_nobody:
+            job.excluded = []
+        elif job.excluded:
+            self.line.say(f"without {', '.join(job.excluded)}, which ended {record.BAD} jobs")
         job.site = self.clusters[job.cluster].site()
-        job.request = submit.request(job.name, self.folder, self.task, self.resources)
+        job.request = submit.request(job, self.folder, self.task, self.resources)
         record.make_job_folder(self.folder, job.name)
         record.write_job(self.folder, job)
         answer = submit.submit(self.folder, job, self.leave_submission)
@@ -145,6 +156,10 @@ class _Launch:
             self.line.say(f"{what}, looking for it: {error.splitlines()[-1]}")
             return job
         self.close(job, f"not accepted: {error}")
+        if job.excluded:
+            self.line.say(f"not accepted without {', '.join(job.excluded)}; trying with them")
+            self.spare_nobody = True
+            return self.submit(job)
         raise LaunchError(f"{self.line.title}: {job.cluster} job not accepted: {error}")
 
     def leave_submission(self) -> None:

@@ -21,17 +21,20 @@ import socket
 import stat
 import time
 import uuid
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import read_mapping, write_json
+from maect.core.files import patiently, read_mapping, write_json
 from maect.launch.resources import LaunchError
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
 VERDICTS = ("done", "requeue", "stopped")  # how the launched function may return
 STATES = ("submitting", "submitted", "ended")
 CHECKSUM = "sha256"
+BAD = 2  # failures after which a node is excluded
+PASSED_ON = ("name", "id", "step", "ending", "verdict", "suspects")
 
 
 @dataclass
@@ -53,7 +56,9 @@ class Job:
         verdict: how its function returned, if it did: "done", "requeue" or "stopped".
         progress: rank 0's last report, once it is over.
         saved: last step that was saved, once it is over.
-        earlier: the jobs before this one: name, id, step and how each ended.
+        suspects: nodes that seem to have ended it, once it is over.
+        excluded: nodes that it was submitted without: they ended two jobs before it.
+        earlier: the jobs before this one: name, id, step, how each ended, suspects.
     """
 
     cluster: str
@@ -73,6 +78,8 @@ class Job:
     verdict: str | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     saved: int | None = None
+    suspects: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
     earlier: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -97,11 +104,13 @@ def new_job(folder: Path, cluster: str, ranks: int, previous: Job | None) -> Job
         for old in ("progress.json", "verdict.json", "stop"):  # of a version before this record
             (folder / old).unlink(missing_ok=True)
     if previous is not None:
-        last = {key: getattr(previous, key) for key in ("name", "id", "step", "ending", "verdict")}
+        last = {key: getattr(previous, key) for key in PASSED_ON}
         earlier = [*previous.earlier, last]
     # SLURM shows job names to everyone: the folder's own name is enough to recognise it.
     name = f"maect-{folder.name}-{uuid.uuid4().hex[:10]}"
-    return Job(cluster, name, ranks, step, attempt=attempt, earlier=earlier)
+    failures = Counter(node for old in earlier for node in old.get("suspects", ()))
+    excluded = sorted(node for node, count in failures.items() if count >= BAD)
+    return Job(cluster, name, ranks, step, attempt=attempt, excluded=excluded, earlier=earlier)
 
 
 def read_job(folder: Path) -> Job | None:
@@ -112,7 +121,7 @@ def read_job(folder: Path) -> Job | None:
     """
     path = folder / "job.json"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(patiently(path.read_text, "utf-8"))
         given = value.pop(CHECKSUM, None)
         # Older versions wrote no checksum, and neither request nor stop.
         if given != (_checksum(value) if "request" in value else None):
@@ -136,7 +145,7 @@ def read_job(folder: Path) -> Job | None:
 def write_job(folder: Path, job: Job) -> None:
     """Write `job.json`, atomically; for the launcher that owns the folder."""
     value = asdict(job)
-    write_json(folder / "job.json", value | {CHECKSUM: _checksum(value)})
+    patiently(write_json, folder / "job.json", value | {CHECKSUM: _checksum(value)})
 
 
 def _checksum(value: dict[str, Any]) -> str:

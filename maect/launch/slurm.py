@@ -36,7 +36,7 @@ OVER |= {"RECONFIG_FAIL"}
 BY_A_PERSON = {"CANCELLED", "DEADLINE"}
 TEARDOWN = 30.0  # seconds for the ranks to return after the completion record was written
 BROKEN_GRACE = 60.0  # seconds for SLURM to end a job that has lost a rank
-TASK_ENDED = re.compile(rb"^srun: error: .*\btasks? [\d,-]+: ", re.MULTILINE)
+TASK_ENDED = re.compile(rb"^srun: error: (?P<node>\S+): tasks? [\d,-]+: ", re.MULTILINE)
 FORGOTTEN = 600.0  # seconds after which sacct is no longer waited for
 FORMAT = "%i|%T|%r|%j"
 SUBMISSION_FAILURES_THAT_PASS = (
@@ -98,6 +98,20 @@ class Slurm(Cluster):
                 return Look("ended", "it lost a rank, and SLURM did not end it")
             return self._word(job.id, word, reason, answer.time)
         return self._missing(job, answer.time)
+
+    def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
+        """The node of the rank that failed, or that srun says was lost; else a job's only one."""
+        ranks = record.ranks(folder, job)
+        nodes = {str(rank["node"]) for rank in ranks.values() if rank.get("node")}
+        if failure.kind:
+            nodes = {str(ranks[failure.rank].get("node"))} & nodes
+        elif lost := TASK_ENDED.search(_attempt_log(folder, job)):
+            nodes = {lost["node"].decode(errors="replace")}
+        elif not nodes and job.id:
+            _, out, _ = command("scontrol", "--oneliner", "show", "job", job.id)
+            listed = re.search(rf" JobName={re.escape(job.name)} .* NodeList=([\w.-]+) ", out)
+            nodes = {listed[1]} if listed and listed[1] != "(null)" else set()
+        return sorted(nodes) if len(nodes) == 1 else []
 
     def finish(self, folder: Path, job: Job) -> None:
         """Wait for a job that has its completion record to return; cancel it if it does not.
@@ -221,13 +235,17 @@ def _lost_a_rank(folder: Path, job: Job) -> bool:
     It then asks the controller to end the others, and only once: while the controller is away they
     keep waiting for the lost one.
     """
+    return TASK_ENDED.search(_attempt_log(folder, job)) is not None
+
+
+def _attempt_log(folder: Path, job: Job) -> bytes:
+    """The end of the log of rank 0 and srun, from the last attempt's beginning."""
     try:
         with record.log(folder, job, 0).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-            attempt = file.read().rpartition(ATTEMPT.encode())[2]
+            return file.read().rpartition(ATTEMPT.encode())[2]
     except OSError:
-        return False
-    return TASK_ENDED.search(attempt) is not None
+        return b""
 
 
 @dataclass(frozen=True)

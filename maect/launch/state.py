@@ -41,6 +41,10 @@ class Cluster(ABC):
         """What the cluster calls itself, if it has a name."""
         return None
 
+    def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
+        """Nodes that seem to have ended a job that failed."""
+        return []
+
     @abstractmethod
     def look(self, folder: Path, job: Job) -> Look:
         """Look at a job."""

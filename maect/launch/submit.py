@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,18 @@ WHERE_SLURM_IS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def request(name: str, folder: Path, task: Task, resources: Resources) -> dict[str, Any]:
+def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[str, Any]:
     """What the ranks and the process that submits them (`__main__.py`) have to know."""
-    here = resources.cluster == "local"
+    if resources.cluster == "local":
+        parameters = local(resources)
+    else:
+        parameters = slurm(resources, job.name, folder, job.excluded)
     return {
         "function": task.function,
         "arguments": task.arguments,
         "cpus": resources.cpus,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "parameters": local(resources) if here else slurm(resources, name, folder),
+        "parameters": parameters,
     }
 
 
@@ -127,12 +130,16 @@ def local(resources: Resources) -> dict[str, Any]:
     }
 
 
-def slurm(resources: Resources, name: str, folder: Path) -> dict[str, Any]:
+def slurm(
+    resources: Resources, name: str, folder: Path, excluded: Sequence[str] = ()
+) -> dict[str, Any]:
     """Parameters of submitit's SLURM executor."""
     extra: dict[str, Any] = {"requeue": True}
     for argument in resources.sbatch:
         key, _, value = argument.partition("=")
         extra[key.strip().lstrip("-")] = value.strip() or True
+    if excluded:
+        extra["exclude"] = ",".join([*filter(None, [extra.get("exclude")]), *excluded])
     if not any(key.startswith("gpus") or key == "gres" for key in extra):
         extra["gres"] = f"gpu:{resources.devices}"
     ours = environment(name, resources.cpus)

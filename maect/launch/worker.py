@@ -49,6 +49,7 @@ class RankFile:
             "id": job_id,
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            "node": os.environ.get("SLURMD_NODENAME"),
             "time": time.time(),
             "end": None,
         }

@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import os
@@ -13,9 +14,10 @@ import webdataset
 from PIL import Image
 from sample_images import image_folder, jpeg, random_crop
 
+from maect.core import files
 from maect.core.errors import UserError
 from maect.data.digits import SHIFTS, write_digits
-from maect.data.index import open_index
+from maect.data.index import Index, open_index
 from maect.data.shards import finish_index, plan_shards, shard, write_shard
 
 
@@ -43,6 +45,27 @@ def test_index_gives_the_original_bytes(images: Path, shards: Path) -> None:
         assert index.labels[i] == int(key[1])
         with Image.open(io.BytesIO(index.read(i))) as image:
             assert image.size == tuple(index.rows[i, 5:7])
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_what_cannot_be_read_now_is_asked_for_again(
+    index: Index, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Refused for good, it is no fault of the user's, and another job may try."""
+    expected, refusals, real = index.read(3), [3], os.pread
+
+    def refusing(handle: int, size: int, offset: int) -> bytes:
+        if refusals[0]:
+            refusals[0] -= 1
+            raise OSError(number, "refused")
+        return real(handle, size, offset)
+
+    monkeypatch.setattr(os, "pread", refusing)
+    monkeypatch.setattr(files, "WAITS", (0.0,) * 4)
+    assert index.read(3) == expected and refusals == [0]
+    refusals[0] = 99
+    with pytest.raises(OSError, match="refused"):
+        index.read(3)
 
 
 def test_stock_webdataset_reads_the_same(images: Path, shards: Path) -> None:

@@ -157,19 +157,18 @@ def test_verify_names_a_changed_list_of_keys(shards: Path, tmp_path: Path) -> No
 
 
 def test_verify_names_a_wrong_count_and_a_moved_image(shards: Path, tmp_path: Path) -> None:
-    import json
     import shutil
 
-    from maect.core.files import sha256_file
+    from maect.core.files import read_json, sha256_file, write_json
 
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     rows = np.load(copy / "index.npy")
     rows[3, 2] += 512  # the offset of sample 3
     np.save(copy / "index.npy", rows)
-    record = json.loads((copy / "index.json").read_text())
+    record = read_json(copy / "index.json")
     record["index_sha256"] = sha256_file(copy / "index.npy")
     record["shards"][1]["count"] += 1
-    (copy / "index.json").write_text(json.dumps(record))
+    write_json(copy / "index.json", record)
     with pytest.raises(UserError) as fault:
         verify(copy)
     assert r"train-000001.tar: 8 images, 9 recorded" in str(fault.value)

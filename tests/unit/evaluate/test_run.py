@@ -1,4 +1,3 @@
-import json
 import shutil
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
-from maect.core.files import sha256_file, write_json
+from maect.core.files import read_json, sha256_file, write_json
 from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.base import Job
 from maect.evaluate.clustering import Clustering
@@ -25,7 +24,7 @@ from .conftest import Rank, blobs, given, resolved, store
 
 def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
     assert evaluate(rank, config=resolved(job, Knn(k=5))) == "done"
-    result = json.loads(job.out.read_text())
+    result = read_json(job.out)
     assert set(result) == {"metrics", "settings", "provenance"}
     assert result["settings"]["k"] == 5 and result["settings"]["temperature"] == 0.07
     provenance = result["provenance"]

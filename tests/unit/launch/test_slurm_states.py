@@ -9,6 +9,7 @@ import pytest
 from launching import finish, wait_for
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.launch import record, slurm
 from maect.launch.record import Job
 from maect.launch.slurm import Slurm
@@ -336,6 +337,56 @@ def take_over(run) -> None:
     name = f"maect-{run.folder.name}-1"
     job = Job("slurm", name, 1, 0, {"cpus": 1}, state="submitted", id="7", submitted=0.0)
     record.write_job(run.folder, job)
+
+
+def on_a_bad_node(run, commands, refuse="never") -> list[str]:
+    """Every job fails on node n7; what the scripts that sbatch was given exclude."""
+    run.resources |= {"cluster": "slurm", "devices": 1, "sbatch": ["exclude=n1,n2"]}
+    name = f"name=$(grep -o 'maect-{run.folder.name}-[0-9a-f]*' {run.folder}/job.json | head -1)\n"
+    count = f"$(ls {commands.folder} | grep -c script-)"
+    (commands.folder / "sbatch").write_text(
+        f'#!/bin/sh\n{name}cp "$2" {commands.folder}/script-{count}\n'
+        f'grep -q "{refuse}" "$2" && echo "no such nodes left" >&2 && exit 1\n'
+        f'id={count}\necho "$id|FAILED|None|$name" > {commands.folder}/squeue.says\necho $id\n'
+    )
+    (commands.folder / "scontrol").write_text(
+        f'#!/bin/sh\n{name}echo "JobId=$4 JobName=$name JobState=FAILED NodeList=n7 BatchHost=n7"\n'
+    )
+    words = finish(run.start())
+    assert "gave up after 3 attempts" in words, words
+    scripts = sorted(commands.folder.glob("script-*"))
+    return [line for s in scripts for line in s.read_text().splitlines() if "--exclude" in line]
+
+
+def test_node_that_failed_twice_is_excluded(run, commands):
+    given = "#SBATCH --exclude=n1,n2"
+    assert on_a_bad_node(run, commands) == [given, given, f"{given},n7"]
+    assert [job["suspects"] for job in run.read("job.json")["earlier"]] == [["n7"], ["n7"]]
+
+
+def test_too_few_nodes_to_exclude_any(run, commands):
+    given = "#SBATCH --exclude=n1,n2"
+    assert on_a_bad_node(run, commands, "n2,n7") == [given, given, f"{given},n7", given]
+
+
+@pytest.mark.parametrize(
+    "ranks, log, nodes",
+    [
+        ({0: "error", 1: None}, "", ["n0"]),
+        ({0: None, 1: "error"}, "", ["n1"]),
+        ({0: None, 1: None}, "srun: error: n1: task 1: Killed\n", ["n1"]),
+        ({0: None, 1: None}, "", []),  # nobody knows which of the two
+        ({0: None}, "", ["n0"]),
+    ],
+)
+def test_which_node_is_suspected(tmp_path, commands, job, ranks, log, nodes):
+    record.make_job_folder(tmp_path, job.name)
+    for rank, end in ranks.items():
+        about = {"kind": "OSError", "message": "", "traceback": "", "time": 0.0}
+        value = {"rank": rank, "node": f"n{rank}", "end": end} | (about if end else {})
+        write_record(record.rank_file(tmp_path, job.name, rank), value)
+    record.log(tmp_path, job, 0).write_text(f"maect: attempt 0 on n[0-1]\n{log}")
+    assert Slurm().suspects(tmp_path, job, record.failure(tmp_path, job)) == nodes
 
 
 @pytest.mark.parametrize("word", ["NODE_FAIL", pytest.param("PREEMPTED", marks=pytest.mark.slow)])
