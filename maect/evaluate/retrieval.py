@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import UserError, check_names
 from maect.core.files import atomic_write
+from maect.core.settings import later
 from maect.evaluate.base import Features, Input, Job, Left, Protocol, Shards, idle_cpus
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     import numpy as np
@@ -44,6 +46,8 @@ class Retrieval(Protocol):
     clusters: int = Field(default=15, gt=0)
     """Show at most so many clusters, the first ones."""
     queries: int = Field(default=3, gt=0)
+    classes: tuple[str, ...] = later(())
+    """Classes whose first image is a query; empty: `queries` classes that are spread evenly."""
     neighbors: int = Field(default=10, gt=0)
     side: int = Field(default=96, gt=0)
     """Pixels of a stored thumbnail, at most the encoder's image size."""
@@ -85,7 +89,7 @@ class Retrieval(Protocol):
                 f"retrieval: neighbors {self.neighbors} needs more than the {test.n} images "
                 f"of {test.path}"
             )
-        queries = choose_queries(test.labels, self.queries)
+        queries = choose_queries(test, self.queries, self.classes)
         neighbors = _neighbors(test, queries, self.neighbors, idle_cpus(context))
         clusters, classes = _clusters(job.path("clusters"), test, self)
         left: dict[str, NDArray[Any]] = {"cluster_classes": classes}
@@ -105,11 +109,28 @@ class Retrieval(Protocol):
         }
 
 
-def choose_queries(labels: Ids, count: int) -> Ids:
-    """The first image of classes that are spread evenly: the same ones for every encoder."""
+def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> Ids:
+    """The first image of some classes: the same ones for every encoder.
+
+    Args:
+        test: features.
+        count: so many classes that are spread evenly,
+        names: unless these are given.
+
+    Raises:
+        UserError: a class that the dataset does not have, or of which there is no image.
+    """
     import numpy as np
 
-    classes, first = np.unique(labels, return_index=True)
+    classes, first = np.unique(test.labels, return_index=True)
+    if names:
+        known = test.record["class_names"]
+        check_names(f"retrieval: classes of {test.path}", names, known)
+        numbers = [known.index(name) for name in names]
+        for name, number in zip(names, numbers, strict=True):
+            if number not in classes:
+                raise UserError(f"retrieval: {test.path} has no image of class {name}")
+        return first[np.searchsorted(classes, numbers)].astype(np.int64)
     positions = np.arange(count) * len(classes) // count
     return first[np.unique(positions)].astype(np.int64)
 

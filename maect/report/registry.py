@@ -528,6 +528,15 @@ TABLES: dict[str, Table] = {
         printed="extended",
         all_of_paper=True,
     ),
+    "neighbor_retrieval": Table(
+        "Nearest neighbours of the query's class",
+        "Figure 11",
+        (Metric("query_precision", "Neighbours of the class, %", "retrieval"),),
+        caption=(
+            "Percent of the nearest neighbours of the images in figure 11 that are of the same "
+            "class. Paper: figure 11."
+        ),
+    ),
     "color_histogram": Table(
         "Error of predicting the colour histogram",
         "Figure 5",

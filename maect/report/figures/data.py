@@ -140,7 +140,9 @@ class Node:
 
 def stage_title(stage: str) -> str:
     """How a stage is printed."""
-    return STAGES[stage].title.format(run="").strip() if stage in STAGES else stage
+    if stage not in STAGES:
+        return stage
+    return STAGES[stage].title.format(run="").strip().removesuffix(" of")
 
 
 def finished_runs(shown: ShownConfig) -> list[Node]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -265,35 +264,46 @@ def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarra
 def training_curves(shown: ShownConfig) -> Figure:
     """Loss over epochs of every run behind the rows, one panel a stage.
 
-    Losses of different stages are not comparable.
+    Losses of different stages are not comparable. Where a pre-training has two, MAE's is beside
+    that of others, and NNCLR's has a panel of its own.
 
     Raises:
         UserError: nothing to draw, or a file without epochs and losses.
     """
-    x, y = "epoch", "loss"
-    stages: dict[str, dict[str, Path]] = {stage: {} for stage in STAGES}
+    drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {
+        stage_title(stage): {} for stage in STAGES
+    }
     for node in finished_runs(shown):
         path = shown.runs / node.name / "metrics.jsonl"
-        if path.exists():
-            stages.setdefault(node.stage, {})[node.name] = path
-    drawn = {stage_title(stage): files for stage, files in stages.items() if files}
+        lines = read_metrics_lines(path) if path.exists() else []
+        title, parts = stage_title(node.stage), curve(lines, "epoch", "loss_mae")
+        line = parts if len(parts[0]) else curve(lines, "epoch", "loss")
+        if lines and not len(line[0]):
+            raise UserError(f"{path}: no line has both 'epoch' and 'loss'")
+        if lines:
+            drawn.setdefault(title, {})[node.name] = line
+        if len(parts[0]):
+            nnclr = drawn.setdefault(f"{title}, NNCLR", {})
+            nnclr[node.name] = curve(lines, "epoch", "loss_nnclr")
+    drawn = {title: runs for title, runs in drawn.items() if runs}
     if not drawn:
         raise UserError("training curves: no run to draw")
-    figure, axes = panels(1, len(drawn), height=2.5)
-    for ax, (title, runs) in zip(axes, drawn.items(), strict=True):
-        for number, (name, path) in enumerate(runs.items()):
-            horizontal, vertical = curve(read_metrics_lines(path), x, y)
-            if not len(horizontal):
-                raise UserError(f"{path}: no line has both {x!r} and {y!r}")
+    columns = min(len(drawn), 3)
+    figure, axes = panels(-(-len(drawn) // columns), columns, height=2.5)
+    for ax in axes[len(drawn) :]:
+        ax.remove()
+    for position, (ax, (title, runs)) in enumerate(zip(axes, drawn.items(), strict=False)):
+        for number, (name, (horizontal, vertical)) in enumerate(runs.items()):
             ax.plot(
                 horizontal, vertical, label=name,
                 color=COLORS[number % len(COLORS)], linestyle=LINES[number // len(COLORS) % 4],
             )  # fmt: skip
         ax.set_title(title)
-        ax.set_xlabel(x)
+        ax.set_xlabel("epoch")
         if len(runs) > 1:
             ax.legend()
         else:
             ax.set_title(f"{title}: {next(iter(runs))}")
-    axes[0].set_ylabel(y)
+        if position % columns == 0:
+            ax.set_ylabel("loss")
     return figure

@@ -75,6 +75,21 @@ def test_neighbours_and_clusters(clustered: Job, rank: Rank) -> None:
     assert metrics["query_precision"] == 100 * right.mean()
 
 
+def test_queries_of_some_classes(clustered: Job, rank: Rank) -> None:
+    job = replace(clustered, out=clustered.out.with_name("some.json"))
+    settings = Retrieval(neighbors=4, classes=("7", "2"))
+    settings.evaluate(rank, job)
+    found = load_file(job.out.with_suffix(".safetensors"))
+    labels = open_features(clustered.path("test")).labels
+    assert found["query_labels"].tolist() == [7, 2]
+    assert found["query_ids"].tolist() == [np.flatnonzero(labels == n)[0] for n in (7, 2)]
+    assert found["neighbor_ids"].shape == (2, 4)
+    with pytest.raises(UserError, match=r"retrieval: classes of .*: unknown '12'"):
+        Retrieval(classes=("7", "12")).evaluate(rank, job)
+    # The setting is newer than results without it, whose identity stays.
+    assert "classes" not in Retrieval().model_dump()
+
+
 def test_clusters_of_a_subset(clustered: Job, rank: Rank) -> None:
     job = replace(clustered, out=clustered.out.with_name("low.json"))
     Retrieval(neighbors=5, subset="low", clusters=2).evaluate(rank, job)
@@ -90,7 +105,7 @@ def test_copies_do_not_hide_the_query(tmp_path: Path) -> None:
     rows = np.array([[1.0, 0.0], [1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
     test = open_features(store(tmp_path / "t.safetensors", rows, [0, 0, 1, 1]))
     assert retrieval._neighbors(test, np.array([0, 1]), 2, 1).tolist() == [[1, 2], [0, 2]]
-    assert retrieval.choose_queries(np.array([4, 4, 7]), 5).tolist() == [0, 2]
+    assert retrieval.choose_queries(test, 5).tolist() == [0, 2]
 
 
 def test_what_does_not_belong_together_is_refused(

@@ -18,7 +18,14 @@ from maect.report.figures import draw
 from maect.report.figures.data import Node
 from maect.report.figures.embedding import read_points, umap
 from maect.report.figures.grids import WRONG
-from maect.report.figures.lines import POINTS, curve, gpu_hours, knn_compute, points_of
+from maect.report.figures.lines import (
+    POINTS,
+    curve,
+    gpu_hours,
+    knn_compute,
+    points_of,
+    training_curves,
+)
 from maect.report.figures.schematic import columns_of, rows_of
 from maect.report.registry import FIGURES, Row, ShownConfig
 from maect.report.tables import build_table, cost_table
@@ -363,6 +370,26 @@ def test_compute_adds_up_and_what_was_shared_is_drawn_once(results):
     assert np.allclose(curves[2][0, 0], ends[1] + 13 * flops[2])
     marks = [line.get_xydata()[0] for line in ax.lines if len(line.get_xydata()) == 1]
     assert any(np.allclose(mark, (ends[2], 81.0)) for mark in marks)
+
+
+def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):
+    runs = results.parent / "runs"
+    for run, loss in (("combined", 0.004), ("detached", 5.0)):
+        (runs / run).mkdir()
+        record = {"run": run, "stage": "pretrain", "source": None, "device_hours": 0.5}
+        (runs / run / "run.json").write_text(json.dumps(record))
+        parts = {"loss": 1 + loss, "loss_mae": 1.0, "loss_nnclr": 5.0}
+        lines = [json.dumps({"epoch": n, **parts}) + "\n" for n in range(1, 9)]
+        (runs / run / "metrics.jsonl").write_text("".join(lines))
+    rows = [*ROWS, Row("tiny", "combined", ["combined"]), Row("tiny", "detached", ["detached"])]
+    figure = training_curves(shown("training_curves", results, rows))
+    drawn = {ax.get_title(): {line.get_label(): line for line in ax.lines} for ax in figure.axes}
+    assert list(drawn["Pre-training"]) == ["mae_tiny", "combined", "detached"]
+    assert list(drawn["Pre-training, NNCLR"]) == ["combined", "detached"]
+    assert "Contrastive tuning: ct_tiny" in drawn
+    # MAE's part beside MAE: sums with another loss are not comparable.
+    assert set(drawn["Pre-training"]["detached"].get_ydata()) == {1.0}
+    assert set(drawn["Pre-training, NNCLR"]["combined"].get_ydata()) == {5.0}
 
 
 def test_wrong_logs_are_named(results, out):
