@@ -7,13 +7,14 @@ import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import checked_sha256, read_json
+from maect.core.settings import later
 from maect.evaluate.base import Count, Images, Input, Job, Protocol, Shards, Trained
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
@@ -41,6 +42,13 @@ class Accuracy(Supervised, Protocol):
     seeds: int = Field(default=1, gt=0)
     """Trainings with seeds `seed`, `seed` + 1 ...; the subset is that of `seed`."""
     seed: int = 0
+    epoch: Literal["best", "last"] = later("best")
+    """Which one is scored: the best on the test split, as in the authors' code, or the last."""
+
+    test_data: ClassVar[str | None] = (
+        "each training is scored at its best epoch on the test split, as the authors do; values "
+        "called _last, and all with epoch=last, choose nothing"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Accuracy:
@@ -88,9 +96,9 @@ class Accuracy(Supervised, Protocol):
     def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
         """Accuracies in percent: `fine_tune`, or `low_shot_N`, `low_shot_Npct`.
 
-        Each is the mean over seeds (with `_std` and `_seeds`) or splits (`_splits`). `losses` has
-        the mean training loss of every epoch and `weights_sha256` the final weights of every
-        training.
+        Each is the mean over seeds (with `_std` and `_seeds`) or splits (`_splits`), of every
+        training's best epoch; `_last` are those of the last epoch. `accuracies` has every epoch's,
+        `losses` their mean training loss and `weights_sha256` the final weights of every training.
 
         Raises:
             UserError: runs that are not finished or not those of these settings, or a test split
@@ -114,20 +122,31 @@ class Accuracy(Supervised, Protocol):
             for number, (suffix, (stage, seed)) in enumerate(self.trainings().items()):
                 run = FineTuned(folders[suffix], stage, seed, test, device)
                 results[suffix] = run.result(context, test, job.resize)
+                if self.epoch == "best":
+                    results[suffix]["accuracies"] = run.accuracies(test, job.resize)
                 context.report({"step": number + 1, "steps": len(folders)})
         named = {self._name(suffix): result for suffix, result in results.items()}
         job.notes["subsets"] = {name: result["subset"] for name, result in named.items()}
         metrics: dict[str, Any] = {}
         for metric in dict.fromkeys(self._metric(suffix) for suffix in results):
-            group = {s: r["accuracy"] for s, r in results.items() if self._metric(s) == metric}
-            values = list(group.values())
-            metrics[metric] = statistics.fmean(values)
-            if len(values) > 1:
-                metrics[f"{metric}_std"] = statistics.stdev(values)
-                metrics[f"{metric}_{'splits' if self.shots else 'seeds'}"] = values
-        for key in ("losses", "weights_sha256"):
+            group = [result for s, result in results.items() if self._metric(s) == metric]
+            last = [result["accuracy"] for result in group]
+            scored = last
+            if self.epoch == "best":
+                scored = [max(result["accuracies"]) for result in group]
+                metrics |= self._mean(f"{metric}_last", last)
+            metrics |= self._mean(metric, scored)
+        for key in ("losses", "weights_sha256", *(["accuracies"] if self.epoch == "best" else [])):
             metrics[key] = {name: result[key] for name, result in named.items()}
         return metrics
+
+    def _mean(self, metric: str, values: list[float]) -> dict[str, Any]:
+        """Mean and, of several trainings, what it is the mean of."""
+        mean: dict[str, Any] = {metric: statistics.fmean(values)}
+        if len(values) > 1:
+            mean[f"{metric}_std"] = statistics.stdev(values)
+            mean[f"{metric}_{'splits' if self.shots else 'seeds'}"] = values
+        return mean
 
     def _metric(self, suffix: str) -> str:
         """The metric that a training counts for."""
@@ -165,6 +184,7 @@ class FineTuned:
         from maect.models.weights import load_encoder_weights, load_tensors
 
         self.record, self.stage, self.device = read_json(folder / "run.json"), stage, device
+        self.folder = folder
         if (self.record["recipe"], self.record["seed"]) != (stage.model_dump(mode="json"), seed):
             raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
         for name in self.record["sha256"]:
@@ -193,13 +213,28 @@ class FineTuned:
     def accuracy(self, context: Context, test: Index, resize: int | None) -> float:
         """Of a split, in percent; every rank scores its share."""
         from maect.data.transforms import normalize
-        from maect.evaluate.features import accuracy
+        from maect.train.accuracy import accuracy
 
         def predict(images: Tensor) -> Tensor:
             return self.predict(normalize(images))
 
         size = self.encoder.settings.image_size
         return accuracy(context, test, self.device, size, resize, predict)
+
+    def accuracies(self, test: Index, resize: int | None) -> list[float]:
+        """After each epoch, as the training found them.
+
+        Raises:
+            UserError: it did not score them, or on other images.
+        """
+        scores = self.record.get("scores")
+        if scores is None or (scores["index_digest"], scores["resize"]) != (test.digest, resize):
+            raise UserError(
+                f"{self.folder}: its epochs were not scored on {test.directory}; delete it to "
+                "train it again, or score its last epoch (settings.epoch=last)"
+            )
+        found: list[float] = scores["accuracies"]
+        return found
 
     def result(self, context: Context, test: Index, resize: int | None) -> dict[str, Any]:
         """Accuracy, losses of the epochs, the labelled images, and sha256 of the weights."""

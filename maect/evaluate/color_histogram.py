@@ -136,8 +136,9 @@ def _errors(
     import torch
 
     from maect.core import distributed
-    from maect.evaluate.features import finite, share
+    from maect.evaluate.features import finite
     from maect.evaluate.heads import BINS, BN_EPS, predict_histograms
+    from maect.train.accuracy import share
 
     sums = torch.zeros(encoding.blocks + 1, dtype=torch.float64)
     scale = torch.rsqrt(heads["var"] + BN_EPS)[:, None]

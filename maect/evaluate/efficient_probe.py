@@ -272,7 +272,8 @@ def _accuracy(context: Context, job: Job, test: Index, encoding: Encoding, probe
     Raises:
         UserError: tokens that are not finite.
     """
-    from maect.evaluate.features import accuracy, finite
+    from maect.evaluate.features import finite
+    from maect.train.accuracy import accuracy
 
     def predict(images: Tensor) -> Tensor:
         tokens = encoding.tokens(images).float()

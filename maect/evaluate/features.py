@@ -8,7 +8,7 @@ any number of ranks, and the world size does not change a bit of the result.
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,14 +25,14 @@ from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
-from maect.data.loader import evaluation_batches, evaluation_parts
+from maect.data.loader import evaluation_parts
 from maect.data.transforms import normalize
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import write_features
 from maect.models.vit import Pooling, Precision, mixed_precision
 from maect.models.weights import load_encoder_weights
+from maect.train.accuracy import BATCH
 
-BATCH = 256
 PART_ROWS = 8192
 LEAST_PARTS = 16
 
@@ -153,45 +153,6 @@ def finite(features: Tensor, run: Path) -> None:
         raise UserError(
             f"{run}: the features are not finite; the encoder diverged or its weights are damaged"
         )
-
-
-def share(
-    context: Context, index: Index, device: torch.device, image_size: int, resize: int | None
-) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """This rank's images of a split, uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
-    for images, labels, ids in evaluation_batches(
-        index,
-        image_size=image_size,
-        resize=resize,
-        rows=distributed.share_of(context, index.n, BATCH),
-        batch_size=BATCH,
-        threads=max(1, context.cpus),
-    ):
-        yield images.to(device, non_blocking=True), labels, ids
-
-
-def accuracy(
-    context: Context,
-    index: Index,
-    device: torch.device,
-    image_size: int,
-    resize: int | None,
-    predict: Callable[[Tensor], Tensor],
-) -> float:
-    """Of a split, in percent; every rank scores its share.
-
-    Args:
-        context: this rank.
-        index: the split.
-        device: where images go.
-        image_size: S.
-        resize: shorter side before the centre crop; none: 256/224 of the image size.
-        predict: class of each image, uint8 [b, 3, S, S] on the device: int64 [b].
-    """
-    hits = torch.zeros((), dtype=torch.int64)
-    for images, labels, _ in share(context, index, device, image_size, resize):
-        hits += int((predict(images).cpu() == torch.from_numpy(labels)).sum())
-    return 100 * int(distributed.sum_over_ranks(hits)) / index.n
 
 
 def extract(

@@ -200,7 +200,7 @@ class _Probe:
         import torch
 
         from maect.core import distributed
-        from maect.evaluate.features import BATCH
+        from maect.train.accuracy import BATCH
 
         hits = torch.zeros(len(self.rates), dtype=torch.int64)
         for start in range(0, len(labels), BATCH):
@@ -243,7 +243,8 @@ def _test_features(
     import torch
 
     from maect.core import distributed
-    from maect.evaluate.features import BATCH, finite, share
+    from maect.evaluate.features import finite
+    from maect.train.accuracy import BATCH, share
 
     largest = -(-test.n // (context.world_size * BATCH)) * BATCH
     out, start = torch.zeros(largest, encoding.width, device=encoding.device), 0
@@ -324,7 +325,7 @@ class TrainedProbe:
         self, context: Context, job: Job, index: Index
     ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
         """This rank's images uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
-        from maect.evaluate.features import share
+        from maect.train.accuracy import share
 
         size = self.encoding.settings.image_size
         return share(context, index, self.encoding.device, size, job.resize)

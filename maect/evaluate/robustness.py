@@ -86,7 +86,7 @@ class Robustness(Encodes):
 def _accuracy(
     context: Context, job: Job, probe: TrainedProbe, index: Index, classes: torch.Tensor
 ) -> float:
-    from maect.evaluate.features import accuracy
+    from maect.train.accuracy import accuracy
 
     device = probe.encoding.device
     classes = classes.to(device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maect.core.settings import SettingsFile
 from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trained
-from maect.experiment.expand import run_to_score
+from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
 from maect.report.groups import Groups
 from maect.report.registry import (
@@ -24,6 +24,7 @@ from maect.stages.run import RunConfig
 def run_config(experiment: Experiment, name: str) -> RunConfig:
     """All that a training or an import is told."""
     run = experiment.runs[name]
+    scored = run.scored_by is not None
     return RunConfig(
         run=name,
         stage=run.stage,
@@ -33,10 +34,17 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
         shards=experiment.shards(run.dataset, "train") if run.settings.trains else None,
         source=experiment.folder(run.source) if run.source else None,
         weights=run.weights,
-        resize=experiment.datasets[run.dataset].resize,
+        test=scored_on(experiment, run) if scored else None,
+        resize=experiment.datasets[experiment.default_dataset if scored else run.dataset].resize,
         encoder=run.encoder,
         settings=run.settings,
     )
+
+
+def scored_on(experiment: Experiment, run: Run) -> Path:
+    """Shards that a run is scored on which is trained for an evaluation."""
+    split = experiment.evaluation(str(run.source), str(run.scored_by)).test_split
+    return experiment.shards(experiment.default_dataset, split)
 
 
 def evaluation_config(experiment: Experiment, run: str, name: str) -> EvaluationConfig:
@@ -83,6 +91,8 @@ def read_by_run(experiment: Experiment, name: str) -> list[Path]:
     """Files that a training needs before it can start."""
     run = experiment.runs[name]
     shards = [experiment.shards(run.dataset, "train") / "index.json"]
+    if run.scored_by is not None:
+        shards.append(scored_on(experiment, run) / "index.json")
     if run.source is None:
         return shards
     source = experiment.runs[run.source]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from maect.core.errors import UserError
 from maect.data.loader import Batch
 from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers
-from maect.data.transforms import apply_mix, augment, draw_mix, erase, partners
+from maect.data.transforms import apply_mix, augment, draw_mix, erase, normalize, partners
 from maect.models.decoder import Decoder, reconstruction_loss
 from maect.models.heads import NNCLRHead
 from maect.models.vit import Pooling, VisionEncoder, mixed_precision, seeded
@@ -286,6 +286,13 @@ class Classifier(Objective):
             other = F.cross_entropy(logits, partners(batch.labels), label_smoothing=smoothing)
             loss = batch.share * loss + (1 - batch.share) * other
         return loss, {}
+
+    @torch.no_grad()
+    def predict(self, images: Tensor) -> Tensor:
+        """Class of each image, uint8 [b, 3, S, S]: int64 [b]."""
+        for drop_path in self.drop_paths:
+            drop_path.factor = None
+        return self.logits(normalize(images)).argmax(dim=1)
 
     def logits(self, images: Tensor) -> Tensor:
         """Float32 [b, classes] of normalized images [b, 3, S, S]."""

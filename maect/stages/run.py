@@ -32,9 +32,11 @@ class RunConfig(SettingsFile):
     """Folder of the run that this one starts from."""
     weights: LocalPath | None = None
     """The published checkpoint that is imported; its path is no part of the run's identity."""
+    test: LocalPath | None = later(None)
+    """Shards of the split that a fine-tuning is scored on after every epoch."""
     resize: int | None = later(None, gt=0)
     """Shorter side of images before the centre crop wherever the encoder is used; none: 256/224 of
-    the image size. The run itself does not depend on it."""
+    the image size. What is trained does not depend on it."""
     encoder: Encoder
     settings: SerializeAsAny[Stage]
 
@@ -123,7 +125,9 @@ def train(
     folder = Path(config).absolute().parent
     return trainer.train(
         context,
-        trainer.Run(folder, shards, stage, told.encoder, told.seed, told.source),
+        trainer.Run(
+            folder, shards, stage, told.encoder, told.seed, told.source, told.test, told.resize
+        ),
         save_every_minutes=save_every_minutes,
         convert_world_size=convert_world_size,
         stage_to=stage_to,

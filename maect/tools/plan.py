@@ -243,7 +243,8 @@ def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -
 
 def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
     run, resources = experiment.runs[job.wildcards["run"]], job.resources
-    encoder, (stage, folder) = run.encoder, run_config(experiment, run.name).training(run.name)
+    told = run_config(experiment, run.name)
+    encoder, (stage, folder) = run.encoder, told.training(run.name)
     devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
     nodes = training_nodes(str(resources["nodes"]), devices, stage.batch_size, step)
     shards = shards_of(folder)
@@ -254,6 +255,9 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
         plan.unknown.add(f"images of {run.dataset} train")
     else:
         images = left * stage.images_of(shards.images, shards.classes) * stage.epochs
+        if told.test is not None:  # in training images that cost as much
+            scored = left * stage.epochs * (shards_of(told.test).images or 0)
+            images += scored * encode_flops(encoder) / stage.flops_per_image(encoder)
         if speed:
             seconds, source = images / (speed[0] * nodes * devices), f"measured in {speed[1]}"
         else:

@@ -32,6 +32,10 @@ class Objective(nn.Module):
         """The loss, a mean over this rank's samples, and detached scalars to log."""
         raise NotImplementedError
 
+    def predict(self, images: Tensor) -> Tensor:
+        """Class of each image, uint8 [b, 3, S, S]: int64 [b]; of a classifier only."""
+        raise NotImplementedError
+
     def changing_buffers(self) -> list[Tensor]:
         """Buffers that a forward pass changes: put back when its loss is not finite."""
         return []

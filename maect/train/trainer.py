@@ -19,6 +19,7 @@ from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.recipes import Encoder
+from maect.train.accuracy import Scores, accuracy
 from maect.train.checkpoint import (
     Saver,
     StateReader,
@@ -33,7 +34,7 @@ from maect.train.fence import Fence
 from maect.train.metrics import Metrics, entries, log_interval, missing, usage
 from maect.train.objective import Objective, Trainable
 from maect.train.record import claim, fingerprint, is_finished, origin, remove_states
-from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
+from maect.train.watchdog import COMPUTING, READING, SAVING, SCORING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class Run:
         encoder: its shape.
         seed: of everything random.
         source: folder of the run to start from.
+        test: shard folder of the split that a classifier is scored on after every epoch.
+        resize: of its images: shorter side before the centre crop; none: 256/224 of their size.
     """
 
     folder: Path
@@ -61,6 +64,8 @@ class Run:
     encoder: Encoder
     seed: int
     source: Path | None = None
+    test: Path | None = None
+    resize: int | None = None
 
 
 def train(
@@ -92,6 +97,7 @@ def train(
     split = open_index(run.shards)
     stage.check_ranks(context.world_size)
     images = stage.training_images(split)
+    scores = _scores(run, split)
     identity, fence = None, None
     if context.rank == 0:
         identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
@@ -136,6 +142,7 @@ def train(
         save_seconds=60 * save_every_minutes,
         record={"fingerprint": identity},
         losses=reader.record.get("losses") if reader else [],
+        scores=scores.resumed(reader.record.get("scores")) if scores and reader else scores,
     )
     try:
         if step < steps:
@@ -166,7 +173,7 @@ def train(
     # ---- what it leaves
     if fence is not None:
         fence.check()
-        _finish(run, identity, stage.training_images(split), context.world_size, trainer.losses)
+        _finish(run, identity, stage.training_images(split), context.world_size, trainer)
         if not stage.keeps_state:
             remove_states(folder)
     barrier()
@@ -185,6 +192,7 @@ class Trainer:
         record: what every state says beside its step.
         losses: sum and number of the losses of each epoch so far, part of the state; None in a
             run that began before states had them.
+        scores: of the epochs so far, if they are scored.
     """
 
     context: Context
@@ -202,6 +210,7 @@ class Trainer:
     save_seconds: float
     record: dict[str, Any]
     losses: list[tuple[float, int]] | None
+    scores: Scores | None = None
 
     def __post_init__(self) -> None:
         self._began = self._saved_at = self._stepped_at = self._logged_at = time.monotonic()
@@ -273,6 +282,10 @@ class Trainer:
             self.engine.update_average(self.stage.encoder_average)
         self.step += 1
 
+        # ---- score
+        if self.scores is not None and self._ends_an_epoch():
+            self._score(self.scores)
+
         # ---- log
         named = dict(zip(["loss", *scalars], means, strict=True))
         if self.step % HEALTH_INTERVAL == 0:
@@ -281,6 +294,24 @@ class Trainer:
         if failed:
             self.saver.error = None
         return stop, save_now
+
+    def _ends_an_epoch(self) -> bool:
+        """Whether the last update did; the rest of the last epoch is dropped."""
+        done = self.step * self.stage.batch_size
+        before = done - self.stage.batch_size
+        return self.step == self.steps or done // self.images > before // self.images
+
+    def _score(self, scores: Scores) -> None:
+        """Add the accuracy after an epoch; its time is not that of steps."""
+        self.watchdog.at(SCORING, self.step)
+        began, size = time.monotonic(), self.encoder.image_size
+        scores.accuracies.append(
+            accuracy(
+                self.context, scores.index, self.device, size, scores.resize, self.objective.predict
+            )
+        )
+        spent = time.monotonic() - began
+        self._stepped_at, self._logged_at = self._stepped_at + spent, self._logged_at + spent
 
     def save(self, wait: bool = False) -> None:
         """Save this step's state, in the background unless told to wait.
@@ -293,6 +324,7 @@ class Trainer:
             self.metrics.sync()
         buffers = self.objective.saved_buffers() if self.context.rank == 0 else {}
         record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
+        record |= {} if self.scores is None else {"scores": self.scores.record}
         self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
         self._saved_at = time.monotonic()
         if wait:
@@ -355,6 +387,20 @@ class Trainer:
         )
 
 
+def _scores(run: Run, split: Index) -> Scores | None:
+    """No epoch scored yet, on the split that the run names.
+
+    Raises:
+        UserError: it has other classes than the training images.
+    """
+    if run.test is None:
+        return None
+    index = open_index(run.test)
+    if index.class_names != split.class_names:
+        raise UserError(f"{run.test}: its classes differ from those of {run.shards}")
+    return Scores(index, run.resize)
+
+
 def _piece(batch: Batch, number: int, pieces: int) -> Batch:
     """One of `pieces` equal parts of a batch."""
     share = len(batch.ids) // pieces
@@ -384,7 +430,7 @@ def _finish(
     identity: str,
     images: Index,
     world_size: int,
-    losses: list[tuple[float, int]] | None,
+    trainer: Trainer,
 ) -> None:
     """Export the weights and write the completion record, last."""
     state = saved(run.folder / "state")[0]
@@ -406,8 +452,10 @@ def _finish(
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),
     }
-    if losses is not None:
-        record["losses"] = [loss / max(count, 1) for loss, count in losses]
+    if trainer.losses is not None:
+        record["losses"] = [loss / max(count, 1) for loss, count in trainer.losses]
+    if trainer.scores is not None:
+        record["scores"] = trainer.scores.record
     steps = run.stage.total_steps(images.n)
     if unlogged := missing({entry["step"] for entry in logged}, steps, steps):
         record["unlogged_steps"] = unlogged

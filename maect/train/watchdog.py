@@ -22,7 +22,7 @@ LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
 STEPS = 5  # and so many times the longest step so far, where steps take minutes
 READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
 ORDER = (READING, COMPUTING, UPDATING)
-SAVING = "saving the state before"
+SAVING, SCORING = "saving the state before", "scoring the epoch after"
 """A rank may do so for as long as it lives."""
 
 

@@ -362,7 +362,7 @@ def asked_of_digits(*words: str) -> set[str]:
     [
         (["protocols=umap"], {"umap", "cluster_formation", "training_curves", "pipeline"}),
         (["protocols=fine_tune", "tables=oracle,low_shot", "figures=umap,label_efficiency"],
-         {"oracle", "label_efficiency"}),
+         {"label_efficiency"}),
         (["tables=", "figures=pipeline"], {"pipeline"}),
         pytest.param(["tables=", "figures="], set(), marks=pytest.mark.slow),
     ],
@@ -423,6 +423,12 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
     assert (last.stage, last.source, last.seed, last.size) == ("fine_tune", "mae_tiny", 2, "tiny")
     few = found.runs["mae_tiny.fine_tune_low_shot.2shot-split1"].settings
     assert few.model_dump()["shots"] == 2 and few.model_dump()["split"] == 1
+    told = resolve.run_config(found, last.name)
+    dataset = found.default_dataset
+    assert told.test == Path(f"r/shards/{dataset}/val").absolute()
+    assert told.resize == found.datasets[dataset].resize
+    assert found.shards(dataset, "val") / "index.json" in resolve.read_by_run(found, last.name)
+    assert "test" not in resolve.run_config(found, "mae_tiny").model_dump(mode="json")
     # `mae_*` is the file's run alone.
     assert {run for run, name in found.evaluations if name == "knn"} == {"mae_tiny", last.name}
     told = run_config(found, last.name)

@@ -122,6 +122,9 @@ def test_a_mean_and_what_it_is_the_mean_of(
             result = {"losses": [1.0], "weights_sha256": self.folder.name, "subset": {"images": 3}}
             return result | {"accuracy": next(accuracies)}
 
+        def accuracies(self, *rest: Any) -> list[float]:
+            return [70.0, 60.0]
+
     monkeypatch.setattr("maect.evaluate.accuracy.FineTuned", Trained)
     inputs = {"test": images / "shards" / "val", "trained": [tmp_path / "a", tmp_path / "b"]}
     job, settings = (
@@ -129,13 +132,16 @@ def test_a_mean_and_what_it_is_the_mean_of(
         Accuracy(shots=(1,), splits=2, **FEW),
     )
     metrics = settings.evaluate(Rank(), job)
-    assert metrics["low_shot_1"] == 40.5 and metrics["low_shot_1_splits"] == [40.0, 41.0]
-    assert metrics["low_shot_1_std"] == pytest.approx(0.5**0.5)
+    assert metrics["low_shot_1_last_splits"] == [40.0, 41.0] and metrics["low_shot_1_last"] == 40.5
+    assert metrics["low_shot_1_last_std"] == pytest.approx(0.5**0.5)
+    assert metrics["low_shot_1"] == 70.0 and metrics["low_shot_1_splits"] == [70.0, 70.0]
     assert metrics["weights_sha256"] == {"low_shot_1-split1": "a", "low_shot_1-split2": "b"}
     assert list(job.notes["subsets"]) == ["low_shot_1-split1", "low_shot_1-split2"]
     alone = Job(tmp_path, tmp_path / "x.json", inputs | {"trained": [tmp_path / "a"]})
     metrics = Accuracy(seed=2, **FEW).evaluate(Rank(), alone)
-    assert set(metrics) == {"fine_tune", "losses", "weights_sha256"}
+    assert set(metrics) == {
+        "fine_tune", "fine_tune_last", "losses", "weights_sha256", "accuracies",
+    }  # fmt: skip
     assert list(metrics["losses"]) == ["fine_tune-seed2"]
 
 

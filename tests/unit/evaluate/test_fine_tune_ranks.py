@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from maect.cli import main
+from maect.core.errors import UserError
 from maect.core.files import read_json, write_json
 from maect.data.index import open_index
 from maect.evaluate.accuracy import Accuracy, FineTuned
@@ -41,7 +42,7 @@ ranks._server.set_forkserver_preload(
 
 SETTINGS = Accuracy(
     epochs=2, batch_size=24, base_lr=2e-2, warmup_epochs=0.5, seeds=2, precision="fp32",
-    crop_scale=(0.5, 1.0), flip=0.0,
+    crop_scale=(0.5, 1.0), flip=0.0, pooling="fc_norm",
 )  # fmt: skip
 ALWAYS = {"save_every_minutes": 0.0}
 
@@ -58,6 +59,8 @@ def trainings(images: Path, folder: Path, settings: Accuracy = SETTINGS) -> dict
             "encoder": encoder.model_dump(mode="json"),
             "seed": seed,
             "source": str(images / "runs" / "mae"),
+            "test": str(images / "shards" / "val"),
+            "resize": 16,
         }
         for suffix, (stage, seed) in settings.trainings().items()
     }
@@ -91,7 +94,8 @@ def test_killed_and_restarted(images: Path, tmp_path: Path, whole: Path) -> None
     ours, theirs = tmp_path / "seed0", whole / "seed0"
     for name in ("encoder.safetensors", "head.safetensors"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
-    assert read_json(ours / "run.json")["losses"] == read_json(theirs / "run.json")["losses"]
+    for key in ("losses", "scores"):
+        assert read_json(ours / "run.json")[key] == read_json(theirs / "run.json")[key]
 
 
 def dies_before_its_states_are_removed(context: Any, **job: Any) -> Any:
@@ -156,6 +160,46 @@ def test_what_the_result_says(images: Path, whole: Path) -> None:
     settings = {key: value for key, value in result["settings"].items() if key != "resize"}
     assert Accuracy.model_validate(settings) == SETTINGS
     json.dumps(result, allow_nan=False)
+
+
+def test_the_best_epoch_is_scored_and_the_last_beside_it(
+    images: Path, tmp_path: Path, whole: Path
+) -> None:
+    """MIM-Refiner, finetune/run/mae_large16.yaml: `best_checkpoint_callback`, `every_n_epochs: 1`,
+    `metric_key: accuracy1/test/main`."""
+    record = read_json(whole / "seed0/run.json")
+    last = scored(images, whole)["metrics"]["fine_tune_last_seeds"][0]
+    # Two ranks during the training, one here, from the exported weights.
+    assert record["scores"]["accuracies"][-1] == pytest.approx(last) and len(record["losses"]) == 2
+    assert len(record["scores"]["accuracies"]) == 2
+    shutil.copytree(whole, tmp_path / "copy")
+    for seed, accuracies in enumerate(([91.0, 20.0], [30.0, 93.0])):
+        path = tmp_path / f"copy/seed{seed}/run.json"
+        value = read_json(path)
+        value["scores"]["accuracies"] = accuracies
+        write_json(path, value)
+    (tmp_path / "copy/fine_tune.json").unlink()
+    metrics = scored(images, tmp_path / "copy")["metrics"]
+    assert (metrics["fine_tune"], metrics["fine_tune_seeds"]) == (92.0, [91.0, 93.0])
+    assert metrics["fine_tune_last_seeds"][0] == last
+    assert metrics["accuracies"]["fine_tune-seed0"] == [91.0, 20.0]
+    # A training that was not scored, as those of older versions.
+    write_json(path, {key: value[key] for key in value if key != "scores"})
+    (tmp_path / "copy/fine_tune.json").unlink()
+    with pytest.raises(UserError, match=r"seed1: its epochs were not scored on .*epoch=last"):
+        scored(images, tmp_path / "copy")
+    only = SETTINGS.model_copy(update={"epoch": "last"})
+    metrics = scored(images, tmp_path / "copy", only)["metrics"]
+    assert metrics["fine_tune_seeds"][0] == last and "fine_tune_last" not in metrics
+
+
+def test_a_resumed_run_whose_first_epochs_were_not_scored_tells_none(
+    images: Path, tmp_path: Path
+) -> None:
+    job, log = trainings(images, tmp_path)["seed0"] | ALWAYS, tmp_path / "log"
+    assert run(1, job | {"test": None}, log=log, stop_at=9) == ["requeue"]
+    assert run(1, job, log=log) == ["done"]
+    assert "scores" not in read_json(tmp_path / "seed0/run.json")
 
 
 def test_any_protocol_can_encode_with_what_it_leaves(images: Path, whole: Path) -> None:

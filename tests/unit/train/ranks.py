@@ -100,7 +100,10 @@ def _rank(rank, world_size, meeting, jobs, results, options):
         os._exit(1)
 
 
-def train(context, *, folder, shards, stage, settings, encoder, seed, source, **options):
+def train(
+    context, *, folder, shards, stage, settings, encoder, seed, source, test=None, resize=None,
+    **options,
+):  # fmt: skip
     """A training whose parts a test names one by one."""
     from maect.recipes import Encoder
     from maect.stages import STAGES
@@ -108,7 +111,7 @@ def train(context, *, folder, shards, stage, settings, encoder, seed, source, **
 
     run = trainer.Run(
         Path(folder), Path(shards), STAGES[stage].model_validate(settings),
-        Encoder.model_validate(encoder), seed, source and Path(source),
+        Encoder.model_validate(encoder), seed, source and Path(source), test and Path(test), resize,
     )  # fmt: skip
     return trainer.train(context, run, **options)
 

@@ -1,0 +1,83 @@
+"""Accuracy on a split: of a classifier in training, and of a finished one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from maect.core import distributed
+from maect.core.context import Context
+from maect.data.index import Index
+from maect.data.loader import evaluation_batches
+
+BATCH = 256
+
+
+def share(
+    context: Context, index: Index, device: torch.device, image_size: int, resize: int | None
+) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
+    """This rank's images of a split, uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
+    for images, labels, ids in evaluation_batches(
+        index,
+        image_size=image_size,
+        resize=resize,
+        rows=distributed.share_of(context, index.n, BATCH),
+        batch_size=BATCH,
+        threads=max(1, context.cpus),
+    ):
+        yield images.to(device, non_blocking=True), labels, ids
+
+
+def accuracy(
+    context: Context,
+    index: Index,
+    device: torch.device,
+    image_size: int,
+    resize: int | None,
+    predict: Callable[[Tensor], Tensor],
+) -> float:
+    """Of a split, in percent; every rank scores its share.
+
+    Args:
+        context: this rank.
+        index: the split.
+        device: where images go.
+        image_size: S.
+        resize: shorter side before the centre crop; none: 256/224 of the image size.
+        predict: class of each image, uint8 [b, 3, S, S] on the device: int64 [b].
+    """
+    hits = 0
+    for images, labels, _ in share(context, index, device, image_size, resize):
+        hits += int((predict(images).cpu() == torch.from_numpy(labels)).sum())
+    return 100 * distributed.sum_scalars([float(hits)], device)[0] / index.n
+
+
+@dataclass
+class Scores:
+    """Accuracies of a classifier after each epoch so far, in percent; part of the state.
+
+    Attributes:
+        index: the split.
+        resize: as for `accuracy`.
+    """
+
+    index: Index
+    resize: int | None
+    accuracies: list[float] = field(default_factory=list)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What states and `run.json` say."""
+        about = {"index_digest": self.index.digest, "resize": self.resize}
+        return about | {"accuracies": list(self.accuracies)}
+
+    def resumed(self, record: dict[str, Any] | None) -> Self | None:
+        """Go on from what a state says; None if its epochs were not scored, or on other images."""
+        if record is None or self.record != record | {"accuracies": []}:
+            return None
+        self.accuracies = list(record["accuracies"])
+        return self
