@@ -87,25 +87,58 @@ def train_batches(
     def jobs() -> Iterator[_Job[Batch]]:
         for step in range(start_step, start_step + steps):
             rows, epochs = order.take(step * global_batch + rank * share, share)
-            record = np.asarray(index.rows[rows])
-            geometries = [
-                random_crops(
-                    record[:, WIDTH],
-                    record[:, HEIGHT],
-                    view.crop_scale,
-                    image_size,
-                    seed=seed,
-                    epochs=epochs,
-                    ids=record[:, ID],
-                    view=number,
-                )
-                for number, view in enumerate(views)
-            ]
-            images = torch.empty(len(views), share, 3, image_size, image_size, dtype=torch.uint8)
-            batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images)
-            yield _Job(batch, rows, np.stack(geometries, 1), _changer(change, batch))
+            yield _views(index, step, rows, epochs, seed, views, image_size, change)
 
     yield from _decoded(index, jobs(), lambda batch: batch.images.numpy(), threads)
+
+
+def view_parts(
+    index: Index,
+    *,
+    views: Sequence[View],
+    image_size: int,
+    seed: int,
+    parts: Sequence[range],
+    threads: int,
+) -> Iterator[Batch]:
+    """Views of the rows of each of `parts`, in order, as a training has them in its first epoch."""
+
+    def jobs() -> Iterator[_Job[Batch]]:
+        for number, part in enumerate(parts):
+            rows = np.array(part, np.int64)
+            yield _views(index, number, rows, np.zeros_like(rows), seed, views, image_size)
+
+    yield from _decoded(index, jobs(), lambda batch: batch.images.numpy(), threads)
+
+
+def _views(
+    index: Index,
+    step: int,
+    rows: NDArray[np.int64],
+    epochs: NDArray[np.int64],
+    seed: int,
+    views: Sequence[View],
+    image_size: int,
+    change: Change | None = None,
+) -> _Job[Batch]:
+    """Random crops of some rows."""
+    record = np.asarray(index.rows[rows])
+    geometries = [
+        random_crops(
+            record[:, WIDTH],
+            record[:, HEIGHT],
+            view.crop_scale,
+            image_size,
+            seed=seed,
+            epochs=epochs,
+            ids=record[:, ID],
+            view=number,
+        )
+        for number, view in enumerate(views)
+    ]
+    images = torch.empty(len(views), len(rows), 3, image_size, image_size, dtype=torch.uint8)
+    batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images)
+    return _Job(batch, rows, np.stack(geometries, 1), _changer(change, batch))
 
 
 def _changer(

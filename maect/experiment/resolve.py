@@ -38,6 +38,7 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
         resize=experiment.datasets[experiment.default_dataset if scored else run.dataset].resize,
         encoder=run.encoder,
         settings=run.settings,
+        look=experiment.spec.look if run.settings.trains else None,
     )
 
 

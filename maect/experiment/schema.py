@@ -13,6 +13,7 @@ from maect.core.settings import Settings
 from maect.data.sources import BUNDLED, SOURCES, Source
 from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS
+from maect.recipes import Look
 from maect.report.groups import Groups
 
 NAME = re.compile(r"\w[\w.-]*")
@@ -192,6 +193,8 @@ class ExperimentSpec(Settings):
     """The first one is what runs train on and what is evaluated, unless they say otherwise."""
     seeds: int = Field(default=1, gt=0)
     runs: dict[str, RunSpec]
+    look: Look | None = None
+    """How often the encoder of every training is looked at; changing it trains nothing again."""
     starting_from: Literal["scratch", "public"] = "scratch"
     """`public`: pre-trainings with `public` weights import them, the others are left out."""
     evaluate: list[Evaluations] = Field(default_factory=list)

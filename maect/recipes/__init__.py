@@ -101,6 +101,14 @@ AUGMENTATIONS: dict[str, tuple[View, View]] = {
 }
 
 
+class Look(Settings):
+    """How often a training's encoder is looked at; no part of what the training is."""
+
+    every_epochs: int = Field(default=5, gt=0)
+    images: int = Field(default=5000, gt=0)
+    """So many at most, and at most 2 % of those trained on between two looks."""
+
+
 class Contrastive(Settings):
     """The NNCLR head (paper, section 3 and A.2): shape, lookup and loss."""
 

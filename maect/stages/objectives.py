@@ -1,7 +1,7 @@
 """The stages that train as modules: from a batch to a loss."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from maect.models.heads import NNCLRHead
 from maect.models.vit import Pooling, VisionEncoder, mixed_precision, seeded
 from maect.recipes import visible_patches
 from maect.stages.base import SelfSupervised, Supervised
+from maect.train.look import uniformity
 from maect.train.objective import Gathered, Objective
 
 
@@ -56,6 +57,8 @@ class ViewsObjective(Objective):
         super().__init__()
         self.stage, self.seed, self.view_settings = stage, seed, stage.view_settings()
         self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
+        self.left_pooling: Pooling = self.pooling
+        """What evaluations of the encoder that is left read."""
         self.encoder, self.head = encoder, None
 
     def autocast(self, device: torch.device) -> torch.autocast:
@@ -80,6 +83,12 @@ class ViewsObjective(Objective):
             neighbors = lookup_numbers(stage.head.topk, seed, epochs, ids, len(views)).to(device)
         own_ids, labels = torch.from_numpy(ids).to(device), torch.from_numpy(batch.labels)
         return Views(torch.stack(images), shuffle, own_ids, labels.to(device), neighbors)
+
+    def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
+        """Pooled tokens of whole images, [b, D]."""
+        encoder = cast(VisionEncoder, parts["encoder"])
+        with self.autocast(images.device):
+            return encoder.pool(encoder(images), self.left_pooling)
 
     def changing_buffers(self) -> list[Tensor]:
         """The head's queue and statistics."""
@@ -127,6 +136,7 @@ class MaskedAutoencoder(ViewsObjective):
         super().__init__(stage, encoder, seed)
         # In this order: DeepSpeed lays parameters out as modules list them.
         self.decoder, self.head = decoder, head
+        self.left_pooling = encoder.settings.mae_pooling
         self.normalize_pixels, self.detached = normalize_pixels, detached
         self.weight = 1.0 if detached else weight
 
@@ -296,12 +306,26 @@ class Classifier(Objective):
 
     def logits(self, images: Tensor) -> Tensor:
         """Float32 [b, classes] of normalized images [b, 3, S, S]."""
+        pooled = self._pooled(self.encoder, self.fc_norm, images)
+        with torch.autocast(images.device.type, enabled=False):
+            logits: Tensor = self.head(pooled)
+        return logits
+
+    def parts_read(self) -> dict[str, nn.Module]:
+        """The encoder, and the norm after pooling."""
+        return {"encoder": self.encoder, "fc_norm": self.fc_norm}
+
+    def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
+        """What the classifier reads, [b, D]."""
+        return self._pooled(cast(VisionEncoder, parts["encoder"]), parts["fc_norm"], images)
+
+    def _pooled(self, encoder: VisionEncoder, norm: nn.Module, images: Tensor) -> Tensor:
         how = "mean" if self.pooling == "fc_norm" else self.pooling
         with mixed_precision(images.device, self.stage.precision):
-            tokens = self.encoder(images)
+            tokens = encoder(images)
         with torch.autocast(images.device.type, enabled=False):
-            logits: Tensor = self.head(self.fc_norm(self.encoder.pool(tokens.float(), how)))
-        return logits
+            pooled: Tensor = norm(encoder.pool(tokens.float(), how))
+        return pooled
 
 
 def insert_drop_paths(encoder: VisionTransformer) -> list[DropPath]:
@@ -330,16 +354,6 @@ def newest(head: NNCLRHead, count: int) -> Tensor:
     """The vectors that entered the queue last: the global batch, the same on every rank."""
     end = int(head.pointer) or len(head.queue)
     return head.queue[end - count : end]
-
-
-def uniformity(vectors: Tensor) -> float:
-    """log of the mean of exp(-2 d^2) over pairs of unit vectors (Wang and Isola 2020); 0 is worst.
-
-    Args:
-        vectors: unit vectors [n, E].
-    """
-    squared = torch.pdist(vectors.float()).square()
-    return float(squared.mul(-2).exp().mean().log())
 
 
 def effective_rank(vectors: Tensor) -> float:

@@ -9,7 +9,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError, check_names
 from maect.core.files import read_mapping
 from maect.core.settings import LocalPath, SettingsFile, digest, later, validated
-from maect.recipes import Encoder
+from maect.recipes import Encoder, Look
 from maect.stages import STAGES, Stage, Training, check_source
 
 if TYPE_CHECKING:  # it imports torch
@@ -39,6 +39,8 @@ class RunConfig(SettingsFile):
     the image size. What is trained does not depend on it."""
     encoder: Encoder
     settings: SerializeAsAny[Stage]
+    look: Look | None = None
+    """How often its encoder is looked at while it trains; no part of the run's identity."""
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
@@ -128,6 +130,7 @@ def train(
         trainer.Run(
             folder, shards, stage, told.encoder, told.seed, told.source, told.test, told.resize
         ),
+        look=told.look,
         save_every_minutes=save_every_minutes,
         convert_world_size=convert_world_size,
         stage_to=stage_to,

@@ -20,9 +20,9 @@ from maect.launch.state import STOPPED, Cluster, state_of
 WIDTH = 100
 BAR = 10
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
-TITLES = ("run", "stage", "state", "progress", "images/s", "left", "loss", "job")
+TITLES = ("run", "stage", "state", "progress", "images/s", "left", "loss", "k-NN", "job")
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow"}
-RIGHT = {"images/s", "left", "loss"}
+RIGHT = {"images/s", "left", "loss", "k-NN"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Status:
         state: done, running, waiting (in the queue), starting, stopped (by a person, or saved and
             returned), interrupted (its job is gone), failed, not started, unknown.
         part: of its steps that is done, or None.
+        knn: accuracy in percent at the last look at its encoder, or None.
         note: the cluster's reason, or what went wrong.
     """
 
@@ -43,6 +44,7 @@ class Status:
     speed: float | None = None
     left: float | None = None
     loss: float | None = None
+    knn: float | None = None
     job: str = ""
     note: str = ""
 
@@ -61,12 +63,14 @@ def show(root: Path) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    titles = shown_titles(lines)
     table = Table(box=None, title=head, title_justify="left", title_style="bold")
-    for title in TITLES:
+    for title in titles:
         justify: Literal["left", "right"] = "right" if title in RIGHT else "left"
         table.add_column(title, justify=justify, overflow="ellipsis", no_wrap=True)
     for line in lines:
-        table.add_row(*map(Text, _cells(line).values()), style=STYLES.get(line.state, ""))
+        cells = _cells(line)
+        table.add_row(*(Text(cells[title]) for title in titles), style=STYLES.get(line.state, ""))
         if line.note:
             note = " ".join(line.note.split())
             table.add_row(Text(""), Text(""), Text(note), style="italic")
@@ -127,9 +131,11 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     number = f"{job.cluster} {job.id or '-'}" if job else ""
     logged = json_lines(folder / "metrics.jsonl", TAIL)
     loss = report.get("loss", logged[-1].get("loss") if logged else None)
+    looked = [entry["look_knn"] for entry in logged if "look_knn" in entry]
+    knn = report.get("knn") or (looked[-1] if looked else None)
     if done:
         speed, stage = run.get("images_per_second"), str(run.get("stage", ""))
-        return Status(name, stage, "done", 1.0, speed, None, loss, number)
+        return Status(name, stage, "done", 1.0, speed, None, loss, knn, number)
     if job is None:
         return Status(name, "", "unknown", note=note)
     word, note = state_and_note(folder, job, clusters)
@@ -142,6 +148,7 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
         report.get("images_per_second") if running else None,
         seconds_left(report) if running else None,
         loss,
+        knn,
         number,
         note,
     )
@@ -169,12 +176,18 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
     return "interrupted", text
 
 
+def shown_titles(lines: list[Status]) -> list[str]:
+    """All but k-NN where no encoder was looked at."""
+    looked = any(line.knn is not None for line in lines)
+    return [title for title in TITLES if looked or title != "k-NN"]
+
+
 def columns(lines: list[Status]) -> list[str]:
     """A table of at most `WIDTH` characters; notes stand below their line."""
-    rows = [_cells(line) for line in lines]
+    titles, rows = shown_titles(lines), [_cells(line) for line in lines]
     table = [dict(zip(TITLES, TITLES, strict=True)), *rows]
-    widths = {title: max(len(row[title]) for row in table) for title in TITLES}
-    others = sum(widths.values()) - widths["run"] + 2 * (len(TITLES) - 1)
+    widths = {title: max(len(row[title]) for row in table) for title in titles}
+    others = sum(widths.values()) - widths["run"] + 2 * (len(titles) - 1)
     widths["run"] = min(widths["run"], max(12, WIDTH - others))
 
     def text(row: dict[str, str]) -> str:
@@ -208,6 +221,7 @@ def _cells(line: Status) -> dict[str, str]:
         "" if line.speed is None else f"{line.speed:.0f}",
         "" if line.left is None else duration(line.left),
         "" if line.loss is None else f"{line.loss:.4f}",
+        "" if line.knn is None else f"{line.knn:.1f}",
         line.job,
     )
     return dict(zip(TITLES, values, strict=True))

@@ -36,6 +36,19 @@ class Objective(nn.Module):
         """Class of each image, uint8 [b, 3, S, S]: int64 [b]; of a classifier only."""
         raise NotImplementedError
 
+    def parts_read(self) -> dict[str, nn.Module]:
+        """Parts, by name, out of which an evaluation would make features: "encoder" at least."""
+        return {"encoder": self.encoder}
+
+    def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
+        """What an evaluation would read of normalized images [b, 3, S, S], [b, D].
+
+        Args:
+            parts: copies of `parts_read`.
+            images: on the device.
+        """
+        raise NotImplementedError
+
     def changing_buffers(self) -> list[Tensor]:
         """Buffers that a forward pass changes: put back when its loss is not finite."""
         return []

@@ -18,7 +18,7 @@ from maect.core.files import sha256_file, write_record
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
-from maect.recipes import Encoder
+from maect.recipes import Encoder, Look
 from maect.train.accuracy import Scores, accuracy
 from maect.train.checkpoint import (
     Saver,
@@ -31,10 +31,11 @@ from maect.train.checkpoint import (
 )
 from maect.train.engine import Engine, start
 from maect.train.fence import Fence
+from maect.train.look import Looker
 from maect.train.metrics import Metrics, entries, log_interval, missing, usage
 from maect.train.objective import Objective, Trainable
 from maect.train.record import claim, fingerprint, is_finished, origin, remove_states
-from maect.train.watchdog import COMPUTING, READING, SAVING, SCORING, UPDATING, Watchdog
+from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class Run:
         seed: of everything random.
         source: folder of the run to start from.
         test: shard folder of the split that a classifier is scored on after every epoch.
-        resize: of its images: shorter side before the centre crop; none: 256/224 of their size.
+        resize: of images that are scored or looked at: shorter side before the centre crop; none:
+            256/224 of their size.
     """
 
     folder: Path
@@ -75,6 +77,7 @@ def train(
     save_every_minutes: float = 10.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
+    look: Look | None = None,
 ) -> Verdict:
     """Run a training, or resume it; called on every rank.
 
@@ -84,6 +87,7 @@ def train(
         save_every_minutes: how much work a kill may cost.
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
+        look: how often to look at the encoder meanwhile; nothing that the run leaves depends on it.
 
     Returns:
         "done" once `run.json` is written; "requeue" if told to stop, with the state saved.
@@ -116,7 +120,9 @@ def train(
     if reader:
         objective.restore(reader)
     groups = stage.parameter_groups(objective)
-    engine = Engine(objective.to(device), stage, groups, device)
+    objective.to(device)
+    looker = Looker(look, images, run.resize, objective, context, device) if look else None
+    engine = Engine(objective, stage, groups, device)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     step = reader.step if reader else 0
@@ -143,6 +149,7 @@ def train(
         record={"fingerprint": identity},
         losses=reader.record.get("losses") if reader else [],
         scores=scores.resumed(reader.record.get("scores")) if scores and reader else scores,
+        looker=looker,
     )
     try:
         if step < steps:
@@ -193,6 +200,7 @@ class Trainer:
         losses: sum and number of the losses of each epoch so far, part of the state; None in a
             run that began before states had them.
         scores: of the epochs so far, if they are scored.
+        looker: looks at the encoder now and then, if anything does.
     """
 
     context: Context
@@ -211,6 +219,7 @@ class Trainer:
     record: dict[str, Any]
     losses: list[tuple[float, int]] | None
     scores: Scores | None = None
+    looker: Looker | None = None
 
     def __post_init__(self) -> None:
         self._began = self._saved_at = self._stepped_at = self._logged_at = time.monotonic()
@@ -218,6 +227,8 @@ class Trainer:
         self._spent = self.metrics.device_seconds if self.metrics else 0.0
         self._changing = self.objective.changing_buffers()
         self._before = [buffer.clone() for buffer in self._changing]
+        self._looking = 0.0  # seconds so far
+        self._knn: float | None = None
 
     def run(self, batches: Iterator[Batch]) -> bool:
         """Train until the last step, or until a rank was told to stop.
@@ -290,7 +301,7 @@ class Trainer:
         named = dict(zip(["loss", *scalars], means, strict=True))
         if self.step % HEALTH_INTERVAL == 0:
             named |= self._check_health()
-        self._log(named, norm)
+        self._log(named | self._look(), norm)
         if failed:
             self.saver.error = None
         return stop, save_now
@@ -333,6 +344,22 @@ class Trainer:
             if failed:
                 raise UserError(self.saver.error or f"state of step {self.step} not saved")
 
+    def _look(self) -> dict[str, float]:
+        """What a look at the encoder finds, if one is due."""
+        done = self.step * self.stage.batch_size
+        last = self.step == self.steps
+        if self.looker is None or not self.looker.due(done - self.stage.batch_size, done, last):
+            return {}
+        self.watchdog.at(LOOKING, self.step)
+        began = time.monotonic()
+        found = self.looker.look(self.engine.shards)
+        took = time.monotonic() - began
+        self._looking += took
+        # The speed of training is that of its steps.
+        self._stepped_at, self._logged_at = self._stepped_at + took, self._logged_at + took
+        self._knn = found.get("look_knn")
+        return found
+
     def _log(self, values: dict[str, float], norm: float) -> None:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
         now, size, stage = time.monotonic(), self.stage.batch_size, self.stage
@@ -348,6 +375,7 @@ class Trainer:
                 "steps": self.steps,
                 "loss": values["loss"],
                 "images_per_second": speed,
+                "knn": self._knn,
             }
         )
         if self.losses is not None:
@@ -356,7 +384,8 @@ class Trainer:
             loss, count = self.losses[epoch]
             self.losses[epoch] = (loss + values["loss"], count + 1)
         every = log_interval(self.steps)
-        if self.metrics is None or (self.step % every and self.step != self.steps):
+        looked = "look_rank_me" in values
+        if self.metrics is None or (self.step % every and self.step != self.steps and not looked):
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
@@ -364,6 +393,8 @@ class Trainer:
         self._logged, self._logged_at = self.step, now
         device_seconds = self._spent + (now - self._began) * self.context.world_size
         timing = {"images_per_second": mean_speed, "device_seconds": device_seconds}
+        if looked:
+            timing["look_part"] = self._looking / max(now - self._began, 1e-9)
         flops = stage.flops_per_image(self.encoder) * mean_speed / self.context.world_size
         timing |= usage(flops, stage.precision, self.device)
         self.metrics.log(self.step, values | more, timing)

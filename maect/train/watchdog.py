@@ -23,6 +23,7 @@ STEPS = 5  # and so many times the longest step so far, where steps take minutes
 READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
 ORDER = (READING, COMPUTING, UPDATING)
 SAVING, SCORING = "saving the state before", "scoring the epoch after"
+LOOKING = "looking at the encoder after"
 """A rank may do so for as long as it lives."""
 
 

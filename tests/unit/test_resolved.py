@@ -12,7 +12,7 @@ from maect.core.files import write_json
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.experiment.load import load
 from maect.experiment.resolve import resize, run_config
-from maect.recipes import load_encoder
+from maect.recipes import Look, load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig, resize_of, train
 
@@ -45,6 +45,15 @@ def test_round_trip(tmp_path: Path) -> None:
     run, evaluation = written(tmp_path)
     assert RunConfig.read(run) == tuning(tmp_path)
     assert EvaluationConfig.read(evaluation) == probe(tmp_path)
+
+
+def test_looks_are_in_the_file_and_no_part_of_the_run(tmp_path: Path) -> None:
+    plain, run = tuning(tmp_path), tmp_path / "runs/ct/config.yaml"
+    looked = plain.model_copy(update={"look": Look(every_epochs=2, images=100)})
+    looked.write(run)
+    assert RunConfig.read(run) == looked and looked.digest == plain.digest
+    with pytest.raises(UserError, match=r"look\.every_epochs: .* greater than 0"):
+        RunConfig.read(run, ["look.every_epochs=0"])
 
 
 def test_results_may_move(tmp_path: Path) -> None:
@@ -236,3 +245,14 @@ def test_a_change_that_asks_for_other_inputs_must_name_them(
     assert main(["evaluate", str(probed), "settings.test_split=train", "--out", out]) == 2
     assert "settings.test_split=train asks for other inputs" in capsys.readouterr().err
     assert not Path(out).exists()
+
+
+def test_an_experiments_looks_are_those_of_its_trainings(tmp_path: Path) -> None:
+    text = Path("workflow/experiments/digits.yaml").read_text()
+    assert "\nlook:" not in text
+    (tmp_path / "seen.yaml").write_text(text + "look: {every_epochs: 3}\n")
+    plain, looked = load("digits"), load(tmp_path / "seen.yaml")
+    assert run_config(plain, "mae_tiny").look is None
+    config = run_config(looked, "mae_tiny")
+    assert config.look == Look(every_epochs=3)
+    assert config.digest == run_config(plain, "mae_tiny").digest

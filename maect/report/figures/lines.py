@@ -39,6 +39,7 @@ LABELS = {
     "low_shot_10pct": "10 %",
     "fine_tune": "100 %",
 }
+LOOKS = ", k-NN"
 POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
 _PAPER = Line2D([], [], color="#777777", marker="o", fillstyle="none", linestyle="", label="paper")
@@ -265,7 +266,8 @@ def training_curves(shown: ShownConfig) -> Figure:
     """Loss over epochs of every run behind the rows, one panel a stage.
 
     Losses of different stages are not comparable. Where a pre-training has two, MAE's is beside
-    that of others, and NNCLR's has a panel of its own.
+    that of others, and NNCLR's has a panel of its own. So has the k-NN accuracy on training images
+    where encoders were looked at while they trained.
 
     Raises:
         UserError: nothing to draw, or a file without epochs and losses.
@@ -285,6 +287,9 @@ def training_curves(shown: ShownConfig) -> Figure:
         if len(parts[0]):
             nnclr = drawn.setdefault(f"{title}, NNCLR", {})
             nnclr[node.name] = curve(lines, "epoch", "loss_nnclr")
+        looks = curve(lines, "epoch", "look_knn")
+        if len(looks[0]):
+            drawn.setdefault(f"{title}{LOOKS}", {})[node.name] = looks
     drawn = {title: runs for title, runs in drawn.items() if runs}
     if not drawn:
         raise UserError("training curves: no run to draw")
@@ -304,6 +309,8 @@ def training_curves(shown: ShownConfig) -> Figure:
             ax.legend()
         else:
             ax.set_title(f"{title}: {next(iter(runs))}")
-        if position % columns == 0:
+        if title.endswith(LOOKS):
+            ax.set_ylabel("accuracy on training images (%)")
+        elif position % columns == 0:
             ax.set_ylabel("loss")
     return figure

@@ -71,6 +71,18 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
     assert any((line.name, line.stage) == ("ct_min_tiny", "tune") for line in lines)
 
 
+def test_the_last_look_at_an_encoder(tmp_path):
+    folder = tmp_path / "experiment/runs/mae"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"stage": "pretrain", "images_per_second": 9.0}))
+    (folder / "metrics.jsonl").write_text('{"loss": 2.0}\n{"loss": 1.0}\n')
+    assert "k-NN" not in columns(status(tmp_path / "experiment")[1])[0]
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"loss": 1.0, "look_knn": 42.25}\n{"loss": 0.5}\n')
+    head, line = columns(status(tmp_path / "experiment")[1])
+    assert "k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
+
+
 def test_an_interrupted_training_of_an_older_version(tmp_path):
     """Its job.json has no request; the stage is in recipe.json."""
     folder = tmp_path / "runs" / "ct_min_tiny"

@@ -392,6 +392,16 @@ def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):
     assert set(drawn["Pre-training, NNCLR"]["combined"].get_ydata()) == {5.0}
 
 
+def test_looks_at_the_encoder_have_a_panel_of_their_own(results):
+    before = len(training_curves(shown("training_curves", results)).axes)
+    path = results.parent / "runs/mae_tiny/metrics.jsonl"
+    with open(path, "a") as file:
+        file.write('{"epoch": 1, "loss": 1.0, "look_knn": 40.0}\n')
+    axes = training_curves(shown("training_curves", results)).axes
+    assert len(axes) == before + 1 and "accuracy" in axes[-1].get_ylabel()
+    assert axes[-1].lines[0].get_xydata().tolist() == [[1, 40]]
+
+
 def test_wrong_logs_are_named(results, out):
     path = results.parent / "runs/mae_tiny/metrics.jsonl"
     path.write_text("")

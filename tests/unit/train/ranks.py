@@ -105,9 +105,12 @@ def train(
     **options,
 ):  # fmt: skip
     """A training whose parts a test names one by one."""
-    from maect.recipes import Encoder
+    from maect.recipes import Encoder, Look
     from maect.stages import STAGES
     from maect.train import trainer
+
+    if "look" in options:
+        options["look"] = Look.model_validate(options["look"])
 
     run = trainer.Run(
         Path(folder), Path(shards), STAGES[stage].model_validate(settings),

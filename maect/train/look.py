@@ -1,0 +1,204 @@
+"""A look at what the encoder has learnt, while it trains: k-NN and measures without labels.
+
+A fixed part of the training images is split into a bank and queries, so the test images stay
+unseen. The look reads a copy of the encoder, draws from the counter-based generator only and writes
+nothing but numbers: the training's bits are those of one without it.
+"""
+
+import logging
+from copy import deepcopy
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maect.core.context import Context
+from maect.core.distributed import rank_and_size, sum_over_ranks
+from maect.data import random
+from maect.data.index import ID, LABEL, Index
+from maect.data.loader import evaluation_parts, view_parts
+from maect.data.transforms import augment, normalize
+from maect.recipes import AUGMENTATIONS, Look
+from maect.train.checkpoint import AVERAGE, PARAM, Shard
+from maect.train.objective import Objective
+
+log = logging.getLogger(__name__)
+
+PART = 0.02
+"""Of the images trained on between two looks, a look reads at most this part: a forward pass takes
+less than an image of any training, so it costs no more than that part of the time."""
+LEAST = 10  # images, of which two are queries
+QUERIES = 0.2  # part of the images
+BLOCK = 250  # images encoded together, whatever the number of ranks
+SEED = 0  # the same images and views for every run
+K, TEMPERATURE = 10, 0.07  # as the k-NN that evaluations report
+
+
+class Looker:
+    """Looks at the encoder that a training would leave if it ended now; on all ranks together."""
+
+    def __init__(
+        self,
+        look: Look,
+        index: Index,
+        resize: int | None,
+        objective: Objective,
+        context: Context,
+        device: torch.device,
+    ) -> None:
+        """Choose the images, and copy what is looked at; before an engine wraps the objective.
+
+        Args:
+            look: how often, and at how many images.
+            index: the images that are trained on.
+            resize: their shorter side before the centre crop; none: 256/224 of the image size.
+            objective: on the device.
+            context: this rank's.
+            device: this rank's.
+        """
+        self.every, self.resize = look.every_epochs * index.n, resize
+        count = min(look.images, index.n, int(PART * self.every))
+        rank = random.bits(SEED, 0, index.rows[:, ID], 0, random.LOOK, 1)[:, 0]
+        self.index = replace(index, rows=index.rows[rank.argsort(kind="stable")[:count]])
+        self.queries = int(QUERIES * count)
+        self.objective, self.context, self.device = objective, context, device
+        self.encoder = objective.encoder.settings
+        if count < LEAST:
+            log.warning("look: %s of %s images are too few", count, index.n)
+            self.every = 0
+            return
+        copies = {name: deepcopy(part) for name, part in objective.parts_read().items()}
+        self.parts = nn.ModuleDict(copies).eval()
+        self._trained = [name for name, p in self.parts.named_parameters() if p.requires_grad]
+        self.parts.requires_grad_(False)
+
+    def due(self, before: int, after: int, last: bool) -> bool:
+        """Whether to look, once the images trained on went from `before` to `after`."""
+        return self.every > 0 and (before // self.every < after // self.every or last)
+
+    @torch.no_grad()
+    def look(self, shards: list[Shard]) -> dict[str, float]:
+        """`measures` of the fixed images, with the weights in all ranks' shards; on every rank."""
+        self._take(shards)
+        n, size, width = self.index.n, self.encoder.image_size, self.encoder.width
+        rank, ranks = rank_and_size()
+        threads = max(1, self.context.cpus)
+
+        def own(count: int) -> list[range]:
+            starts = range(0, count, BLOCK)
+            return [range(i, min(i + BLOCK, count)) for i in starts][rank::ranks]
+
+        features = torch.zeros(n, width, device=self.device)
+        read = evaluation_parts(
+            self.index, image_size=size, parts=own(n), threads=threads, resize=self.resize
+        )
+        for rows, (images, _, _) in zip(own(n), read, strict=True):
+            features[rows.start : rows.stop] = self._features(normalize(images.to(self.device)))
+        pairs = torch.zeros(2, self.queries, width, device=self.device)
+        views = AUGMENTATIONS["min"]
+        batches = view_parts(
+            self.index, views=views, image_size=size, seed=SEED, parts=own(self.queries),
+            threads=threads,
+        )  # fmt: skip
+        for rows, batch in zip(own(self.queries), batches, strict=True):
+            for number, view in enumerate(views):
+                raw = batch.images[number].to(self.device)
+                images = augment(raw, view, number, SEED, batch.epochs, batch.ids)
+                pairs[number, rows.start : rows.stop] = self._features(images)
+        sum_over_ranks(features), sum_over_ranks(pairs)
+        labels = torch.from_numpy(self.index.rows[:, LABEL].copy())
+        return measures(features.cpu(), pairs.cpu(), labels)
+
+    def _features(self, images: Tensor) -> Tensor:
+        return self.objective.features(self.parts, images).float()
+
+    def _take(self, shards: list[Shard]) -> None:
+        """Set the copies to the running averages where there are any, else to the weights."""
+        parameters = dict(self.parts.named_parameters())
+        for name in self._trained:
+            parameters[name].zero_()
+        for shard in shards:
+            if shard.name in parameters:
+                values = shard.values.get(AVERAGE, shard.values[PARAM])
+                part = parameters[shard.name].view(-1)[shard.start : shard.start + len(values)]
+                part.copy_(values)
+        for name in self._trained:
+            sum_over_ranks(parameters[name])
+
+
+def measures(features: Tensor, pairs: Tensor, labels: Tensor) -> dict[str, float]:
+    """What features say, the first ones as queries and the others as the bank.
+
+    Args:
+        features: [n, D].
+        pairs: of two views of each query, [2, q, D].
+        labels: int64 [n]; -1 where unknown.
+
+    Returns:
+        `look_knn`, if all labels are known: accuracy in percent of weighted k-NN (Wu et al. 2018);
+        `look_rank_me`: see `rank_me`; `look_uniformity` of the queries and `look_alignment` of the
+        pairs (Wang and Isola 2020), of unit vectors. Nothing, if a feature is not finite.
+    """
+    if not (features.isfinite().all() and pairs.isfinite().all()):
+        log.warning("look: the features are not finite")
+        return {}
+    queries = pairs.shape[1]
+    unit = F.normalize(features, dim=1)
+    values = {}
+    if len(labels) and int(labels.min()) >= 0:
+        values["look_knn"] = knn(unit[:queries], unit[queries:], labels[:queries], labels[queries:])
+    values["look_rank_me"] = rank_me(features)
+    values["look_uniformity"] = uniformity(unit[:queries])
+    values["look_alignment"] = alignment(pairs)
+    return values
+
+
+def knn(queries: Tensor, bank: Tensor, labels: Tensor, bank_labels: Tensor) -> float:
+    """Percent of queries whose class has the largest sum of exp(s / T) among the k nearest.
+
+    As `maect.evaluate.knn` has it; Wu et al. 2018 with DINO's numbers.
+
+    Args:
+        queries: unit vectors [q, D].
+        bank: unit vectors [m, D].
+        labels: of the queries, int64 [q].
+        bank_labels: int64 [m].
+    """
+    similarity, ids = (queries @ bank.T).topk(min(K, len(bank)), dim=1)
+    weights = ((similarity - similarity[:, :1]) / TEMPERATURE).exp()
+    votes = torch.zeros(len(queries), int(bank_labels.max()) + 1)
+    votes.scatter_add_(1, bank_labels[ids], weights)
+    return 100 * float((votes.argmax(1) == labels).double().mean())
+
+
+def rank_me(features: Tensor) -> float:
+    """RankMe (Garrido et al. 2023): exponential of the entropy of the singular values, 1 to D.
+
+    Args:
+        features: as they are, neither centred nor of unit length, [n, D].
+    """
+    products = features.double().T @ features.double()
+    singular = torch.linalg.eigvalsh(products).clamp(min=0).sqrt()
+    share = singular / singular.sum().clamp(min=1e-12) + 1e-7
+    return float(torch.special.entr(share).sum().exp())
+
+
+def uniformity(vectors: Tensor) -> float:
+    """log of the mean of exp(-2 d^2) over pairs of unit vectors (Wang and Isola 2020); 0 is worst.
+
+    Args:
+        vectors: unit vectors [n, E].
+    """
+    squared = torch.pdist(vectors.float()).square()
+    return float(squared.mul(-2).exp().mean().log())
+
+
+def alignment(pairs: Tensor) -> float:
+    """Mean squared distance of the two views' unit vectors (Wang and Isola 2020); 0 is best.
+
+    Args:
+        pairs: features of two views, [2, q, D].
+    """
+    first, second = F.normalize(pairs, dim=2)
+    return float((first - second).square().sum(1).mean())

@@ -1,0 +1,177 @@
+"""A look at the encoder: its numbers, and that a training knows nothing of it."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import metrics
+from PIL import Image
+from ranks import run
+from sklearn.neighbors import KNeighborsClassifier
+from torch import nn
+from torch.nn import functional as F
+
+from maect.data.shards import shard
+from maect.recipes import Look
+from maect.train.look import alignment, knn, measures, rank_me, uniformity
+
+LOOK = {"every_epochs": 2, "images": 500}
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """As the others', with images enough to be looked at: 16 of 400."""
+    root = tmp_path_factory.mktemp("many")
+    random = np.random.default_rng(0)
+    for number in range(400):
+        place = root / "images" / str(number % 4) / f"{number:03d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        coarse = random.integers(0, 256, (5, 5, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize((20, 18), Image.Resampling.BICUBIC).save(place)
+    shard(root / "images", root / "shards", "folder", 2)
+    return root / "shards"
+
+
+def bits(folder):
+    names = ("encoder.safetensors", "head.safetensors")
+    return [(Path(folder) / n).read_bytes() for n in names if (Path(folder) / n).exists()]
+
+
+def looks(folder):
+    keys = ("step", "look_knn", "look_rank_me", "look_uniformity", "look_alignment")
+    return [{k: e[k] for k in keys} for e in metrics(folder) if "look_rank_me" in e]
+
+
+def without_looks(folder):
+    return [{k: v for k, v in e.items() if not k.startswith("look_")} for e in metrics(folder)]
+
+
+@pytest.fixture
+def start(job, tmp_path):
+    """Pre-trained and head runs to start from, each with and without looks."""
+    log = tmp_path / "log"
+    pairs = [("mae", None), ("head_min", "mae"), ("ct_min", "head_min")]
+    for recipe, source in pairs:
+        plain = job(recipe, recipe, source)
+        looked = job(f"{recipe}-looked", recipe, source) | {"look": LOOK}
+        assert run(1, plain, looked, log=log) == ["done"] * 2
+    return [recipe for recipe, _ in pairs]
+
+
+def test_a_look_changes_no_bit_of_any_stage(start, tmp_path):
+    for recipe in start:
+        plain, looked = tmp_path / "runs" / recipe, tmp_path / "runs" / f"{recipe}-looked"
+        assert bits(plain) == bits(looked) and len(bits(plain)) == 1 + (recipe != "mae")
+        assert without_looks(looked) == metrics(plain)
+        assert [look["step"] for look in looks(looked)] == [50, 100]
+        records = [json.loads((f / "run.json").read_text()) for f in (plain, looked)]
+        assert records[0]["fingerprint"] == records[1]["fingerprint"]
+        assert records[0]["sha256"] == records[1]["sha256"]
+        lines = (looked / "metrics.jsonl").read_text().splitlines()
+        parts = [json.loads(line)["timing"].get("look_part") for line in lines]
+        assert [step for step, part in enumerate(parts, 1) if part] == [50, 100]
+    # A frozen encoder looks the same from beginning to end, a trained one does not.
+    first, last = looks(tmp_path / "runs/head_min-looked")
+    assert {**first, "step": 0} == {**last, "step": 0}
+    first, last = looks(tmp_path / "runs/ct_min-looked")
+    assert first["look_rank_me"] != last["look_rank_me"]
+
+
+def test_what_is_looked_at_is_what_the_run_leaves(start, shards, tmp_path):
+    """The last look, again from the file: of MAE its weights, of tuning their average."""
+    from maect.data.index import ID, open_index
+    from maect.data.loader import evaluation_batches
+    from maect.data.transforms import normalize
+    from maect.models.weights import load_encoder_weights
+    from maect.train.look import Looker
+
+    index = open_index(shards)
+    for recipe in ("mae", "ct_min"):
+        folder = tmp_path / "runs" / f"{recipe}-looked"
+        encoder, _, pooling = load_encoder_weights(folder / "encoder.safetensors")
+
+        class Parts(nn.Module):
+            def parts_read(self, encoder=encoder):
+                return {"encoder": encoder}
+
+        Parts.encoder = encoder
+        chosen = Looker(Look(**LOOK), index, None, Parts(), None, torch.device("cpu")).index
+        assert len(set(chosen.rows[:, ID].tolist())) == 16
+        batches = evaluation_batches(
+            chosen, image_size=16, rows=range(16), batch_size=16, threads=1
+        )
+        with torch.no_grad():
+            features = torch.cat(
+                [encoder.pool(encoder(normalize(images)), pooling) for images, _, _ in batches]
+            )
+        assert looks(folder)[-1]["look_rank_me"] == pytest.approx(rank_me(features), rel=1e-5)
+
+
+def test_killed_runs_repeat_or_keep_their_looks(job, tmp_path):
+    log = tmp_path / "log"
+    whole = job("whole", "mae") | {"look": LOOK}
+    assert run(1, whole, log=log) == ["done"]
+    # The 50th step looks; the state before it or after it is the last one.
+    for number, kill_at in enumerate((50, 51)):
+        saves = {"save_every_minutes": 0.0 if number else 10.0}
+        broken = job(f"broken{number}", "mae") | {"look": LOOK} | saves
+        with pytest.raises(RuntimeError, match="no rank answered"):
+            run(1, broken, log=log, kill_at=kill_at)
+        assert run(1, broken, log=log) == ["done"]
+        assert bits(broken["folder"]) == bits(whole["folder"])
+        assert metrics(broken["folder"]) == metrics(whole["folder"])
+
+
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
+def test_two_ranks_see_what_one_sees(job, tmp_path, zero):
+    log, found = tmp_path / "log", []
+    for ranks in (1, 2):
+        mae = job(f"mae-{ranks}", "mae", zero_stage=zero) | {"look": LOOK}
+        assert run(ranks, mae, log=log) == ["done"]
+        found.append(looks(mae["folder"]))
+    for one, two in zip(*found, strict=True):
+        assert one == pytest.approx(two, rel=1e-3)
+
+
+def test_too_few_images_are_not_looked_at(job, tmp_path):
+    mae = job("mae", "mae", epochs=1) | {"look": {"every_epochs": 1, "images": 500}}
+    assert run(1, mae, log=tmp_path / "log") == ["done"]
+    assert looks(mae["folder"]) == []
+    assert "look: 8 of 400 images are too few" in (tmp_path / "log").read_text()
+
+
+def test_knn_is_scikit_learns_and_the_evaluations() -> None:
+    from maect.evaluate.knn import vote
+
+    torch.manual_seed(0)
+    labels, bank_labels = torch.arange(40) % 5, torch.arange(160) % 5
+    centres = torch.randn(5, 12)
+    queries = F.normalize(centres[labels] + 1.5 * torch.randn(40, 12), dim=1)
+    bank = F.normalize(centres[bank_labels] + 1.5 * torch.randn(160, 12), dim=1)
+    accuracy = knn(queries, bank, labels, bank_labels)
+    theirs = KNeighborsClassifier(
+        10, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07)
+    ).fit(bank, bank_labels)
+    assert accuracy == pytest.approx(100 * theirs.score(queries, labels))
+    near = (queries @ bank.T).topk(10)
+    votes = vote(near.values.double().numpy(), bank_labels[near.indices].numpy(), 0.07)
+    assert accuracy == pytest.approx(100 * float((votes == labels.numpy()).mean()))
+
+
+def test_measures_of_known_features() -> None:
+    rows = torch.eye(4, 6).repeat(5, 1)
+    assert rank_me(rows) == pytest.approx(4, rel=1e-4)
+    assert rank_me(torch.ones(7, 6)) == pytest.approx(1, abs=1e-3)
+    assert uniformity(torch.eye(4)) == pytest.approx(-4)
+    assert alignment(torch.stack([rows, 3 * rows])) == 0
+    assert alignment(torch.stack([rows, -rows])) == pytest.approx(4)
+    labels = torch.arange(20) % 4
+    found = measures(rows, torch.stack([rows[:4], rows[:4]]), labels)
+    assert found["look_knn"] == 100 and set(found) == {
+        "look_knn", "look_rank_me", "look_uniformity", "look_alignment",
+    }  # fmt: skip
+    assert "look_knn" not in measures(rows, torch.stack([rows[:4]] * 2), labels - 1)
+    assert measures(rows * math.inf, torch.stack([rows[:4]] * 2), labels) == {}
