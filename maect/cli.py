@@ -17,11 +17,16 @@ from maect.core.log import command_log
 from maect.data.sources import BUNDLED, SOURCES
 
 if TYPE_CHECKING:
+    from maect.answers.encoder import ImageEncoder
+    from maect.answers.vectors import Vectors
     from maect.core.settings import SettingsFile
 
 log = logging.getLogger(__name__)
 File = TypeVar("File", bound="SettingsFile")
 
+ENCODER = "folder of a run, or one that maect export wrote"
+IMAGES = "a folder, or a .csv or .tsv table with a column path"
+DEVICE = "such as cpu or cuda:1; by default a GPU where there is one"
 RESIZE = "shorter side before the centre crop, if not that of the run's config.yaml"
 
 
@@ -127,6 +132,47 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, required=True, help="the file to write")
     sub.add_argument("--resize", type=int, help=RESIZE)
 
+    using = use_options()
+    sub = command("embed", embed, "Write a table of images and their vectors.", using)
+    sub.add_argument("run", type=Path, help=ENCODER)
+    sub.add_argument("images", type=Path, help=IMAGES)
+    sub.add_argument(
+        "--out", type=Path, required=True,
+        help="X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv",
+    )  # fmt: skip
+
+    sub = command("cluster", cluster, "Group images by their vectors, without labels.")
+    sub.add_argument("index", type=Path, help="a .parquet that maect embed wrote")
+    sub.add_argument("--out", type=Path, required=True, help="folder of the table and the page")
+    sub.add_argument(
+        "--clusters", type=positive, help="how many; chosen by silhouette if not given"
+    )
+    sub.add_argument("--method", choices=["kmeans", "hdbscan"], default="kmeans")
+    sub.add_argument("--smallest", type=positive, help="least images of a cluster, for hdbscan")
+    sub.add_argument("--images", type=Path, help="where the images are, if they have moved")
+
+    sub = command("search", search, "Print the images that are most similar to others.")
+    sub.add_argument("run", type=Path, help=ENCODER)
+    sub.add_argument("index", type=Path, help="a .parquet that maect embed wrote with it")
+    sub.add_argument("image", nargs="+", help="what to look for")
+    sub.add_argument(
+        "--count", type=positive, default=10, help="images to print of each (default 10)"
+    )
+    sub.add_argument("--device", help=DEVICE)
+
+    sub = command("predict", predict, "Write a table of images and their classes.", using)
+    sub.add_argument("run", type=Path, help=ENCODER)
+    sub.add_argument("images", type=Path, help=IMAGES)
+    sub.add_argument("--out", type=Path, required=True, help="X.csv")
+    sub.add_argument(
+        "--classifier", type=Path, help="by default the linear probe that the pipeline left"
+    )
+    sub.add_argument(
+        "--labelled", type=Path,
+        help="fit logistic regression on this features file, or .parquet of maect embed, and keep "
+        "it as --classifier",
+    )  # fmt: skip
+
     command(
         "evaluate", evaluate, "Evaluate an encoder as a resolved file says.", launching, changing
     )
@@ -207,6 +253,24 @@ def launch_options() -> argparse.ArgumentParser:
     group.add_argument("--setup", default="", help="script that the compute node sources first")
     group.add_argument("--detach", action="store_true", help="leave the job running on Ctrl-C")
     group.add_argument("--log", help="also write messages to this file")
+    return parent
+
+
+def positive(text: str) -> int:
+    """A number of things: the type of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def use_options() -> argparse.ArgumentParser:
+    """How an encoder is used on anybody's images."""
+    parent = argparse.ArgumentParser(add_help=False)
+    parent.add_argument("--kind", help="what IMAGES is, if something else (docs/data.md)")
+    parent.add_argument(
+        "--batch-size", type=positive, default=256, help="on the device (default 256)"
+    )
+    parent.add_argument("--device", help=DEVICE)
     return parent
 
 
@@ -442,6 +506,83 @@ def features(options: argparse.Namespace) -> None:
         out=str(options.out.absolute()),
         resize=resize,
     )
+
+
+def embed(options: argparse.Namespace) -> None:
+    """`maect embed`."""
+    from maect import load
+    from maect.answers.vectors import check_format
+
+    check_format(options.out)
+    vectors, images = vectors_of(options, load(options.run, options.device))
+    vectors.write(options.out)
+    print(f"{options.out}: {images}; {vectors.values.shape[1]} numbers each")
+
+
+def vectors_of(options: argparse.Namespace, encoder: "ImageEncoder") -> tuple["Vectors", str]:
+    """Vectors of the images that can be read, and how many; the others are named in the log."""
+    from maect.answers.vectors import embed as vectors
+
+    found, left_out = vectors(encoder, options.images, options.kind, options.batch_size)
+    for name, why in left_out.items():
+        log.warning("%s: left out: %s", name, why)
+    size = f"{len(found.files)} image{'s' if len(found.files) > 1 else ''}"
+    return found, f"{size}, {len(left_out)} left out"
+
+
+def cluster(options: argparse.Namespace) -> None:
+    """`maect cluster`."""
+    from maect.answers.clusters import cluster as group
+    from maect.answers.clusters import write_clusters
+    from maect.answers.vectors import Vectors
+
+    vectors = Vectors.read(options.index)
+    vectors.source(options.images)  # before the work
+    clusters = group(vectors, options.clusters, options.method, options.smallest)
+    write_clusters(vectors, clusters, options.out, options.images)
+    for count, score in clusters.scores.items():
+        print(f"{count:3d} clusters: silhouette coefficient {score:.3f}")
+    print(f"{options.out}: {clusters.count} clusters; open {options.out / 'index.html'}")
+
+
+def search(options: argparse.Namespace) -> None:
+    """`maect search`."""
+    from maect import load
+    from maect.answers.vectors import Vectors, nearest
+
+    index, encoder = Vectors.read(options.index), load(options.run, options.device)
+    index.check(encoder, options.index)
+    similarities, found = nearest(index, encoder.encode(options.image), options.count)
+    for image, near, numbers in zip(options.image, similarities, found, strict=True):
+        if len(options.image) > 1:
+            print(image)
+        for similarity, number in zip(near, numbers, strict=True):
+            print(f"{similarity:.4f}  {index.files[number]}")
+
+
+def predict(options: argparse.Namespace) -> None:
+    """`maect predict`."""
+    from maect import load
+    from maect.answers.classes import fit_classifier, read_classifier, write_classes
+    from maect.answers.vectors import check_format
+
+    check_format(options.out, (".csv",))
+    run = options.run.absolute()
+    left = run.parent.parent / "evaluations" / run.name / "linear_probe.safetensors"
+    path = options.classifier or left
+    if options.labelled is not None:
+        if options.classifier is None:
+            raise UserError("--labelled: name the file to keep the classifier in with --classifier")
+        classifier = fit_classifier(options.labelled)
+    else:
+        classifier = read_classifier(path)
+    encoder = load(options.run, options.device)
+    classifier.check(encoder, path)
+    vectors, images = vectors_of(options, encoder)
+    if options.labelled is not None:
+        classifier.write(path)
+    write_classes(vectors, classifier, options.out)
+    print(f"{options.out}: {images}; {len(classifier.class_names)} classes")
 
 
 def evaluate(options: argparse.Namespace) -> None:

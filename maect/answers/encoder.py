@@ -1,10 +1,10 @@
 """A run's encoder from Python: images in, feature vectors out, those of the features file."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike, cpu_count, fspath
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,6 +58,18 @@ class ImageEncoder:
             raise UserError(f"resize {self.resize} is smaller than image_size {self.image_size}")
         self.pooling, self.width = self.encoding.pooling, self.encoding.width
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What vectors depend on beside the images, as a features file says it."""
+        return {
+            "run": self.path.parent.name,
+            "encoder_sha256": self.sha256,
+            "pooling": self.pooling,
+            "image_size": self.image_size,
+            "resize": self.resize,
+            "precision": self.encoding.precision,
+        }
+
     def encode(
         self, images: Sequence[ImageLike], batch_size: int = BATCH, threads: int | None = None
     ) -> NDArray[np.float32]:
@@ -79,14 +91,56 @@ class ImageEncoder:
         """
         if isinstance(images, (str, bytes, PathLike, Image.Image)):
             raise TypeError("images: give a list, also of a single image")
-        out = np.empty((len(images), self.width), np.float32)
-        start = 0
-        for pixels in self._batches(images, batch_size, threads):
-            features = self.encoding(torch.from_numpy(pixels))
-            finite(features, self.path.parent)
-            out[start : start + len(pixels)] = features.cpu().numpy()
-            start += len(pixels)
-        return out
+        values, faults = self.readable(
+            images.__getitem__, len(images), batch_size, threads, strict=True
+        )
+        for number, why in faults.items():
+            image = images[number]
+            name = fspath(image) if isinstance(image, (str, PathLike)) else f"image {number}"
+            raise UserError(f"{name}: {why}")
+        return values
+
+    def readable(
+        self,
+        read: Callable[[int], ImageLike],
+        n: int,
+        batch_size: int = BATCH,
+        threads: int | None = None,
+        *,
+        strict: bool = False,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> tuple[NDArray[np.float32], dict[int, str]]:
+        """Vectors of those images that can be read.
+
+        Args:
+            read: gives image number i; called by several threads.
+            n: number of images.
+            batch_size: images at once on the device.
+            threads: that decode; none: all cores.
+            strict: stop after the first batch with an image that cannot be read.
+            progress: told how many images are done.
+
+        Returns:
+            float32 [readable, width], in order, and why the others cannot be read, by number.
+
+        Raises:
+            UserError: vectors that are not finite.
+        """
+        out = np.empty((n, self.width), np.float32)
+        faults: dict[int, str] = {}
+        done = 0
+        for numbers, pixels in self._batches(read, n, batch_size, threads):
+            good = [image for image in pixels if not isinstance(image, str)]
+            faults |= {i: x for i, x in zip(numbers, pixels, strict=True) if isinstance(x, str)}
+            if faults and strict:
+                break
+            if good:
+                features = self.encoding(torch.from_numpy(np.stack(good)))
+                finite(features, self.path.parent)
+                out[done : done + len(good)] = features.cpu().numpy()
+                done += len(good)
+            progress(numbers.stop)
+        return out[:done], faults
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
         """What the encoder sees of an image, uint8 [3, S, S].
@@ -118,29 +172,23 @@ class ImageEncoder:
         return center_crops(np.array([width]), np.array([height]), self.resize, self.image_size)
 
     def _batches(
-        self, images: Sequence[ImageLike], batch_size: int, threads: int | None
-    ) -> Iterator[NDArray[np.uint8]]:
-        def one(position: int) -> NDArray[np.uint8]:
-            try:
-                return self.pixels(images[position])
-            except (UnreadableError, OSError) as error:
-                image = images[position]
-                name = fspath(image) if isinstance(image, (str, PathLike)) else f"image {position}"
-                why = getattr(error, "strerror", None) or error
-                raise UserError(f"{name!s}: {why}") from None
+        self, read: Callable[[int], ImageLike], n: int, batch_size: int, threads: int | None
+    ) -> Iterator[tuple[range, list[NDArray[np.uint8] | str]]]:
+        """Numbers of the images of each batch, and their pixels or why there are none."""
 
-        parts = [
-            range(start, min(start + batch_size, len(images)))
-            for start in range(0, len(images), batch_size)
-        ]
+        def one(number: int) -> NDArray[np.uint8] | str:
+            try:
+                return self.pixels(read(number))
+            except UnreadableError as error:
+                return str(error)
+            except OSError as error:
+                return error.strerror or str(error)
+
+        batches = [range(n)[start : start + batch_size] for start in range(0, n, batch_size)]
         with ThreadPoolExecutor(threads or cpu_count() or 1) as pool:
-            # The next batch is decoded while the device has this one.
-            ahead = [pool.submit(one, position) for part in parts[:1] for position in part]
-            for number in range(len(parts)):
+            ahead = [pool.submit(one, number) for number in (batches or [range(0)])[0]]
+            for batch, following in zip(batches, [*batches[1:], range(0)], strict=False):
                 now = ahead
-                ahead = [
-                    pool.submit(one, position)
-                    for part in parts[number + 1 : number + 2]
-                    for position in part
-                ]
-                yield np.stack([task.result() for task in now])
+                # The next batch is decoded while the device has this one.
+                ahead = [pool.submit(one, number) for number in following]
+                yield batch, [task.result() for task in now]

@@ -20,6 +20,8 @@ from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -257,6 +259,30 @@ def _test_features(
     return features, torch.tensor(test.labels, device=features.device)
 
 
+def read_probe(path: Path) -> tuple[Tensor, Tensor, list[str], str | None]:
+    """A linear probe that an evaluation left, as one linear layer on features.
+
+    Returns:
+        Weight [classes, width], bias [classes], names of the classes, and sha256 of the encoder.
+
+    Raises:
+        UserError: no probe, or not one of a single representation.
+    """
+    import torch
+
+    from maect.evaluate.heads import BN_EPS
+    from maect.models.weights import load_tensors
+
+    tensors, texts = load_tensors(path)
+    if not {"weight", "bias", "mean", "var"} <= tensors.keys() or "class_names" not in texts:
+        raise UserError(f"{path}: holds no single linear probe; evaluate linear_probe again")
+    scale = torch.rsqrt(tensors["var"] + BN_EPS)
+    # BatchNorm is affine in the features: it becomes part of the linear layer.
+    weight = tensors["weight"] * scale
+    bias = tensors["bias"] - tensors["weight"] @ (tensors["mean"] * scale)
+    return weight, bias, json.loads(texts["class_names"]), texts.get("encoder_sha256")
+
+
 class TrainedProbe:
     """The linear probe that an evaluation left, on its encoder: from images to logits.
 
@@ -270,24 +296,15 @@ class TrainedProbe:
         Raises:
             UserError: no probe, not one of a single representation, or one of another encoder.
         """
-        import torch
-
         from maect.evaluate.features import Encoding
-        from maect.evaluate.heads import BN_EPS
-        from maect.models.weights import load_tensors
 
         path, encoder = job.path("probe"), job.run / "encoder.safetensors"
-        tensors, texts = load_tensors(path)
-        if not {"weight", "bias", "mean", "var"} <= tensors.keys() or "class_names" not in texts:
-            raise UserError(f"{path}: holds no single linear probe; evaluate linear_probe again")
+        weight, bias, class_names, sha256 = read_probe(path)
         self.encoding = Encoding(encoder, device, precision)
-        if texts.get("encoder_sha256") != sha256_file(encoder):
+        if sha256 != sha256_file(encoder):
             raise UserError(f"{path}: trained on another encoder than {encoder}; probe it again")
-        self.class_names = tuple(json.loads(texts["class_names"]))
-        scale = torch.rsqrt(tensors["var"] + BN_EPS)
-        # BatchNorm is affine in the features: it becomes part of the linear layer.
-        self.weight = (tensors["weight"] * scale).to(device)
-        self.bias = (tensors["bias"] - tensors["weight"] @ (tensors["mean"] * scale)).to(device)
+        self.class_names = tuple(class_names)
+        self.weight, self.bias = weight.to(device), bias.to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits float32 [b, classes] of images, uint8 [b, 3, S, S] or normalized float32.

@@ -242,6 +242,11 @@ def render(table: Printed, form: str) -> str:
     return _environment().get_template(f"table.{form}").render(vars(table), MISSING=MISSING)
 
 
+def render_page(template: str, **values: Any) -> str:
+    """A page that needs no other file."""
+    return _environment().get_template(template).render(**values)
+
+
 def claims_page(frame: pd.DataFrame) -> str:
     """The verdicts of `claims_table` as a page."""
     counts = frame["verdict"].value_counts()
@@ -255,7 +260,7 @@ def claims_page(frame: pd.DataFrame) -> str:
         if line["plain_knn"] not in ("", line["verdict"]):
             line["notes"].append(f"{line['plain_knn']} by k-NN on features as they are")
     summary = ", ".join(f"{counts[v]} {word or v}" for v, word in words.items() if v in counts)
-    return _environment().get_template("claims.html").render(summary=summary, lines=lines)
+    return render_page("claims.html", summary=summary, lines=lines)
 
 
 def for_terminal(table: Printed) -> Group:

@@ -1,0 +1,131 @@
+"""Classes of images: by the linear probe that an evaluation left, or by logistic regression."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maect.answers.encoder import ImageEncoder
+from maect.answers.vectors import Vectors, write_rows
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
+from maect.evaluate.low_shot import LowShot, fit, prepare
+from maect.evaluate.store import check, open_features
+
+_KIND = "logistic_regression"
+
+Array = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A linear classifier on vectors.
+
+    Attributes:
+        weight: float64 [width, classes]; of classes that had no examples NaN.
+        bias: float64 [classes].
+        class_names: of the columns.
+        encoder_sha256: of the encoder whose vectors it reads.
+        prepared: whether vectors are centred and scaled to length 1 first (logistic regression).
+    """
+
+    weight: NDArray[np.float64]
+    bias: NDArray[np.float64]
+    class_names: list[str]
+    encoder_sha256: str | None
+    prepared: bool
+
+    def probabilities(self, vectors: Array) -> NDArray[np.float64]:
+        """Softmax of the logits, float64 [n, classes]; 0 of classes without examples."""
+        rows = prepare(vectors) if self.prepared else vectors.astype(np.float64)
+        logits = rows @ self.weight + self.bias
+        logits = np.where(np.isnan(logits), -np.inf, logits)
+        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+        out: NDArray[np.float64] = odds / odds.sum(axis=1, keepdims=True)
+        return out
+
+    def check(self, encoder: ImageEncoder, path: Path) -> None:
+        """Refuse another encoder than that whose vectors the classifier was fitted to.
+
+        Raises:
+            UserError: it is another one.
+        """
+        if self.encoder_sha256 != encoder.sha256:
+            raise UserError(
+                f"{path}: fitted to the vectors of another encoder than {encoder.path}; fit it "
+                "again (--labelled)"
+            )
+
+    def write(self, path: Path) -> None:
+        """Write a logistic regression to a safetensors file."""
+        from safetensors.numpy import save_file
+
+        texts = {
+            "maect": _KIND,
+            "class_names": json.dumps(self.class_names),
+            "encoder_sha256": str(self.encoder_sha256),
+        }
+        with atomic_write(path) as temporary:
+            save_file({"weight": self.weight, "bias": self.bias}, temporary, texts)
+
+
+def read_classifier(path: Path) -> Classifier:
+    """A linear probe as its evaluation left it, or a logistic regression of `fit_classifier`.
+
+    Raises:
+        UserError: no such file, or one of another kind.
+    """
+    from maect.evaluate.linear_probe import read_probe
+    from maect.models.weights import load_tensors
+
+    if not path.is_file():
+        raise UserError(
+            f"{path}: no such classifier; evaluate linear_probe, or give --labelled FEATURES"
+        )
+    tensors, texts = load_tensors(path)
+    if texts.get("maect") == _KIND:
+        weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
+        names = json.loads(texts["class_names"])
+        return Classifier(weight, bias, names, texts["encoder_sha256"], prepared=True)
+    slope, offset, names, sha256 = read_probe(path)
+    return Classifier(slope.double().numpy().T, offset.double().numpy(), names, sha256, False)
+
+
+def fit_classifier(labelled: Path) -> Classifier:
+    """Logistic regression as the protocol `low_shot` fits it, on all labelled vectors of a file.
+
+    Args:
+        labelled: a features file, or a parquet file of `maect embed --kind folder`.
+
+    Raises:
+        UserError: no labels, or fewer than two classes.
+    """
+    if labelled.suffix == ".parquet":
+        vectors = Vectors.read(labelled)
+        if vectors.labels is None:
+            raise UserError(f"{labelled}: no labels; embed folders of classes with --kind folder")
+        names, labels = np.unique(vectors.labels, return_inverse=True)
+        values, class_names = vectors.values, names.tolist()
+        sha256 = vectors.about["encoder_sha256"]
+    else:
+        features = open_features(labelled)
+        check(features)
+        values, labels = features.all(), features.labels
+        class_names = [*features.record["class_names"]]
+        sha256 = features.record["encoder_sha256"]
+    penalty = LowShot().l2 / len(labels)
+    weight, _ = fit(prepare(values), labels, len(class_names), penalty, LowShot().solver)
+    return Classifier(weight, np.zeros(len(class_names)), class_names, sha256, prepared=True)
+
+
+def write_classes(vectors: Vectors, classifier: Classifier, path: Path) -> None:
+    """Write a table of each image's most probable class: file, class, probability."""
+    probabilities = classifier.probabilities(vectors.values)
+    best = probabilities.argmax(axis=1)
+    rows = (
+        [name, classifier.class_names[column], f"{row[column]:.4f}"]
+        for name, row, column in zip(vectors.files, probabilities, best, strict=True)
+    )
+    write_rows(path, ["file", "class", "probability"], rows)

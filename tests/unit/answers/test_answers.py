@@ -1,0 +1,211 @@
+"""Vectors, clusters, neighbours and classes of synthetic photographs, through the commands."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import maect
+from maect.answers.clusters import cluster
+from maect.answers.vectors import Vectors, nearest
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.models.weights import load_encoder_weights, save_encoder, save_tensors
+
+
+@pytest.fixture(scope="module")
+def index(run: Path, photographs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("index") / "all.parquet"
+    assert main(["embed", str(run), str(photographs), "--out", str(out)]) == 0
+    return out
+
+
+def test_each_format_has_the_names_and_the_bits(
+    run: Path, photographs: Path, index: Path, tmp_path: Path
+) -> None:
+    names = sorted(str(p.relative_to(photographs)) for p in photographs.rglob("No*"))
+    encoded = maect.load(run).encode([photographs / name for name in names])
+    frame = pd.read_parquet(index)
+    assert list(frame.columns) == ["file", "vector"] and list(frame["file"]) == names
+    np.testing.assert_array_equal(np.stack(frame["vector"].to_list()), encoded)
+    for suffix in ("csv", "npy"):
+        out = tmp_path / f"deep/all.{suffix}"
+        assert main(["embed", str(run), str(photographs), "--out", str(out)]) == 0
+    np.testing.assert_array_equal(np.load(tmp_path / "deep/all.npy"), encoded)
+    assert pd.read_csv(tmp_path / "deep/all.files.csv")["file"].tolist() == names
+    frame = pd.read_csv(tmp_path / "deep/all.csv", index_col="file", dtype={"file": str})
+    np.testing.assert_array_equal(frame.to_numpy(np.float32), encoded)
+
+
+def test_what_cannot_be_read_is_left_out_and_named(
+    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    good = next(photographs.rglob("*.jpg")).read_bytes()
+    (folder / "good.jpg").write_bytes(good)
+    (folder / "half.jpg").write_bytes(good[: len(good) // 2])
+    (folder / "page.png").write_text("<html>")
+    out = tmp_path / "a.parquet"
+    assert main(["embed", str(run), str(folder), "--out", str(out)]) == 0
+    assert Vectors.read(out).files == ["good.jpg"]
+    said = capsys.readouterr()
+    assert "1 image," in said.out and "2 left out" in said.out
+    assert "half.jpg" in said.err and "page.png" in said.err
+    (folder / "good.jpg").unlink()
+    assert main(["embed", str(run), str(folder), "--out", str(out)]) == 2
+    assert "none of 2 images can be read" in capsys.readouterr().err
+
+
+def test_a_table_of_paths_and_class_folders_give_labels(
+    run: Path, photographs: Path, index: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "labelled.parquet"
+    command = ["embed", str(run), str(photographs), "--kind", "folder", "--out", str(out)]
+    assert main(command) == 0
+    vectors, plain = Vectors.read(out), Vectors.read(index)
+    assert vectors.labels == [name[0] for name in vectors.files]
+    assert vectors.files == plain.files
+    np.testing.assert_array_equal(vectors.values, plain.values)
+
+
+def test_wrong_input_is_one_line(
+    run: Path, photographs: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other.parquet"
+    vectors = Vectors.read(index)
+    Vectors(vectors.files, vectors.values, None, {**vectors.about, "resize": 16}).write(other)
+    image = str(next(photographs.rglob("*.jpg")))
+    for command, fault in (
+        (["embed", str(run), str(photographs), "--out", "a.xlsx"], "what format"),
+        (["embed", str(run), "gone", "--out", "a.npy"], "gone: no such file or folder"),
+        (["embed", str(run), image, "--out", "a.npy"], "or --kind"),
+        (["search", str(run), "gone.parquet", image], "no such file; `maect embed"),
+        (["search", str(run), image, image], "not written by `maect embed`"),
+        (["search", str(run), str(other), image], "another resize"),
+        (["cluster", str(index), "--out", str(tmp_path), "--clusters", "31"], "too few"),
+        (["predict", str(run), str(photographs), "--out", "a.csv"], "no such classifier"),
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert fault in error and error.count("\n") == 1, error
+
+
+def test_search_finds_the_image_itself_first(
+    run: Path, photographs: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = sorted(photographs.rglob("*.png"))[3]
+    assert main(["search", str(run), str(index), str(image), "--count", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0] == f"1.0000  {image.relative_to(photographs)}"
+
+
+def test_nearest_compares_all() -> None:
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(50, 8)).astype(np.float32)
+    queries = rng.normal(size=(4, 8)).astype(np.float32)
+    index = Vectors([str(i) for i in range(50)], np.concatenate([values[:49], values[:1]]))
+    similarity, found = nearest(index, queries, 5)
+    for query, near, ids in zip(queries, similarity, found, strict=True):
+        cosines = [
+            row @ query / np.linalg.norm(row) / np.linalg.norm(query) for row in index.values
+        ]
+        assert ids.tolist() == np.argsort(-np.round(cosines, 6), kind="stable")[:5].tolist()
+        np.testing.assert_allclose(near, np.sort(cosines)[::-1][:5], atol=1e-5)
+
+
+def blobs(sizes: tuple[int, ...]) -> Vectors:
+    rng = np.random.default_rng(1)
+    centers = 10 * np.eye(len(sizes), 16)
+    truth = np.repeat(np.arange(len(sizes)), sizes)
+    values = (centers[truth] + rng.normal(0, 0.5, (len(truth), 16))).astype(np.float32)
+    return Vectors([f"{kind}-{i}" for i, kind in enumerate(truth)], values)
+
+
+@pytest.mark.parametrize("how", [{}, {"count": 4}, {"method": "hdbscan", "smallest": 8}])
+def test_clusters_are_found_largest_first(how: dict[str, object]) -> None:
+    vectors = blobs((10, 40, 20, 30))
+    clusters = cluster(vectors, **how)  # type: ignore[arg-type]
+    assert clusters.count == 4
+    for number, truth in enumerate("1320"):
+        members = clusters.members(number)
+        assert {vectors.files[i][0] for i in members} == {truth}
+        assert (np.diff(clusters.distance[members]) >= 0).all()
+    assert not clusters.scores or max(clusters.scores, key=clusters.scores.__getitem__) == 4
+
+
+def test_identical_images_are_no_clusters() -> None:
+    with pytest.raises(UserError, match="too few"):
+        cluster(Vectors(["a", "b", "c"], np.ones((3, 4), np.float32)))
+
+
+def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) -> None:
+    assert main(["cluster", str(index), "--out", str(tmp_path), "--clusters", "3"]) == 0
+    with open(tmp_path / "clusters.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["file"] for row in rows) == Vectors.read(index).files
+    assert {row["cluster"] for row in rows} == {"0", "1", "2"}
+    page = (tmp_path / "index.html").read_text()
+    assert page.count('src="data:image/jpeg;base64,/9j/') >= 3
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    assert rows[0]["file"] in page  # the one nearest to the mean of the largest cluster
+
+
+def test_predict_by_what_was_fitted_and_kept(
+    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labelled, kept, out = (tmp_path / n for n in ("l.parquet", "c.safetensors", "p.csv"))
+    embed = ["embed", str(run), str(photographs), "--kind", "folder", "--out", str(labelled)]
+    assert main(embed) == 0
+    predict = ["predict", str(run), str(photographs), "--classifier", str(kept), "--out", str(out)]
+    assert main([*predict, "--labelled", str(labelled)]) == 0
+    first = out.read_text()
+    frame = pd.read_csv(out)
+    right = frame["class"] == frame["file"].str[0]
+    assert right.mean() > 0.9 and frame["probability"].between(1 / 3, 1).all()
+    out.unlink()
+    assert main(predict) == 0  # from the file alone
+    assert out.read_text() == first
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("encoder.safetensors", "config.yaml"):
+        (other / name).write_bytes((run / name).read_bytes())
+    module, encoder, pooling = load_encoder_weights(other / "encoder.safetensors")
+    weights = {name: 2 * value for name, value in module.state_dict().items()}
+    save_encoder(other / "encoder.safetensors", weights, encoder, pooling)
+    capsys.readouterr()
+    assert main(["predict", str(other), *predict[2:]]) == 2
+    assert "another encoder" in capsys.readouterr().err
+
+
+def test_predict_by_a_linear_probe(run: Path, photographs: Path, tmp_path: Path) -> None:
+    """The file that the protocol leaves: batch norm and a linear layer."""
+    encoder = maect.load(run)
+    generator = torch.Generator().manual_seed(0)
+    probe = {
+        "weight": torch.randn(3, encoder.width, generator=generator),
+        "bias": torch.randn(3, generator=generator),
+        "mean": torch.randn(encoder.width, generator=generator),
+        "var": torch.rand(encoder.width, generator=generator) + 0.1,
+    }
+    texts = {"class_names": json.dumps(["x", "y", "z"]), "encoder_sha256": encoder.sha256}
+    # Where the pipeline has it, so that nothing has to be named.
+    home = run.parent.parent / "evaluations" / run.name / "linear_probe.safetensors"
+    save_tensors(home, probe, texts)
+    out = tmp_path / "p.csv"
+    try:
+        assert main(["predict", str(run), str(photographs), "--out", str(out)]) == 0
+    finally:
+        home.unlink()
+    frame = pd.read_csv(out)
+    features = torch.from_numpy(encoder.encode([photographs / f for f in frame["file"]]))
+    normed = (features - probe["mean"]) / torch.sqrt(probe["var"] + 1e-5)
+    expected = torch.softmax(normed @ probe["weight"].T + probe["bias"], 1).max(1)
+    assert frame["class"].tolist() == ["xyz"[i] for i in expected.indices]
+    np.testing.assert_allclose(frame["probability"], expected.values.numpy(), atol=1e-3)

@@ -1,0 +1,50 @@
+"""The page that explains it: its commands and its Python, in a folder as it supposes one."""
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import maect
+from maect.cli import main
+from maect.models.weights import save_tensors
+
+PAGE = Path(__file__).parents[3] / "docs/answers.md"
+ELSEWHERE = ("fiftyone", "lancedb")
+
+
+def test_the_page_works_word_for_word(
+    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "results/birds/runs/ct_min"
+    home.parent.mkdir(parents=True)
+    home.symlink_to(run)
+    shutil.copytree(photographs, tmp_path / "birds")
+    for name in ("a.jpg", "b.png"):
+        source = next(photographs.glob(f"*/*{name[1:]}"))
+        shutil.copy(source, tmp_path / "birds" / name)
+    monkeypatch.chdir(tmp_path)
+    encoder = maect.load(home)
+    probe = {name: torch.ones(encoder.width) for name in ("mean", "var")}
+    probe |= {"weight": torch.ones(2, encoder.width), "bias": torch.zeros(2)}
+    left = tmp_path / "results/birds/evaluations/ct_min/linear_probe.safetensors"
+    save_tensors(left, probe, {"class_names": '["a", "b"]', "encoder_sha256": encoder.sha256})
+    names: dict[str, Any] = {}
+    for command, code in _blocks(PAGE.read_text(encoding="utf-8")):
+        if command:
+            assert main(shlex.split(command)) == 0, command
+        elif not any(name in code for name in ELSEWHERE):
+            exec(code, names)
+    assert names["vectors"].shape == (32, encoder.width)
+    for name in ("birds-clusters/index.html", "classes.csv", "birds.safetensors"):
+        assert (tmp_path / name).exists()
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Commands and Python, in the order of the page."""
+    found = re.finditer(r"^    maect (?P<command>.*)$|^```python\n(?P<code>[^`]*)^```", text, re.M)
+    return [(match["command"] or "", match["code"] or "") for match in found]
