@@ -13,7 +13,7 @@ from uncertainties import nominal_value, std_dev, ufloat
 from maect.core.files import write_text
 from maect.report.registry import ClaimsConfig
 from maect.report.render import claims_page
-from maect.report.statements import STATEMENTS, Statement
+from maect.report.statements import EACH_SHIFT, SHIFTED, STATEMENTS, Statement
 from maect.report.tables import DECIMALS, cost_table, pretraining_table, printed_tables, read_table
 
 HOLDS, FAILS, NOISE, OPEN = "holds", "fails", "within noise", "not measured"
@@ -191,14 +191,25 @@ def _short(side: str) -> str:
 def expand(text: str, tables: Tables) -> list[str]:
     """One comparison for every architecture that `*` stands for; itself where there is no `*`.
 
-    That is every one with a row of each model named with `*`: others cannot be compared.
+    That is every one with a row of each model named with `*`: others cannot be compared. Likewise
+    for every set that `each_shift` stands for.
     """
+    if EACH_SHIFT in text:
+        return [one for s in _shifts(tables) for one in expand(text.replace(EACH_SHIFT, s), tables)]
     starred = [key for key in map(_key, VALUE.finditer(text)) if key[1] == "*"]
     if not starred:
         return [text]
     have = [_architectures(tables, table, method) for table, _, method, _ in starred]
     common = [one for one in have[0] if all(one in others for others in have)]
     return [text.replace(".*.", f".{architecture}.") for architecture in common or ["any"]]
+
+
+def _shifts(tables: Tables) -> tuple[str, ...]:
+    """The paper's shifted test sets, or those measured in their place where none of them was."""
+    frame = tables.get("robustness", pd.DataFrame())
+    measured = [c for c in frame if f"{c}_std" in frame and frame[c].notna().any()]
+    others = tuple(str(name) for name in measured if not str(name).startswith("imagenet_"))
+    return others if others and not set(SHIFTED) & set(measured) else SHIFTED
 
 
 def _architectures(tables: Tables, table: str, method: str) -> list[str]:

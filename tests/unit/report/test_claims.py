@@ -210,6 +210,23 @@ def test_a_star_leaves_out_what_has_no_row_of_every_model(tables):
     assert expand(one, tables) == [one.replace("*", "tiny"), one.replace("*", "small")]
 
 
+def test_corruptions_stand_in_for_the_papers_shifted_sets(result, evaluations):
+    for run, noise in (("mae", 30.0), ("ct", 35.0)):
+        result(run, "robustness", noise=noise, blur=50.0)
+    rows = [Row("tiny", "mae", ["mae"]), Row("tiny", "ct_min", ["ct"])]
+    text = "robustness.*.ct_min.each_shift > robustness.*.mae.each_shift"
+    tables = {"robustness": build_table("robustness", rows, evaluations)}
+    assert verdict(tables, text).numbers == (
+        "tiny.ct_min.noise > tiny.mae.noise: +5.00; tiny.ct_min.blur > tiny.mae.blur: +0.00 (fails)"
+    )
+    result("ct", "robustness", noise=35.0, imagenet_r=30.0)
+    tables = {"robustness": build_table("robustness", rows, evaluations)}
+    assert [one.split(".")[3].split()[0] for one in expand(text, tables)] == [
+        "imagenet_v2", "imagenet_r", "imagenet_sketch", "imagenet_a",
+    ]  # fmt: skip
+    assert verdict(tables, text).result == "not measured"
+
+
 def test_what_is_missing_is_named(tables):
     found = verdict(
         tables,
