@@ -15,6 +15,8 @@ class Context(Protocol):
     world_size: int
     local_world_size: int
     cpus: int
+    gpus: bool
+    """Whether the job was given GPUs: then it does not go on without."""
 
     def stop_requested(self) -> bool:
         """Whether this rank was told to save and return."""

@@ -5,10 +5,12 @@ The one module of `core` that imports torch. Without a process group every excha
 
 import ctypes
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,18 +18,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maect.core.context import Context
+from maect.core.errors import UserError
 
 # The last resort: before it, the watchdog ends a stalled step and says which rank is missing.
 STEP_TIMEOUT = timedelta(minutes=30)
 # A rank may wait for another one that works on its share of an evaluation for hours.
 SHARE_TIMEOUT = timedelta(hours=12)
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def device_of(context: Context) -> torch.device:
-    """This rank's GPU, or the CPU with this rank's threads; float32 means float32 on both."""
+    """This rank's GPU, or the CPU with this rank's threads; float32 means float32 on both.
+
+    Raises:
+        UserError: the job was given GPUs, and torch can use none. `DS_ACCELERATOR=cpu`, which is
+            DeepSpeed's, asks for the CPU all the same.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    if torch.cuda.is_available():
+    if context.gpus and not torch.cuda.is_available() and not _cpu_is_asked_for():
+        raise UserError(_no_gpu())
+    if uses_gpus():
         device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
@@ -35,15 +46,67 @@ def device_of(context: Context) -> torch.device:
     return torch.device("cpu")
 
 
+def uses_gpus() -> bool:
+    """Whether ranks compute on GPUs here."""
+    return torch.cuda.is_available() and not _cpu_is_asked_for()
+
+
+def _cpu_is_asked_for() -> bool:
+    return os.environ.get("DS_ACCELERATOR") == "cpu"
+
+
+def _no_gpu() -> str:
+    """Why torch can use no GPU, with the versions that decide it, in a line."""
+    try:
+        torch.cuda.init()
+        reason = "no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
+    try:
+        driver = DRIVER.read_text().splitlines()[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        driver = "none loaded"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    return (
+        f"the job was given GPUs, and torch {torch.__version__}, built for {built}, can use none: "
+        f"{reason} (driver: {driver}; "
+        f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); for an older "
+        "driver install wheels of an older CUDA (docs/gpu.md), or set DS_ACCELERATOR=cpu to "
+        "compute on CPUs"
+    )
+
+
 def join(context: Context, backend: str, timeout: timedelta) -> None:
-    """Join the process group, where the launcher lets the ranks meet."""
+    """Join the process group, where the launcher lets the ranks meet.
+
+    Raises:
+        UserError: two ranks have one GPU, which NCCL refuses with less to go by.
+    """
     if not dist.is_initialized():
+        store = context.store(timeout)
+        if "nccl" in backend:
+            _check_own_gpu(context, store)
         dist.init_process_group(
             backend,
-            store=context.store(timeout),
+            store=store,
             rank=context.rank,
             world_size=context.world_size,
             timeout=timeout,
+        )
+
+
+def _check_own_gpu(context: Context, store: dist.Store) -> None:
+    """Refuse a GPU that another rank of this node has, too."""
+    own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    store.set(f"gpu-{context.rank}", own)
+    first = context.rank - context.local_rank
+    node = range(first, min(first + context.local_world_size, context.world_size))
+    ranks = [rank for rank in node if store.get(f"gpu-{rank}").decode() == own]
+    if len(ranks) > 1:
+        raise UserError(
+            f"ranks {', '.join(map(str, ranks))} share one GPU: {context.local_world_size} ranks a "
+            f"node, of which this one sees {torch.cuda.device_count()} GPUs; ask for as many GPUs "
+            "as ranks (`devices` of the profile), or for fewer ranks"
         )
 
 
@@ -53,7 +116,7 @@ def process_group(context: Context) -> Iterator[None]:
     if context.world_size == 1 or dist.is_initialized():
         yield
         return
-    join(context, "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", SHARE_TIMEOUT)
+    join(context, "cpu:gloo,cuda:nccl" if uses_gpus() else "gloo", SHARE_TIMEOUT)
     try:
         yield
     finally:

@@ -202,15 +202,19 @@ def count_devices(devices: str) -> int:
         if not devices.isdecimal() or not int(devices):
             raise UserError(f"--devices {devices}: a positive number, auto or gpus")
         return int(devices)
-    processes = 2 if devices == "auto" else 1
+    return gpus_here() or (2 if devices == "auto" else 1)
+
+
+def gpus_here() -> int:
+    """The GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide."""
     visible = visible_devices()
     if visible is not None:
-        return visible or processes
+        return visible
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return processes
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines()) or processes
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def node_range(nodes: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from maect.core.files import read_json
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
 from maect.launch.record import Job
-from maect.launch.resources import LaunchError, Resources, Task
+from maect.launch.resources import LaunchError, Resources, Task, gpus_here
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,27 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[str, Any]:
     """What the ranks and the process that submits them (`__main__.py`) have to know."""
     if resources.cluster == "local":
-        parameters = local(resources)
+        parameters, gpus = local(resources), gpus_here() > 0
     else:
         parameters = slurm(resources, job.name, folder, job.excluded)
+        gpus = _asks_for_gpus(parameters)
     return {
         "function": task.function,
         "arguments": task.arguments,
         "cpus": resources.cpus,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "gpus": gpus,
         "parameters": parameters,
     }
+
+
+def _asks_for_gpus(parameters: dict[str, Any]) -> bool:
+    """Whether these parameters of sbatch ask for GPUs."""
+    extra = parameters["additional_parameters"]
+    gres = str(extra.get("gres", "")).split(",")
+    return any(key.startswith("gpus") for key in extra) or any(
+        kind.startswith("gpu") for kind in gres
+    )
 
 
 def submit(folder: Path, job: Job, look: Callable[[], None]) -> dict[str, Any]:

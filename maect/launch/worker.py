@@ -90,6 +90,7 @@ class Rank:
         rank: global rank; 0 reports, and its file holds the verdict.
         node: index of this rank's node.
         cpus: CPUs of this rank.
+        gpus: whether the job was given GPUs.
         attempt: how often SLURM has restarted the job under the same id.
         rendezvous: the way to the other ranks.
         file: what this rank's file says about it.
@@ -101,6 +102,7 @@ class Rank:
     local_world_size: int
     node: int
     cpus: int
+    gpus: bool
     folder: Path
     name: str
     attempt: int
@@ -242,6 +244,7 @@ def _join(environment: Any, job: Job, folder: Path, file: RankFile, reasons: set
         local_world_size=size // environment.num_nodes,
         node=environment.node,
         cpus=int(job.request["cpus"]),
+        gpus=bool(job.request.get("gpus")),  # jobs of earlier versions do not say
         folder=folder,
         name=job.name,
         attempt=attempt,

@@ -314,7 +314,7 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     except LaunchError as error:
         hint = f"logs: {folder}; the last lines say why, often the setup script or the network"
         return [Finding("FAIL", f"job on {where}: {error}", hint)]
-    findings = judge(read_json(result), wanted)
+    findings = judge(read_json(result))
     shutil.rmtree(folder, ignore_errors=True)
     return findings
 
@@ -323,25 +323,19 @@ def _nodes(count: int) -> str:
     return f"{count} node{'s' if count > 1 else ''}"
 
 
-def judge(seen: dict[str, Any], wanted: Resources) -> list[Finding]:
+def judge(seen: dict[str, Any]) -> list[Finding]:
     """What the ranks' reports mean."""
     ranks, count = seen["ranks"], len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
     where = _nodes(len({r["node"] for r in ranks}))
     out = [Finding("ok", f"job on {where}, {count} ranks: {versions}")]
-    promised = max(r["promised"] for r in ranks)
     # Where srun binds a device to each rank, a rank sees only its own.
     nodes = [{d for r in ranks if r["node"] == node for d in r["devices"]} for node in
              {r["node"] for r in ranks}]  # fmt: skip
     devices = min(map(len, nodes))
     names = ", ".join(sorted({r["device"] for r in ranks}))
-    if devices >= wanted.devices:
+    if devices:
         out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
-    elif promised or devices:
-        hint = "see nvidia-smi there: the driver may be too old for this torch; or lower `devices`"
-        out.append(
-            Finding("FAIL", f"GPUs of a node: {promised} were given, torch sees {devices}", hint)
-        )
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))
     kind = "NCCL" if devices else "gloo"
@@ -351,6 +345,11 @@ def judge(seen: dict[str, Any], wanted: Resources) -> list[Finding]:
     else:
         hint = "name the interface in the setup script: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
         out.append(Finding("FAIL", f"{kind} all-reduce gives a wrong sum", hint))
+    if len({r["trained"] for r in ranks}) == 1:
+        out.append(Finding("ok", f"DeepSpeed trains a step over {count} ranks"))
+    else:
+        hint = "the same packages on every node? `make install` where all nodes see it"
+        out.append(Finding("FAIL", "weights differ between ranks after a step", hint))
     if all(r["files"] == count for r in ranks):
         out.append(Finding("ok", "every rank sees the files of all others"))
     else:

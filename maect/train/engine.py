@@ -34,8 +34,12 @@ def start(context: Context) -> torch.device:
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
         keep_freed_memory()
+    else:
+        # DeepSpeed takes the device of this number; srun may show each rank only its own.
+        os.environ["LOCAL_RANK"] = str(device.index)
     join(context, "nccl" if device.type == "cuda" else "gloo", STEP_TIMEOUT)
     import deepspeed
+    from deepspeed.utils import groups
 
     # An optimizer that is not ours compiles itself there, which imports the compiler: seconds.
     with patch.object(torch, "compile", lambda function=None, **_: function or (lambda f: f)):
@@ -48,6 +52,8 @@ def start(context: Context) -> torch.device:
     warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor")
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(verbose=False)
+    # It would make a group like this one, with its own time limit and more of each GPU's memory.
+    groups._WORLD_GROUP = dist.group.WORLD
     return device
 
 
@@ -99,6 +105,7 @@ class Engine:
             "gradient_clipping": 0.0,  # 1 by default; the method has none
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
+            "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a step
         }
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=module, optimizer=self._adam, config=config
@@ -163,6 +170,10 @@ class Engine:
             averages = [values[AVERAGE] for values in averaged]
             weights = [values[PARAM] for values in averaged]
             torch._foreach_lerp_(averages, weights, 1 - momentum)
+
+    def close(self) -> None:
+        """Let go of the module: DeepSpeed's hooks would keep it and the optimizer for ever."""
+        self._engine.destroy()
 
     def restore(self, fill: Callable[[list[Shard]], None], step: int) -> None:
         """Let `fill` set the values of all shards, and set the count of updates."""

@@ -176,6 +176,7 @@ def train(
         trainer.saver.wait()
         if metrics is not None:
             metrics.close()
+        engine.close()
 
     # ---- what it leaves
     if fence is not None:

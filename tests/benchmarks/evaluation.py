@@ -263,6 +263,7 @@ def features(full: bool, folder: Path) -> None:
         rank = local_rank = 0
         world_size = local_world_size = 1
         cpus = CORES
+        gpus = False
 
         def stop_requested(self) -> bool:
             return False

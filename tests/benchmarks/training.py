@@ -49,6 +49,7 @@ class Alone:
     rank = local_rank = 0
     world_size = local_world_size = 1
     cpus = len(os.sched_getaffinity(0))
+    gpus = False
 
     def stop_requested(self) -> bool:
         return False

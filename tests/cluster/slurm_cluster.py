@@ -204,7 +204,9 @@ class Cluster:
         database.chmod(0o600)
         prolog = root / "etc" / "task_prolog.sh"
         clock = f"{root}/etc/clock.$SLURMD_NODENAME"
-        prolog.write_text(f'#!/bin/sh\necho "export PYTHONPATH={clock}:$PYTHONPATH"\n')
+        # Its devices are files: jobs compute on the CPU, although they are given GPUs.
+        exported = (f"PYTHONPATH={clock}:$PYTHONPATH", "DS_ACCELERATOR=cpu")
+        prolog.write_text("#!/bin/sh\n" + "".join(f'echo "export {e}"\n' for e in exported))
         prolog.chmod(0o755)
         key = root / "etc" / "munge.key"
         key.touch(0o600)

@@ -23,6 +23,7 @@ class Rank:
     world_size: int = 1
     local_world_size: int = 1
     cpus: int = 2
+    gpus: bool = False
     patience: int = 10**9
     reports: list[dict[str, Any]] = field(default_factory=list)
     meeting: Path | None = None  # of several processes

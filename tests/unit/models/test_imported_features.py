@@ -25,6 +25,7 @@ class Alone:
     world_size: int = 1
     local_world_size: int = 1
     cpus: int = 1
+    gpus: bool = False
 
     def stop_requested(self):
         return False

@@ -30,6 +30,7 @@ class Place:
     stop_at: int | None = None
     kill_at: int | None = None
     cpus: int = 1
+    gpus: bool = False
     step: int = 0
     freeze_at: int | None = None
     results: object = None

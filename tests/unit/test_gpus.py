@@ -1,0 +1,132 @@
+"""What holds on machines with GPUs, as far as it can be seen on one without."""
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from maect.core import distributed
+from maect.core.errors import UserError
+from maect.launch import Resources, Task, submit
+from maect.launch.record import Job
+
+JOB = Job("slurm", "maect-x", 4, 0)
+
+ONE_VISIBLE = """
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+import torch
+from torch.distributed import HashStore
+os.environ["DS_ACCELERATOR"] = "cpu"  # nothing but the choice of the device is as on a GPU
+from maect.core import distributed
+from maect.train import engine
+
+rank = SimpleNamespace(rank=0, local_rank=3, world_size=1, cpus=1, gpus=True,
+                       store=lambda timeout: HashStore())
+os.environ.update(RANK="0", LOCAL_RANK="3", WORLD_SIZE="1")
+with (patch.object(distributed, "uses_gpus", lambda: True),
+      patch.object(torch.cuda, "device_count", lambda: 1),
+      patch.object(torch.cuda, "set_device", lambda device: None),
+      patch.object(engine, "join", lambda context, backend, timeout:
+                   distributed.join(context, "gloo", timeout))):
+    device = engine.start(rank)
+assert device == torch.device("cuda", 0), device
+
+def set_device(index):
+    assert index == 0, f"CUDA error: invalid device ordinal {index}"
+
+from deepspeed.accelerator import get_accelerator
+from maect.stages import load_recipe
+settings = load_recipe("mae", "base", {"batch_size": 4})
+layer = torch.nn.Linear(8, 8)
+group = {"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}
+with patch.object(type(get_accelerator()), "set_device", lambda self, index: set_device(index)):
+    engine.Engine(layer, settings, [group], torch.device("cpu"))
+print("trains")
+"""
+
+
+def test_the_engine_takes_the_one_gpu_that_its_rank_sees() -> None:
+    """As srun binds them: DeepSpeed would take the device of the rank's number."""
+    done = subprocess.run([sys.executable, "-c", ONE_VISIBLE], capture_output=True, text=True)
+    assert done.stdout.endswith("trains\n"), done.stderr[-3000:]
+
+
+def context(store: HashStore | None = None, rank: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(
+        rank=rank, local_rank=rank % 4, world_size=8, local_world_size=4, cpus=1, gpus=True,
+        store=lambda timeout: store,
+    )  # fmt: skip
+
+
+def test_no_training_on_cpus_where_gpus_were_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.12  Wed\nGCC\n")
+    monkeypatch.setattr(distributed, "DRIVER", driver)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with pytest.raises(UserError) as refusal:
+        distributed.device_of(context())
+    message = str(refusal.value)
+    assert f"torch {torch.__version__}, built for " in message and "535.104.12" in message
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in message and "\n" not in message
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert distributed.device_of(context()) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_more_ranks_than_gpus(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank may see one; what counts is which."""
+    joined: list[str] = []
+    monkeypatch.setattr(
+        distributed.dist, "init_process_group", lambda backend, **_: joined.append(backend)
+    )
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    seen = SimpleNamespace(uuid="d")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    store = HashStore()
+    for rank, gpu in {4: "a", 5: "d" if shared else "b", 6: "c"}.items():
+        store.set(f"gpu-{rank}", gpu)
+    limit = timedelta(seconds=5)
+    if shared:
+        with pytest.raises(UserError, match="ranks 5, 7 share one GPU: 4 ranks a node"):
+            distributed.join(context(store, 7), "nccl", limit)
+    else:
+        distributed.join(context(store, 7), "nccl", limit)
+        assert joined == ["nccl"]
+
+
+@pytest.mark.parametrize(
+    ("sbatch", "given"),
+    [
+        ((), True),
+        (("gres=gpu:a100:4,nvme:1",), True),
+        (("gpus-per-task=1",), True),
+        (("gres=none",), False),
+        (("gres=nvme:1",), False),
+    ],
+)
+def test_a_job_knows_whether_it_was_given_gpus(
+    sbatch: tuple[str, ...], given: bool, tmp_path: Path
+) -> None:
+    resources = Resources("slurm", devices=4, sbatch=sbatch)
+    assert submit.request(JOB, tmp_path, Task("a:b"), resources)["gpus"] is given
+
+
+@pytest.mark.parametrize(("visible", "given"), [("", False), ("0,1", True)])
+def test_here_it_is_what_the_shell_leaves_visible(
+    visible: str, given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert submit.request(JOB, tmp_path, Task("a:b"), Resources())["gpus"] is given
