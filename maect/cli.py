@@ -423,7 +423,9 @@ def train(options: argparse.Namespace) -> None:
     step = stage.flops_per_image(config.encoder) * stage.batch_size
     nodes = training_nodes(options.nodes, devices, stage.batch_size, step)
     stage.check_ranks(nodes * devices)
-    identity = fingerprint(config.stage, stage, config.encoder, config.seed, data, config.source)
+    identity = fingerprint(
+        path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
+    )
     if is_finished(path.parent, identity):
         check_weights(path.parent)
     launch(

@@ -29,6 +29,11 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    @classmethod
+    def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What of a dump of such settings, as JSON values, decides the result."""
+        return values
+
 
 S = TypeVar("S", bound=Settings)
 
@@ -88,9 +93,11 @@ def _types(annotation: Any) -> list[type[Settings]]:
 def digest(*parts: Any) -> str:
     """Short hexadecimal identity of settings or JSON values, whatever the order of their keys.
 
+    Of settings only what decides the result.
+
     What is added to settings that were hashed before must be `later`, or no old run resumes.
     """
-    plain = [p.model_dump(mode="json") if isinstance(p, BaseModel) else p for p in parts]
+    plain = [p.decisive(p.model_dump(mode="json")) if isinstance(p, Settings) else p for p in parts]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

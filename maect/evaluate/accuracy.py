@@ -185,7 +185,8 @@ class FineTuned:
 
         self.record, self.stage, self.device = read_json(folder / "run.json"), stage, device
         self.folder = folder
-        if (self.record["recipe"], self.record["seed"]) != (stage.model_dump(mode="json"), seed):
+        trained, asked = self.record["recipe"], stage.model_dump(mode="json")
+        if (stage.decisive(trained), self.record["seed"]) != (stage.decisive(asked), seed):
             raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
         for name in self.record["sha256"]:
             checked_sha256(folder / name)

@@ -100,7 +100,7 @@ def completion(config: str | Path) -> Callable[[], bool]:
         result = read_json(job.out)
         about = result["provenance"]
         return (
-            result["settings"] == settings
+            told.settings.decisive(result["settings"]) == told.settings.decisive(settings)
             and about["encoder_sha256"] == encoder
             and {name: made["index_digest"] for name, made in about["splits"].items()} == data
             and about.get("inputs", {}) == wanted["inputs"]

@@ -78,6 +78,19 @@ class Stage(Settings):
         return 4 * parameters(encoder)
 
 
+COMPUTED = {
+    "zero_stage": 1,
+    "accumulation": 1,
+    "compile": False,
+    "activation_checkpointing": False,
+    "attention": "sdpa",
+}
+"""How a training is computed, not what: it may change at any time, and changes nothing else.
+
+Each stands for itself in digests with the default that it had when it was still a part of them.
+"""
+
+
 class Updates(Settings):
     """How the updates of a training are computed."""
 
@@ -92,6 +105,11 @@ class Updates(Settings):
     """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
     compile: bool = False
     activation_checkpointing: bool = False
+
+    @classmethod
+    def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """All but how it is computed."""
+        return values | {key: value for key, value in COMPUTED.items() if key in values}
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of processes that the batch does not split over.

@@ -22,10 +22,26 @@ _MOVED = ("state", "metrics.jsonl", "tensorboard", "recipe.json", "run.json")
 
 
 def fingerprint(
-    name: str, stage: Any, encoder: Encoder, seed: int, data: str, source: Path | None
+    folder: Path,
+    name: str,
+    stage: Any,
+    encoder: Encoder,
+    seed: int,
+    data: str,
+    source: Path | None,
 ) -> str:
-    """Identity of a run's result: settings, shape, seed, data and what it starts from."""
-    return digest(name, stage, encoder, seed, data, source_files(source))
+    """Identity of a run's result: settings, shape, seed, data and what it starts from.
+
+    How it is computed was once a part of it: a run in `folder` that began so keeps its own.
+    """
+    rest = encoder, seed, data, source_files(source)
+    if (folder / "recipe.json").exists():
+        before = read_json(folder / "recipe.json")
+        began = before.get("began_with", before.get("recipe", {}))
+        same = stage.decisive(began) == stage.decisive(stage.model_dump(mode="json"))
+        if same and before.get("fingerprint") == digest(name, began, *rest):
+            return str(before["fingerprint"])
+    return digest(name, stage, *rest)
 
 
 def source_files(source: Path | None) -> dict[str, str]:
@@ -76,12 +92,15 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     For rank 0, before anything is read.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    known = folder / "recipe.json"
+    known, told = folder / "recipe.json", {"fingerprint": identity, **recipe}
     if known.exists():
         before = read_json(known)
         other = before.get("fingerprint")
         if other == identity:
-            _warn_of_versions(folder, before.get("versions", {}))
+            _warn_of_changes(folder, before.get("recipe", {}), recipe["recipe"])
+            _warn_of_changes(folder, before.get("versions", {}), origin()["versions"])
+            began = before.get("began_with", before.get("recipe"))
+            told |= {} if began == recipe["recipe"] else {"began_with": began}
         else:
             aside = _unused(folder / f"stale-{other}")
             aside.mkdir()
@@ -96,12 +115,11 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     changes = _git("diff", "HEAD")
     if changes:
         write_text(folder / "source.diff", changes)
-    write_record(known, {"fingerprint": identity, **recipe, **origin()})
+    write_record(known, told | origin())
 
 
-def _warn_of_versions(folder: Path, before: dict[str, str]) -> None:
-    """Say so if a run resumes with other software: its bits are then no longer promised."""
-    now = origin()["versions"]
+def _warn_of_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Say so if a run resumes computed otherwise, or with other software: its bits may differ."""
     for name in sorted(before.keys() & now.keys()):
         if before[name] != now[name]:
             log.warning(

@@ -104,7 +104,9 @@ def train(
     scores = _scores(run, split)
     identity, fence = None, None
     if context.rank == 0:
-        identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
+        identity = fingerprint(
+            folder, stage.name, stage, run.encoder, run.seed, split.digest, run.source
+        )
         claim(folder, identity, _told(run))
         fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")
