@@ -90,7 +90,8 @@ def completion(config: str | Path) -> Callable[[], bool]:
     """
     resolved = EvaluationConfig.read(config)
     job = job_of(resolved, Path(config))
-    settings = resolved.settings.model_dump(mode="json") | {"resize": job.resize}
+    decisive = resolved.settings.decisive
+    settings = decisive(resolved.settings.model_dump(mode="json")) | {"resize": job.resize}
     encoder, wanted = encoder_checksum(job.run), _sources(job, resolved.settings)
     data = {name: made["index_digest"] for name, made in wanted["splits"].items()}
 
@@ -100,7 +101,7 @@ def completion(config: str | Path) -> Callable[[], bool]:
         result = read_json(job.out)
         about = result["provenance"]
         return (
-            told.settings.decisive(result["settings"]) == told.settings.decisive(settings)
+            decisive(result["settings"]) == settings
             and about["encoder_sha256"] == encoder
             and {name: made["index_digest"] for name, made in about["splits"].items()} == data
             and about.get("inputs", {}) == wanted["inputs"]
