@@ -183,9 +183,9 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 
 def sum_scalars(values: Sequence[float | Tensor], device: torch.device) -> list[float]:
-    """Sums of scalars over the ranks, in float64, as Python floats; waits for the device."""
-    parts = [torch.as_tensor(v, dtype=torch.float64, device=device) for v in values]
-    total = torch.stack([part.detach().reshape(()) for part in parts])
+    """Sums of scalars over the ranks, in float64, as Python floats; waits for the device, once."""
+    parts = [torch.as_tensor(v, dtype=torch.float64).detach().reshape(()) for v in values]
+    total = torch.stack([part.to(device, non_blocking=True) for part in parts])
     return [float(v) for v in sum_over_ranks(total).tolist()]
 
 

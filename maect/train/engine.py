@@ -101,6 +101,8 @@ class Engine:
                 "reduce_bucket_size": min(_BUCKET, 2 * elements),
                 "allgather_bucket_size": min(_BUCKET, 2 * elements),
                 "overlap_comm": False,
+                # One norm of all gradients, ours, in place of one per group, each with an exchange.
+                **({"compute_grad_norm": False} if settings.zero_stage in (1, 2) else {}),
             },
             "gradient_clipping": 0.0,  # 1 by default; the method has none
             "zero_allow_untested_optimizer": True,
@@ -112,6 +114,7 @@ class Engine:
         )
         self._create_moments(trained)
         self.shards: list[Shard] = []
+        self._owned: list[Tensor] = []  # parameters of the shards, where they are whole: ZeRO 0
         self._replicas: list[Shard] = []  # updated here too, but saved by another rank: ZeRO 0
         self._find_shards(trained, names)
 
@@ -123,26 +126,29 @@ class Engine:
         """Accumulate gradients, averaged over the ranks."""
         self._engine.backward(loss)
 
-    def step(self, lr_multiplier: float) -> float:
+    def squared_norm(self) -> Tensor:
+        """This rank's part of the global gradient's squared norm, a float64 scalar on the device.
+
+        Between the last backward pass of an update and the update; the sum over the ranks is whole.
+        """
+        if self.zero_stage == 0:
+            gradients = [p.grad for p in self._owned if p.grad is not None]
+        else:
+            groups = self._zero.averaged_gradients.values()
+            gradients = [gradient for group in groups for gradient in group]
+        if not gradients:  # fewer parameters than ranks
+            return torch.zeros((), dtype=torch.float64)
+        norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
+        return torch.stack(norms).double().square().sum()
+
+    def step(self, lr_multiplier: float) -> None:
         """Update the weights with `lr_multiplier` times each group's peak learning rate.
 
         Call it after every backward pass; only the last one of an accumulation updates.
-
-        Returns:
-            Norm of the global gradient; NaN if this was no update. With a norm that is no finite
-            number nothing is updated (ZeRO 1 to 3 see to that themselves). Reading it costs no
-            further wait: DeepSpeed has looked at the gradients on the host by then.
         """
-        update = self._engine.is_gradient_accumulation_boundary()
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
-        norm = self._plain_norm() if update and not self.zero_stage else None
-        if norm is not None and not norm.isfinite():
-            return float(norm)
         self._engine.step()
-        if norm is None and update:
-            norm = self._engine.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
 
     def learning_rates(self) -> tuple[float, float]:
         """Smallest and largest learning rate of the last update."""
@@ -181,10 +187,6 @@ class Engine:
         for state in self._adam.state.values():
             state["step"].fill_(step)
 
-    def _plain_norm(self) -> Tensor:
-        gradients = [p.grad for g in self._adam.param_groups for p in g["params"]]
-        return torch.nn.utils.get_total_norm([g for g in gradients if g is not None])
-
     def _create_moments(self, trained: list[Tensor]) -> None:
         """Create AdamW's state before its first step, to restore a saved one into."""
         if self.zero_stage == 0:
@@ -205,8 +207,9 @@ class Engine:
         for number, parameter in enumerate(trained):
             name = names[id(parameter)]
             if self.zero_stage == 0:
-                owned = self.shards if number % size == rank else self._replicas
-                owned.append(self._shard(name, 0, parameter))
+                mine = number % size == rank
+                self._owned += [parameter] if mine else []
+                (self.shards if mine else self._replicas).append(self._shard(name, 0, parameter))
             elif self.zero_stage == 3:
                 group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
                 start = rank * padded

@@ -274,21 +274,26 @@ class Trainer:
             if number < pieces - 1:
                 self.engine.step(0.0)
 
-        # ---- agree: on the loss, and on what every rank has to do at the same step. The host waits
-        # for the device here, because weights must not be updated with a loss that is not finite.
+        # ---- agree: on loss and gradient, and on what every rank has to do at the same step. The
+        # host waits for the device here, and nowhere else in a step, because weights must not be
+        # updated with what is not finite.
         due = self.context.rank == 0 and time.monotonic() - self._saved_at > self.save_seconds
         flags = [self.context.stop_requested(), due, self.saver.error is not None]
-        total = sum_scalars([loss_sum, *scalars.values(), *map(float, flags)], self.device)
-        means = [value / self.context.world_size for value in total[: 1 + len(scalars)]]
-        stop, save_now, failed = (value > 0 for value in total[1 + len(scalars) :])
+        squared_norm = self.engine.squared_norm()
+        total = sum_scalars(
+            [squared_norm, *map(float, flags), loss_sum, *scalars.values()], self.device
+        )
+        norm = math.sqrt(total[0])
+        stop, save_now, failed = (value > 0 for value in total[1:4])
+        means = [value / self.context.world_size for value in total[4:]]
         if not math.isfinite(means[0]):
             self._not_finite("loss", means[0])
+        if not math.isfinite(norm):
+            self._not_finite("gradient norm", norm)
 
         # ---- step
         self.watchdog.at(UPDATING, self.step + 1)
-        norm = self.engine.step(self.stage.lr_multiplier(self.step, self.steps))
-        if not math.isfinite(norm):
-            self._not_finite("gradient norm", norm)
+        self.engine.step(self.stage.lr_multiplier(self.step, self.steps))
 
         # ---- average
         self.objective.after_update(self.engine.gathered)

@@ -1,4 +1,4 @@
-"""What an engine takes hold of: process groups with their time limits, and memory until it ends."""
+"""What an engine takes: process groups with their time limits, memory, waits for the device."""
 
 import gc
 from datetime import timedelta
@@ -7,6 +7,7 @@ import pytest
 import torch
 from ranks import run
 from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from maect.stages import load_recipe
 from maect.train import engine
@@ -16,19 +17,24 @@ WIDTH = 512
 
 
 def build(zero_stage: int) -> engine.Engine:
+    torch.manual_seed(0)
     layer = torch.nn.Linear(WIDTH, WIDTH)
     settings = load_recipe("mae", "base", {"batch_size": 2, "zero_stage": zero_stage})
     group = {"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}
     return engine.Engine(layer, settings, [group], torch.device("cpu"))
 
 
+def step(trained: engine.Engine) -> engine.Engine:
+    trained.backward(trained(torch.ones(1, WIDTH)).sum())
+    trained.step(1.0)
+    return trained
+
+
 def limits(context, zero_stage):
     """Time limits of every process group of a rank, after a step."""
     engine.STEP_TIMEOUT = LIMIT
     engine.start(context)
-    trained = build(zero_stage)
-    trained.backward(trained(torch.ones(1, WIDTH)).sum())
-    trained.step(1.0)
+    step(build(zero_stage))
     groups = distributed_c10d._world.pg_map
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
@@ -51,11 +57,7 @@ def kept(context, zero_stage):
     engine.start(context)
     seen = []
     for _ in range(3):
-        trained = build(zero_stage)
-        trained.backward(trained(torch.ones(1, WIDTH)).sum())
-        trained.step(1.0)
-        trained.close()
-        del trained
+        step(build(zero_stage)).close()
         seen.append(live_bytes())
     return seen
 
@@ -64,3 +66,43 @@ def kept(context, zero_stage):
 def test_an_engine_keeps_no_memory_once_it_is_closed(zero_stage, tmp_path):
     seen = run(2, {"function": kept, "zero_stage": zero_stage}, log=tmp_path / "log")[0]
     assert seen[-1] - seen[0] < 4 * WIDTH
+
+
+class Operators(TorchDispatchMode):
+    """Names of all that torch is asked to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def updated(context, zero_stage):
+    """Operators of an update, that of AdamW apart, and the norm before it."""
+    engine.start(context)
+    trained = build(zero_stage)
+    trained._adam.step = lambda *_: None  # that of a CPU reads its count of steps
+    trained.backward(trained(torch.full((1, WIDTH), 1.0 + context.rank)).square().sum())
+    with Operators() as seen:
+        squared = trained.squared_norm()
+        trained.step(1.0)
+    torch.distributed.all_reduce(squared)
+    return sorted(set(seen.names)), squared.sqrt().item()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_an_update_waits_for_nothing(zero_stage, tmp_path):
+    """Nothing is read back from the device, and nothing summed over the ranks but gradients."""
+    log = tmp_path / "log"
+    names, norm = run(2, {"function": updated, "zero_stage": zero_stage}, log=log)[0]
+    assert "aten::_foreach_norm.Scalar" in names
+    assert not {"aten::_local_scalar_dense", "aten::is_nonzero", "c10d::allreduce_"} & set(names)
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    losses = [layer(torch.full((1, WIDTH), 1.0 + rank)).square().sum() / 2 for rank in range(2)]
+    sum(losses).backward()
+    plain = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()]).item()
+    assert norm == pytest.approx(plain, rel=1e-5)
