@@ -118,20 +118,37 @@ def train(
         stage_to: node-local folder to read the shards from, copied there first.
 
     Raises:
-        UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
+        UserError: the file is wrong or another by now, the device's memory is too small, or see
+            `maect.train.trainer.train`.
     """
+    import torch
+
     from maect.train import trainer
 
     told = RunConfig.read(config, submitted=digest)
     stage, shards = told.training(config)
     folder = Path(config).absolute().parent
-    return trainer.train(
-        context,
-        trainer.Run(
-            folder, shards, stage, told.encoder, told.seed, told.source, told.test, told.resize
-        ),
-        look=told.look,
-        save_every_minutes=save_every_minutes,
-        convert_world_size=convert_world_size,
-        stage_to=stage_to,
+    try:
+        return trainer.train(
+            context,
+            trainer.Run(
+                folder, shards, stage, told.encoder, told.seed, told.source, told.test, told.resize
+            ),
+            look=told.look,
+            save_every_minutes=save_every_minutes,
+            convert_world_size=convert_world_size,
+            stage_to=stage_to,
+        )
+    except torch.OutOfMemoryError as error:
+        raise UserError(_too_large(stage, context.world_size, error)) from error
+
+
+def _too_large(stage: Training, ranks: int, error: Exception) -> str:
+    """What to do about a device whose memory is too small, as it will be at the next attempt."""
+    numbers = ". ".join(str(error).split(". ")[1:3])
+    share = stage.batch_size // (ranks * stage.accumulation)
+    return (
+        f"out of GPU memory with {share} images on each of {ranks} ranks: {numbers}; set "
+        "activation_checkpointing: true or (not with an NNCLR head) a larger accumulation, or take "
+        "more nodes: the run goes on from its last state, with --convert-world-size on more nodes"
     )

@@ -14,6 +14,10 @@ from maect.core import distributed
 from maect.core.errors import UserError
 from maect.launch import Resources, Task, submit
 from maect.launch.record import Job
+from maect.recipes import load_encoder
+from maect.stages import load_recipe, run
+from maect.stages.run import RunConfig
+from maect.train import trainer
 
 JOB = Job("slurm", "maect-x", 4, 0)
 
@@ -130,3 +134,26 @@ def test_here_it_is_what_the_shell_leaves_visible(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert submit.request(JOB, tmp_path, Task("a:b"), Resources())["gpus"] is given
+
+
+def test_a_device_that_is_too_small_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line and no further attempt, which would end the same."""
+
+    def train(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+            "39.50 GiB of which 1.00 GiB is free. Including non-PyTorch memory, ..."
+        )
+
+    monkeypatch.setattr(trainer, "train", train)
+    RunConfig(
+        run="mae", stage="pretrain", size="tiny", shards=tmp_path, encoder=load_encoder("tiny"),
+        settings=load_recipe("mae", "tiny", {"batch_size": 64}),
+    ).write(tmp_path / "config.yaml")  # fmt: skip
+    with pytest.raises(UserError) as refusal:
+        run.train(context(), config=tmp_path / "config.yaml")
+    message = str(refusal.value)
+    assert "8 images on each of 8 ranks: Tried to allocate 2.00 GiB. GPU 0 has" in message
+    assert "activation_checkpointing" in message and "\n" not in message
