@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from maect.models.vit import initialize, sincos_2d, take_tokens, use_attention
 from maect.recipes import Encoder
@@ -14,12 +15,15 @@ class Decoder(nn.Module):
     """Predicts the pixels of every patch from the tokens of the visible ones.
 
     Parameter names are those of the published MAE checkpoints without their `decoder_` prefix.
+
+    Attributes:
+        checkpointing: recompute the blocks in the backward pass instead of storing them.
     """
 
     def __init__(self, settings: Encoder) -> None:
         super().__init__()
         width = settings.decoder_width
-        self.registers = settings.registers
+        self.registers, self.checkpointing = settings.registers, False
         self.embed = nn.Linear(settings.width, width)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
         grid = settings.image_size // settings.patch_size
@@ -60,7 +64,10 @@ class Decoder(nn.Module):
         x_patches = take_tokens(x_shuffled, ids_restore)
         x = torch.cat([x[:, :1], x_patches], dim=1) + self.pos_embed
         for block in self.blocks:
-            x = block(x)
+            if self.checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         return self.pred(self.norm(x))[:, 1:]
 
 

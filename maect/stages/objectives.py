@@ -359,7 +359,8 @@ def newest(head: NNCLRHead, count: int) -> Tensor:
 def effective_rank(vectors: Tensor) -> float:
     """Exponential of the entropy of the covariance's spectrum (Roy and Vetterli 2007), 1 to E."""
     centred = vectors.double() - vectors.double().mean(0)
-    spectrum = torch.linalg.eigvalsh(centred.T @ centred).clamp(min=0)
+    # On the CPU: a GPU's solver is loaded for seconds and is the slower one at this size.
+    spectrum = torch.linalg.eigvalsh((centred.T @ centred).cpu()).clamp(min=0)
     total = spectrum.sum()
     if total <= 0:
         return 0.0

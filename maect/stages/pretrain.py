@@ -42,7 +42,7 @@ class Pretrain(SelfSupervised):
         with seeded(seed):
             vit, decoder = build_encoder(encoder), Decoder(encoder)
             head = NNCLRHead(encoder.width, self.head) if self.head else None
-        vit.checkpointing = self.activation_checkpointing
+        vit.checkpointing = decoder.checkpointing = self.activation_checkpointing
         return MaskedAutoencoder(
             self, vit, decoder, head, seed,
             normalize_pixels=self.normalize_pixels,

@@ -245,4 +245,5 @@ def compile_blocks(module: nn.Module, device: torch.device) -> None:
         return
     for block in module.modules():
         if isinstance(block, Block):
-            block.compile()
+            # Encoder and decoder share the code of a block: each gets one for its own shapes.
+            block.compile(dynamic=False)

@@ -89,6 +89,24 @@ def test_recomputed_activations_give_the_same_bits_in_bf16():
     in_a_process_of_its_own("recomputed_activations")
 
 
+def test_checkpointing_covers_the_decoder():
+    patches = (ENCODER.image_size // ENCODER.patch_size) ** 2
+    order = torch.arange(patches).flip(0).repeat(2, 1)
+    tokens = torch.linspace(-1, 1, 2 * 5 * ENCODER.width).view(2, 5, ENCODER.width)
+    gradients, calls = [], []
+    for saving in (False, True):
+        decoder = load_recipe("mae", "base", {"activation_checkpointing": saving}).objective(
+            ENCODER, 0
+        ).decoder  # fmt: skip
+        seen = []
+        decoder.blocks[0].register_forward_pre_hook(lambda *_, seen=seen: seen.append(1))
+        decoder(tokens, order).square().mean().backward()
+        gradients.append({name: p.grad for name, p in decoder.named_parameters()})
+        calls.append(len(seen))
+    assert calls == [1, 2]
+    same_bits(*gradients)
+
+
 def in_a_process_of_its_own(check):
     """As a rank is one: late in a long session of tests these bits have been seen to differ."""
     code = f"import test_engine; test_engine.{check}()"
