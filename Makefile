@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOCK := envs/requirements.lock
+OUT := $(LOCK)
 DEMO := results/digits
 DECODER := maect/data/native/libmaect_jpeg.so
 
@@ -63,7 +64,7 @@ check: $(VENV)/.installed $(DECODER)
 
 lock: install
 	$(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 \
-		--generate-hashes --no-emit-index-url --no-header --no-annotate --quiet -o $(LOCK)
+		--generate-hashes --no-emit-index-url --no-header --no-annotate --quiet -o $(OUT)
 
 # graphviz draws the rules (apt install graphviz).
 docs: install
