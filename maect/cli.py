@@ -125,6 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("out", type=Path, help="folder to write to")
     sub.add_argument("--resize", type=int, help=RESIZE)
+    sub.add_argument("--licence", help="of the weights, for the model card, such as cc-by-4.0")
 
     sub = command("features", features, "Extract an encoder's features.", launching)
     sub.add_argument("run", type=Path, help="folder of the run")
@@ -470,6 +471,7 @@ def import_weights(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """`maect export`."""
+    from maect.answers.card import card_sections
     from maect.models.export import export_run
     from maect.stages import STAGES
     from maect.stages.run import resize_of
@@ -477,7 +479,8 @@ def export(options: argparse.Namespace) -> None:
     record = read_json(need(options.run / "run.json", "finished run"))
     resize = options.resize or resize_of(options.run)
     labelled = STAGES[record["stage"]].labelled
-    print(export_run(options.run, options.out, resize, labelled=labelled))
+    sections = card_sections(options.run, options.licence)
+    print(export_run(options.run, options.out, resize, labelled, options.licence, sections))
 
 
 def features(options: argparse.Namespace) -> None:

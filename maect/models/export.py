@@ -32,7 +32,14 @@ _ARCHITECTURES = {
 }
 
 
-def export_run(run: Path, out: Path, resize: int | None = None, labelled: bool = False) -> str:
+def export_run(
+    run: Path,
+    out: Path,
+    resize: int | None = None,
+    labelled: bool = False,
+    licence: str | None = None,
+    sections: str = "",
+) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
     Args:
@@ -40,6 +47,8 @@ def export_run(run: Path, out: Path, resize: int | None = None, labelled: bool =
         out: folder to write to; what it holds under these names is replaced.
         resize: shorter side of images before the centre crop; none: 256/224 of their size.
         labelled: whether the run learnt from labels.
+        licence: of the weights, as the hub calls it.
+        sections: of the model card, beside what `run.json` says.
 
     Returns:
         How timm makes the model and the transform of its images, as Python.
@@ -70,7 +79,7 @@ def export_run(run: Path, out: Path, resize: int | None = None, labelled: bool =
     "{architecture}", checkpoint_path="{out.name}/{MODEL}", {words}
 ).eval()
 {TRANSFORM}"""
-    text = model_card(record, encoder, pooling, resize, labelled, checksum, call)
+    text = model_card(record, encoder, pooling, resize, labelled, checksum, call, licence, sections)
     write_text(out / "README.md", text)
     return call
 
@@ -167,6 +176,8 @@ def model_card(
     labelled: bool,
     sha256: str,
     call: str,
+    licence: str | None,
+    sections: str,
 ) -> str:
     """The hub's `README.md`: what the model is, how to load it, where it comes from."""
     facts = {
@@ -189,8 +200,9 @@ def model_card(
         "fc_norm": "norm of the mean of the patch tokens",
     }[pooling]
     labels = "fine-tuned with labels" if labelled else "trained without labels"
+    front = "" if licence is None else f"license: {json.dumps(licence)}\n"
     return f"""---
-library_name: timm
+{front}library_name: timm
 pipeline_tag: image-feature-extraction
 tags:
 - image-feature-extraction
@@ -238,7 +250,7 @@ or, from the file of weights alone,
 Images: shorter side to {resize} pixels (bicubic), centre crop of {encoder.image_size},
 normalised with ImageNet's mean and standard deviation; all of it is in `config.json`.
 
-## Where it comes from
+{sections}## Where it comes from
 
 | | |
 | --- | --- |

@@ -1,0 +1,89 @@
+"""What a model card says beside the model: data, training, results, licence."""
+
+from pathlib import Path
+from typing import Any
+
+from maect.core.files import read_json
+from maect.data.index import open_index
+from maect.stages.run import RunConfig
+
+
+def card_sections(run: Path, licence: str | None = None) -> str:
+    """Sections of a run's model card, in Markdown, as far as its results folder knows.
+
+    Args:
+        run: folder of the run, with its resolved file; one imported by hand has none.
+        licence: of the weights, as the hub calls it.
+    """
+    chain = list(reversed(_chain(run)))
+    parts = {
+        "Data": _data(chain),
+        "Training": _training(chain),
+        "Results": _results(run),
+        "Licence": _licence(chain, licence),
+    }
+    return "".join(f"## {title}\n\n{text}\n\n" for title, text in parts.items() if text)
+
+
+def _chain(run: Path) -> list[tuple[Path, RunConfig]]:
+    """The run, what it started from, and so on."""
+    chain = []
+    folder: Path | None = run
+    while folder is not None and (folder / "config.yaml").exists():
+        chain.append((folder, RunConfig.read(folder / "config.yaml")))
+        folder = chain[-1][1].source
+    return chain
+
+
+def _data(chain: list[tuple[Path, RunConfig]]) -> str:
+    folders = dict.fromkeys(config.shards for _, config in chain if config.shards is not None)
+    lines = []
+    for shards in folders:
+        line = f"- `{shards.parent.name}`, split `{shards.name}`"
+        if (shards / "index.json").exists():
+            index = open_index(shards)
+            line += f": {index.n:,} images"
+            classes = len(index.class_names)
+            line += f" in {classes:,} classes" if classes else " without classes"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _training(chain: list[tuple[Path, RunConfig]]) -> str:
+    lines = [
+        "| run | stage | recipe | epochs | images a batch |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for folder, config in chain:
+        settings = config.settings.model_dump()
+        cells: list[Any] = [folder.name, config.stage, config.recipe]
+        cells += [settings.get(key) for key in ("epochs", "batch_size")]
+        lines.append("| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |")
+    return "\n".join(lines) if chain else ""
+
+
+def _results(run: Path) -> str:
+    """Every single number of the run's evaluations, and what its test split was used for."""
+    lines, notes = [], []
+    for path in sorted((run.parent.parent / "evaluations" / run.name).glob("*.json")):
+        result = read_json(path)
+        split = result["settings"].get("test_split", "")
+        for key, value in result["metrics"].items():
+            if isinstance(value, float):
+                lines.append(f"| {path.stem} | {key} | {split} | {value:.4g} |")
+        if used := result["provenance"].get("test_data"):
+            notes.append(f"- {path.stem}: {used}")
+    if not lines:
+        return ""
+    head = ["| evaluation | number | split | value |", "| --- | --- | --- | ---: |"]
+    return "\n".join([*head, *lines, *(["", *notes] if notes else [])])
+
+
+def _licence(chain: list[tuple[Path, RunConfig]], licence: str | None) -> str:
+    if licence is not None:
+        return licence
+    imported = [config.weights.name for _, config in chain if config.weights is not None]
+    origin = f", and by that of the published `{imported[0]}`" if imported else ""
+    return (
+        f"None is stated. What these weights may be used for depends on that of the images{origin}."
+    )
