@@ -1,8 +1,10 @@
 """One image, one vector: from Python, from a features file, from timm and from transformers."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +102,32 @@ def test_transformers_makes_the_same_vectors(
     for file, vector in zip(files_of(photographs), vectors, strict=True):
         output = model(**processor(Image.open(file), return_tensors="pt"))
         close(output.pooler_output[0], vector, file)
+
+
+@torch.inference_mode()
+def test_the_model_cards_python_works(
+    exported: Path,
+    photographs: Path,
+    vectors: NDArray[np.float32],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(exported.parent)  # the file of weights is named below its folder
+    files = files_of(photographs)
+    png = next(number for number, file in enumerate(files) if file.suffix == ".png")
+    card = (exported / "README.md").read_text(encoding="utf-8")
+    for name, path in (("PATH_OF_THIS_FOLDER", exported), ("IMAGE", files[png])):
+        card = card.replace(f'"{name}"', f'"{path}"').replace(f":{name}", f":{path}")
+    names: dict[str, Any] = {}
+    found = []
+    for block in re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE):
+        exec(block, names)
+        found += [names.pop(key)[0] for key in ("vector", "vectors") if key in names]
+    assert len(found) == 3
+    # The last one makes the model from the file of weights alone.
+    found.append(names["model"](names["transform"](Image.open(files[png]))[None])[0])
+    for vector in found:
+        np.testing.assert_allclose(np.asarray(vector), vectors[png], atol=1e-5)
 
 
 def test_what_cannot_be_encoded_is_named(run: Path, photographs: Path, tmp_path: Path) -> None:
