@@ -7,7 +7,8 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,9 @@ STEP_TIMEOUT = timedelta(minutes=30)
 # A rank may wait for another one that works on its share of an evaluation for hours.
 SHARE_TIMEOUT = timedelta(hours=12)
 DRIVER = Path("/proc/driver/nvidia/version")
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def device_of(context: Context) -> torch.device:
@@ -187,6 +191,26 @@ def sum_scalars(values: Sequence[float | Tensor], device: torch.device) -> list[
     parts = [torch.as_tensor(v, dtype=torch.float64).detach().reshape(()) for v in values]
     total = torch.stack([part.to(device, non_blocking=True) for part in parts])
     return [float(v) for v in sum_over_ranks(total).tolist()]
+
+
+def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
+    """Ranks whose copies of tensors have other bits than those of most ranks; of all ranks at once.
+
+    Compared by the sums of the bits as integers: any one that flips is seen, at the cost of reading
+    them once.
+    """
+    if rank_and_size()[1] == 1:
+        return []
+    total: Tensor | None = None
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()])
+        part = bits.sum(dtype=torch.int64).reshape(1)
+        total = part if total is None else 1_000_003 * total + part  # modulo 2^64
+    if total is None:
+        return []
+    sums = gather_rows(total).tolist()
+    ((most, _),) = Counter(sums).most_common(1)
+    return [rank for rank, found in enumerate(sums) if found != most]
 
 
 def any_rank(flag: bool) -> bool:

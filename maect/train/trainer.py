@@ -1,5 +1,6 @@
 """One training from start, or from a saved state, to its completion record; top to bottom."""
 
+import itertools
 import logging
 import math
 import time
@@ -12,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from maect.core.context import Context
-from maect.core.distributed import barrier, from_rank_0, sum_scalars
+from maect.core.distributed import barrier, differing_ranks, from_rank_0, sum_scalars
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_record
 from maect.data.index import Index, open_index
@@ -42,6 +43,10 @@ log = logging.getLogger(__name__)
 Verdict = Literal["done", "requeue", "stopped"]
 HEALTH_INTERVAL = 10
 """Steps between two looks at the embedding's spread."""
+
+
+class ReplicaError(RuntimeError):
+    """Ranks disagree; another attempt from the last state may succeed."""
 
 
 @dataclass(frozen=True)
@@ -338,6 +343,7 @@ class Trainer:
         Raises:
             UserError: it was to be waited for, and failed.
         """
+        self._compare_replicas()
         self.watchdog.at(SAVING, self.step + 1)
         if self.metrics is not None:
             self.metrics.sync()
@@ -414,6 +420,20 @@ class Trainer:
             self.save(wait=True)
             raise UserError(f"step {self.step}: {fault}; the state is saved")
         return values
+
+    def _compare_replicas(self) -> None:
+        """Stop before a state is saved if ranks hold other bits of what all should hold alike.
+
+        Raises:
+            ReplicaError: they do; the state before it was sound.
+        """
+        held = itertools.chain(self.objective.parameters(), self.objective.saved_buffers().values())
+        if ranks := differing_ranks(held):
+            raise ReplicaError(
+                f"after step {self.step} rank {', '.join(map(str, ranks))} of "
+                f"{self.context.world_size} holds other weights or buffers than the others: a "
+                "flipped bit, or a fault of its device; the state before is sound"
+            )
 
     def _not_finite(self, what: str, value: float) -> None:
         """Stop before the weights are spoilt; the forward pass has already changed the queue."""

@@ -193,3 +193,16 @@ def test_launchers_share_one_question(run):
             other.end()
     time.sleep(0.5)
     assert run.slurm.run("squeue", "-h") == ""
+
+
+def test_settings_of_a_shell_change_nothing(run, monkeypatch):
+    """Each of these made a launcher lose sight of its job, or one job several."""
+    settings = {
+        "SQUEUE_PARTITION": "develbooster", "SQUEUE_FORMAT": "%j", "SBATCH_ARRAY_INX": "0-2",
+        "SBATCH_JOB_NAME": "mine", "SCANCEL_NAME": "mine", "LOGNAME": "nobody", "USER": "nobody",
+    }  # fmt: skip
+    for key, value in settings.items():
+        monkeypatch.setenv(key, value)
+    words = finish(run.start(steps=50))
+    run.undisturbed(50, "a shell full of settings for SLURM", "one job; the settings are named")
+    assert len(run.jobs()) == 1 and "SBATCH_ARRAY_INX" in words and "not used" in words
