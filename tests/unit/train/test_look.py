@@ -143,6 +143,39 @@ def test_too_few_images_are_not_looked_at(job, tmp_path):
     assert "look: 8 of 400 images are too few" in (tmp_path / "log").read_text()
 
 
+@pytest.mark.parametrize("pooling", ["fc_norm", "cls"])
+def test_a_classifier_is_looked_at_as_it_pools(shards, pooling):
+    """Its own norm included, no branch dropped, the generator untouched."""
+    from ranks import Place
+
+    from maect.data.index import open_index
+    from maect.models.vit import build_encoder, seeded
+    from maect.recipes import load_encoder
+    from maect.stages.fine_tune import FineTune
+    from maect.stages.objectives import Classifier
+    from maect.train.checkpoint import PARAM, Shard
+    from maect.train.look import Looker
+
+    with seeded(0):
+        encoder = build_encoder(load_encoder("tiny"))
+    objective = Classifier(FineTune(pooling=pooling, precision="fp32"), encoder, 4, pooling, 0)
+    arguments = Look(**LOOK), open_index(shards), None, objective, Place(0, 0, 1)
+    looker = Looker(*arguments, torch.device("cpu"))
+    for parameter in objective.parameters():
+        parameter.data += 0.01  # it trains, and drops
+    for drop_path in objective.drop_paths:
+        drop_path.factor = torch.zeros(16)
+    named = [(n, p.detach().view(-1)) for n, p in objective.named_parameters() if p.requires_grad]
+    state, mode = torch.get_rng_state(), objective.training
+    found = looker.look([Shard(name, 0, {PARAM: values}) for name, values in named])
+    assert torch.equal(state, torch.get_rng_state()) and objective.training == mode
+    assert found["look_rank_me"] > 1 and 0 <= found["look_knn"] <= 100
+    taken = dict(looker.parts.named_parameters())
+    ours = {name for name, _ in objective.named_parameters() if not name.startswith("head.")}
+    assert set(taken) == ours
+    assert all(torch.equal(taken[n].view(-1), p) for n, p in named if n in ours)
+
+
 def test_knn_is_scikit_learns_and_the_evaluations() -> None:
     from maect.evaluate.knn import vote
 
