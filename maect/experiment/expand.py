@@ -249,6 +249,11 @@ def matching(pattern: str, runs: Mapping[str, Run]) -> list[str]:
     ]
 
 
+def may_be_scored(name: str, runs: Mapping[str, Run]) -> bool:
+    """Whether a name is that of a run which an evaluation, if asked for, would have trained."""
+    return "." in name and name.split(".")[0] in runs
+
+
 def _pairs(rows: Rows) -> Iterator[tuple[str | None, str]]:
     """Method (None: the run's own) and pattern of each row."""
     for row in rows:
@@ -265,7 +270,7 @@ def lines(
         rows: as written; runs in the order of the rows, then in that of `runs`.
         runs: all runs by name.
         shown: names of the runs that have anything to show.
-        partial: leave out rows of runs that have nothing to show, since less was asked for.
+        partial: leave out rows without a run to show, since fewer evaluations were asked for.
 
     Raises:
         UserError: a row that matches nothing, or two runs on one line that are not seeds.
@@ -274,7 +279,7 @@ def lines(
     for method, pattern in _pairs(rows):
         named = matching(pattern, runs)
         matched = [name for name in named if name in shown]
-        if not matched and not (partial and named):
+        if not matched and not (partial and (named or may_be_scored(pattern, runs))):
             raise UserError(f"{where}: no evaluated run is named {pattern!r}")
         for name in matched:
             key = runs[name].architecture, method or runs[name].method

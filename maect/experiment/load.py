@@ -25,6 +25,7 @@ from maect.experiment.expand import (
     expand_runs,
     lines,
     matching,
+    may_be_scored,
     restricted,
     runs_to_score,
     without_twins,
@@ -126,7 +127,8 @@ class Experiment:
         for entry in self.spec.evaluate:
             for pattern in entry.runs:
                 names = matching(pattern, runs)
-                if complete and not names:
+                later = self.partial and may_be_scored(pattern, runs)
+                if complete and not names and not later:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
                 few = [run for run in names if entry.seeds is None or runs[run].seed < entry.seeds]
                 yield from itertools.product(few, entry.protocols)

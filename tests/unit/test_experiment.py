@@ -363,6 +363,7 @@ def asked_of_digits(*words: str) -> set[str]:
         (["protocols=umap"], {"umap", "cluster_formation", "training_curves", "pipeline"}),
         (["protocols=fine_tune", "tables=oracle,low_shot", "figures=umap,label_efficiency"],
          {"label_efficiency"}),
+        (["protocols=color_histogram"], {"color_histogram", "training_curves", "pipeline"}),
         (["tables=", "figures=pipeline"], {"pipeline"}),
         pytest.param(["tables=", "figures="], set(), marks=pytest.mark.slow),
     ],

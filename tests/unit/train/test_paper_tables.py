@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 import maect.recipes
+from maect import recipes
 from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.evaluate import evaluation_names, load_evaluation
-from maect.recipes import load_encoder, recipe_names, sizes, tables
+from maect.recipes import load_encoder, recipe_names, sizes
 from maect.recipes.__main__ import table_of
 from maect.stages import load_recipe
 from maect.stages.tune import Tune
@@ -106,8 +107,8 @@ def add_size(monkeypatch):
     """Add an entry to encoders.yaml."""
 
     def add(name, entry):
-        read, entries = tables._read, tables._read("encoders") | {name: entry}
-        monkeypatch.setattr(tables, "_read", lambda n: entries if n == "encoders" else read(n))
+        read, entries = recipes._read, recipes._read("encoders") | {name: entry}
+        monkeypatch.setattr(recipes, "_read", lambda n: entries if n == "encoders" else read(n))
 
     return add
 
@@ -129,7 +130,7 @@ def test_misspelt_relations_are_one_line(add_size):
     with pytest.raises(UserError, match="unknown encoder size 'larg'; did you mean 'large'"):
         load_recipe("mae", "wide")
     with pytest.raises(UserError, match="unknown base 'ct_mni'; did you mean 'ct_min'"):
-        tables._inherit({"ct_min": {}, "x": {"base": "ct_mni"}}, "x")
+        recipes._inherit({"ct_min": {}, "x": {"base": "ct_mni"}}, "x")
     add_size("other", {"image_size": 32})
     with pytest.raises(UserError, match="recipe mae: epochs has no value for other or a size that"):
         load_recipe("mae", "other")
@@ -147,13 +148,18 @@ def test_an_encoder_with_registers_is_one_entry(add_size):
     assert mae.flops_per_image(large) < mae.flops_per_image(reg) < 1.2 * mae.flops_per_image(large)
 
 
+def printed(name, key):
+    """A row of a printed recipe in the columns of the paper's sizes."""
+    rows = {row[0]: row[1:] for row in map(str.split, table_of(name).splitlines())}
+    return [rows[key][rows[name].index(size)] for size in ("base", "large", "huge", "huge14")]
+
+
 def test_a_recipe_prints_beside_the_papers_table():
     rows = [line.split() for line in table_of("ct_min").splitlines()]
     assert rows[0] == ["ct_min", *sizes()]
-    assert ["head.temperature", "0.15", "0.15", "0.15", "0.2", "0.3", "0.3"] in rows
-    assert ["frozen_blocks", "2", "6", "6", "12", "16", "16"] in rows
-    rows = [line.split() for line in table_of("fine_tune").splitlines()]
-    assert ["drop_path", "0.05", "0.1", "0.1", "0.2", "0.3", "0.3"] in rows
+    assert printed("ct_min", "head.temperature") == ["0.15", "0.2", "0.3", "0.3"]
+    assert printed("ct_min", "frozen_blocks") == ["6", "12", "16", "16"]
+    assert printed("fine_tune", "drop_path") == ["0.1", "0.2", "0.3", "0.3"]
     with pytest.raises(UserError, match="unknown recipe 'ct_mni'; did you mean 'ct_min'"):
         table_of("ct_mni")
 
