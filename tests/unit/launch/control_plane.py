@@ -245,7 +245,7 @@ class World:
         """The ranks look whether they are meant, and take the right to write."""
         if job.state != "RUNNING" or job.restarts != restart:
             return
-        if not self.is_meant(job):
+        if self.done or not self.is_meant(job):  # a training looks whether it is complete
             self.end(job, "COMPLETED")
             return
         others = [training for training in self.trainings if training.alive]

@@ -73,6 +73,7 @@ def test_a_launcher_that_is_wrong_is_caught(
         [Fault(0, "unknown word", 78)],
         [Fault(0, "next submission: accepted late"), Fault(0, "queue is full", 2000)],
         [Fault(300, "node is taken for dead"), Fault(400, "launcher killed")],
+        [Fault(500, "node is taken for dead"), Fault(510, "launcher killed")],
         [Fault(1, "ids begin again"), Fault(100, "rank dies"), Fault(101, "ids begin again")],
     ],
     ids=str,
