@@ -73,6 +73,7 @@ def test_the_job_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     two = Resources("local", devices=2, cpus=1)
     text = "\n".join(lines(doctor.run_probe(tmp_path, two)))
     assert "FAIL" not in text and "ok   DeepSpeed trains a step over 2 ranks" in text
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # of an engine in this process
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     (fault,) = failures(doctor.run_probe(tmp_path, two))
     assert "the job was given GPUs, and torch" in fault and "CUDA_VISIBLE_DEVICES=0,1" in fault

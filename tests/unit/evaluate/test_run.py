@@ -31,7 +31,7 @@ def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
     assert provenance["run"] == "run" and provenance["encoder_sha256"] == "e" * 64
     assert provenance["splits"]["test"]["index_digest"] == "d" * 64
     assert provenance["versions"]["numpy"] == np.__version__
-    assert "choose k and T on the test split" in provenance["test_data"]
+    assert "knn_best k and T on the test split" in provenance["test_data"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
         ("clustering", "test split's own mean"),
         ("effective_invariance", "chosen on the test split"),
         ("low_shot", None),
-        ("accuracy", None),
+        ("accuracy", "its best epoch on the test split"),
     ],
 )
 def test_json_says_what_test_data_was_used_for(protocol: str, used: str | None) -> None:
