@@ -34,17 +34,21 @@ RECIPES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("noise")
+def noise_shards(root: Path, images: int) -> Path:
+    """Shards of smooth noise in four classes, 20 by 18 pixels."""
     random = np.random.default_rng(0)
-    for number in range(40):
-        place = root / "images" / str(number % 4) / f"{number:03d}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
+    for number in range(images):
+        file = root / "images" / str(number % 4) / f"{number:03d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
         coarse = random.integers(0, 256, (5, 5, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize((20, 18), Image.Resampling.BICUBIC).save(place)
+        Image.fromarray(coarse).resize((20, 18), Image.Resampling.BICUBIC).save(file)
     shard(root / "images", root / "shards", "folder", 2)
     return root / "shards"
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    return noise_shards(tmp_path_factory.mktemp("noise"), 40)
 
 
 @pytest.fixture

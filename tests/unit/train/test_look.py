@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import metrics
-from PIL import Image
+from conftest import metrics, noise_shards
 from ranks import run
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 from torch.nn import functional as F
 
-from maect.data.shards import shard
 from maect.recipes import Look
 from maect.train.look import alignment, knn, measures, rank_me, uniformity
 
@@ -24,15 +22,7 @@ LOOK = {"every_epochs": 2, "images": 500}
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
     """As the others', with images enough to be looked at: 16 of 400."""
-    root = tmp_path_factory.mktemp("many")
-    random = np.random.default_rng(0)
-    for number in range(400):
-        place = root / "images" / str(number % 4) / f"{number:03d}.png"
-        place.parent.mkdir(parents=True, exist_ok=True)
-        coarse = random.integers(0, 256, (5, 5, 3), dtype=np.uint8)
-        Image.fromarray(coarse).resize((20, 18), Image.Resampling.BICUBIC).save(place)
-    shard(root / "images", root / "shards", "folder", 2)
-    return root / "shards"
+    return noise_shards(tmp_path_factory.mktemp("many"), 400)
 
 
 def bits(folder):
