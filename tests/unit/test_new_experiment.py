@@ -18,14 +18,8 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.experiment.resolve import missing_images
-from maect.tools.new_experiment import (
-    about,
-    evaluated,
-    find_splits,
-    look_at,
-    new_experiment,
-    weights,
-)
+from maect.tools.new_experiment import about, evaluated, new_experiment, weights
+from maect.tools.own_images import find_splits, look_at
 
 ROOT = Path(__file__).parents[2]
 
