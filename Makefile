@@ -7,26 +7,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOCK := envs/requirements.lock
 OUT := $(LOCK)
-DEMO := results/digits
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install demo test test-slow check packages lock docs clean
+.PHONY: install moved demo test test-slow check packages lock docs clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
 
 # uv installs the lock file in seconds where pip takes minutes; pip brings uv, itself from the lock.
 # Compiling to bytecode takes half a minute once and saves four seconds at every start of a process.
-$(VENV)/.installed: $(LOCK) pyproject.toml
+# The scripts of an environment name their interpreter in full: in a clone that was moved it is made anew.
+MOVED := $(filter-out $(CURDIR)/$(VENV),$(shell sed -n 's/^command = .* //p' $(VENV)/pyvenv.cfg 2> /dev/null))
+$(VENV)/.installed: $(LOCK) pyproject.toml $(if $(MOVED),moved)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "maect needs Python 3.11 to 3.13; say which: make install PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || \
+	$(PYTHON) -m venv $(if $(MOVED),--clear) $(VENV) || \
 		{ echo "python3 -m venv failed: on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
 	awk '/^uv==/ {on = 1} on {print} on && !/\\$$/ {exit}' $(LOCK) > $(VENV)/uv.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r $(VENV)/uv.lock
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode $(LOCK)
 	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
+
+moved:
+	@echo "the clone was moved from $(MOVED): its environment is made again"
 
 # Optional: without compiler or headers its line says what is missing.
 $(DECODER): maect/data/native/jpeg_crop.c | $(VENV)/.installed
@@ -38,10 +42,7 @@ $(VENV)/.compiled: $(VENV)/.installed
 	touch $@
 
 demo: install
-	$(BIN)/snakemake --profile cluster_profiles/local --config experiment=digits \
-		protocols=knn,linear_probe,low_shot,clustering,umap \
-		tables=low_shot,clustering figures=umap,training_curves
-	@$(BIN)/maect show $(DEMO)
+	$(BIN)/maect demo
 
 # Four workers on two cores: many tests wait for processes, time limits or SLURM.
 test:

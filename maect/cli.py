@@ -3,7 +3,10 @@
 import argparse
 import logging
 import os
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from maect import __version__
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file
+from maect.core.files import PIPELINE, read_json, sha256_file
 from maect.core.log import command_log
 from maect.data.sources import BUNDLED, SOURCES
 
@@ -27,6 +30,7 @@ File = TypeVar("File", bound="SettingsFile")
 ENCODER = "folder of a run, or one that maect export wrote"
 IMAGES = "a folder, or a .csv or .tsv table with a column path"
 DEVICE = "such as cpu or cuda:1; by default a GPU where there is one"
+PROFILE = "name or folder of a cluster profile (default local: this machine)"
 RESIZE = "shorter side before the centre crop, if not that of the run's config.yaml"
 
 
@@ -49,17 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str] | None) -> int:
     """Run one command, each of its errors a line; returns the exit status."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.call is run_experiment:
+        options.arguments = rest
+    elif rest:
+        parser.error(f"{options.command}: unknown {' '.join(rest)}; maect {options.command} --help")
     with command_log(getattr(options, "log", None)):
         try:
-            options.call(options)
+            return options.call(options) or 0
         except UserError as error:
             log.error("maect %s: %s", options.command, error)
             return 2
         except KeyboardInterrupt:
             log.error("maect %s: interrupted", options.command)
             return 130
-    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -74,6 +82,17 @@ def build_parser() -> argparse.ArgumentParser:
         return sub
 
     launching, changing = launch_options(), change_options()
+
+    sub = command(
+        "run", run_experiment,
+        "Run an experiment's pipeline, or go on with it. Everything else, such as a target, -n or "
+        "--cores 4, is passed to Snakemake.",
+    )  # fmt: skip
+    sub.add_argument("experiment", help="name or path")
+    sub.add_argument("--profile", default="local", help=PROFILE)
+    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
+
+    command("demo", demo, "Run a part of the digits experiment, and print its tables.")
 
     sub = command("shard", shard, "Write images as webdataset tars with an index.")
     sub.add_argument("source", type=Path, help="the images: a folder or archive of the given kind")
@@ -201,14 +220,14 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("plan", plan, "Print what is left to run and what it takes.")
     sub.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
     sub.add_argument("--experiment", default="paper", help="name or path")
-    sub.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
+    sub.add_argument("--profile", default="local", help=PROFILE)
     sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
     sub.add_argument("--device", default="A100", help="for what is not measured: A100, H100 or cpu")
     sub.add_argument("--utilisation", type=float, default=0.35, help="of its peak (default 0.35)")
 
     sub = command("doctor", doctor, "Check whether a site is ready.")
     sub.add_argument("--experiment", default="paper", help="whose storage is checked")
-    sub.add_argument("--profile", type=Path, default=Path("cluster_profiles/local"))
+    sub.add_argument("--profile", default="local", help=PROFILE)
     sub.add_argument("--no-job", action="store_true", help="only the checks that need no job")
 
     sub = command("show", show, "Print the tables of a results folder.")
@@ -338,6 +357,59 @@ def need_shards(folder: Path) -> str:
     """Digest of the shards in a folder."""
     index = need(folder / "index.json", "index of shards (make it with maect shard)")
     return str(read_json(index)["digest"])
+
+
+def run_experiment(options: argparse.Namespace) -> int:
+    """`maect run`: the status that Snakemake ends with."""
+    from maect import experiment
+
+    experiment.load(options.experiment, **changes_of(options.config))
+    return snakemake(options.experiment, options.profile, options.config, options.arguments)
+
+
+def snakemake(
+    experiment: str, profile: str, config: Sequence[str], arguments: Sequence[str] = ()
+) -> int:
+    """Run Snakemake on the pipeline, wherever it is installed; returns its status."""
+    from maect.experiment.profile import find_profile
+
+    process = subprocess.Popen([
+        sys.executable, "-m", "snakemake", "--snakefile", PIPELINE / "Snakefile", *arguments,
+        "--profile", find_profile(profile), "--config", f"experiment={experiment}", *config,
+    ])  # fmt: skip
+    # Ctrl-C reaches it, too: it lets the trainings save, which takes its time.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+DEMO = (
+    "protocols=knn,linear_probe,low_shot,clustering,umap",
+    "tables=low_shot,clustering",
+    "figures=umap,training_curves",
+)
+
+
+def demo(options: argparse.Namespace) -> int:
+    """`maect demo`."""
+    status = snakemake("digits", "local", DEMO)
+    if status == 0:
+        from maect.report.render import show as tables
+
+        tables(Path("results/digits"))
+    return status
+
+
+def own_name() -> str:
+    """How this command was called, for lines that can be pasted."""
+    called = sys.argv[0]
+    known = shutil.which("maect")
+    if Path(called).name != "maect":
+        return f"{shlex.quote(sys.executable)} -m maect"
+    same = known is not None and os.path.samefile(known, called)
+    return "maect" if same else shlex.quote(called)
 
 
 def shard(options: argparse.Namespace) -> None:
@@ -667,18 +739,19 @@ def new_experiment(options: argparse.Namespace) -> None:
     from maect.tools.new_experiment import new_experiment as write
 
     print(write(options.images, options.out, options.from_public))
-    print(f"Next: snakemake --profile cluster_profiles/local -n --config experiment={options.out}")
+    print(f"Next: {own_name()} run {shlex.quote(str(options.out))} -n")
 
 
 def plan(options: argparse.Namespace) -> None:
     """`maect plan`: what is left to run, what it takes, and how long the longest chain is."""
     from maect import experiment
+    from maect.experiment.profile import find_profile
     from maect.tools.dry_run import jobs_to_run
     from maect.tools.plan import Device, lines, make_plan
 
     chosen = experiment.load(options.experiment, **changes_of(options.config))
     config = [f"experiment={options.experiment}", *options.config]
-    left = jobs_to_run(options.target, config, options.profile)
+    left = jobs_to_run(options.target, config, find_profile(options.profile))
     planned = make_plan(left, chosen, Device(options.device, options.utilisation))
     print(f"{options.experiment} on {options.profile}", *lines(planned), sep="\n")
 
@@ -686,6 +759,8 @@ def plan(options: argparse.Namespace) -> None:
 def doctor(options: argparse.Namespace) -> None:
     """`maect doctor`: whether a site is ready, each fault with a hint."""
     from maect import experiment
+    from maect.experiment.profile import find_profile
     from maect.tools.doctor import doctor as check
 
-    check(experiment.load(options.experiment), options.profile, not options.no_job)
+    profile = find_profile(options.profile)
+    check(experiment.load(options.experiment), profile, not options.no_job)

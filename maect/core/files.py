@@ -14,6 +14,10 @@ from maect.core.errors import UserError
 
 T = TypeVar("T")
 
+_PACKAGE = Path(__file__).parents[1]
+PIPELINE = _PACKAGE / "pipeline" if (_PACKAGE / "pipeline").is_dir() else _PACKAGE.parent
+"""Folder of Snakefile, workflow/, cluster_profiles/ and envs/: of the clone, or in the wheel."""
+
 CHECKSUM = "checksum"
 """The last key of a record: sha256 of the rest as JSON with sorted keys."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)

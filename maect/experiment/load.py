@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from maect.core.errors import UserError, check_names
+from maect.core.files import PIPELINE
 from maect.core.settings import validated
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
@@ -39,7 +40,7 @@ from maect.experiment.schema import (
 )
 from maect.report.registry import FIGURES, TABLE_NAMES, TABLES, Row
 
-EXPERIMENTS = Path("workflow/experiments")
+EXPERIMENTS = PIPELINE / "workflow/experiments"
 
 
 class Experiment:
@@ -248,7 +249,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
-        path = Path(__file__).parents[2] / EXPERIMENTS / f"{name_or_path}.yaml"
+        path = EXPERIMENTS / f"{name_or_path}.yaml"
         if not path.exists():
             known = sorted(file.stem for file in path.parent.glob("*.yaml"))
             raise UserError(f"unknown experiment {name_or_path!r}; known: {', '.join(known)}")

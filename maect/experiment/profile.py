@@ -12,13 +12,29 @@ from typing import Any
 import yaml
 
 from maect.core.errors import UserError, did_you_mean
+from maect.core.files import PIPELINE
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
 
-SLURM = Path(__file__).parents[2] / "cluster_profiles/slurm/config.yaml"
+PROFILES = PIPELINE / "cluster_profiles"
+SLURM = PROFILES / "slurm/config.yaml"
 # From large to small: each asks for what the one before it does, unless the profile says otherwise.
 KINDS = ("training", "node", "device", "cpu")
 Jobs = Mapping[str, Mapping[str, Any]]
+
+
+def find_profile(name_or_path: str) -> Path:
+    """A profile's folder, by its name or path: `cluster_profiles/NAME` is found from anywhere.
+
+    Raises:
+        UserError: there is no such profile.
+    """
+    for folder in (Path(name_or_path), PIPELINE / name_or_path, PROFILES / name_or_path):
+        if (folder / "config.yaml").is_file():
+            return folder
+    known = sorted(file.parent.name for file in PROFILES.glob("*/config.yaml"))
+    hint = did_you_mean(Path(name_or_path).name, known)
+    raise UserError(f"--profile {name_or_path}: no config.yaml there; {hint}")
 
 
 def kinds() -> dict[str, str]:

@@ -16,11 +16,11 @@ from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 
-import maect
 from maect.core.errors import UserError
+from maect.core.files import PIPELINE
 from maect.tools.plan import RuleJob
 
-SNAKEFILE = Path(maect.__file__).parent.parent / "Snakefile"
+SNAKEFILE = PIPELINE / "Snakefile"
 
 
 def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) -> list[RuleJob]:

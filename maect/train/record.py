@@ -162,6 +162,8 @@ def _unused(path: Path) -> Path:
 def _git(*arguments: str) -> str:
     """Output of git about the source's checkout; empty where there is none."""
     checkout = Path(maect.__file__).parent
+    if not (checkout.parent / ".git").exists():  # installed, perhaps below somebody's own project
+        return ""
     try:
         done = subprocess.run(
             ["git", "-C", str(checkout), *arguments], capture_output=True, text=True, timeout=30

@@ -1,0 +1,50 @@
+"""What a wheel holds beside the modules: the workflow, and the native decoder, if it can be built.
+
+A clone has both where they are: `make install` builds the decoder, an editable install nothing.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+PIPELINE = ("Snakefile", "workflow", "cluster_profiles", "envs")
+
+
+class WithPipeline(build_py):
+    """Copies the workflow to `maect/pipeline` (`maect.core.files.PIPELINE`), builds the decoder."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        package = Path(self.build_lib) / "maect"
+        shutil.rmtree(package / "pipeline", ignore_errors=True)
+        for name in PIPELINE:
+            target = package / "pipeline" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if Path(name).is_dir() else shutil.copy)(name, target)
+        # Without compiler or headers its line says what is missing, and the wheel is without it.
+        command = [sys.executable, "-m", "maect.data.native.build"]
+        subprocess.run(command, cwd=package.parent, check=False)
+
+
+class ForPlatform(bdist_wheel):
+    """One wheel for all versions of Python: ctypes loads the decoder."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+class Compiled(Distribution):
+    """Lets the wheel be one of this platform."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+setup(distclass=Compiled, cmdclass={"build_py": WithPipeline, "bdist_wheel": ForPlatform})
