@@ -306,12 +306,10 @@ class Trainer:
             self.engine.update_average(self.stage.encoder_average)
         self.step += 1
 
-        # ---- score
-        if self.scores is not None and self._ends_an_epoch():
-            self._score(self.scores)
-
         # ---- log
         named = dict(zip(["loss", *scalars], means, strict=True))
+        if self.scores is not None and self._ends_an_epoch():
+            named["accuracy"] = self._score(self.scores)
         if self.step % HEALTH_INTERVAL == 0:
             named |= self._check_health()
         self._log(named | self._look(), norm)
@@ -325,8 +323,8 @@ class Trainer:
         before = done - self.stage.batch_size
         return self.step == self.steps or done // self.images > before // self.images
 
-    def _score(self, scores: Scores) -> None:
-        """Add the accuracy after an epoch; its time is not that of steps."""
+    def _score(self, scores: Scores) -> float:
+        """Add the accuracy after an epoch, in percent; its time is not that of steps."""
         self.watchdog.at(SCORING, self.step)
         began, size = time.monotonic(), self.encoder.image_size
         scores.accuracies.append(
@@ -336,6 +334,7 @@ class Trainer:
         )
         spent = time.monotonic() - began
         self._stepped_at, self._logged_at = self._stepped_at + spent, self._logged_at + spent
+        return scores.accuracies[-1]
 
     def save(self, wait: bool = False) -> None:
         """Save this step's state, in the background unless told to wait.
@@ -399,7 +398,8 @@ class Trainer:
             self.losses[epoch] = (loss + values["loss"], count + 1)
         every = log_interval(self.steps)
         looked = "look_rank_me" in values
-        if self.metrics is None or (self.step % every and self.step != self.steps and not looked):
+        due = self.step % every == 0 or self.step == self.steps or looked or "accuracy" in values
+        if self.metrics is None or not due:
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}

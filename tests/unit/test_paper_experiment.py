@@ -98,9 +98,10 @@ def test_one_percent_is_tuned_for_untuned_and_tuned_models():
     assert {key: found[key] for key in ONE_PERCENT} == ONE_PERCENT
 
 
-def test_nothing_is_made_that_nothing_shows():
+@pytest.mark.parametrize("name", ["paper", "cifar10", "digits"])
+def test_nothing_is_made_that_nothing_shows(name):
     """Runs and evaluations are read by a table, a figure, or an evaluation that is."""
-    experiment = load("paper")
+    experiment = load(name)
     shown = {
         (path.parent.name, path.stem)
         for figure, names in ((False, tables(experiment)), (True, figures(experiment)))
@@ -109,7 +110,9 @@ def test_nothing_is_made_that_nothing_shows():
         if path.suffix == ".json" and path.parent.parent.name == "evaluations"
     }
     needed = {(run, need) for run, name in shown for need in experiment.evaluation(run, name).needs}
-    assert set(experiment.evaluations) == shown | needed
+    # Protocols that only tests and the documentation need, of an encoder that no table has.
+    apart = {one for one in experiment.evaluations if one[0] == "head_min_tiny"}
+    assert set(experiment.evaluations) - apart == shown | needed
     behind = experiment.behind({run for run, _ in experiment.evaluations})
     trained = {name for name, run in experiment.runs.items() if not run.scored_by}
     assert trained == {name for name in behind if not experiment.runs[name].scored_by}

@@ -23,6 +23,7 @@ from maect.evaluate.run import evaluate
 from maect.models.weights import load_encoder_weights
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
+from maect.train.metrics import entries
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks
@@ -96,6 +97,8 @@ def test_killed_and_restarted(images: Path, tmp_path: Path, whole: Path) -> None
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
     for key in ("losses", "scores"):
         assert read_json(ours / "run.json")[key] == read_json(theirs / "run.json")[key]
+    logged = [step["accuracy"] for step in entries(ours / "metrics.jsonl") if "accuracy" in step]
+    assert logged == read_json(theirs / "run.json")["scores"]["accuracies"]
 
 
 def dies_before_its_states_are_removed(context: Any, **job: Any) -> Any:
