@@ -200,7 +200,7 @@ def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
         f"torch {machine['torch']}, Python {machine['python']}. Operations are counted from the "
         "settings; device hours are wall-clock hours times ranks, also where other work shared the "
         "cores. What each finished run was told is in `resolved/`; `curves.csv` has losses and "
-        "looks, `runs.csv` revisions and checksums of encoders.",
+        "looks, `runs.csv` the fine-tunings, too, with revisions and checksums of encoders.",
         _runs_table(runs),
     ]
     return "\n\n".join(parts) + "\n"
@@ -247,6 +247,8 @@ def _claims(frame: pd.DataFrame) -> str:
 
 
 def _runs_table(runs: pd.DataFrame) -> str:
+    """Without the fine-tunings, of which there are many: `runs.csv` has them."""
+    runs = runs[runs["stage"] != "fine_tune"]
     head = "| run | stage | epochs | done | 10¹² operations | device hours |\n"
     head += "| --- | --- | ---: | ---: | ---: | ---: |\n"
     return head + "\n".join(
