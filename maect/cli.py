@@ -105,7 +105,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--shards", type=int, default=1, help="number of tars (default 1)")
     sub.add_argument("--labels", type=Path, help="labels of the source, for kinds that need them")
+    sub.add_argument("--only-listed", type=Path, help="file of image names to take, one a line")
     sub.add_argument("--exclude", type=Path, help="file of image names to leave out, one a line")
+    sub.add_argument(
+        "--skip-unreadable",
+        action="store_true",
+        help="leave those images out; the index lists them",
+    )
     sub.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
     sub.add_argument("--classes", help="for a view: dogs15, or a file of class names, one a line")
     sub.add_argument("--only", help="one step: plan, the number of a shard, or index")
@@ -422,7 +428,9 @@ def shard(options: argparse.Namespace) -> None:
     threads = len(os.sched_getaffinity(0))
     how = {
         "labels": options.labels,
+        "only": options.only_listed,
         "exclude": options.exclude,
+        "skip_unreadable": options.skip_unreadable,
         "shorter_side": options.shorter_side,
     }
     if options.verify:
@@ -435,7 +443,7 @@ def shard(options: argparse.Namespace) -> None:
     elif options.only == "plan":
         shards.plan_shards(options.source, options.kind, options.out, options.shards, **how)
     elif options.only == "index":
-        shards.finish_index(options.out)
+        shards.finish_index(options.out, threads=threads)
     elif options.only:
         if not options.only.isdecimal():
             raise UserError(f"--only {options.only}: must be plan, the number of a shard, or index")

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from maect.answers.encoder import ImageEncoder
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.data.sources import ImageSource, open_source
-from maect.data.sources.base import is_utf8
-from maect.data.sources.files import ImageList, Unlabelled
+from maect.data.sources import ImageSource, kind_of, open_source
+from maect.data.sources.base import is_there, is_utf8
+from maect.data.sources.files import Unlabelled
 from maect.evaluate.features import BATCH
 
 log = logging.getLogger(__name__)
@@ -156,17 +156,19 @@ def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
 
 
 def open_images(images: Path, kind: str | None = None) -> tuple[ImageSource, str]:
-    """A folder of images, a table of paths, or what `kind` says that it is; and its kind.
+    """A folder, archive or table of images, or what `kind` says that it is; and its kind.
 
     Raises:
         UserError: there is no such thing.
     """
-    if not images.exists():
+    if not is_there(images):
         raise UserError(f"{images}: no such file or folder; the images are expected there")
     if kind is None:
-        kind = Unlabelled.kind if images.is_dir() else ImageList.kind
-        if kind == ImageList.kind and images.suffix not in (".csv", ".tsv"):
-            raise UserError(f"{images}: give a folder, a .csv or .tsv table of paths, or --kind")
+        kind = kind_of(images) or (Unlabelled.kind if images.is_dir() else None)
+        if kind is None:
+            raise UserError(
+                f"{images}: give a folder, an archive, a table (.csv, .tsv, .parquet), or --kind"
+            )
     return open_source(kind, images), kind
 
 
@@ -190,10 +192,8 @@ def embed(
     source, kind = open_images(images, kind)
     listing = source.listing()
     if listing.ignored:
-        log.info(
-            "%s: %d files are no images that are known here, such as %s",
-            images, len(listing.ignored), listing.ignored[0],
-        )  # fmt: skip
+        counts = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())
+        log.info("%s: files left out, by suffix: %s", images, counts)
     entries = [entry for entry in listing.entries if is_utf8(entry.name)]
     left_out = {e.name: "its name is not UTF-8" for e in listing.entries if not is_utf8(e.name)}
     said = time.monotonic()

@@ -21,7 +21,7 @@ from maect.data import native
 
 # What a file is called in a shard, by its content and not by its name.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "GIF": "gif"}
-EXTENSIONS |= {"TIFF": "tif", "PPM": "ppm"}
+EXTENSIONS |= {"TIFF": "tif", "PPM": "ppm", "AVIF": "avif", "JPEG2000": "jp2", "HEIF": "heic"}
 _FORMATS = list(EXTENSIONS)
 _JPEG = b"\xff\xd8"
 # Larger pictures are decoded one at a time: a few kilobytes can declare gigabytes of pixels.
@@ -55,7 +55,7 @@ def open_rgb(data: bytes) -> tuple[Image.Image, str]:
     if not data:
         raise UnreadableError("empty file")
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with _open(data) as image:
             # MPO: a JPEG with further frames behind the first.
             kind = "JPEG" if image.format == "MPO" else str(image.format)
             with _large if image.width * image.height > _LARGE else nullcontext():
@@ -68,6 +68,16 @@ def open_rgb(data: bytes) -> tuple[Image.Image, str]:
         raise UnreadableError(" ".join(str(error).split()) or type(error).__name__) from None
 
 
+def _open(data: bytes) -> Image.Image:
+    if data[4:8] == b"ftyp" and data[8:11] != b"avi" and "HEIF" not in Image.OPEN:
+        # Only now: nobody without such images has to wait for it.
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+    known = [name for name in _FORMATS if name != "HEIF" or name in Image.OPEN]
+    return Image.open(io.BytesIO(data), formats=known)
+
+
 def image_size(data: bytes) -> tuple[int, int]:
     """Width and height that an image's header says, without decoding it.
 
@@ -77,7 +87,7 @@ def image_size(data: bytes) -> tuple[int, int]:
     if not data:
         raise UnreadableError("empty file")
     try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with _open(data) as image:
             return image.size
     except Exception as error:  # as in `open_rgb`
         raise UnreadableError(" ".join(str(error).split()) or type(error).__name__) from None

@@ -29,6 +29,8 @@ _HASHED_ON_OPEN = 1 << 30
 def pixels_files(index: Index) -> tuple[Path, Path]:
     """The array, uint8 [n, H, W, 3] by sample id, and the record that it is complete."""
     folder = index.shards[0].parent  # those of a view are in another folder
+    if index.record.get("in_place"):
+        folder = index.directory
     return folder / "pixels.npy", folder / "pixels.json"
 
 

@@ -59,7 +59,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
         np.save(file, rows)
     write_text(out / "keys.txt", "".join(f"{keys[i]}\n" for i in chosen))
     parent = os.path.relpath(Path(shards).resolve(), out.resolve())
-    files = [{**s, "file": f"{parent}/{s['file']}"} for s in index.record["shards"]]
+    files = [{**s, "file": os.path.join(parent, s["file"])} for s in index.record["shards"]]
     identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
     write_record(
         out / "index.json",

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from maect.core.settings import SettingsFile
+from maect.data.sources.base import is_there
 from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trained
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
@@ -241,7 +242,7 @@ def missing_images(
         if (experiment.shards(name, split) / "index.json").exists():
             continue
         where, images = f"{experiment.file}: datasets: {name}", experiment.images(name, split)
-        if given.images is not None and not images.exists():
+        if given.images is not None and not is_there(images):
             faults.append(
                 f"{where}: no images at {images} (split {split}); "
                 "correct `images` there or put the images in place"

@@ -32,8 +32,12 @@ class Split(Settings):
     """For a view: `dogs15`, or a file of class names, one a line."""
     labels: str | None = None
     """Labels of the source, for the kinds that need them."""
+    only: str | None = None
+    """File of the names of the images to take, one a line; others are counted, and left out."""
     exclude: str | None = None
     """File of image names to leave out, one a line."""
+    skip_unreadable: bool = False
+    """Leave out what cannot be read, and listed names that are gone; the index lists them."""
     shards: int = Field(default=1, gt=0)
 
     @field_validator("kind")
@@ -51,15 +55,16 @@ class Split(Settings):
     def arguments(self) -> list[str]:
         """How the command line says the same, without the path of the images."""
         words = ["--kind", self.kind, "--shards", str(self.shards)]
-        for name in ("labels", "exclude", "classes"):
+        for name in ("labels", "only", "exclude", "classes"):
             value = getattr(self, name)
-            words += [f"--{name}", fill_path(value)] if value else []
-        return words
+            option = "--only-listed" if name == "only" else f"--{name}"
+            words += [option, fill_path(value)] if value else []
+        return [*words, "--skip-unreadable"] if self.skip_unreadable else words
 
     def files(self) -> list[str]:
         """Files that say something about the images."""
         lists = None if self.classes in CLASS_LISTS else self.classes
-        return [fill_path(name) for name in (self.labels, self.exclude, lists) if name]
+        return [fill_path(name) for name in (self.labels, self.only, self.exclude, lists) if name]
 
     @model_validator(mode="after")
     def _kind(self) -> "Split":

@@ -232,7 +232,8 @@ def wall(jobs: Iterable[PlannedJob]) -> float:
 
 
 def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -> None:
-    if not experiment.datasets[dataset].splits[split].source.sharded:
+    source = experiment.datasets[dataset].splits[split].source
+    if not source.sharded or source.in_place:
         return
     known = shards_of(experiment.shards(dataset, split))
     if known.bytes is None:

@@ -148,6 +148,8 @@ def parts_of(wildcards):
     if not split.source.sharded:
         return [shard_index(wildcards.dataset, split.of), *split.files()]
     folder = experiment.shards(wildcards.dataset, wildcards.split)
+    if split.source.in_place:
+        return f"{folder}/plan.json"
     tars = [shard_name(wildcards.split, number) for number in range(split.shards)]
     return [f"{folder}/{name}" for name in ("plan.json", *tars)]
 

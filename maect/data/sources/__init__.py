@@ -4,13 +4,24 @@ A new kind is a module here that declares it, and a line in `SOURCES`; experimen
 and its help know it from there.
 """
 
+import tarfile
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
-from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, Source
+from maect.data.sources.archives import Archive, WebDataset
+from maect.data.sources.base import (
+    SUFFIXES,
+    UNLABELLED,
+    Entry,
+    ImageSource,
+    Listing,
+    Source,
+    files_of,
+)
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
 from maect.data.sources.files import Folder, ImageList, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
+from maect.data.sources.tables import Columns, has_images
 from maect.data.sources.view import ClassView
 
 __all__ = [
@@ -22,6 +33,7 @@ __all__ = [
     "Listing",
     "Source",
     "find_source",
+    "kind_of",
     "open_source",
 ]
 
@@ -31,6 +43,9 @@ SOURCES: dict[str, type[Source]] = {
         Folder,
         Unlabelled,
         ImageList,
+        Archive,
+        WebDataset,
+        Columns,
         ImageNet,
         ImageNetTrainTar,
         ImageNetVal,
@@ -71,3 +86,32 @@ def open_source(kind: str, path: Path, labels: Path | None = None) -> ImageSourc
     if labels is not None and "labels" not in source.takes:
         raise UserError(f"kind {kind} takes no `labels`")
     return source(path, labels)
+
+
+def kind_of(path: Path) -> str | None:
+    """The kind of source that a file or folder is by its name and by what lies in it.
+
+    None: a folder of image files, whose folders may be classes, or nothing that is known.
+    """
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        packed = {entry.suffix.lower() for entry in path.iterdir() if entry.is_file()}
+        if packed & SUFFIXES or not packed & {".tar", ".parquet", ".arrow"}:
+            return None
+        return WebDataset.kind if ".tar" in packed else Columns.kind
+    if suffix == ".tar":
+        return WebDataset.kind if _is_webdataset(files_of(path, suffix)[0]) else Archive.kind
+    if suffix == ".parquet":
+        return Columns.kind if has_images(files_of(path, suffix)[0]) else ImageList.kind
+    kinds = {".csv": ImageList, ".tsv": ImageList, ".arrow": Columns, ".zip": Archive}
+    return kinds[suffix].kind if suffix in kinds else None
+
+
+def _is_webdataset(tar: Path) -> bool:
+    """Whether the first samples of a tar have classes of their own."""
+    try:
+        with tarfile.open(tar, "r:") as file:
+            names = [member.name for member, _ in zip(file, range(8), strict=False)]
+    except (tarfile.TarError, OSError):
+        return False
+    return any(name.endswith(".cls") for name in names)

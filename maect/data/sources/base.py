@@ -14,6 +14,7 @@ from maect.core.errors import UserError
 UNLABELLED = -1
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
+    | {".heic", ".heif", ".avif", ".jp2", ".j2k", ".jpx"}
 )
 
 
@@ -40,6 +41,12 @@ class Listing:
     class_names: list[str]
     ignored: list[str]
 
+    @property
+    def ignored_suffixes(self) -> dict[str, int]:
+        """How many files are left out, by the end of their names, most first."""
+        counts = Counter(os.path.splitext(name)[1].lower() for name in self.ignored)
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
 
 class Source(ABC):
     """A kind of source. Importing one imports neither NumPy nor PyTorch.
@@ -50,6 +57,7 @@ class Source(ABC):
         takes: settings of a split that it may be given.
         needs: those of them that must be given.
         sharded: whether its images are written to shards; if not, shards of others are shown.
+        in_place: whether they lie in tars already, of which only an index is made.
     """
 
     kind: ClassVar[str]
@@ -57,6 +65,7 @@ class Source(ABC):
     takes: ClassVar[tuple[str, ...]]
     needs: ClassVar[tuple[str, ...]] = ()
     sharded: ClassVar[bool]
+    in_place: ClassVar[bool] = False
 
 
 class ImageSource(Source):
@@ -65,14 +74,17 @@ class ImageSource(Source):
     Args:
         path: folder or file.
         labels: labels of the images, for the kinds that take them.
+
+    Attributes:
+        root: the folder that the paths of entries are below.
     """
 
-    takes: ClassVar[tuple[str, ...]] = ("images", "exclude", "shards")
+    takes: ClassVar[tuple[str, ...]] = ("images", "only", "exclude", "skip_unreadable", "shards")
     sharded = True
 
     def __init__(self, path: Path, labels: Path | None = None) -> None:
         self.path, self.labels = Path(path), labels
-        self._root = self.path if self.path.is_dir() else self.path.parent
+        self.root = self.path if self.path.is_dir() else self.path.parent
 
     @abstractmethod
     def list_images(self) -> Listing:
@@ -88,11 +100,15 @@ class ImageSource(Source):
         Raises:
             UserError: there is nothing, or a name twice.
         """
-        if not self.path.exists():
+        if not is_there(self.path):
             raise UserError(f"{self.path}: no such file or folder; the images are expected there")
         listing = self.list_images()
         if not listing.entries:
-            raise UserError(f"{self.path}: no images found (kind {self.kind})")
+            others = ", ".join(
+                f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items()
+            )
+            others = f"; files with other suffixes: {others}" if others else ""
+            raise UserError(f"{self.path}: no images found (kind {self.kind}){others}")
         names = Counter(entry.name for entry in listing.entries)
         name, times = names.most_common(1)[0]
         if times > 1:
@@ -105,14 +121,37 @@ class ImageSource(Source):
         Raises:
             OSError: gone or unreadable.
         """
-        with open(self._root / entry.path, "rb") as file:
+        with open(self.root / entry.path, "rb") as file:
             if entry.offset < 0:
                 return file.read()
             return os.pread(file.fileno(), entry.size, entry.offset)
 
+    def read_ahead(self, entries: Sequence[Entry]) -> None:
+        """Told which images are read next, by a source that has to read many to read one."""
+
     def known_classes(self) -> Sequence[str] | None:
         """Class names as far as they are known without listing the images; None: they are not."""
         return None
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a file or folder, or any that a pattern such as `train-*.tar` fits."""
+    return path.exists() or any(path.parent.glob(path.name))
+
+
+def files_of(path: Path, *suffixes: str) -> list[Path]:
+    """A file, those that a pattern fits, or all with the suffixes in a folder; by name.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes)
+    else:
+        files = [path] if path.exists() else sorted(path.parent.glob(path.name))
+    if not files:
+        raise UserError(f"{path}: no {' or '.join(suffixes)} file there")
+    return files
 
 
 def walk_images(root: Path) -> Iterator[tuple[str, bool]]:

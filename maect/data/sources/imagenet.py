@@ -2,15 +2,14 @@
 
 import csv
 import importlib.util
-import os
 import tarfile
 import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import IO
 
 from maect.core.errors import UserError
+from maect.data.sources.archives import tar_members
 from maect.data.sources.base import (
     Entry,
     ImageSource,
@@ -80,11 +79,12 @@ class ImageNetTrainTar(_ImageNet):
         entries: list[Entry] = []
         with open(self.path, "rb") as file:
             inner = sorted(
-                (Path(name).stem, offset) for name, offset, _ in _members(file, 0, str(self.path))
+                (Path(name).stem, offset)
+                for name, offset, _ in tar_members(file, 0, str(self.path))
             )
             for wnid, offset in inner:
                 label = _label(wnid, str(self.path))
-                images = sorted(_members(file, offset, f"{self.path}: {wnid}.tar"))
+                images = sorted(tar_members(file, offset, f"{self.path}: {wnid}.tar"))
                 if not images:
                     raise UserError(f"{self.path}: {wnid}.tar holds no images")
                 entries += [Entry(f"{wnid}/{n}", label, self.path.name, o, s) for n, o, s in images]
@@ -120,7 +120,7 @@ class ImageNetVal(_ImageNet):
         if self.path.is_dir():
             return [(name, name, -1, -1) for name, is_image in walk_images(self.path) if is_image]
         with open(self.path, "rb") as file:
-            members = sorted(_members(file, 0, str(self.path)))
+            members = sorted(tar_members(file, 0, str(self.path)))
         return [(name, self.path.name, offset, size) for name, offset, size in members]
 
 
@@ -138,25 +138,6 @@ class ImageNetV2(_ImageNet):
             raise UserError(f"{self.path}: folder {wrong[0]!r}; ImageNet-V2 has folders 0 to 999")
         folders = [(name, label) for label, name in sorted((int(name), name) for name in names)]
         return list_classes(self.path, folders, [*imagenet_classes()])
-
-
-def _members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int, int]]:
-    """Name, offset in `file` and size of each plain file of a tar that starts at `offset`."""
-    length = os.fstat(file.fileno()).st_size
-    file.seek(offset)
-    members: list[tuple[str, int, int]] = []
-    try:
-        # tarfile counts from where the file stands, so offsets are those of the outer file.
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in tar:
-                # A negative size would lead back, and round and round.
-                if not 0 <= member.size <= length - member.offset_data:
-                    raise tarfile.ReadError(f"{member.name!r} has an impossible size")
-                if member.isfile():
-                    members.append((member.name, member.offset_data, member.size))
-    except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
-        raise UserError(f"{where}: not a complete tar ({error}); download it again") from None
-    return members
 
 
 def read_labels(path: Path) -> dict[str, int]:

@@ -2,6 +2,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from maect.core import files
 from maect.core.errors import UserError
 from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import Index, open_index
-from maect.data.shards import finish_index, plan_shards, shard, write_shard
+from maect.data.shards import finish_index, plan_shards, shard, verify, write_shard
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -285,15 +286,39 @@ def test_unreadable_images_are_named_before_training(tmp_path: Path) -> None:
     assert not list((tmp_path / "out").glob("index.*"))
     assert len((tmp_path / "out/unreadable.txt").read_text().splitlines()) == 3
 
-    (tmp_path / "bad.txt").write_text("c0/001.jpg\nc1/002.jpg\nc2/003.jpg\n")
+    # The list of what is unreadable can be used as it is.
+    (tmp_path / "out/unreadable.txt").rename(tmp_path / "bad.txt")
     # A new choice of images is a new plan; nothing was finished that it could contradict.
-    shutil.rmtree(tmp_path / "out")
+    hint = re.search(r"listed again: (.*)", text)
+    assert hint
+    subprocess.run(hint[1], shell=True, check=True)
     assert shard(source, tmp_path / "out", "folder", 2, exclude=tmp_path / "bad.txt") == 21
     assert json.loads((tmp_path / "out/index.json").read_text())["excluded"] == [
         "c0/001.jpg",
         "c1/002.jpg",
         "c2/003.jpg",
     ]
+
+
+def test_unreadable_images_can_be_left_out(tmp_path: Path) -> None:
+    source, out = image_folder(tmp_path / "images"), tmp_path / "out"
+    (source / "c0/001.jpg").write_bytes(b"")
+    (tmp_path / "only.txt").write_text(
+        "".join(f"c{n}/{k:03d}.jpg\n" for n in range(3) for k in range(7)) + "c1/gone.jpg\n"
+    )
+    with pytest.raises(UserError, match=r"only\.txt: 'c1/gone\.jpg' is not in the source"):
+        shard(source, out, "folder", 2, only=tmp_path / "only.txt")
+    how = {"only": tmp_path / "only.txt", "skip_unreadable": True}
+    assert shard(source, out, "folder", 2, **how) == 20
+    index = open_index(out)
+    assert index.record["unreadable"] == ["c0/001.jpg (empty file)", "c1/gone.jpg (gone)"]
+    assert index.record["unlisted"] == 3
+    assert index.rows[:, 0].tolist() == list(range(20)) == [*range(index.n)]
+    assert all(index.read(i) == original(source, key) for i, key in enumerate(index.keys()))
+    assert verify(out) == 20
+    # Neither the number of shards nor what cannot be read decides who is who.
+    shard(source, tmp_path / "other", "folder", 5, **how)
+    assert open_index(tmp_path / "other").digest == index.digest
 
 
 def test_jobs_of_a_pipeline_report_side_by_side(tmp_path: Path) -> None:
@@ -308,7 +333,7 @@ def test_jobs_of_a_pipeline_report_side_by_side(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"unreadable-00000{number}\.txt"):
             write_shard(out, number)
     lines = [line for p in out.glob("unreadable-*.txt") for line in p.read_text().splitlines()]
-    assert sorted(line.split(" (")[0] for line in lines) == sorted(
+    assert sorted(line.split("\t")[0] for line in lines) == sorted(
         [*(str(path.relative_to(source)) for path in whole), "c0/caf\\udce9.jpg"]
     )
     for path, data in whole.items():
@@ -401,7 +426,11 @@ def test_files_that_are_no_images_are_counted(tmp_path: Path) -> None:
     (source / "c0/.hidden.jpg").write_text("hello")
     shard(source, tmp_path / "out", "folder", 1)
     record = json.loads((tmp_path / "out/index.json").read_text())
-    assert record["ignored"] == {"count": 1, "first": ["c0/readme.txt"]}
+    assert record["ignored"] == {
+        "count": 1,
+        "suffixes": {".txt": 1},
+        "first": ["c0/readme.txt"],
+    }
 
 
 def test_unlabelled_images(tmp_path: Path) -> None:

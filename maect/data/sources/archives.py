@@ -1,0 +1,192 @@
+"""Images in archives, which are read where they are: zip, tar, and the tars of webdataset."""
+
+import os
+import tarfile
+import zipfile
+from collections import defaultdict
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from maect.core.errors import UserError
+from maect.data.sources.base import (
+    SUFFIXES,
+    UNLABELLED,
+    Entry,
+    ImageSource,
+    Listing,
+    files_of,
+    read_list,
+)
+
+
+class Archive(ImageSource):
+    """Labels number the class folders in the order of their names."""
+
+    kind = "archive"
+    about = "a .zip or .tar of CLASS/IMAGE, or of images without folders, which have no labels"
+
+    def list_images(self) -> Listing:
+        """Images by name; the folders that all of them lie in are no class."""
+        if self._archive is not None:
+            files = (info.filename for info in self._archive.infolist() if not info.is_dir())
+            members = [(name, -1, -1) for name in files]
+        else:
+            with open(self.path, "rb") as file:
+                members = tar_members(file, 0, str(self.path))
+        # What macOS and hidden files leave behind in archives is no part of the images.
+        members = [one for one in sorted(members) if not _is_hidden(one[0])]
+        images = [one for one in members if is_image(one[0])]
+        shared = _shared_folder([name for name, *_ in images])
+        below = [name[len(shared) :] for name, *_ in images]
+        sorted_in = all("/" in name for name in below)
+        classes = sorted({name.split("/")[0] for name in below}) if sorted_in else []
+        labels = {name: label for label, name in enumerate(classes)}
+        entries = []
+        for short, (name, offset, size) in zip(below, images, strict=True):
+            label = labels.get(short.split("/")[0], UNLABELLED)
+            path = name if self._archive is not None else self.path.name
+            entries.append(Entry(short, label, path, offset, size))
+        return Listing(entries, classes, [name for name, *_ in members if not is_image(name)])
+
+    def read(self, entry: Entry) -> bytes:
+        """The unpacked bytes; a zip has a lock of its own."""
+        if self._archive is None:
+            return super().read(entry)
+        try:
+            return self._archive.read(entry.path)
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            raise OSError(0, str(error)) from None  # damaged, packed otherwise, or encrypted
+
+    @cached_property
+    def _archive(self) -> zipfile.ZipFile | None:
+        """The zip; None of a tar."""
+        if tarfile.is_tarfile(self.path) and not zipfile.is_zipfile(self.path):
+            with open(self.path, "rb") as file:
+                if file.read(2) in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
+                    raise UserError(
+                        f"{self.path}: a compressed tar cannot be read here and there; unpack it, "
+                        "or make it a plain .tar"
+                    )
+            return None
+        try:
+            return zipfile.ZipFile(self.path)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise UserError(f"{self.path}: neither a zip nor a tar ({error})") from None
+
+
+class WebDataset(ImageSource):
+    """Samples of an image and, if labelled, a class: KEY.jpg and KEY.cls."""
+
+    kind = "webdataset"
+    about = (
+        "a folder of webdataset's tars, one of them, or a pattern (DIR/train-*.tar): they are "
+        "indexed where they lie; `labels` may be a file of the classes' names, one a line"
+    )
+    takes = ("images", "only", "exclude", "skip_unreadable", "labels")
+    in_place = True
+
+    @cached_property
+    def tars(self) -> list[Path]:
+        """All of them, by name."""
+        return files_of(self.path, ".tar")
+
+    def list_images(self) -> Listing:
+        """Samples tar by tar; where names recur in other tars, that of the tar goes before."""
+        samples: list[tuple[str, str, int, int, str | None]] = []
+        ignored: list[str] = []
+        for tar in self.tars:
+            where = str(tar.relative_to(self.root))
+            with open(tar, "rb") as file:
+                grouped = defaultdict(list)
+                for name, offset, size in tar_members(file, 0, str(tar)):
+                    grouped[sample_key(name)].append((name, offset, size))
+                for members in grouped.values():
+                    images = [member for member in members if is_image(member[0])]
+                    if not images:
+                        ignored += [f"{where}/{name}" for name, *_ in members]
+                        continue
+                    name, offset, size = images[0]
+                    label = _class_of(file, members)
+                    samples.append((name, where, offset, size, label))
+        names = [name for name, *_ in samples]
+        if len(set(names)) < len(names):
+            names = [f"{PurePosixPath(where).stem}/{name}" for name, where, *_ in samples]
+        labels, classes = self._labels([sample[4] for sample in samples])
+        entries = [
+            Entry(name, label, where, offset, size)
+            for name, label, (_, where, offset, size, _) in zip(names, labels, samples, strict=True)
+        ]
+        return Listing(entries, classes, ignored)
+
+    def _labels(self, given: list[str | None]) -> tuple[list[int], list[str]]:
+        """Label of each sample, and the classes' names: numbers stand for themselves."""
+        known = [text for text in given if text is not None]
+        if not known:
+            return [UNLABELLED] * len(given), []
+        if len(known) < len(given):
+            raise UserError(
+                f"{self.path}: {len(given) - len(known)} of {len(given)} samples have no .cls"
+            )
+        if not all(text.isdecimal() for text in known):
+            classes = sorted(set(known))
+            numbers = {name: number for number, name in enumerate(classes)}
+            return [numbers[text] for text in known], classes
+        numbered = [int(text) for text in known]
+        most = max(numbered) + 1
+        classes = read_list(self.labels) if self.labels else [str(n) for n in range(most)]
+        if most > len(classes):
+            raise UserError(f"{self.labels}: {len(classes)} names, but there is a class {most - 1}")
+        return numbered, classes
+
+
+def is_image(name: str) -> bool:
+    """Whether a name looks like an image's."""
+    return os.path.splitext(name)[1].lower() in SUFFIXES
+
+
+def sample_key(name: str) -> str:
+    """What the members of a webdataset's sample share: the name up to its first dot."""
+    folder, slash, base = name.rpartition("/")
+    return f"{folder}{slash}{base.partition('.')[0]}"
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+
+
+def _shared_folder(names: list[str]) -> str:
+    """The folders that all names lie in, with a slash at the end."""
+    first, last = min(names, default="").split("/"), max(names, default="").split("/")
+    shared = 0
+    while shared < min(len(first), len(last)) - 1 and first[shared] == last[shared]:
+        shared += 1
+    return "".join(f"{part}/" for part in first[:shared])
+
+
+def _class_of(file: IO[bytes], members: list[tuple[str, int, int]]) -> str | None:
+    """What a sample's .cls says."""
+    for name, offset, size in members:
+        if name.endswith(".cls"):
+            text = os.pread(file.fileno(), min(size, 1000), offset)
+            return text.decode("utf-8", "replace").strip()
+    return None
+
+
+def tar_members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int, int]]:
+    """Name, offset in `file` and size of each plain file of a tar that starts at `offset`."""
+    length = os.fstat(file.fileno()).st_size
+    file.seek(offset)
+    members: list[tuple[str, int, int]] = []
+    try:
+        # tarfile counts from where the file stands, so offsets are those of the outer file.
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in tar:
+                # A negative size would lead back, and round and round.
+                if not 0 <= member.size <= length - member.offset_data:
+                    raise tarfile.ReadError(f"{member.name!r} has an impossible size")
+                if member.isfile():
+                    members.append((member.name, member.offset_data, member.size))
+    except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
+        raise UserError(f"{where}: not a complete tar ({error}); download it again") from None
+    return members

@@ -1,0 +1,231 @@
+"""Images in the columns of parquet and arrow files, as Hugging Face's data sets have them."""
+
+import json
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from maect.core.errors import UserError
+from maect.data.sources.base import UNLABELLED, Entry, ImageSource, Listing, files_of
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_IMAGES = ("image", "img", "jpg", "png", "picture", "photo")
+_LABELS = ("label", "labels", "class", "fine_label", "target")
+_GROUPS_KEPT = 4
+
+
+class Columns(ImageSource):
+    """An image column {bytes, path}, or of plain bytes, and maybe a column of labels.
+
+    Labels are those of the data set's ClassLabel, if its features say so; else they number the
+    values in their order.
+    """
+
+    kind = "parquet"
+    about = (
+        "a .parquet or .arrow file with a column of images (bytes, or Hugging Face's {bytes, "
+        "path}) and maybe `label`; or a folder of such files, or a pattern (DIR/train-*.parquet)"
+    )
+
+    def __init__(self, path: Path, labels: Path | None = None) -> None:
+        super().__init__(path, labels)
+        self._lock = threading.Lock()
+        self._ahead: dict[Entry, bytes] = {}
+        self._groups: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    @cached_property
+    def _tables(self) -> dict[str, "_Table"]:
+        """The files, by their names below the folder."""
+        files = files_of(self.path, ".parquet", ".arrow")
+        return {str(file.relative_to(self.root)): _Table(file) for file in files}
+
+    def list_images(self) -> Listing:
+        """Rows of all files in order, named as their images' paths say if those differ."""
+        rows: list[tuple[str, int, str | None]] = []
+        values: list[Any] = []
+        known: list[str] | None = None
+        for where, table in self._tables.items():
+            names, labels = table.names_and_labels()
+            rows += [(where, row, name) for row, name in enumerate(names)]
+            values += labels
+            known = known or table.class_names
+        labels_, classes = self._labels(values, known)
+        paths = [name and _safe(name) for *_, name in rows]
+        if None in paths or len(set(paths)) < len(paths):
+            paths = [f"{PurePosixPath(where).stem}/{row:08d}.image" for where, row, _ in rows]
+        entries = [
+            Entry(str(path), label, where, row)
+            for path, label, (where, row, _) in zip(paths, labels_, rows, strict=True)
+        ]
+        return Listing(entries, classes, [])
+
+    def _labels(self, values: list[Any], known: list[str] | None) -> tuple[list[int], list[str]]:
+        given = [value for value in values if value is not None and value != UNLABELLED]
+        if not given:
+            return [UNLABELLED] * len(values), []
+        if len(given) < len(values):
+            raise UserError(
+                f"{self.path}: {len(values) - len(given)} of {len(values)} rows have no label"
+            )
+        if known is not None:
+            if not 0 <= min(given) <= max(given) < len(known):
+                raise UserError(f"{self.path}: labels beyond its {len(known)} class names")
+            return [int(value) for value in values], known
+        different = sorted(set(given))
+        number = {value: i for i, value in enumerate(different)}
+        return [number[value] for value in values], [str(value) for value in different]
+
+    def read(self, entry: Entry) -> bytes:
+        """The bytes of a row."""
+        data = self._ahead.get(entry)
+        if data is None:
+            table = self._tables[entry.path]
+            group, within = table.group_of(entry.offset)
+            data = _bytes(self._group(entry.path, table, group)[within])
+        if data is None:
+            raise OSError(0, "its row has no bytes; put the images into the file")
+        return data
+
+    def _group(self, where: str, table: "_Table", group: int) -> "pa.ChunkedArray":
+        """The images of a row group; those used last are kept."""
+        with self._lock:
+            images = self._groups.get((where, group))
+            if images is None:
+                images = self._groups[where, group] = table.images(group)
+                if len(self._groups) > _GROUPS_KEPT:
+                    self._groups.popitem(last=False)
+            return images
+
+    def read_ahead(self, entries: Sequence[Entry]) -> None:
+        """Read images that lie anywhere in one pass, since a row comes with all of its group."""
+        wanted: dict[tuple[str, int], list[tuple[int, Entry]]] = defaultdict(list)
+        for entry in entries:
+            group, within = self._tables[entry.path].group_of(entry.offset)
+            wanted[entry.path, group].append((within, entry))
+        self._ahead = {}
+        for (where, group), rows in sorted(wanted.items(), key=lambda item: item[0]):
+            images = self._tables[where].images(group)
+            read = ((entry, _bytes(images[within])) for within, entry in rows)
+            self._ahead |= {entry: data for entry, data in read if data is not None}
+
+
+def has_images(path: Path) -> bool:
+    """Whether a parquet file has a column of images, and is no list of paths."""
+    try:
+        _Table(path)
+    except UserError:
+        return False
+    return True
+
+
+class _Table:
+    """One file, whose rows come in groups; an arrow file is one group, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        from pyarrow import ipc, parquet
+
+        self._mapped: pa.Table | None = None
+        try:
+            if path.suffix.lower() == ".arrow":
+                source = pa.memory_map(str(path))
+                try:
+                    self._mapped = ipc.open_stream(source).read_all()
+                except pa.ArrowInvalid:
+                    self._mapped = ipc.open_file(source).read_all()
+                self.schema, self._starts = self._mapped.schema, [0, self._mapped.num_rows]
+            else:
+                self._file = parquet.ParquetFile(path)
+                self.schema, self._starts = self._file.schema_arrow, [0]
+                for group in range(self._file.num_row_groups):
+                    rows = self._file.metadata.row_group(group).num_rows
+                    self._starts.append(self._starts[-1] + rows)
+        except (pa.ArrowException, OSError) as error:
+            why = " ".join(str(error).split())
+            raise UserError(f"{path}: not a parquet or arrow file ({why})") from None
+        self.path = path
+        self._image = self._find_image()
+        names = [field.name for field in self.schema]
+        classes = [name for name in names if _class_names(self.schema, name)]
+        named = [name for name in _LABELS if name in names]
+        self._label = next(iter(classes or named), None)
+        self.class_names = _class_names(self.schema, self._label) if self._label else None
+
+    def _find_image(self) -> str:
+        import pyarrow as pa
+
+        def holds_bytes(kind: "pa.DataType") -> bool:
+            return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+
+        def is_image(field: "pa.Field") -> bool:
+            if pa.types.is_struct(field.type):
+                return any(
+                    inner.name == "bytes" and holds_bytes(inner.type) for inner in field.type
+                )
+            return holds_bytes(field.type)
+
+        found = [field.name for field in self.schema if is_image(field)]
+        if not found:
+            columns = ", ".join(field.name for field in self.schema)
+            raise UserError(f"{self.path}: no column of images (bytes) among {columns}")
+        return next((name for name in _IMAGES if name in found), found[0])
+
+    def names_and_labels(self) -> tuple[list[str | None], list[Any]]:
+        """Path and label of each row, None where it has none; no image is read."""
+        import pyarrow as pa
+
+        rows = self._starts[-1]
+        names: list[str | None] = [None] * rows
+        labels: list[Any] = [None] * rows
+        kind = self.schema.field(self._image).type
+        if pa.types.is_struct(kind) and any(inner.name == "path" for inner in kind):
+            if self._mapped is not None:
+                chunks = self._mapped[self._image].chunks
+                names = [name for chunk in chunks for name in chunk.field("path").to_pylist()]
+            else:
+                column = self._file.read([f"{self._image}.path"])[self._image]
+                names = [row and row["path"] for row in column.to_pylist()]
+        if self._label is not None:
+            table = self._mapped if self._mapped is not None else self._file.read([self._label])
+            labels = table[self._label].to_pylist()
+        return names, labels
+
+    def group_of(self, row: int) -> tuple[int, int]:
+        """The group of a row, and its number in there."""
+        from bisect import bisect_right
+
+        group = bisect_right(self._starts, row) - 1
+        return group, row - self._starts[group]
+
+    def images(self, group: int) -> "pa.ChunkedArray":
+        """The image column of a group."""
+        if self._mapped is not None:
+            return self._mapped[self._image]
+        return self._file.read_row_group(group, [self._image])[self._image]
+
+
+def _bytes(image: "pa.Scalar") -> bytes | None:
+    value = image.as_py()
+    return value["bytes"] if isinstance(value, dict) else value
+
+
+def _class_names(schema: "pa.Schema", column: str) -> list[str] | None:
+    """The names of Hugging Face's ClassLabel, which are in the file's metadata."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = features[column]["names"]
+    except (KeyError, ValueError, TypeError):
+        return None
+    return [str(name) for name in names] if isinstance(names, list) else None
+
+
+def _safe(path: str) -> str | None:
+    """A path as a name; None if it is none below a folder."""
+    pure = PurePosixPath(path)
+    parts = pure.parts[1:] if pure.is_absolute() else pure.parts
+    return None if ".." in parts or not parts else "/".join(parts)

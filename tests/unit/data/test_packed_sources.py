@@ -1,0 +1,194 @@
+"""Images in archives, webdatasets and tables: what their folder would give, from where they lie."""
+
+import json
+import shutil
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import ipc, parquet
+
+from maect.core.errors import UserError
+from maect.data.index import Index, open_index
+from maect.data.loader import evaluation_batches
+from maect.data.shards import finish_index, plan_shards, shard, verify
+from maect.data.sources import kind_of, open_source
+from maect.data.subsets import class_view
+from maect.experiment import load
+
+
+def pack(images: Path, path: Path, below: str = "") -> Path:
+    """A zip or tar of a folder's images."""
+    files = sorted(images.rglob("*.jpg"))
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("__MACOSX/c0/._x.jpg", b"")
+            for file in files:
+                archive.write(file, f"{below}{file.relative_to(images)}")
+            archive.writestr(f"{below}notes.txt", b"")
+    else:
+        with tarfile.open(path, "w") as tar:
+            for file in files:
+                tar.add(file, f"{below}{file.relative_to(images)}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "below"), [("a.zip", ""), ("a.zip", "birds/all/"), ("a.tar", "x/")]
+)
+def test_an_archive_gives_what_its_folder_would(
+    name: str, below: str, images: Path, index: Index, tmp_path: Path
+) -> None:
+    archive = pack(images, tmp_path / name, below)
+    assert kind_of(archive) == "archive"
+    shard(archive, tmp_path / "train", "archive", 2, threads=2)
+    made = open_index(tmp_path / "train")
+    assert made.digest == index.digest
+    if name == "a.zip":
+        assert made.record["ignored"]["suffixes"] == {".txt": 1}
+
+
+def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path) -> None:
+    listing = open_source("archive", pack(images / "c0", tmp_path / "a.zip", "all/")).listing()
+    assert listing.class_names == [] and {e.label for e in listing.entries} == {-1}
+    with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
+        tar.add(images, "x")
+    with pytest.raises(UserError, match=r"a\.tar\.gz: a compressed tar cannot be read here"):
+        open_source("archive", tmp_path / "a.tar.gz").listing()
+    (tmp_path / "b.zip").write_bytes(b"<html>")
+    with pytest.raises(UserError, match=r"b\.zip: neither a zip nor a tar"):
+        open_source("archive", tmp_path / "b.zip").listing()
+
+
+@pytest.fixture(scope="module")
+def dataset(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tars of a split alone."""
+    folder = tmp_path_factory.mktemp("webdataset")
+    for tar in shards.glob("*.tar"):
+        shutil.copy(tar, folder)
+    return folder
+
+
+def test_a_webdataset_is_indexed_where_it_lies(dataset: Path, shards: Path, tmp_path: Path) -> None:
+    assert kind_of(dataset) == kind_of(dataset / "train-*.tar") == "webdataset"
+    (tmp_path / "names.txt").write_text("c0\nc1\nc2\n")
+    out = tmp_path / "train"
+    # As the pipeline's two jobs.
+    plan_shards(dataset, "webdataset", out, 1, labels=tmp_path / "names.txt")
+    assert finish_index(out, threads=2) == 24
+    index, copied = open_index(out), open_index(shards)
+    assert not list(out.glob("*.tar")) and index.shards[0].parent == dataset
+    assert index.class_names == ("c0", "c1", "c2") and index.record["in_place"]
+    for i, key in enumerate(index.keys()):
+        j = copied.keys().index(key)
+        assert index.read(i) == copied.read(j) and index.labels[i] == copied.labels[j]
+        assert index.key(i) == key
+    assert (np.diff(index.rows[:, 1]) != 0).sum() > 5  # shuffled over the tars
+    assert verify(out, threads=2) == 24
+    assert class_view(out, tmp_path / "view", ["c1"]) == 8
+    view = open_index(tmp_path / "view")
+    (batch,) = evaluation_batches(view, image_size=8, rows=range(8), batch_size=8, threads=1)
+    assert batch[1].tolist() == [0] * 8
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    finish_index(out)
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+
+
+def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
+    """Names that recur in each tar, classes by name, and samples without image."""
+    whole = (images / "c0/000.jpg").read_bytes()
+    for number, label in enumerate(("owl", "tit")):
+        with tarfile.open(tmp_path / f"x-{number}.tar", "w") as tar:
+            for name, data in (
+                ("0.jpg", whole), ("0.cls", label.encode()), ("0.json", b"{}"), ("1.json", b"{}"),
+            ):  # fmt: skip
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                import io
+
+                tar.addfile(info, io.BytesIO(data))
+    listing = open_source("webdataset", tmp_path / "x-*.tar").listing()
+    assert [(e.name, e.label) for e in listing.entries] == [("x-0/0.jpg", 0), ("x-1/0.jpg", 1)]
+    assert listing.class_names == ["owl", "tit"]
+    assert listing.ignored_suffixes == {".json": 2}
+    shard(tmp_path, tmp_path / "out/train", "webdataset", 1)
+    tar = tmp_path / "x-1.tar"
+    data = bytearray(tar.read_bytes())
+    data[data.index(whole) + 40] ^= 1
+    tar.write_bytes(data)
+    with pytest.raises(UserError, match=r"x-1\.tar: checksum differs"):
+        verify(tmp_path / "out/train")
+
+
+def table(images: Path, labels: list[object], paths: bool = True) -> pa.Table:
+    files = sorted(images.rglob("*.jpg"))
+    rows = [
+        {"bytes": f.read_bytes(), "path": str(f.relative_to(images)) if paths else None}
+        for f in files
+    ]
+    return pa.table({"id": range(len(files)), "image": rows, "label": labels})
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_tables_of_hugging_face(suffix: str, images: Path, index: Index, tmp_path: Path) -> None:
+    features = {"label": {"names": ["c0", "c1", "c2"], "_type": "ClassLabel"}}
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    made = table(images, [i // 8 for i in range(24)]).replace_schema_metadata(about)
+    for number in range(2):
+        part, path = made.slice(12 * number, 12), tmp_path / f"train-{number}.{suffix}"
+        if suffix == "parquet":
+            parquet.write_table(part, path, row_group_size=5)
+        else:
+            with ipc.new_stream(str(path), part.schema) as writer:
+                writer.write_table(part, max_chunksize=5)
+    (tmp_path / f"val-0.{suffix}").write_bytes(b"")
+    assert kind_of(tmp_path / f"train-*.{suffix}") == kind_of(tmp_path) == "parquet"
+    source = open_source("parquet", tmp_path / f"train-*.{suffix}")
+    entries = source.listing().entries
+    assert source.read(entries[17]) == (images / entries[17].name).read_bytes()
+    shard(tmp_path / f"train-*.{suffix}", tmp_path / "train", "parquet", 3, threads=2)
+    assert open_index(tmp_path / "train").digest == index.digest
+
+
+def test_tables_without_paths_or_names(images: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(table(images, ["b", "a"] * 12, paths=False), path)
+    listing = open_source("parquet", path).listing()
+    assert listing.class_names == ["a", "b"]
+    assert (listing.entries[1].name, listing.entries[1].label) == ("a/00000001.image", 0)
+    parquet.write_table(pa.table({"image": [b"1", b"2"], "label": [None, 1]}), path)
+    with pytest.raises(UserError, match="1 of 2 rows have no label"):
+        open_source("parquet", path).listing()
+    parquet.write_table(pa.table({"path": ["c0/000.jpg"], "label": ["x"]}), path)
+    with pytest.raises(UserError, match=r"no column of images \(bytes\) among path, label"):
+        open_source("parquet", path).listing()
+    assert kind_of(path) == "list"
+    listing = open_source("list", path).listing()
+    assert [(e.name, e.label) for e in listing.entries] == [("c0/000.jpg", 0)]
+
+
+def test_what_is_left_out_is_said_where_nothing_is_left(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.xcf"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"no images found .*other suffixes: 2 \.txt, 1 \.xcf"):
+        open_source("unlabelled", tmp_path).listing()
+
+
+def test_splits_of_an_experiment(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("""
+datasets:
+  a: {splits: {train: {images: "x/train-*.tar", kind: webdataset, labels: names.txt,
+                       only: list.txt, skip_unreadable: true}}}
+runs: {}
+""")
+    assert load(str(file)).datasets["a"].splits["train"].arguments() == [
+        "--kind", "webdataset", "--shards", "1", "--labels", "names.txt",
+        "--only-listed", "list.txt", "--skip-unreadable",
+    ]  # fmt: skip
+    file.write_text(file.read_text().replace("skip_unreadable", "shards: 3, skip_unreadable"))
+    with pytest.raises(UserError, match="kind webdataset takes no `shards`"):
+        load(str(file))
