@@ -188,9 +188,18 @@ def sum_over_ranks(values: Tensor) -> Tensor:
 
 def sum_scalars(values: Sequence[float | Tensor], device: torch.device) -> list[float]:
     """Sums of scalars over the ranks, in float64, as Python floats; waits for the device, once."""
-    parts = [torch.as_tensor(v, dtype=torch.float64).detach().reshape(()) for v in values]
-    total = torch.stack([part.to(device, non_blocking=True) for part in parts])
-    return [float(v) for v in sum_over_ranks(total).tolist()]
+    return [float(v) for v in sum_on_device(values, device).tolist()]
+
+
+def sum_on_device(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
+    """Sums of scalars over the ranks, float64 [n]; nothing waits for the device."""
+    parts = [
+        value.detach().reshape(()).to(device, torch.float64)
+        if isinstance(value, Tensor)
+        else torch.full((), value, dtype=torch.float64, device=device)  # a kernel, not a copy
+        for value in values
+    ]
+    return sum_over_ranks(torch.stack(parts))
 
 
 def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:

@@ -1,8 +1,8 @@
 """The one module that knows DeepSpeed: forward, backward, step, and this rank's shards.
 
-With ZeRO 1 to 3 this rank owns whatever lies in its partition, with ZeRO 0 every world_size-th
-parameter. Saving, restoring and averaging work on these shards, so none of them gathers anything
-and none depends on the ZeRO stage.
+DeepSpeed partitions under ZeRO 2 and 3; under ZeRO 0 and 1 ranks exchange as `exchange.py` says.
+What this rank owns are its shards: saving, restoring and averaging work on them, so none of them
+gathers anything and none depends on the ZeRO stage.
 """
 
 import importlib
@@ -22,6 +22,7 @@ from maect.core.context import Context
 from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
 from maect.models.vit import use_attention
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
+from maect.train.exchange import Exchange, Piece
 from maect.train.objective import EngineSettings
 
 _BUCKET = 50_000_000
@@ -86,23 +87,29 @@ class Engine:
         use_attention(module, settings.attention)
         if settings.compile:
             compile_blocks(module, device)
-        self._adam = torch.optim.AdamW(
-            groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=device.type == "cuda"
-        )
+        self._peaks, self._multiplier = [group["peak_lr"] for group in groups], 0.0
         names = {id(p): name for name, p in module.named_parameters()}
         trained = [p for group in groups for p in group["params"]]
         elements = sum(p.numel() for p in trained)
+        self._exchange: Exchange | None = None
+        if settings.zero_stage < 2:
+            self._exchange = Exchange(module, groups, sharded=settings.zero_stage == 1)
+            groups = _as_updated(groups, self._exchange)
+        self._adam = GuardedAdamW(
+            groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=device.type == "cuda"
+        )
+        self._backwards = self._accumulation = settings.accumulation
         config = {
             "train_micro_batch_size_per_gpu": settings.batch_size
             // (dist.get_world_size() * settings.accumulation),
             "gradient_accumulation_steps": settings.accumulation,
             "zero_optimization": {
-                "stage": settings.zero_stage,
+                "stage": 0 if self._exchange else settings.zero_stage,
                 "reduce_bucket_size": min(_BUCKET, 2 * elements),
                 "allgather_bucket_size": min(_BUCKET, 2 * elements),
                 "overlap_comm": False,
                 # One norm of all gradients, ours, in place of one per group, each with an exchange.
-                **({"compute_grad_norm": False} if settings.zero_stage in (1, 2) else {}),
+                **({"compute_grad_norm": False} if settings.zero_stage == 2 else {}),
             },
             "gradient_clipping": 0.0,  # 1 by default; the method has none
             "zero_allow_untested_optimizer": True,
@@ -112,9 +119,9 @@ class Engine:
         self._engine, self._zero, _, _ = deepspeed.initialize(
             model=module, optimizer=self._adam, config=config
         )
-        self._create_moments(trained)
+        self._engine.enable_backward_allreduce = self._exchange is None
+        self._create_moments()
         self.shards: list[Shard] = []
-        self._owned: list[Tensor] = []  # parameters of the shards, where they are whole: ZeRO 0
         self._replicas: list[Shard] = []  # updated here too, but saved by another rank: ZeRO 0
         self._find_shards(trained, names)
 
@@ -123,37 +130,54 @@ class Engine:
         return self._engine(inputs)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients, averaged over the ranks."""
-        self._engine.backward(loss)
+        """Accumulate gradients; the last pass of an update averages them over the ranks."""
+        self._backwards -= 1
+        last = self._backwards == 0
+        if self._exchange is None:
+            self._engine.backward(loss)
+        else:
+            if last:
+                self._exchange.begin()
+            self._engine.backward(loss)
+            if last:
+                self._exchange.finish()
+        if last:
+            self._backwards = self._accumulation
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the global gradient's squared norm, a float64 scalar on the device.
 
         Between the last backward pass of an update and the update; the sum over the ranks is whole.
         """
-        if self.zero_stage == 0:
-            gradients = [p.grad for p in self._owned if p.grad is not None]
+        if self._exchange is not None:
+            gradients = self._exchange.own_gradients()
         else:
             groups = self._zero.averaged_gradients.values()
             gradients = [gradient for group in groups for gradient in group]
-        if not gradients:  # fewer parameters than ranks
-            return torch.zeros((), dtype=torch.float64)
         norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
         return torch.stack(norms).double().square().sum()
 
-    def step(self, lr_multiplier: float) -> None:
+    def step(self, lr_multiplier: float, spoilt: Tensor | None = None) -> None:
         """Update the weights with `lr_multiplier` times each group's peak learning rate.
 
         Call it after every backward pass; only the last one of an accumulation updates.
+
+        Args:
+            lr_multiplier: of the schedule.
+            spoilt: float32 [], on the device: where it is 1, weights and moments stay as they are.
         """
+        self._multiplier = lr_multiplier
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
+        self._adam.spoilt = spoilt
+        updates = self._engine.is_gradient_accumulation_boundary()
         self._engine.step()
+        if self._exchange is not None and updates:
+            self._exchange.gather()
 
     def learning_rates(self) -> tuple[float, float]:
         """Smallest and largest learning rate of the last update."""
-        rates = [group["lr"] for group in self._adam.param_groups]
-        return min(rates), max(rates)
+        return min(self._peaks) * self._multiplier, max(self._peaks) * self._multiplier
 
     def gathered(self, module: nn.Module) -> Any:
         """Context in which a part's parameters are complete on every rank, also under ZeRO 3."""
@@ -178,8 +202,10 @@ class Engine:
             torch._foreach_lerp_(averages, weights, 1 - momentum)
 
     def close(self) -> None:
-        """Let go of the module: DeepSpeed's hooks would keep it and the optimizer for ever."""
+        """Let go of the module: DeepSpeed's hooks and ours would keep it and the optimizer."""
         self._engine.destroy()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def restore(self, fill: Callable[[list[Shard]], None], step: int) -> None:
         """Let `fill` set the values of all shards, and set the count of updates."""
@@ -187,10 +213,10 @@ class Engine:
         for state in self._adam.state.values():
             state["step"].fill_(step)
 
-    def _create_moments(self, trained: list[Tensor]) -> None:
+    def _create_moments(self) -> None:
         """Create AdamW's state before its first step, to restore a saved one into."""
-        if self.zero_stage == 0:
-            flat = trained
+        if self._exchange is not None:
+            flat = [piece.weights for piece in self._exchange.pieces]
         elif self.zero_stage == 3:
             flat = self._zero.fp32_partitioned_groups_flat
         else:
@@ -203,14 +229,14 @@ class Engine:
 
     def _find_shards(self, trained: list[Tensor], names: dict[int, str]) -> None:
         """Find where the optimizer keeps this rank's part of each parameter."""
-        rank, size = dist.get_rank(), dist.get_world_size()
-        for number, parameter in enumerate(trained):
+        if self._exchange is not None:
+            for piece in self._exchange.pieces:
+                self._share_out(piece)
+            return
+        rank = dist.get_rank()
+        for parameter in trained:
             name = names[id(parameter)]
-            if self.zero_stage == 0:
-                mine = number % size == rank
-                self._owned += [parameter] if mine else []
-                (self.shards if mine else self._replicas).append(self._shard(name, 0, parameter))
-            elif self.zero_stage == 3:
+            if self.zero_stage == 3:
                 group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
                 start = rank * padded
                 length = min(padded, parameter.ds_numel - start)  # type: ignore[attr-defined]
@@ -225,14 +251,55 @@ class Engine:
                     start = mapping.lp_fragment_address.start
                     self.shards.append(self._shard(name, start, flat, address.start, address.numel))
 
-    def _shard(
-        self, name: str, start: int, flat: Tensor, offset: int = 0, length: int | None = None
-    ) -> Shard:
+    def _share_out(self, piece: Piece) -> None:
+        """Shards of a piece: what lies in this rank's slice is its own to save, the rest is not."""
+        own = piece.bucket.own
+        for mine, low, high in (
+            (False, piece.start, own.start),
+            (True, own.start, own.stop),
+            (False, own.stop, piece.end),
+        ):
+            for name, parameter, first in piece.bucket.parameters:
+                start = max(first, low, piece.start)
+                length = min(first + parameter.numel(), high, piece.end) - start
+                if length > 0:
+                    offset = start - piece.start
+                    shard = self._shard(name, start - first, piece.weights, offset, length)
+                    (self.shards if mine else self._replicas).append(shard)
+
+    def _shard(self, name: str, start: int, flat: Tensor, offset: int, length: int) -> Shard:
         state = self._adam.state[flat]
         values = {PARAM: flat, **{moment: state[moment] for moment in MOMENTS}}
-        end = None if length is None else offset + length
-        pieces = {kind: value.detach().view(-1)[offset:end] for kind, value in values.items()}
+        pieces = {k: v.detach().view(-1)[offset : offset + length] for k, v in values.items()}
         return Shard(name, start, pieces)
+
+
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW that leaves everything as it is where a gradient is spoilt.
+
+    Attributes:
+        spoilt: float32 [], on the device; 1: leave it. A GPU decides that by itself: nothing waits.
+    """
+
+    spoilt: Tensor | None = None
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update, or not."""
+        if self.defaults["fused"]:
+            self.found_inf = self.spoilt
+        elif self.spoilt is not None and self.spoilt:
+            return
+        super().step(closure)
+
+
+def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[str, Any]]:
+    """Parameter groups of the pieces that this rank updates; groups of which it has none go."""
+    found: dict[int, dict[str, Any]] = {}
+    for piece in exchange.pieces:
+        piece.weights.grad = piece.gradients
+        found.setdefault(piece.group, {**groups[piece.group], "params": []})
+        found[piece.group]["params"].append(piece.weights)
+    return list(found.values())
 
 
 def compile_blocks(module: nn.Module, device: torch.device) -> None:

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from maect.core.context import Context
-from maect.core.distributed import barrier, differing_ranks, from_rank_0, sum_scalars
+from maect.core.distributed import (
+    barrier,
+    differing_ranks,
+    from_rank_0,
+    sum_on_device,
+    sum_scalars,
+)
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_record
 from maect.data.index import Index, open_index
@@ -234,7 +241,10 @@ class Trainer:
         self._logged = self.step
         self._spent = self.metrics.device_seconds if self.metrics else 0.0
         self._changing = self.objective.changing_buffers()
-        self._before = [buffer.clone() for buffer in self._changing]
+        # As the last two forward passes found them.
+        self._before, self._earlier = ([b.clone() for b in self._changing] for _ in range(2))
+        self._forwarded = False  # a forward pass has run since the last update
+        self._unread: _Sums | None = None
         self._looking = 0.0  # seconds so far
         self._knn: float | None = None
 
@@ -249,23 +259,29 @@ class Trainer:
         """
         self._began = self._saved_at = self._stepped_at = self._logged_at = time.monotonic()
         self.watchdog.at(READING, self.step + 1)
-        for batch in batches:
-            self.watchdog.at(COMPUTING, self.step + 1)
-            stop, save_now = self._step(batch)
-            if stop:
+        for number, batch in enumerate(batches, self.step + 1):
+            self.watchdog.at(COMPUTING, number)
+            sums = self._compute(batch)
+            # What the step before gave is read only now, when the device has more to do: the host
+            # is ahead of it and never keeps it waiting.
+            if self._unread is not None and self._settle():
                 break
-            if save_now and self.step < self.steps:
-                self.save()
-            self.watchdog.at(READING, self.step + 1)
+            self.watchdog.at(UPDATING, number)
+            self._update(sums, number)
+            if self._is_looked_at(number) and self._settle():
+                break
+            self.watchdog.at(READING, number + 1)
+        if self._unread is not None:
+            self._settle()
         self.save(wait=True)
         return self.step >= self.steps
 
-    def _step(self, batch: Batch) -> tuple[bool, bool]:
-        """One update; returns whether to stop, and whether a state is due."""
-        for before, buffer in zip(self._before, self._changing, strict=True):
-            before.copy_(buffer)
-
-        # ---- prepare, forward, backward: in parts, as far as gradients are accumulated
+    def _compute(self, batch: Batch) -> "_Sums":
+        """Forward and backward passes: in parts, as far as gradients are accumulated."""
+        self._before, self._earlier = self._earlier, self._before
+        if self._changing:
+            torch._foreach_copy_(self._before, self._changing)
+        self._forwarded = True
         scalars: dict[str, Any] = {}
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         pieces = self.stage.accumulation
@@ -278,16 +294,47 @@ class Trainer:
                 scalars[name] = scalars.get(name, 0) + value / pieces
             if number < pieces - 1:
                 self.engine.step(0.0)
+        return _Sums(["loss", *scalars], [loss_sum, *scalars.values()])
 
-        # ---- agree: on loss and gradient, and on what every rank has to do at the same step. The
-        # host waits for the device here, and nowhere else in a step, because weights must not be
-        # updated with what is not finite.
+    def _update(self, sums: "_Sums", number: int) -> None:
+        """Agree on loss, gradient and what every rank has to do at the same step; update.
+
+        The device leaves the weights as they are if loss or gradient is not finite, which the host
+        learns when it settles the step.
+        """
         due = self.context.rank == 0 and time.monotonic() - self._saved_at > self.save_seconds
         flags = [self.context.stop_requested(), due, self.saver.error is not None]
         squared_norm = self.engine.squared_norm()
-        total = sum_scalars(
-            [squared_norm, *map(float, flags), loss_sum, *scalars.values()], self.device
+        total = sum_on_device([squared_norm, *map(float, flags), *sums.values], self.device)
+        spoilt = (~(total[0] + total[4]).isfinite()).float()
+        self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), spoilt)
+        self.objective.after_update(self.engine.gathered)
+        self._forwarded = False
+        sums.read(total)
+        self._unread = sums
+
+    def _is_looked_at(self, number: int) -> bool:
+        """Whether the model is to be looked at between this step and the next one."""
+        batch = self.stage.batch_size
+        last = number == self.steps
+        return (
+            last
+            or number % HEALTH_INTERVAL == 0
+            or (self.scores is not None and self._ends_an_epoch(number))
+            or (
+                self.looker is not None
+                and self.looker.due((number - 1) * batch, number * batch, last)
+            )
         )
+
+    def _settle(self) -> bool:
+        """Read what the last update gave, check and log it; returns whether to stop.
+
+        The forward pass of the next step may have run, but not its update.
+        """
+        assert self._unread is not None
+        total, names = self._unread.numbers(), self._unread.names
+        self._unread = None
         norm = math.sqrt(total[0])
         stop, save_now, failed = (value > 0 for value in total[1:4])
         means = [value / self.context.world_size for value in total[4:]]
@@ -295,33 +342,38 @@ class Trainer:
             self._not_finite("loss", means[0])
         if not math.isfinite(norm):
             self._not_finite("gradient norm", norm)
-
-        # ---- step
-        self.watchdog.at(UPDATING, self.step + 1)
-        self.engine.step(self.stage.lr_multiplier(self.step, self.steps))
-
-        # ---- average
-        self.objective.after_update(self.engine.gathered)
-        if self.stage.encoder_average is not None:
-            self.engine.update_average(self.stage.encoder_average)
         self.step += 1
 
+        # ---- average
+        if self.stage.encoder_average is not None:
+            self.engine.update_average(self.stage.encoder_average)
+
         # ---- log
-        named = dict(zip(["loss", *scalars], means, strict=True))
-        if self.scores is not None and self._ends_an_epoch():
+        named = dict(zip(names, means, strict=True))
+        if self.scores is not None and self._ends_an_epoch(self.step):
             named["accuracy"] = self._score(self.scores)
         if self.step % HEALTH_INTERVAL == 0:
             named |= self._check_health()
         self._log(named | self._look(), norm)
         if failed:
             self.saver.error = None
-        return stop, save_now
+        if save_now and not stop and self.step < self.steps:
+            self.save()
+        return stop
 
-    def _ends_an_epoch(self) -> bool:
-        """Whether the last update did; the rest of the last epoch is dropped."""
-        done = self.step * self.stage.batch_size
+    def _ends_an_epoch(self, step: int) -> bool:
+        """Whether an update does; the rest of the last epoch is dropped."""
+        done = step * self.stage.batch_size
         before = done - self.stage.batch_size
-        return self.step == self.steps or done // self.images > before // self.images
+        return step == self.steps or done // self.images > before // self.images
+
+    def _saved_buffers(self) -> dict[str, Tensor]:
+        """The objective's, as they were after the last update."""
+        buffers = self.objective.saved_buffers()
+        if not self._forwarded:
+            return buffers
+        before = {id(b): old for b, old in zip(self._changing, self._before, strict=True)}
+        return {name: before.get(id(buffer), buffer) for name, buffer in buffers.items()}
 
     def _score(self, scores: Scores) -> float:
         """Add the accuracy after an epoch, in percent; its time is not that of steps."""
@@ -346,7 +398,7 @@ class Trainer:
         self.watchdog.at(SAVING, self.step + 1)
         if self.metrics is not None:
             self.metrics.sync()
-        buffers = self.objective.saved_buffers() if self.context.rank == 0 else {}
+        buffers = self._saved_buffers() if self.context.rank == 0 else {}
         record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
         record |= {} if self.scores is None else {"scores": self.scores.record}
         self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
@@ -427,7 +479,7 @@ class Trainer:
         Raises:
             ReplicaError: they do; the state before it was sound.
         """
-        held = itertools.chain(self.objective.parameters(), self.objective.saved_buffers().values())
+        held = itertools.chain(self.objective.parameters(), self._saved_buffers().values())
         if ranks := differing_ranks(held):
             raise ReplicaError(
                 f"after step {self.step} rank {', '.join(map(str, ranks))} of "
@@ -436,14 +488,45 @@ class Trainer:
             )
 
     def _not_finite(self, what: str, value: float) -> None:
-        """Stop before the weights are spoilt; the forward pass has already changed the queue."""
-        for before, buffer in zip(self._before, self._changing, strict=True):
+        """Stop; the weights are not spoilt, but forward passes have changed the queue."""
+        old = self._earlier if self._forwarded else self._before
+        for before, buffer in zip(old, self._changing, strict=True):
             buffer.copy_(before)
+        self._forwarded = False
         self.save(wait=True)
         raise UserError(
             f"{what} {value} in step {self.step + 1}: the state before it is saved; "
             "a lower learning rate or fp32 precision may help"
         )
+
+
+class _Sums:
+    """Sums over the ranks that the host reads when it has the time.
+
+    Attributes:
+        names: of the values.
+        values: of this rank, scalars on the device.
+    """
+
+    def __init__(self, names: list[str], values: list[Tensor]) -> None:
+        self.names, self.values = names, values
+
+    def read(self, total: Tensor) -> None:
+        """Start copying the sums to the host, into pinned memory."""
+        self._copied = None
+        if total.is_cuda:
+            self._host = torch.empty_like(total, device="cpu", pin_memory=True)
+            self._host.copy_(total, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        else:
+            self._host = total
+
+    def numbers(self) -> list[float]:
+        """The sums; waits until the device has come to their copy."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return [float(value) for value in self._host.tolist()]
 
 
 def _scores(run: Run, split: Index) -> Scores | None:

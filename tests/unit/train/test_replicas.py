@@ -12,17 +12,16 @@ from maect.train.trainer import Trainer
 
 def train_with_a_flipped_bit(context, *, where, **job):
     """Rank 1's copy has one other bit from step 4 on."""
-    step = Trainer._step
+    update = Trainer._update
 
-    def flipping(self, batch):
-        verdict = step(self, batch)
-        if self.step == 4 and context.rank == 1:
+    def flipping(self, sums, number):
+        update(self, sums, number)
+        if number == 4 and context.rank == 1:
             held = dict(self.objective.named_parameters()) | self.objective.saved_buffers()
             bits = held[where].data.view(torch.int32).flatten()
             bits[3] ^= 1
-        return verdict
 
-    Trainer._step = flipping
+    Trainer._update = flipping
     return train(context, **job)
 
 

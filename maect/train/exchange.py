@@ -1,0 +1,228 @@
+"""What ranks exchange in an update: gradients while the backward pass runs, then weights.
+
+Parameters lie in buckets, the last ones first, because their gradients come first. A bucket whose
+gradients are all there is on its way while the rest of the backward pass computes; buckets go in
+one order, whatever the order of hooks, so that all ranks sum alike at every start. Under ZeRO 1 a
+rank gets the sums of its slice of each bucket, updates that, and all slices are gathered; under
+ZeRO 0 every rank gets and updates all.
+
+DeepSpeed's ZeRO 1 waits for the whole device in each backward pass when it overlaps, and makes two
+exchanges and some dozens of kernels for each group of parameters, of which fine-tuning has 52.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+BUCKET = 25_000_000
+"""Elements: 100 MB take a few milliseconds between nodes, and the last one is not hidden."""
+ALIGNED = 32
+"""Elements: every parameter begins at 128 bytes, where vectorised kernels can read it."""
+
+
+@dataclass
+class Bucket:
+    """Some parameters, one behind the other, those of a group together.
+
+    Attributes:
+        parameters: each with its name and where it begins.
+        weights: of all of them, [n]; the parameters are views of it.
+        gradients: to be exchanged, [n]; under ZeRO 0 averaged in place.
+        averaged: gradients over all ranks: of this rank's slice (ZeRO 1), or of all.
+        runs: number of a parameter group and where its parameters begin and end; no gaps between.
+        own: this rank's slice.
+        views: of `gradients`, as the parameters.
+        missing: parameters whose gradients are still to come.
+        work: the exchange under way.
+    """
+
+    parameters: list[tuple[str, nn.Parameter, int]]
+    weights: Tensor
+    gradients: Tensor
+    averaged: Tensor
+    runs: list[tuple[int, int, int]]
+    own: slice
+    views: list[Tensor]
+    missing: int = 0
+    work: Any = None
+
+
+@dataclass
+class Piece:
+    """Part of a bucket that an optimizer updates as one: of one group, on this rank.
+
+    Attributes:
+        group: number of the parameter group.
+        bucket: which it is a part of.
+        start, end: within the bucket.
+        weights: in place, [end - start]; the same tensor for ever.
+        gradients: after the exchange, [end - start].
+    """
+
+    group: int
+    bucket: Bucket
+    start: int
+    end: int
+    weights: Tensor
+    gradients: Tensor
+
+
+class Exchange:
+    """The buckets of a module.
+
+    Attributes:
+        buckets: in the order in which they are exchanged.
+        pieces: what this rank updates, as large as can be.
+    """
+
+    def __init__(self, module: nn.Module, groups: list[dict[str, Any]], sharded: bool) -> None:
+        """Move trained parameters into buckets.
+
+        Args:
+            module: on its device.
+            groups: trained parameters, as AdamW takes them.
+            sharded: ZeRO 1 instead of 0.
+        """
+        self._sharded, self._ranks = sharded, dist.get_world_size()
+        self._next: int | None = None  # bucket to exchange; None: gradients only add up
+        number = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+        trained = [(n, p, number[id(p)]) for n, p in module.named_parameters() if id(p) in number]
+        bundles: list[list[tuple[str, nn.Parameter, int]]] = []
+        room = 0
+        for entry in reversed(trained):
+            length = entry[1].numel()
+            if not bundles or length > room:
+                bundles.append([])
+                room = BUCKET
+            bundles[-1].append(entry)
+            room -= length
+        self.buckets = [self._bucket(sorted(b, key=lambda entry: entry[2])) for b in bundles]
+        self.pieces = [piece for bucket in self.buckets for piece in self._pieces(bucket)]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            for bucket in self.buckets
+            for _, parameter, _ in bucket.parameters
+        ]
+
+    @torch.no_grad()
+    def _bucket(self, entries: list[tuple[str, nn.Parameter, int]]) -> Bucket:
+        """Move parameters, given with their names and groups, into a bucket."""
+        parameters: list[tuple[str, nn.Parameter, int]] = []
+        runs: list[list[int]] = []
+        length = 0
+        for name, parameter, group in entries:
+            parameters.append((name, parameter, length))
+            if not runs or runs[-1][0] != group:
+                runs.append([group, length, length])
+            length += -(-parameter.numel() // ALIGNED) * ALIGNED
+            runs[-1][2] = length
+        part = -(-length // (ALIGNED * self._ranks)) * ALIGNED
+        runs[-1][2] = part * self._ranks
+        weights = torch.zeros(part * self._ranks, device=entries[0][1].device)
+        gradients = torch.zeros_like(weights)
+        views = []
+        for _, parameter, start in parameters:
+            where = slice(start, start + parameter.numel())
+            weights[where] = parameter.reshape(-1)
+            parameter.data = weights[where].view(parameter.shape)
+            views.append(gradients[where].view(parameter.shape))
+        scattered = self._sharded and self._ranks > 1
+        averaged = gradients.new_zeros(part) if scattered else gradients
+        own = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
+        groups = [(group, start, end) for group, start, end in runs]
+        return Bucket(parameters, weights, gradients, averaged, groups, own, views)
+
+    def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
+        """What this rank updates of a bucket."""
+        begin = bucket.own.start if self._sharded else 0
+        end = bucket.own.stop if self._sharded else len(bucket.weights)
+        first = begin if len(bucket.averaged) < len(bucket.gradients) else 0
+        for group, low, high in bucket.runs:
+            low, high = max(low, begin), min(high, end)
+            if low < high:
+                gradients = bucket.averaged[low - first : high - first]
+                weights = bucket.weights[low:high]
+                yield Piece(group, bucket, low, high, weights, gradients)
+
+    def own_gradients(self) -> list[Tensor]:
+        """Averaged gradients of this rank's slices; those of all ranks are all there are."""
+        found = []
+        for piece in self.pieces:
+            low = max(piece.start, piece.bucket.own.start) - piece.start
+            high = min(piece.end, piece.bucket.own.stop) - piece.start
+            if low < high:
+                found.append(piece.gradients[low:high])
+        return found
+
+    def begin(self) -> None:
+        """Expect the last backward pass before an update: what is complete leaves at once."""
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+        self._next = 0
+
+    def finish(self) -> None:
+        """Send what has not left yet; on return the device has all sums, or waits for them."""
+        for bucket in self.buckets[self._next :]:
+            self._send(bucket)
+        self._next = None
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    def gather(self) -> None:
+        """Get the other ranks' slices of the weights."""
+        if not self._sharded or self._ranks == 1:
+            return
+        works = [
+            dist.all_gather_into_tensor(b.weights, b.weights[b.own], async_op=True)
+            for b in self.buckets
+        ]
+        for work in works:
+            assert work is not None  # asynchronous ones are not
+            work.wait()
+
+    def close(self) -> None:
+        """Remove the hooks, which would keep all this alive."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, bucket: Bucket) -> Any:
+        def count(_: Tensor) -> None:
+            bucket.missing -= 1
+            while (
+                self._next is not None
+                and self._next < len(self.buckets)
+                and not self.buckets[self._next].missing
+            ):
+                self._send(self.buckets[self._next])
+                self._next += 1
+
+        return count
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        """Copy gradients side by side, and start their exchange."""
+        targets, sources = [], []
+        for view, (_, parameter, _) in zip(bucket.views, bucket.parameters, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(parameter.grad)
+                parameter.grad = None
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if self._ranks == 1:
+            return
+        bucket.gradients.div_(self._ranks)
+        if self._sharded:
+            bucket.work = dist.reduce_scatter_tensor(
+                bucket.averaged, bucket.gradients, async_op=True
+            )
+        else:
+            bucket.work = dist.all_reduce(bucket.gradients, async_op=True)
