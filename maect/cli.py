@@ -489,7 +489,7 @@ def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
     from maect.launch.resources import count_devices, training_nodes
     from maect.stages.run import RunConfig
-    from maect.train.record import check_weights, fingerprint, is_finished, remove_states
+    from maect.train.run_folder import check_weights, fingerprint, is_finished, remove_states
 
     target = options.out or options.config
     theirs = target.parent / "config.yaml"

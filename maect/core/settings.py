@@ -4,9 +4,9 @@ import hashlib
 import json
 import os
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -20,7 +20,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from maect.core.errors import UserError, did_you_mean
+from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import write_text
 
 
@@ -134,6 +134,9 @@ class SettingsFile(Settings):
     so that only a file that was edited is checked again.
     """
 
+    kinds: ClassVar[tuple[str, Mapping[str, type[Settings]]] | None] = None
+    """The key that names the class of `settings`, and the classes; none: there is one class."""
+
     @classmethod
     def read(
         cls, path: str | Path, changes: Iterable[str] = (), submitted: str | None = None
@@ -174,6 +177,12 @@ class SettingsFile(Settings):
     @classmethod
     def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
         """The object that nested values describe."""
+        if cls.kinds is not None:
+            key, classes = cls.kinds
+            kind = str(values.get(key))
+            check_names(f"{where}: {key}", [kind], classes)
+            settings = validated(classes[kind], values.get("settings", {}), f"{where}: settings")
+            values = values | {"settings": settings}
         return validated(cls, values, where, context)
 
     def check(self, where: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from pydantic import Field, SerializeAsAny, ValidationError
 
-from maect.core.errors import UserError, check_names, did_you_mean
-from maect.core.settings import LocalPath, SettingsFile, digest, one_line, validated
+from maect.core.errors import UserError, did_you_mean
+from maect.core.settings import LocalPath, SettingsFile, digest, one_line
 from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.base import Features, Input, Left, Protocol, Shards, Trained
 from maect.evaluate.clustering import Clustering
@@ -107,13 +107,7 @@ class EvaluationConfig(SettingsFile):
     left, folders of shards, or folders of runs."""
     settings: SerializeAsAny[Protocol]
 
-    @classmethod
-    def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
-        """The evaluation that nested values describe; `settings` are those of its protocol."""
-        protocol = str(values.get("protocol"))
-        check_names(f"{where}: protocol", [protocol], PROTOCOLS)
-        settings = validated(PROTOCOLS[protocol], values.get("settings", {}), f"{where}: settings")
-        return super().parse(values | {"settings": settings}, where, context)
+    kinds = ("protocol", PROTOCOLS)
 
     def named(self, path: Path) -> Self:
         """The same evaluation, to be at another path."""

@@ -15,7 +15,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import checked_sha256, read_json
 from maect.core.settings import later
-from maect.evaluate.base import Count, Images, Input, Job, Protocol, Shards, Trained
+from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 from maect.stages.base import Supervised
@@ -93,7 +93,7 @@ class Accuracy(Supervised, Protocol):
         """Whether the encoder runs in float32."""
         return self.precision == "fp32"
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `fine_tune`, or `low_shot_N`, `low_shot_Npct`.
 
         Each is the mean over seeds (with `_std` and `_seeds`) or splits (`_splits`), of every
@@ -112,7 +112,9 @@ class Accuracy(Supervised, Protocol):
             )
         return self.score(context, job, dict(zip(asked, given, strict=True)))
 
-    def score(self, context: Context, job: Job, folders: Mapping[str, Path]) -> dict[str, Any]:
+    def score(
+        self, context: Context, job: EvaluationJob, folders: Mapping[str, Path]
+    ) -> dict[str, Any]:
         """The metrics of finished runs, by the last parts of their names."""
         from maect.core.distributed import device_of, process_group
         from maect.data.index import open_index

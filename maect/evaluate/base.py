@@ -66,7 +66,7 @@ class Interrupted(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class EvaluationJob:
     """An evaluation of a run, with the inputs that its protocol declares.
 
     Attributes:
@@ -151,7 +151,7 @@ class Protocol(Settings):
         """Return what `evaluate` reads beside the encoder, by the name that it asks for."""
 
     @abstractmethod
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Compute the metrics; called on every rank if `every_rank`, otherwise on rank 0.
 
         Raises:

@@ -14,7 +14,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import Features, Input, Job, Protocol, idle_cpus
+from maect.evaluate.base import EvaluationJob, Features, Input, Protocol, idle_cpus
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,7 +49,7 @@ class Clustering(Protocol):
         """Features of the test split."""
         return {"test": Features(self.test_split)}
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Scores in percent, of the best run and over all, and the silhouette of the true classes.
 
         Metrics of a class subset carry its name as a prefix. Beside the JSON,

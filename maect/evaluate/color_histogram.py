@@ -14,7 +14,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import digest
-from maect.evaluate.base import Encodes, Images, Input, Job, Shards
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -53,7 +53,7 @@ class ColorHistogram(Encodes):
         seen = self.epochs * images(self.train_split) + images(self.test_split)
         return encode_flops(encoder) * seen
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Errors in percent of a uniform prediction's: `errors` of every block, first to last.
 
         `error_last` and `error_mean` are of the last block and the mean; `uniform_error` is the
@@ -130,7 +130,7 @@ def _targets(batch: Batch, images: Tensor) -> Tensor:
 
 
 def _errors(
-    context: Context, job: Job, test: Index, encoding: Encoding, heads: dict[str, Tensor]
+    context: Context, job: EvaluationJob, test: Index, encoding: Encoding, heads: dict[str, Tensor]
 ) -> tuple[list[float], float]:
     """Mean absolute error of each block's head on the test split, and of a uniform prediction."""
     import torch

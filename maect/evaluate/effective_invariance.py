@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.core.context import Context
-from maect.evaluate.base import Encodes, Images, Input, Job, Left, Shards
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Left, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -46,7 +46,7 @@ class EffectiveInvariance(Encodes):
         """Encode every test image as it is, turned three times and recoloured."""
         return encode_flops(encoder) * images(self.test_split) * (4 + self.draws)
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Means over the test images and changes, 0 to 1.
 
         `ei_rotation` and `ei_color` by the authors' code; `ei_rotation_paper`, `ei_color_paper` by

@@ -37,7 +37,7 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.settings import digest
-from maect.evaluate.base import Encodes, Images, Input, Job, Shards, encoder_checksum
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards, encoder_checksum
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -87,7 +87,7 @@ class EfficientProbe(Encodes):
         seen = images(self.train_split) + images(self.test_split)
         return encode_flops(encoder) * self.epochs * seen
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `efficient_probe` (best epoch), `efficient_probe_last`, and all.
 
         Beside the JSON, a safetensors file of the same name keeps the probe of the best epoch.
@@ -266,7 +266,9 @@ def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) 
         parameter.grad = None
 
 
-def _accuracy(context: Context, job: Job, test: Index, encoding: Encoding, probe: Probe) -> float:
+def _accuracy(
+    context: Context, job: EvaluationJob, test: Index, encoding: Encoding, probe: Probe
+) -> float:
     """In percent, on the test split; the tokens of all its images would not fit into memory.
 
     Raises:

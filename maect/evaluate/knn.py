@@ -14,7 +14,7 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, Features, Input, Job, Positive, Protocol, idle_cpus
+from maect.evaluate.base import Count, EvaluationJob, Features, Input, Positive, Protocol, idle_cpus
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ class Knn(Protocol):
         """Features of both splits."""
         return {"train": Features(self.train_split), "test": Features(self.test_split)}
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Metrics in percent: `knn`, `knn_standardized`, and the full sweep over k and T.
 
         `knn_best_k` and `knn_standardized_best_k` choose k on the test split, as the paper does for

@@ -15,7 +15,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import digest
-from maect.evaluate.base import Encodes, Images, Input, Job, Positive, Shards
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Positive, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -66,7 +66,7 @@ class LinearProbe(Encodes):
         seen = self.epochs * images(self.train_split) + images(self.test_split)
         return encode_flops(encoder) * seen
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
 
         With `concat` instead `concat_l` for the last l blocks, `concat_cls_mean` and, of an encoder
@@ -136,7 +136,7 @@ class _Probe:
     def __init__(
         self,
         context: Context,
-        job: Job,
+        job: EvaluationJob,
         settings: LinearProbe,
         train: Index,
         encoding: Encoding,
@@ -239,7 +239,7 @@ class _Probe:
 
 
 def _test_features(
-    context: Context, job: Job, test: Index, encoding: Encoding
+    context: Context, job: EvaluationJob, test: Index, encoding: Encoding
 ) -> tuple[Tensor, Tensor]:
     """Features of the test split on every rank, [n, D], and its labels."""
     import torch
@@ -290,7 +290,7 @@ class TrainedProbe:
         class_names: of the data that the probe was trained on.
     """
 
-    def __init__(self, job: Job, device: torch.device, precision: Precision) -> None:
+    def __init__(self, job: EvaluationJob, device: torch.device, precision: Precision) -> None:
         """Load the run's encoder and the probe of the job.
 
         Raises:
@@ -339,7 +339,7 @@ class TrainedProbe:
             )
 
     def share(
-        self, context: Context, job: Job, index: Index
+        self, context: Context, job: EvaluationJob, index: Index
     ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
         """This rank's images uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
         from maect.train.accuracy import share

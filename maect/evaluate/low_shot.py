@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, Features, Fraction, Input, Job, Protocol, idle_cpus
+from maect.evaluate.base import Count, EvaluationJob, Features, Fraction, Input, Protocol, idle_cpus
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +72,7 @@ class LowShot(Protocol):
         """Features of both splits."""
         return {"train": Features(self.train_split), "test": Features(self.test_split)}
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`.
 
         Raises:

@@ -24,7 +24,7 @@ from maect.core.files import atomic_write
 from maect.data.index import Index
 from maect.data.loader import Batch, train_batches
 from maect.data.transforms import augment
-from maect.evaluate.base import Interrupted, Job
+from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.features import Encoding
 from maect.recipes import View
 from maect.train.optimizer import schedule
@@ -70,7 +70,7 @@ class Probing:
     def __init__(
         self,
         context: Context,
-        job: Job,
+        job: EvaluationJob,
         settings: Schedule,
         train: Index,
         encoding: Encoding,

@@ -14,7 +14,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError, check_names
 from maect.core.files import atomic_write
 from maect.core.settings import later
-from maect.evaluate.base import Features, Input, Job, Left, Protocol, Shards, idle_cpus
+from maect.evaluate.base import EvaluationJob, Features, Input, Left, Protocol, Shards, idle_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ class Retrieval(Protocol):
             "clusters": Left(self.clustering),
         }
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.
 
         Writes `retrieval.safetensors` beside the JSON: `query_images` uint8 [q, S, S, 3],

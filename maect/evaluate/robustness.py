@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Encodes, Images, Input, Job, Left, Shards
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Left, Shards
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops
 
@@ -52,7 +52,7 @@ class Robustness(Encodes):
         """Encode every image once."""
         return encode_flops(encoder) * sum(map(images, self.splits))
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracy in percent on each of `splits`, by its name; and how many classes it has.
 
         Raises:
@@ -84,7 +84,7 @@ class Robustness(Encodes):
 
 
 def _accuracy(
-    context: Context, job: Job, probe: TrainedProbe, index: Index, classes: torch.Tensor
+    context: Context, job: EvaluationJob, probe: TrainedProbe, index: Index, classes: torch.Tensor
 ) -> float:
     from maect.train.accuracy import accuracy
 

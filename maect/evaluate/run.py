@@ -14,9 +14,9 @@ from maect.core.files import read_json, sha256_file, write_record
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import (
+    EvaluationJob,
     Features,
     Interrupted,
-    Job,
     Left,
     Protocol,
     Shards,
@@ -46,12 +46,14 @@ def evaluate(context: Context, *, config: str | Path, digest: str | None = None)
     return run(context, job_of(resolved, Path(config)), resolved.settings)
 
 
-def job_of(resolved: EvaluationConfig, config: Path) -> Job:
+def job_of(resolved: EvaluationConfig, config: Path) -> EvaluationJob:
     """The job that a resolved file describes; its result goes beside the file."""
-    return Job(resolved.run, config.with_suffix(".json"), resolved.inputs, resolved.resize)
+    return EvaluationJob(
+        resolved.run, config.with_suffix(".json"), resolved.inputs, resolved.resize
+    )
 
 
-def run(context: Context, job: Job, protocol: Protocol) -> str:
+def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
     """Evaluate and write `job.out`, atomically; called on every rank.
 
     Returns:
@@ -110,7 +112,7 @@ def completion(config: str | Path) -> Callable[[], bool]:
     return is_finished
 
 
-def evaluated_encoder(job: Job, protocol: Protocol) -> str | None:
+def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
     """sha256 of what is evaluated: the run's encoder or, without its file, that of the features.
 
     Raises:
@@ -133,7 +135,7 @@ def evaluated_encoder(job: Job, protocol: Protocol) -> str | None:
 
 
 def provenance(
-    job: Job, protocol: Protocol, world_size: int, encoder_sha256: str | None
+    job: EvaluationJob, protocol: Protocol, world_size: int, encoder_sha256: str | None
 ) -> dict[str, Any]:
     """Where a result comes from: run, encoder, data and versions."""
     versions = {"maect": __version__, "python": platform.python_version()}
@@ -152,7 +154,7 @@ def provenance(
     }
 
 
-def _sources(job: Job, protocol: Protocol) -> dict[str, dict[str, Any]]:
+def _sources(job: EvaluationJob, protocol: Protocol) -> dict[str, dict[str, Any]]:
     """`splits`, with what is known of their features or images, and `inputs`, with checksums."""
     splits: dict[str, Any] = {}
     inputs: dict[str, Any] = {}

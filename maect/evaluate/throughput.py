@@ -21,7 +21,7 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Input, Job, Protocol
+from maect.evaluate.base import EvaluationJob, Input, Protocol
 from maect.recipes import Encoder, visible_patches
 from maect.stages import Training, load_recipe
 
@@ -149,7 +149,7 @@ class Throughput(Protocol):
         """Nothing beside the encoder's shape."""
         return {}
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Images per second, by stage (`pretrain`, `head`, `tune`, …) and method; device hours.
 
         `samples_per_second` counts images, not views, from the median step; `fastest` and `slowest`

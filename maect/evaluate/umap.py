@@ -12,7 +12,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import Features, Input, Job, Protocol
+from maect.evaluate.base import EvaluationJob, Features, Input, Protocol
 
 
 class Umap(Protocol):
@@ -36,7 +36,7 @@ class Umap(Protocol):
         """Features of the test split."""
         return {"test": Features(self.test_split)}
 
-    def evaluate(self, context: Context, job: Job) -> dict[str, Any]:
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n].
 
         Raises:

@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from maect.core.errors import UserError
 from maect.core.settings import one_line
 from maect.recipes import Encoder, load_encoder, merge, recipe_values
-from maect.stages.base import EVERY_OTHER, Stage, Training
 from maect.stages.fine_tune import FineTune
 from maect.stages.head import Head
 from maect.stages.imported import Import
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
+from maect.train.stage import EVERY_OTHER, Stage, Training
 
 __all__ = [
     "STAGES",

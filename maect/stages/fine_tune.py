@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.recipes import Encoder
 from maect.recipes.flops import parameters, view_flops
-from maect.stages.base import EVERY_OTHER, Supervised, Training
+from maect.stages.base import Supervised
+from maect.train.stage import EVERY_OTHER, Training
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index

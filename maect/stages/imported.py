@@ -10,7 +10,7 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, sha256_file, write_record
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
-from maect.stages.base import Stage
+from maect.train.stage import Stage
 
 if TYPE_CHECKING:  # it imports torch
     from maect.models.checkpoints import Converted
@@ -64,7 +64,7 @@ def import_weights(
     """
     from maect.models.checkpoints import convert, find_layout, read_checkpoint
     from maect.models.weights import save_encoder
-    from maect.train.record import origin
+    from maect.train.run_folder import origin
 
     record = folder / "run.json"
     trained = (folder / "state").exists() or (folder / "metrics.jsonl").exists()

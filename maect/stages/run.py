@@ -1,7 +1,7 @@
 """A run: its resolved file, `runs/RUN/config.yaml`, and what its ranks do with it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 from pydantic import Field, SerializeAsAny
 
@@ -42,13 +42,7 @@ class RunConfig(SettingsFile):
     look: Look | None = None
     """How often its encoder is looked at while it trains; no part of the run's identity."""
 
-    @classmethod
-    def parse(cls, values: dict[str, Any], where: str, context: dict[str, Any]) -> Self:
-        """The run that nested values describe; `settings` are those of its stage."""
-        stage = str(values.get("stage"))
-        check_names(f"{where}: stage", [stage], STAGES)
-        settings = validated(STAGES[stage], values.get("settings", {}), f"{where}: settings")
-        return super().parse(values | {"settings": settings}, where, context)
+    kinds = ("stage", STAGES)
 
     def check(self, where: str) -> None:
         """Refuse settings that do not fit the encoder, or the run to start from."""

@@ -7,7 +7,8 @@ from pydantic import Field, model_validator
 
 from maect.recipes import Contrastive, Encoder, visible_patches
 from maect.recipes.flops import head_flops, head_parameters, parameters, view_flops
-from maect.stages.base import SelfSupervised, Stage
+from maect.stages.base import SelfSupervised
+from maect.train.stage import Stage
 
 if TYPE_CHECKING:  # these import torch
     from maect.stages.objectives import ContrastiveObjective

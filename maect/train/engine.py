@@ -23,7 +23,7 @@ from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_mem
 from maect.models.vit import use_attention
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.exchange import Exchange, Piece
-from maect.train.objective import EngineSettings
+from maect.train.stage import Training
 
 _BUCKET = 50_000_000
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,7 +69,7 @@ class Engine:
     def __init__(
         self,
         module: nn.Module,
-        settings: EngineSettings,
+        settings: Training,
         groups: list[dict[str, Any]],
         device: torch.device,
     ) -> None:

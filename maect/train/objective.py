@@ -1,18 +1,14 @@
-"""What the trainer asks of a stage and of the module that the stage builds."""
+"""What the trainer asks of the module that a stage builds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from maect.data.index import Index
 from maect.data.loader import Batch
-from maect.data.transforms import Change
 from maect.models.vit import VisionEncoder
-from maect.recipes import Encoder, View
 from maect.train.checkpoint import StateReader
 
 Gathered = Callable[[nn.Module], AbstractContextManager[None]]
@@ -73,95 +69,3 @@ class Objective(nn.Module):
                 parameter.copy_(reader.full("param", name, parameter.shape))
         for name, value in self.saved_buffers().items():
             value.copy_(reader.buffer(name))
-
-
-class EngineSettings(Protocol):
-    """How a step is computed."""
-
-    @property
-    def batch_size(self) -> int:
-        """Images of the global batch."""
-
-    @property
-    def accumulation(self) -> int:
-        """Forward passes per update."""
-
-    @property
-    def zero_stage(self) -> int:
-        """What DeepSpeed's ZeRO shards, 0 to 3."""
-
-    @property
-    def beta1(self) -> float:
-        """Decay of AdamW's first moment."""
-
-    @property
-    def beta2(self) -> float:
-        """Decay of AdamW's second moment."""
-
-    @property
-    def compile(self) -> bool:
-        """Whether to compile the transformer blocks."""
-
-    @property
-    def attention(self) -> Literal["sdpa", "flash_attn"]:
-        """Which kernel computes attention."""
-
-
-class Trainable(EngineSettings, Protocol):
-    """Settings of a stage that trains, with what the trainer asks of them."""
-
-    name: ClassVar[str]
-    keeps_state: ClassVar[bool]
-
-    @property
-    def epochs(self) -> int:
-        """Passes over the images."""
-
-    @property
-    def precision(self) -> Literal["bf16", "fp32"]:
-        """Of matrix products."""
-
-    @property
-    def leaves(self) -> tuple[str, ...]:
-        """Files that a finished run has beside `run.json`."""
-
-    @property
-    def encoder_average(self) -> float | None:
-        """Momentum of the encoder's running average; None: no average."""
-
-    def model_dump(self, *, mode: str = ...) -> dict[str, Any]:
-        """The settings as JSON values."""
-
-    def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of ranks that the batch does not split over."""
-
-    def training_images(self, index: Index) -> Index:
-        """The images to train on, out of a split."""
-
-    def total_steps(self, images: int) -> int:
-        """Updates of the whole training."""
-
-    def lr_multiplier(self, step: int, steps: int) -> float:
-        """Fraction of the peak learning rates in an update."""
-
-    def view_settings(self) -> tuple[View, ...]:
-        """How each view of an image is made."""
-
-    def image_change(self, seed: int) -> Change | None:
-        """What happens to each decoded image, if anything."""
-
-    def flops_per_image(self, encoder: Encoder) -> float:
-        """Operations of a training step, per image."""
-
-    def build(
-        self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
-    ) -> Objective:
-        """The objective on the CPU, with initial weights from `seed` and `source`."""
-
-    def parameter_groups(self, objective: Objective) -> list[dict[str, Any]]:
-        """Trainable parameters with their peak learning rates."""
-
-    def export(
-        self, folder: Path, encoder: Encoder, reader: StateReader, source: Path | None, index: Index
-    ) -> dict[str, Any]:
-        """Write what the run leaves; returns what `run.json` says about it."""

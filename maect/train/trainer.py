@@ -41,8 +41,9 @@ from maect.train.engine import Engine, start
 from maect.train.fence import Fence
 from maect.train.look import Looker
 from maect.train.metrics import Metrics, entries, log_interval, missing, usage
-from maect.train.objective import Objective, Trainable
-from maect.train.record import claim, fingerprint, is_finished, origin, remove_states
+from maect.train.objective import Objective
+from maect.train.run_folder import claim, fingerprint, is_finished, origin, remove_states
+from maect.train.stage import Training
 from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Run:
 
     folder: Path
     shards: Path
-    stage: Trainable
+    stage: Training
     encoder: Encoder
     seed: int
     source: Path | None = None
@@ -219,7 +220,7 @@ class Trainer:
     """
 
     context: Context
-    stage: Trainable
+    stage: Training
     encoder: Encoder
     objective: Objective
     engine: Engine

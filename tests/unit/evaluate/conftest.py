@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, Store
 
 from maect.evaluate import EvaluationConfig
-from maect.evaluate.base import Job, Protocol
+from maect.evaluate.base import EvaluationJob, Protocol
 from maect.evaluate.store import write_features
 
 
@@ -85,20 +85,20 @@ def blobs(n: int, width: int, classes: int, seed: int, spread: float = 1.0):
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
+def job(tmp_path: Path) -> EvaluationJob:
     """300 train and 90 test samples of 6 overlapping classes."""
     train = store(tmp_path / "train.safetensors", *blobs(300, 12, 6, 0))
     test = store(tmp_path / "test.safetensors", *blobs(90, 12, 6, 1))
-    return Job(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
+    return EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
 
 
-def given(job: Job, **inputs: Path | None) -> Job:
+def given(job: EvaluationJob, **inputs: Path | None) -> EvaluationJob:
     """The job with other inputs; None takes one away."""
     every = {**job.inputs, **inputs}
     return replace(job, inputs={name: path for name, path in every.items() if path is not None})
 
 
-def resolved(job: Job, settings: Protocol) -> Path:
+def resolved(job: EvaluationJob, settings: Protocol) -> Path:
     """The resolved file of an evaluation, beside its result."""
     path = job.out.with_suffix(".yaml")
     EvaluationConfig(

@@ -9,7 +9,7 @@ from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
 from maect.evaluate import clustering
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.store import open_features
 
@@ -60,7 +60,7 @@ def test_perfect_and_useless_clusters() -> None:
     assert one == pytest.approx({"accuracy": 20.0, "nmi": 0.0, "ami": 0.0, "ari": 0.0}, abs=1e-9)
 
 
-def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
+def test_protocol_is_the_plain_loop(job: EvaluationJob, rank: Rank) -> None:
     settings = Clustering(runs=7, batch_size=32)
     metrics = settings.evaluate(rank, job)
     test = open_features(job.path("test"))
@@ -97,14 +97,14 @@ def test_protocol_is_the_plain_loop(job: Job, rank: Rank) -> None:
     assert arrays["centers"].shape == (6, 12)
 
 
-def test_processes_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_do_not_matter(job: EvaluationJob, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits from this process alone, and from others."""
     monkeypatch.setattr(clustering, "SMALL", 0)
     runs = [Clustering(runs=9, batch_size=32).evaluate(Rank(cpus=n), job) for n in (1, 2)]
     assert runs[0] == runs[1]
 
 
-def test_class_subset(tmp_path: Path, job: Job, rank: Rank) -> None:
+def test_class_subset(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
     features, labels = blobs(90, 12, 6, 1)
     names = ["ant", "bee", "cat", "dog", "eel", "fox"]
     test = store(tmp_path / "test.safetensors", features, labels, class_names=names)
@@ -119,7 +119,9 @@ def test_class_subset(tmp_path: Path, job: Job, rank: Rank) -> None:
         Clustering(subsets={"pets": ("gnu",)}).evaluate(rank, job)
 
 
-def test_collapsed_features_and_one_class_are_refused(tmp_path: Path, job: Job, rank: Rank) -> None:
+def test_collapsed_features_and_one_class_are_refused(
+    tmp_path: Path, job: EvaluationJob, rank: Rank
+) -> None:
     same = store(tmp_path / "a.safetensors", np.full((20, 4), 0.1), np.arange(20) % 3)
     with pytest.raises(UserError, match="fewer distinct features than the 3 classes"):
         Clustering(runs=2).evaluate(rank, given(job, test=same))
@@ -130,7 +132,7 @@ def test_collapsed_features_and_one_class_are_refused(tmp_path: Path, job: Job, 
 
 
 def test_every_class_once_has_no_silhouette(
-    tmp_path: Path, job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, job: EvaluationJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found before anything is clustered, also where only a subset's classes have one each."""
     monkeypatch.setattr(clustering, "cluster", lambda *_: pytest.fail("clustered before the check"))

@@ -13,7 +13,7 @@ from maect.core.errors import UserError
 from maect.data.index import ID, Index, open_index
 from maect.data.subsets import class_view, fraction_rows, fraction_rows_of, subset_record
 from maect.evaluate.accuracy import Accuracy, FineTuned
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import extract
 from maect.evaluate.low_shot import LowShot, choose, labelled
 from maect.evaluate.store import open_features
@@ -128,7 +128,7 @@ def test_a_mean_and_what_it_is_the_mean_of(
     monkeypatch.setattr("maect.evaluate.accuracy.FineTuned", Trained)
     inputs = {"test": images / "shards" / "val", "trained": [tmp_path / "a", tmp_path / "b"]}
     job, settings = (
-        Job(tmp_path, tmp_path / "x.json", inputs),
+        EvaluationJob(tmp_path, tmp_path / "x.json", inputs),
         Accuracy(shots=(1,), splits=2, **FEW),
     )
     metrics = settings.evaluate(Rank(), job)
@@ -137,7 +137,7 @@ def test_a_mean_and_what_it_is_the_mean_of(
     assert metrics["low_shot_1"] == 70.0 and metrics["low_shot_1_splits"] == [70.0, 70.0]
     assert metrics["weights_sha256"] == {"low_shot_1-split1": "a", "low_shot_1-split2": "b"}
     assert list(job.notes["subsets"]) == ["low_shot_1-split1", "low_shot_1-split2"]
-    alone = Job(tmp_path, tmp_path / "x.json", inputs | {"trained": [tmp_path / "a"]})
+    alone = EvaluationJob(tmp_path, tmp_path / "x.json", inputs | {"trained": [tmp_path / "a"]})
     metrics = Accuracy(seed=2, **FEW).evaluate(Rank(), alone)
     assert set(metrics) == {
         "fine_tune", "fine_tune_last", "losses", "weights_sha256", "accuracies",
@@ -158,7 +158,9 @@ def test_only_the_runs_that_were_asked_for_are_scored(images: Path, tmp_path: Pa
 
 
 def test_as_many_runs_as_are_asked_for(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", tmp_path / "fine_tune.json", {"trained": [tmp_path / "a"]})
+    job = EvaluationJob(
+        tmp_path / "run", tmp_path / "fine_tune.json", {"trained": [tmp_path / "a"]}
+    )
     settings = Accuracy(seeds=2)
     with pytest.raises(UserError, match=r"fine_tune: asks for 2 fine-tuned runs, .* names 1"):
         settings.evaluate(Rank(), job)

@@ -17,7 +17,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, write_json
 from maect.data.index import open_index
 from maect.evaluate.accuracy import Accuracy, FineTuned
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import Encoding
 from maect.evaluate.run import evaluate
 from maect.models.weights import load_encoder_weights
@@ -71,7 +71,7 @@ def scored(images: Path, folder: Path, settings: Accuracy = SETTINGS) -> dict[st
     """The result of the protocol on one rank."""
     out, test = folder / "fine_tune.json", images / "shards" / "val"
     inputs = {"trained": [folder / suffix for suffix in settings.trainings()], "test": test}
-    config = resolved(Job(images / "runs" / "mae", out, inputs, resize=16), settings)
+    config = resolved(EvaluationJob(images / "runs" / "mae", out, inputs, resize=16), settings)
     assert evaluate(Rank(), config=config) == "done"
     return read_json(out)
 

@@ -7,7 +7,7 @@ from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
 from maect.evaluate import knn
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.knn import Knn
 from maect.evaluate.store import moments, open_features, standardize
 
@@ -29,7 +29,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("standardized", [False, True])
-def test_agrees_with_scikit_learn(job: Job, rank: Rank, small_blocks, standardized: bool) -> None:
+def test_agrees_with_scikit_learn(
+    job: EvaluationJob, rank: Rank, small_blocks, standardized: bool
+) -> None:
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
     x, y = train.all() + 0, test.all() + 0
@@ -63,7 +65,7 @@ def exact(train, queries, k: int):
 
 
 @pytest.mark.parametrize("k", [1, 17, 300])
-def test_neighbours_are_exact(job: Job, small_blocks, k: int) -> None:
+def test_neighbours_are_exact(job: EvaluationJob, small_blocks, k: int) -> None:
     train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
     similarity, ids = knn.nearest(train, queries, k)
     expected, names = exact(train.all(), queries, k)
@@ -82,7 +84,9 @@ def test_copies_are_all_there(tmp_path: Path, small_blocks) -> None:
     assert all(len(set(row)) == 7 for row in ids.tolist())
 
 
-def test_threads_and_blocks_do_not_matter(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_blocks_do_not_matter(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train, queries = open_features(job.path("train")), open_features(job.path("test")).all()
     whole = knn.nearest(train, queries, 20)
     assert all(map(np.array_equal, whole, knn.nearest(train, queries, 20, threads=4)))
@@ -121,7 +125,9 @@ def test_order_of_the_train_set_is_no_worst_case(tmp_path: Path, small_blocks) -
     assert np.array_equal(ids, np.tile(np.arange(299, 290, -1), (2, 1)))
 
 
-def test_moments_are_those_of_standard_scaler(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_are_those_of_standard_scaler(
+    job: EvaluationJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("maect.evaluate.store._CHUNK", 70)
     train = open_features(job.path("train"))
     scaler = StandardScaler().fit(train.all().astype(np.float64))
@@ -137,7 +143,7 @@ def test_constant_and_zero_features_are_defined(tmp_path: Path, rank: Rank) -> N
         rows = np.full((40, 5), value)
         train = store(tmp_path / f"{value}.safetensors", rows, labels)
         test = store(tmp_path / f"{value}-test.safetensors", rows[:4], [2, 1, 0, 2])
-        job = Job(tmp_path, tmp_path / "out.json", {"train": train, "test": test})
+        job = EvaluationJob(tmp_path, tmp_path / "out.json", {"train": train, "test": test})
         metrics = Knn(k=40, sweep=(1, 10)).evaluate(rank, job)
         assert metrics["knn"] == metrics["knn_standardized"] == 25.0  # the largest class
         scale = moments(open_features(train).rows, 40, 5)
@@ -148,12 +154,14 @@ def test_one_class(tmp_path: Path, rank: Rank) -> None:
     train = store(tmp_path / "a.safetensors", blobs(30, 4, 2, 0)[0], np.full(30, 3))
     test = store(tmp_path / "b.safetensors", blobs(8, 4, 2, 1)[0], [3] * 6 + [1] * 2)
     assert (
-        Knn().evaluate(rank, Job(tmp_path, tmp_path / "o", {"train": train, "test": test}))["knn"]
+        Knn().evaluate(
+            rank, EvaluationJob(tmp_path, tmp_path / "o", {"train": train, "test": test})
+        )["knn"]
         == 75.0
     )
 
 
-def test_more_neighbours_than_samples(job: Job, rank: Rank) -> None:
+def test_more_neighbours_than_samples(job: EvaluationJob, rank: Rank) -> None:
     with pytest.raises(UserError, match="k 400 is more than the 300 samples"):
         Knn(k=400).evaluate(rank, job)
     # A sweep leaves out what the train set cannot answer.

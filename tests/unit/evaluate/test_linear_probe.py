@@ -12,7 +12,7 @@ from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate import probing
-from maect.evaluate.base import Interrupted, Job
+from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.features import Encoding
 from maect.evaluate.heads import Heads
 from maect.evaluate.linear_probe import LinearProbe, representations
@@ -33,9 +33,9 @@ SETTINGS = LinearProbe(
 )
 
 
-def job_of(images: Path, out: Path) -> Job:
+def job_of(images: Path, out: Path) -> EvaluationJob:
     shards = images / "shards"
-    return Job(
+    return EvaluationJob(
         images / "runs" / "mae",
         out,
         {"train": shards / "train", "test": shards / "val"},
@@ -151,7 +151,7 @@ def test_a_kill_loses_no_more_than_an_epoch(
     assert len(steps) == 18 - 10  # from the end of the second epoch
 
 
-def refuses_broken_features(job: Job, settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def refuses_broken_features(job: EvaluationJob, settings, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second training batch on one image's features are not finite: nothing is saved."""
     with pytest.raises(Interrupted):
         settings.evaluate(Rank(patience=6), job)
@@ -237,7 +237,7 @@ def test_wrong_input(images: Path, tmp_path: Path, rank: Rank) -> None:
     with pytest.raises(UserError, match="4 epochs of 150 images are less than one batch of 1024"):
         huge.evaluate(rank, job)
     with pytest.raises(UserError, match="lacks the input 'train'"):
-        SETTINGS.evaluate(rank, Job(job.run, job.out))
+        SETTINGS.evaluate(rank, EvaluationJob(job.run, job.out))
 
 
 def test_an_encoder_read_by_cls_is_also_probed_by_the_mean_alone() -> None:

@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
 from maect.evaluate import low_shot
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.low_shot import LowShot
 from maect.evaluate.store import open_features
 
@@ -98,7 +98,7 @@ def test_prepare_is_cyanures_preprocess() -> None:
     np.testing.assert_allclose(low_shot.prepare(features), expected, atol=1e-12)
 
 
-def test_whole_protocol_agrees_with_scikit_learn(job: Job, rank: Rank) -> None:
+def test_whole_protocol_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank) -> None:
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     settings = LowShot(l2=0.05, solver="lbfgs")
     metrics = settings.evaluate(rank, job)
@@ -116,7 +116,7 @@ def test_whole_protocol_agrees_with_scikit_learn(job: Job, rank: Rank) -> None:
     assert metrics["low_shot_5"] > metrics["low_shot_1"]
 
 
-def test_fractions_of_the_labels(job: Job, rank: Rank) -> None:
+def test_fractions_of_the_labels(job: EvaluationJob, rank: Rank) -> None:
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     settings = LowShot(shots=(), fractions=(0.1, 1.0), l2=0.05, solver="lbfgs")
     metrics = settings.evaluate(rank, job)
@@ -131,12 +131,12 @@ def test_fractions_of_the_labels(job: Job, rank: Rank) -> None:
     assert metrics["low_shot_100pct"] > metrics["low_shot_10pct"] > 30
 
 
-def test_threads_do_not_matter(job: Job) -> None:
+def test_threads_do_not_matter(job: EvaluationJob) -> None:
     runs = [LowShot().evaluate(Rank(cpus=n), job) for n in (1, 4)]
     assert runs[0] == runs[1]
 
 
-def test_seeded_subsets(job: Job) -> None:
+def test_seeded_subsets(job: EvaluationJob) -> None:
     train = open_features(job.path("train"))
     chosen = {
         (shots, split): low_shot.choose(train, shots, split, LowShot())
@@ -160,7 +160,9 @@ def test_too_few_samples_of_a_class(tmp_path: Path) -> None:
         low_shot.choose(train, 5, 1, LowShot())
 
 
-def test_a_named_class_without_samples_is_an_error(tmp_path: Path, job: Job, rank: Rank) -> None:
+def test_a_named_class_without_samples_is_an_error(
+    tmp_path: Path, job: EvaluationJob, rank: Rank
+) -> None:
     names = ["ant", "bee", "cat"]
     rows, labels = blobs(12, 4, 2, 0)[0], [0] * 8 + [2] * 4
     path = store(tmp_path / "a.safetensors", rows, labels, class_names=names)
@@ -171,14 +173,16 @@ def test_a_named_class_without_samples_is_an_error(tmp_path: Path, job: Job, ran
     LowShot(shots=(), fractions=(1.0,), solver="lbfgs").evaluate(rank, both)
 
 
-def test_one_class_is_one_line_with_the_file(tmp_path: Path, job: Job, rank: Rank) -> None:
+def test_one_class_is_one_line_with_the_file(
+    tmp_path: Path, job: EvaluationJob, rank: Rank
+) -> None:
     path = store(tmp_path / "one.safetensors", blobs(12, 4, 2, 0)[0], [3] * 12)
     for settings in (LowShot(), LowShot(shots=(), fractions=(0.5,))):
         with pytest.raises(UserError, match=r"one\.safetensors: low_shot needs at least two"):
             settings.evaluate(rank, given(job, train=path, test=path))
 
 
-def test_lists_name_the_samples(tmp_path: Path, job: Job, rank: Rank) -> None:
+def test_lists_name_the_samples(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
     features, labels = blobs(30, 6, 3, 0)
     keys = [f"n{label:08d}/n{label:08d}_{i}" for i, label in enumerate(labels)]
     train = store(tmp_path / "t.safetensors", features, labels, keys)

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate import clustering, retrieval
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.features import extract
 from maect.evaluate.retrieval import Retrieval
@@ -21,13 +21,13 @@ from .conftest import Rank, given, store
 
 
 @pytest.fixture(scope="module")
-def clustered(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def clustered(images: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
     """Features and clusters of the validation digits, all of them and three classes."""
     root = tmp_path_factory.mktemp("clustered")
     run, shards = images / "runs" / "mae", images / "shards" / "val"
     extract(Rank(), encoder=run / "encoder.safetensors", shards=shards, out=root / "val.st",
             resize=16)  # fmt: skip
-    job = Job(run, root / "clustering.json", {"test": root / "val.st", "images": shards})
+    job = EvaluationJob(run, root / "clustering.json", {"test": root / "val.st", "images": shards})
     settings = Clustering(runs=3, subsets={"low": ("0", "1", "2")})
     settings.evaluate(Rank(), job)
     job = replace(job, out=root / "retrieval.json")
@@ -39,7 +39,7 @@ def picture(index, row: int, side: int) -> np.ndarray:
     return np.asarray(image.resize((side, side), Image.Resampling.BICUBIC))
 
 
-def test_neighbours_and_clusters(clustered: Job, rank: Rank) -> None:
+def test_neighbours_and_clusters(clustered: EvaluationJob, rank: Rank) -> None:
     settings = Retrieval(neighbors=4, queries=3, side=8)
     metrics = settings.evaluate(rank, clustered)
     found = load_file(clustered.out.with_suffix(".safetensors"))
@@ -75,7 +75,7 @@ def test_neighbours_and_clusters(clustered: Job, rank: Rank) -> None:
     assert metrics["query_precision"] == 100 * right.mean()
 
 
-def test_queries_of_some_classes(clustered: Job, rank: Rank) -> None:
+def test_queries_of_some_classes(clustered: EvaluationJob, rank: Rank) -> None:
     job = replace(clustered, out=clustered.out.with_name("some.json"))
     settings = Retrieval(neighbors=4, classes=("7", "2"))
     settings.evaluate(rank, job)
@@ -90,7 +90,7 @@ def test_queries_of_some_classes(clustered: Job, rank: Rank) -> None:
     assert "classes" not in Retrieval().model_dump()
 
 
-def test_clusters_of_a_subset(clustered: Job, rank: Rank) -> None:
+def test_clusters_of_a_subset(clustered: EvaluationJob, rank: Rank) -> None:
     job = replace(clustered, out=clustered.out.with_name("low.json"))
     Retrieval(neighbors=5, subset="low", clusters=2).evaluate(rank, job)
     found = load_file(job.out.with_suffix(".safetensors"))
@@ -109,7 +109,7 @@ def test_copies_do_not_hide_the_query(tmp_path: Path) -> None:
 
 
 def test_what_does_not_belong_together_is_refused(
-    clustered: Job, rank: Rank, tmp_path: Path, images: Path
+    clustered: EvaluationJob, rank: Rank, tmp_path: Path, images: Path
 ) -> None:
     with pytest.raises(UserError, match="neighbors 70 needs more than the 70 images"):
         Retrieval(neighbors=70).evaluate(rank, clustered)
@@ -122,7 +122,7 @@ def test_what_does_not_belong_together_is_refused(
 
 @pytest.mark.parametrize("other", ["encoder_sha256", "index_digest", None])
 def test_clusters_of_another_encoder_are_refused(
-    clustered: Job, rank: Rank, tmp_path: Path, other: str | None
+    clustered: EvaluationJob, rank: Rank, tmp_path: Path, other: str | None
 ) -> None:
     """Of equal shape and labels: nothing but what the file says of its origin tells them apart."""
     path = tmp_path / "c.safetensors"

@@ -18,7 +18,7 @@ from maect.data import random
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate import effective_invariance
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.features import Encoding
 from maect.evaluate.robustness import Robustness
@@ -31,7 +31,7 @@ FULL = {"precision": "fp32"}
 
 
 @pytest.fixture(scope="module")
-def probed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+def probed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
     """A trained probe, and further splits: the same images, and with three digits turned around."""
     root = tmp_path_factory.mktemp("probed")
     job = job_of(images, root / "linear_probe.json")
@@ -49,7 +49,7 @@ def probed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return given(job, probe=root / "linear_probe.safetensors", **shards)
 
 
-def plain(job: Job, index, change=lambda image: image) -> tuple[np.ndarray, np.ndarray]:
+def plain(job: EvaluationJob, index, change=lambda image: image) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities in float64 and labels, image by image, with the probe as it was saved."""
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
     kept = {name: value.double() for name, value in load_file(job.path("probe")).items()}
@@ -63,7 +63,7 @@ def plain(job: Job, index, change=lambda image: image) -> tuple[np.ndarray, np.n
     return p.numpy(), np.asarray(index.labels)
 
 
-def test_accuracy_on_splits(probed: Job, rank: Rank) -> None:
+def test_accuracy_on_splits(probed: EvaluationJob, rank: Rank) -> None:
     settings = Robustness(splits=("val", "mixed"), **FULL)
     metrics = settings.evaluate(rank, probed)
     for name in settings.splits:
@@ -75,7 +75,7 @@ def test_accuracy_on_splits(probed: Job, rank: Rank) -> None:
 
 
 def test_only_the_classes_that_occur_take_part(
-    probed: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    probed: EvaluationJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = open_index(probed.path("val"))
     rows = index.rows[np.isin(index.labels, [1, 3, 7])]
@@ -93,7 +93,7 @@ def test_only_the_classes_that_occur_take_part(
 
 
 def test_what_does_not_belong_together_is_refused(
-    probed: Job, rank: Rank, tmp_path: Path, images: Path
+    probed: EvaluationJob, rank: Rank, tmp_path: Path, images: Path
 ) -> None:
     settings = Robustness(splits=("val",))
     with pytest.raises(UserError, match="lacks the input 'inverted'"):
@@ -127,7 +127,7 @@ def both_formulas(p: np.ndarray, q: np.ndarray) -> tuple[float, float]:
     return float(np.mean(code)), float(np.mean(paper))
 
 
-def test_effective_invariance(probed: Job, rank: Rank) -> None:
+def test_effective_invariance(probed: EvaluationJob, rank: Rank) -> None:
     settings = EffectiveInvariance(draws=2, seed=5, **FULL)
     metrics = settings.evaluate(rank, probed)
     index = open_index(probed.path("test"))

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_json
 from maect.evaluate import PROTOCOLS, load_evaluation
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.features import extract
 from maect.evaluate.knn import Knn
@@ -22,7 +22,7 @@ from maect.evaluate.umap import Umap
 from .conftest import Rank, blobs, given, resolved, store
 
 
-def test_json_says_what_was_done(job: Job, rank: Rank) -> None:
+def test_json_says_what_was_done(job: EvaluationJob, rank: Rank) -> None:
     assert evaluate(rank, config=resolved(job, Knn(k=5))) == "done"
     result = read_json(job.out)
     assert set(result) == {"metrics", "settings", "provenance"}
@@ -50,7 +50,7 @@ def test_json_says_what_test_data_was_used_for(protocol: str, used: str | None) 
     assert text is None if used is None else text is not None and used in text
 
 
-def test_other_ranks_leave_it_to_the_first(job: Job) -> None:
+def test_other_ranks_leave_it_to_the_first(job: EvaluationJob) -> None:
     assert evaluate(Rank(rank=1, world_size=2), config=resolved(job, Knn())) == "done"
     assert not job.out.exists()
 
@@ -67,7 +67,7 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
         split: store(tmp_path / f"{split}.safetensors", *blobs(60, 12, 6, seed), **features)
         for seed, split in enumerate(("train", "test"))
     }
-    job = Job(run, tmp_path / "knn.json", paths)
+    job = EvaluationJob(run, tmp_path / "knn.json", paths)
     config = resolved(job, Knn(k=5))
     assert not completion(config)()
     evaluate(rank, config=config)
@@ -89,7 +89,7 @@ def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank
     data[-1] ^= 1
     encoder.write_bytes(data)
     shards = images / "shards" / "val"
-    job = Job(run, tmp_path / "linear_probe.json", {"train": shards, "test": shards})
+    job = EvaluationJob(run, tmp_path / "linear_probe.json", {"train": shards, "test": shards})
     with pytest.raises(UserError, match=r"run/encoder\.safetensors: damaged"):
         evaluate(rank, config=resolved(job, LinearProbe()))
     with pytest.raises(UserError, match=r"run/encoder\.safetensors: damaged"):
@@ -97,7 +97,7 @@ def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank
     assert not job.out.exists() and not (tmp_path / "val.safetensors").exists()
 
 
-def test_wrong_input_is_one_line(job: Job, rank: Rank) -> None:
+def test_wrong_input_is_one_line(job: EvaluationJob, rank: Rank) -> None:
     config = resolved(job, Knn())
     plain = config.read_text()
     config.write_text(plain.replace("protocol: knn", "protocol: kmn"))
@@ -135,7 +135,7 @@ def test_lists_that_make_no_sense_are_one_line(protocol: str, settings: dict, me
 
 
 def test_features_of_another_encoder_leave_what_was_there(
-    job: Job, rank: Rank, monkeypatch: pytest.MonkeyPatch
+    job: EvaluationJob, rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused before the evaluation, which writes tensors beside the JSON."""
     monkeypatch.setattr(Clustering, "evaluate", lambda *_: pytest.fail("evaluated"))
@@ -173,7 +173,7 @@ def test_every_protocol_is_declared() -> None:
         assert protocol.minutes > 0
 
 
-def test_umap_is_reproducible(tmp_path: Path, job: Job, rank: Rank) -> None:
+def test_umap_is_reproducible(tmp_path: Path, job: EvaluationJob, rank: Rank) -> None:
     features, labels = blobs(60, 8, 3, 0, spread=0.1)
     test = store(tmp_path / "t.safetensors", features, labels, class_names=["a", "b", "c"])
     points = []

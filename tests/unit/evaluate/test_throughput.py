@@ -6,7 +6,7 @@ import torch
 from maect.core import distributed
 from maect.core.errors import UserError
 from maect.evaluate import throughput
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.throughput import (
     METHODS,
     PUBLISHED,
@@ -35,7 +35,7 @@ STAGES = {"pretrain", "head", "tune", "head_aug", "tune_aug"}
 
 def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
-    job = Job(tmp_path, tmp_path / "out.json")
+    job = EvaluationJob(tmp_path, tmp_path / "out.json")
     settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
     metrics = settings.evaluate(rank, job)
     names = {*STAGES, "pretrain_plain_attention", "tune_masked", *METHODS}
@@ -77,7 +77,7 @@ def test_models_of_others_cost_their_steps_and_epochs(
     monkeypatch.setattr(throughput, "PUBLISHED", {"tiny": models})
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
     settings = Throughput(size="tiny", batch_size=2, warmup=1, repeats=2, images=3600)
-    metrics = settings.evaluate(rank, Job(tmp_path, tmp_path / "out.json"))
+    metrics = settings.evaluate(rank, EvaluationJob(tmp_path, tmp_path / "out.json"))
     speed, found = metrics["samples_per_second"], metrics["model_hours"]
     assert {"mae", "mae tiny2", "msn", "msn tiny2"} <= set(speed)
     assert found["tiny"]["mae_public"] == pytest.approx(50 / speed["mae"])
@@ -131,7 +131,7 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
     monkeypatch.setattr(distributed, "device_of", lambda context: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
-    job = Job(tmp_path, tmp_path / "out.json")
+    job = EvaluationJob(tmp_path, tmp_path / "out.json")
     metrics = Throughput(size="tiny").evaluate(rank, job)
     whole = load_recipe("ct_min", "tiny").batch_size
     assert metrics["tune_fits"] == 64 / whole and metrics["tune_masked_fits"] == 128 / whole

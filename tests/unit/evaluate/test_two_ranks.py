@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maect.evaluate.base import Job
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.features import extract
 from maect.evaluate.knn import Knn
@@ -62,11 +62,13 @@ def test_world_size_changes_nothing(images: Path, tmp_path: Path, rank: Rank) ->
         "probe": tmp_path / "probe.safetensors",
     }
 
-    def job(out: Path) -> Job:
-        return Job(run, out, inputs, resize=16)
+    def job(out: Path) -> EvaluationJob:
+        return EvaluationJob(run, out, inputs, resize=16)
 
     features = {split: together / f"{split}.safetensors" for split in ("train", "val")}
-    nearest = Job(run, together / "knn.json", {"train": features["train"], "test": features["val"]})
+    nearest = EvaluationJob(
+        run, together / "knn.json", {"train": features["train"], "test": features["val"]}
+    )
     evaluate(rank, config=resolved(job(tmp_path / "probe.json"), SETTINGS))
     configs = [resolved(job(together / f"{p.name}.json"), p) for p in PROTOCOLS]
     configs.append(resolved(nearest, Knn()))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from launching import Run
+from slurm_commands import Commands
 
 
 @pytest.fixture
@@ -13,3 +14,12 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path / f"run{os.getpid()}-{time.monotonic_ns()}")
     yield run
     run.end()
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    commands = Commands(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
+    return commands

@@ -4,21 +4,10 @@ import os
 
 import pytest
 from launching import finish
-from test_slurm_states import Commands
 
 from maect.core.errors import UserError
 from maect.launch import Resources, slurm, submit
 from maect.launch.resources import sbatch_arguments
-
-
-@pytest.fixture
-def commands(tmp_path, monkeypatch):
-    commands = Commands(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
-    return commands
-
 
 SETTINGS = {
     "SQUEUE_PARTITION": "elsewhere", "SQUEUE_FORMAT": "%i", "SQUEUE_USERS": "another",

@@ -11,8 +11,8 @@ from ranks import run, train
 from maect.core.settings import digest
 from maect.evaluate.accuracy import Accuracy
 from maect.stages import load_recipe
-from maect.stages.base import COMPUTED, Updates
 from maect.train.checkpoint import saved
+from maect.train.stage import COMPUTED, Updates
 
 OTHERWISE = [
     {"accumulation": 2, "activation_checkpointing": True, "zero_stage": 3},

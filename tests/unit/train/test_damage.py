@@ -16,7 +16,7 @@ from maect.train import checkpoint
 from maect.train.checkpoint import Saver, StateReader, find_state, read_record, saved
 from maect.train.fence import Fence
 from maect.train.metrics import Metrics, entries
-from maect.train.record import check_weights
+from maect.train.run_folder import check_weights
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,40 @@
+"""Stand-ins for SLURM's commands."""
+
+from pathlib import Path
+
+UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
+SCRIPT = """#!/bin/sh
+echo "$0 $*" >> {folder}/asked
+[ -e {folder}/{name}.fails ] && {{ cat {folder}/{name}.fails >&2; exit 1; }}
+cat {folder}/{name}.says 2> /dev/null
+exit 0
+"""
+
+
+class Commands:
+    """Stand-ins for SLURM's commands that say what a file holds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+        for name in ("squeue", "sacct", "scancel", "scontrol", "sbatch", "srun"):
+            self.install(name)
+        self.says("sacct", "")
+        self.fails("scontrol", UNKNOWN)
+
+    def install(self, name: str) -> None:
+        script = self.folder / name
+        script.write_text(SCRIPT.format(folder=self.folder, name=name))
+        script.chmod(0o755)
+
+    def says(self, name: str, text: str) -> None:
+        (self.folder / f"{name}.new").write_text(text)
+        (self.folder / f"{name}.new").replace(self.folder / f"{name}.says")
+
+    def fails(self, name: str, error: str) -> None:
+        (self.folder / f"{name}.fails").write_text(error)
+
+    def asked(self, name: str) -> list[str]:
+        file = self.folder / "asked"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [line for line in lines if line.split()[0].endswith(f"/{name}")]
