@@ -65,7 +65,8 @@ class Passes:
     """Share of patches that are left out of the views learnt from."""
 
 
-# From the methods' code (default arguments and commands); mask ratios from the paper's table 17.
+# From the methods' code (default arguments and commands), NNCLR's and CMAE's from the paper's table
+# 17, as all mask ratios.
 METHODS = {
     "moco_v3": Passes(2, 0, 2),
     "dino": Passes(2, 10, 2),
@@ -76,6 +77,11 @@ METHODS = {
     # Context blocks are cut to the smallest of a batch, by their geometry about a quarter. Its
     # narrow predictor is not counted, nor are the heads of the others.
     "i_jepa": Passes(1, 0, 1, 0.75),
+    # Masked patches are tokens here, too.
+    "simmim": Passes(1, 0, 0),
+    "nnclr": Passes(2, 0, 0),
+    # Without its decoders.
+    "cmae": Passes(1, 0, 1, 0.75),
 }
 
 
@@ -107,6 +113,9 @@ PUBLISHED = {
         Published("base", "ibot", {"ibot": 400}),
         Published("base", "i_jepa", {"i_jepa": 600}),
         Published("base", "layer_grafting", _GRAFTED),
+        Published("base", "simmim", {"simmim": 800}),
+        Published("base", "nnclr", {"nnclr": 1000}),
+        Published("base", "cmae", {"cmae": 1600}),
     ),
     "large": (
         Published("large", "mae_public", _MAE),
@@ -383,7 +392,9 @@ def method_step(
     from maect.models.vit import build_encoder, mixed_precision
 
     student = build_encoder(encoder).to(device)
-    teacher = build_encoder(encoder).to(device).requires_grad_(False)
+    teacher = None
+    if passes.teacher:
+        teacher = build_encoder(encoder).to(device).requires_grad_(False)
     # In full patches, as near as they come to 96 of 224 pixels.
     patch, size = encoder.patch_size, encoder.image_size
     side = max(1, round(size * 96 / 224 / patch)) * patch
@@ -400,15 +411,18 @@ def method_step(
     def step() -> None:
         optimizer.zero_grad()
         with mixed_precision(device, "bf16"):
-            with torch.no_grad():
-                target = teacher(images[: passes.teacher * batch])[:, 0].float().mean(dim=0)
+            target = torch.zeros((), device=device)
+            if teacher is not None:
+                with torch.no_grad():
+                    target = teacher(images[: passes.teacher * batch])[:, 0].float().mean(dim=0)
             loss = _distance(student(images[: passes.learning * batch], kept), target)
             if passes.local:
                 loss = loss + _distance(small(local), target)
         loss.backward()
         optimizer.step()
-        average = [p.detach() for p in teacher.parameters()]
-        torch._foreach_lerp_(average, [p.detach() for p in student.parameters()], 0.004)
+        if teacher is not None:
+            average = [p.detach() for p in teacher.parameters()]
+            torch._foreach_lerp_(average, [p.detach() for p in student.parameters()], 0.004)
 
     return step
 

@@ -10,12 +10,12 @@ import pytest
 
 from maect.experiment import load
 from maect.experiment.resolve import figures, read_by_shown, tables
-from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
+from maect.report.registry import FIGURES, PUBLISHED, TABLE_NAMES, TABLES
 from maect.report.tables import paper_table
 
 ROOT = Path(__file__).parents[2]
-# Printed for comparison; their weights are not public.
-UNPUBLISHED = {
+# Printed for comparison with what was published of them; not imported.
+PRINTED_ONLY = {
     ("base", "simmim"), ("base", "nnclr"), ("base", "cmae"), ("base", "i_jepa"),
     ("large", "i_jepa"), ("large", "moco_v3"), ("large7_bn", "moco_v3"), ("huge14", "moco_v3"),
     ("huge14_bn", "moco_v3"), ("small8", "dino"), ("base8", "dino"), ("large7", "msn"),
@@ -33,7 +33,7 @@ def test_every_table_and_figure_is_asked_for(name):
 def test_a_run_behind_every_line_of_the_papers_tables(table):
     experiment = load("paper")
     lines = {(row.architecture, row.method) for row in experiment.rows(table)}
-    assert set(paper_table(table).index) - lines == (UNPUBLISHED if table == "extended" else set())
+    assert set(paper_table(table).index) - lines == (PRINTED_ONLY if table == "extended" else set())
 
 
 @pytest.mark.parametrize("table", TABLE_NAMES)
@@ -96,6 +96,46 @@ def test_one_percent_is_tuned_for_untuned_and_tuned_models():
                     value.base_lr, value.batch_size, value.weight_decay,
                 )  # fmt: skip
     assert {key: found[key] for key in ONE_PERCENT} == ONE_PERCENT
+
+
+def test_other_methods_are_probed_in_every_form():
+    """tex 108: "linear probing of the best reported models from other self-supervised methods".
+
+    Those are of different forms: DINO's and iBOT's read [CLS] and the mean of the patches, I-JEPA's
+    one block or four.
+    """
+    experiment = load("paper")
+    rows = [row for table in TABLE_NAMES for row in experiment.rows(table)]
+    others = {run for row in rows if row.method in PUBLISHED for run in row.runs}
+    assert len(others) == 10
+    for run in others:
+        assert (run, "linear_probe") not in experiment.evaluations
+        assert (run, "linear_probe_forms") in experiment.evaluations
+        assert experiment.evaluation(run, "linear_probe_forms").concat
+
+
+def test_a_figure_waits_for_the_numbers_behind_it():
+    experiment = load("paper")
+    for name in TABLES.keys() & FIGURES.keys():
+        table, figure = (set(read_by_shown(experiment, name, kind)) for kind in (False, True))
+        assert table <= figure, name
+        if name == "gpu_hours":
+            ibot = experiment.root / "evaluations" / "ibot_large"
+            assert ibot / "linear_probe_forms.json" in figure
+
+
+def test_what_figures_5_and_11_show():
+    """tex 1275: three images, labelled partridge, strawberry and viaduct; tex 442: "Not even
+    supervised fine-tuning of all layers --- using augmentations based on expert knowledge"."""
+    experiment = load("paper")
+    named = {"n01807496": "partridge", "n07745940": "strawberry", "n04532670": "viaduct"}
+    for run in ("mae_huge", "ct_min_huge", "ct_aug_huge"):
+        assert experiment.evaluation(run, "retrieval").classes == tuple(named)
+    rows = {row.method: row.runs for row in experiment.rows("color_histogram")}
+    (tuned,) = rows["combined_fine_tuned"]
+    settings = experiment.runs[tuned].settings
+    assert tuned.startswith(f"{rows['combined'][0]}.")
+    assert settings.frozen_blocks == 0 and settings.randaugment_layers and settings.mixup
 
 
 @pytest.mark.parametrize("name", ["paper", "cifar10", "digits"])

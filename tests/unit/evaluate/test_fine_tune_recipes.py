@@ -61,6 +61,9 @@ def test_every_cell_of_table_10(letter: str, size: str) -> None:
         assert same, f"{setting}: paper {cell}, here {ours}"
     assert not (settings.mixes or settings.random_erasing or settings.frozen_blocks)
     assert (settings.fraction, settings.seeds, settings.pooling) == (0.1, 1, "encoder")
+    # MIM-Refiner, finetune_10p/template_tracked_large16_ijepa.yaml: `best_checkpoint_callback`,
+    # `every_n_epochs: 1`, `metric_key: accuracy1/test/main`
+    assert settings.epoch == "best"
 
 
 @pytest.mark.parametrize(("letter", "size"), COLUMNS)
@@ -120,7 +123,7 @@ def test_all_labels_is_maes_recipe(letter: str, size: str) -> None:
     # tex 637 "We use the [CLS] token of the encoder output as input to the NNCLR head and all
     # evaluations. For ViT-B/16, we use the average of the patch tokens"; MIM-Refiner,
     # finetune/run/mae_large16.yaml:5 pooling: class_token
-    assert settings.pooling == "encoder"
+    assert (settings.pooling, settings.epoch) == ("encoder", "best")
     assert load_encoder(size).mae_pooling == "cls"
     assert load_encoder(size).ct_pooling == ("mean" if letter == "B" else "cls")
     maes = recipe("fine_tune_patch_mean", size)

@@ -223,7 +223,7 @@ def test_models_of_others_cost_what_the_benchmark_says(results, result, out):
     assert (mae.hours, mae.flash_gain) == (2.0, 31.0)
     found = points_of(table, cost_table(rows, results.parent / "runs"))
     points = {(p.architecture, p.method): p for p in found}
-    # DINO was not timed; MSN with ViT-L/7 has no public weights, only the paper's accuracy.
+    # DINO was not timed; MSN with ViT-L/7 has no run, only the paper's accuracy.
     assert set(points) == {
         ("tiny", "mae"), ("tiny", "ct_min"), ("large", "ibot"), ("large7", "msn"),
     }  # fmt: skip

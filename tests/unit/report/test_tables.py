@@ -117,7 +117,7 @@ def test_how_much_clusters_vary(result, evaluations):
     ]
 
 
-def test_the_extended_comparison_has_models_without_public_weights(evaluations):
+def test_the_extended_comparison_has_models_without_a_run(evaluations):
     rows = [Row("tiny", "mae", []), Row("base", "dino", [])]
     table = build_table("extended", rows, evaluations)
     assert list(table["method"][:2]) == ["mae", "dino"]
