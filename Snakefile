@@ -21,12 +21,18 @@ include: "workflow/rules/evaluate.smk"
 include: "workflow/rules/report.smk"
 
 
+# What the file evaluates and no table or figure shows is made, too, unless less is asked for.
 rule report:
     default_target: True
     input:
         rules.report_html.output,
+        [] if {"tables", "figures"} & changes.keys() else rules.evaluations.input,
     localrule: True
 
 
 onstart:
     start()
+
+
+onsuccess:
+    finish()

@@ -1,6 +1,7 @@
 """The `maect` command: parse, call, print. Heavy modules are imported when they are needed."""
 
 import argparse
+import errno
 import logging
 import os
 import shlex
@@ -27,6 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 File = TypeVar("File", bound="SettingsFile")
 
+OF_THE_SYSTEM = {
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR,
+    errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY,
+    errno.EPERM, errno.EROFS,
+}  # fmt: skip
+"""What a disk, a path or its rights may refuse: a line, and no traceback."""
 ENCODER = "folder of a run, or one that maect export wrote"
 IMAGES = "a folder, or a .csv or .tsv table with a column path"
 DEVICE = "such as cpu or cuda:1; by default a GPU where there is one"
@@ -65,6 +72,12 @@ def run(arguments: Sequence[str] | None) -> int:
         except UserError as error:
             log.error("maect %s: %s", options.command, error)
             return 2
+        except OSError as error:
+            if error.errno not in OF_THE_SYSTEM:
+                raise
+            where = f"{error.filename}: " if error.filename is not None else ""
+            log.error("maect %s: %s%s", options.command, where, error.strerror)
+            return 2
         except KeyboardInterrupt:
             log.error("maect %s: interrupted", options.command)
             return 130
@@ -72,11 +85,15 @@ def run(arguments: Sequence[str] | None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    parser = argparse.ArgumentParser(prog="maect", description="MAE-CT, from images to tables.")
+    parser = Parser(
+        prog="maect",
+        description="MAE-CT, from images to tables.",
+        epilog="maect COMMAND --help has the options, and the names that a command takes.",
+    )
     parser.add_argument("--version", action="version", version=f"maect {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, call: Any, help: str, *parents: Any) -> argparse.ArgumentParser:
+    def command(name: str, call: Any, help: str, *parents: Any) -> Parser:
         sub = subparsers.add_parser(name, help=help, description=help, parents=list(parents))
         sub.set_defaults(call=call)
         return sub
@@ -222,14 +239,24 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--from-public", help="start from public weights: mae_base, mae_large or mae_huge14"
     )
+    sub.add_argument(
+        "--quick", action="store_true",
+        help="for an hour or less on this machine: a smaller encoder, fewer epochs",
+    )  # fmt: skip
 
     sub = command("plan", plan, "Print what is left to run and what it takes.")
     sub.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
     sub.add_argument("--experiment", default="paper", help="name or path")
     sub.add_argument("--profile", default="local", help=PROFILE)
     sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
-    sub.add_argument("--device", default="A100", help="for what is not measured: A100, H100 or cpu")
-    sub.add_argument("--utilisation", type=float, default=0.35, help="of its peak (default 0.35)")
+    sub.add_argument(
+        "--device",
+        help="for what no run has measured: A100, H100, cpu, or here: a step of every stage is "
+        "measured (default: here for a profile of this machine, else A100)",
+    )
+    sub.add_argument(
+        "--utilisation", type=fraction, default=0.35, help="of its peak (default 0.35)"
+    )
 
     sub = command("doctor", doctor, "Check whether a site is ready.")
     sub.add_argument("--experiment", default="paper", help="whose storage is checked")
@@ -238,7 +265,55 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command("show", show, "Print the tables of a results folder.")
     sub.add_argument("root", type=Path, help="such as results/digits")
+
+    sub = command("clean", clean, "List training states that nothing needs any more.")
+    sub.add_argument("root", type=Path, help="such as results/digits")
+    sub.add_argument("--remove", action="store_true", help="and remove them")
+
+    for name, kinds in TAKES.items():
+        subparsers.choices[name].kinds = kinds
     return parser
+
+
+KNOWN = {
+    "experiments": "maect.experiment:names",
+    "recipes": "maect.recipes:recipe_names",
+    "sizes": "maect.recipes:sizes",
+    "evaluations": "maect.evaluate:evaluation_names",
+    "tables": "maect.report.registry:TABLE_NAMES",
+    "figures": "maect.report.registry:FIGURES",
+    "layouts": "maect.models.layouts:LAYOUTS",
+    "data and weights": "maect.data.retrieve:CATALOGUE",
+}
+"""Where the names of each kind are."""
+TAKES = {
+    "run": ("experiments", "tables", "figures"),
+    "plan": ("experiments",),
+    "resolve": ("experiments",),
+    "train": ("recipes", "sizes"),
+    "evaluate": ("evaluations",),
+    "table": ("tables",),
+    "figure": ("figures",),
+    "import": ("layouts", "sizes"),
+    "retrieve": ("data and weights",),
+    "new-experiment": ("recipes", "sizes", "evaluations"),
+}
+"""Names that a command takes, or that the files name which it reads or writes."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Lists names at the end of a command's help: they are looked up when it is asked for."""
+
+    kinds: Sequence[str] = ()
+
+    def format_help(self) -> str:
+        """The help, as printed."""
+        lists = []
+        for kind in self.kinds:
+            names = resolve_name(KNOWN[kind])
+            lists.append(f"{kind}: {', '.join(names() if callable(names) else names)}")
+        self.epilog = ". ".join(lists) or self.epilog
+        return super().format_help()
 
 
 def change_options() -> argparse.ArgumentParser:
@@ -289,6 +364,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def fraction(text: str) -> float:
+    """A part of something: the type of an option."""
+    try:
+        if 0 < float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+
+
 def use_options() -> argparse.ArgumentParser:
     """How an encoder is used on anybody's images."""
     parent = argparse.ArgumentParser(add_help=False)
@@ -324,7 +409,9 @@ def launch(
         sbatch=options.sbatch,
         setup=options.setup,
     )
-    name = folder.name.removesuffix(".job")  # a run's may have a dot
+    name = folder.name
+    if name.endswith(".job"):  # beside those of other runs
+        name = f"{folder.parent.name} {name.removesuffix('.job')}"
     launch_task(
         Task(task, arguments), folder, resources,
         is_done=is_done, describe=f"{options.command} {name}", detach=options.detach,
@@ -489,7 +576,13 @@ def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
     from maect.launch.resources import count_devices, training_nodes
     from maect.stages.run import RunConfig
-    from maect.train.run_folder import check_weights, fingerprint, is_finished, remove_states
+    from maect.train.run_folder import (
+        check_weights,
+        fingerprint,
+        is_finished,
+        remove_states,
+        replaced,
+    )
 
     target = options.out or options.config
     theirs = target.parent / "config.yaml"
@@ -509,6 +602,8 @@ def train(options: argparse.Namespace) -> None:
     )
     if is_finished(path.parent, identity):
         check_weights(path.parent)
+    if change := replaced(path.parent, identity):
+        log.warning("%s", change)
     launch(
         options,
         path.parent,
@@ -568,6 +663,11 @@ def features(options: argparse.Namespace) -> None:
     from maect.launch.resources import fixed_nodes
     from maect.stages.run import resize_of
 
+    if options.out.suffix != ".safetensors":
+        raise UserError(
+            f"{options.out}: features are written as .safetensors; "
+            "maect embed writes tables of vectors as .parquet, .csv or .npy"
+        )
     encoder = need(options.run / "encoder.safetensors", "encoder")
     resize = options.resize or resize_of(options.run)
     wanted = {
@@ -703,10 +803,20 @@ def evaluate(options: argparse.Namespace) -> None:
     )
 
 
+def need_evaluations(path: Path) -> None:
+    """What a resolved file wants to show is from a folder that is there."""
+    from maect.report.registry import ShownConfig
+
+    config = ShownConfig.read(path)
+    if any(row.runs for row in config.rows):
+        need(config.evaluations, f"folder of evaluations, which {path} names")
+
+
 def table(options: argparse.Namespace) -> None:
     """`maect table`."""
     from maect.report.render import make_table
 
+    need_evaluations(options.config)
     make_table(options.config)
 
 
@@ -714,6 +824,7 @@ def figure(options: argparse.Namespace) -> None:
     """`maect figure`."""
     from maect.report.figures import make_figure
 
+    need_evaluations(options.config)
     make_figure(options.config)
 
 
@@ -731,6 +842,13 @@ def show(options: argparse.Namespace) -> None:
     tables(options.root)
 
 
+def clean(options: argparse.Namespace) -> None:
+    """`maect clean`."""
+    from maect.tools.clean import clean as free
+
+    free(need(options.root, "results folder"), options.remove)
+
+
 def status(options: argparse.Namespace) -> None:
     """`maect status`: every run, evaluation and cluster job of a results folder."""
     from maect.tools.status import show as show_status
@@ -745,8 +863,13 @@ def status(options: argparse.Namespace) -> None:
 def new_experiment(options: argparse.Namespace) -> None:
     """`maect new-experiment`: prints what it wrote, with the reasons, and what to run next."""
     from maect.tools.new_experiment import new_experiment as write
+    from maect.tools.new_experiment import outlook
+    from maect.tools.speed import this_machine
 
-    print(write(options.images, options.out, options.from_public))
+    machine = this_machine()
+    quick = machine if options.quick else None
+    print(write(options.images, options.out, options.from_public, quick))
+    print(*outlook(options.out, machine), sep="\n")
     print(f"Next: {own_name()} run {shlex.quote(str(options.out))} -n")
 
 
@@ -755,13 +878,24 @@ def plan(options: argparse.Namespace) -> None:
     from maect import experiment
     from maect.experiment.profile import find_profile
     from maect.tools.dry_run import jobs_to_run
-    from maect.tools.plan import Device, lines, make_plan
+    from maect.tools.plan import Device, all_here, lines, make_plan, missing
 
+    for target in options.target:
+        if target in experiment.names() or target.endswith((".yaml", ".yml")):
+            raise UserError(f"{target} is an experiment, not a target: --experiment {target}")
     chosen = experiment.load(options.experiment, **changes_of(options.config))
     config = [f"experiment={options.experiment}", *options.config]
     left = jobs_to_run(options.target, config, find_profile(options.profile))
-    planned = make_plan(left, chosen, Device(options.device, options.utilisation))
+    name = options.device or ("here" if all_here(left) else "A100")
+    device = Device(name, options.utilisation)
+    if name == "here":
+        from maect.tools.speed import this_machine
+
+        device = this_machine()
+    planned = make_plan(left, chosen, device)
     print(f"{options.experiment} on {options.profile}", *lines(planned), sep="\n")
+    for fault in missing(left, chosen):
+        print(f"missing: {fault}")
 
 
 def doctor(options: argparse.Namespace) -> None:

@@ -77,7 +77,7 @@ def shard(
         UserError: wrong input; all unreadable images of the split are reported together.
     """
     out = Path(out)
-    plan, listings = _planned(source, kind, out, shards, **options)
+    plan, listings = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
         _store(out, plan, listings)
         _write_all(out, plan["shards"], threads)
@@ -105,7 +105,7 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
         UserError: wrong source, or `out` holds shards of another plan.
     """
     out = Path(out)
-    plan, listings = _planned(source, kind, out, shards, **options)
+    plan, listings = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
         _store(out, plan, listings)
     return plan
@@ -197,7 +197,7 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
 # --- Plan -----------------------------------------------------------------------------------------
 
 
-def _planned(
+def planned(
     source: Path,
     kind: str,
     out: Path,

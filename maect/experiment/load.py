@@ -5,6 +5,7 @@ gives a run for every combination. The `from` links are the edges of the pipelin
 """
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
@@ -13,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from maect.core.errors import UserError, check_names
-from maect.core.files import PIPELINE
+from maect.core.errors import UserError, check_names, did_you_mean
+from maect.core.files import PIPELINE, read_mapping, sha256_file
 from maect.core.settings import validated
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
@@ -86,6 +87,11 @@ class Experiment:
         # What begins with a training, and not with imported weights.
         trained = {name for name in self.runs if begins_with(name, self.runs).settings.trains}
         if spec.starting_from == "public":
+            if trained and len(trained) == len(self.runs):
+                raise self._error(
+                    "starting_from=public: no run names `public` weights to import "
+                    "(docs/experiments.md); maect new-experiment --from-public writes one that does"
+                )
             self._leave_out(trained)
             # Where the paper's one row mixes both, both stay.
             for name in (name for name in spec.tables if not TABLES[name].of_public):
@@ -199,9 +205,41 @@ class Experiment:
         """Folder of a run."""
         return self.root / "runs" / run
 
+    @cache  # noqa: B019
     def shards(self, dataset: str, split: str) -> Path:
-        """Folder of a split's shards."""
-        return self.root / "shards" / dataset / split
+        """Folder of a split's shards: another experiment's beside this one, if they are the same.
+
+        What they were made of is in their `asked.json`; shards of its own an experiment keeps.
+        """
+        own = self.root / "shards" / dataset / split
+        given = self.datasets[dataset].splits[split]
+        kept = given.images is None or not given.source.sharded or given.source.in_place
+        if kept or (own / "plan.json").exists():
+            return own
+        others = self.root.parent.glob(f"*/shards/*/{split}/asked.json")
+        made = sorted(file for file in others if (file.parent / "index.json").exists())
+        try:
+            asked = self.asked_of(dataset, split) if made else {}
+        except OSError:  # no such images: sharding will say so
+            return own
+        return next((file.parent for file in made if read_mapping(file) == asked), own)
+
+    def asked_of(self, dataset: str, split: str) -> dict[str, Any]:
+        """What a split's shards are made of: equal for equal shards, as far as folders can tell.
+
+        An image that is added or removed changes the time of its folder.
+        """
+        given, images = self.datasets[dataset].splits[split], self.images(dataset, split)
+        folders = [images]
+        if images.is_dir():
+            folders += [Path(entry) for entry in os.scandir(images) if entry.is_dir()]
+        lists = {name: sha256_file(name) for name in given.files()}
+        return {
+            "images": str(images.resolve()),
+            "folders": len(folders),
+            "changed": max(folder.stat().st_mtime_ns for folder in folders),
+            "arguments": [lists.get(word, word) for word in given.arguments()],
+        }
 
     def images(self, dataset: str, split: str) -> Path:
         """Folder of a split's images; of a view, that of the shards that it shows a part of."""
@@ -237,6 +275,11 @@ class Experiment:
         return sorted(behind)
 
 
+def names() -> list[str]:
+    """Experiments that come with the pipeline."""
+    return sorted(file.stem for file in EXPERIMENTS.glob("*.yaml"))
+
+
 def load(name_or_path: str, **changes: Any) -> Experiment:
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
 
@@ -251,8 +294,8 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
     if path.suffix not in (".yaml", ".yml"):
         path = EXPERIMENTS / f"{name_or_path}.yaml"
         if not path.exists():
-            known = sorted(file.stem for file in path.parent.glob("*.yaml"))
-            raise UserError(f"unknown experiment {name_or_path!r}; known: {', '.join(known)}")
+            hint = did_you_mean(name_or_path, names())
+            raise UserError(f"unknown experiment {name_or_path!r}; {hint}")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -65,6 +65,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file of weights")
     if path.suffix == ".safetensors":
         return dict(load_tensors(path)[0])
+    with path.open("rb") as file:
+        if file.read(64).lstrip().startswith(b"<"):
+            raise UserError(f"{path}: a web page, not the weights; download the file it links to")
     stands_for = [(_LeftOut, name) for name in _LEFT_OUT]
     try:
         with torch.serialization.safe_globals(stands_for):  # type: ignore[arg-type]
@@ -72,9 +75,15 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
             )
     except pickle.UnpicklingError as error:
-        wanted = re.search(r"GLOBAL:? (\S+)", str(error)) or re.search(r"got (.+)", str(error))
+        # Its advice ends on "if you got the file from a trusted source".
+        wanted = re.search(r"GLOBAL:? (\S+)", str(error)) or re.search(
+            r"got (?!the file)(.+)", str(error)
+        )
         if wanted is None:
-            raise UserError(f"{path}: not a checkpoint that can be read ({_line(error)})") from None
+            # torch's own text is advice to run the file.
+            reason = str(error).partition("Unpickler error:")[2].split("\n\nCheck")[0].strip()
+            reason = " ".join(reason.split()) or "no file of torch.save"
+            raise UserError(f"{path}: not a checkpoint that can be read ({reason})") from None
         raise UserError(
             f"{path}: refused, since reading it would run {wanted[1]}; a checkpoint may hold "
             "tensors and plain values only"

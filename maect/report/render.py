@@ -291,7 +291,7 @@ def make_table(path: Path) -> None:
 
 def show(root: Path) -> None:
     """`maect show`: the tables of a results folder, and where everything is."""
-    if not root.exists():
+    if not root.is_dir():
         raise UserError(f"{root}: no such results folder")
     # Cells are wrapped to fit a terminal, and nowhere else.
     console = Console(width=None if sys.stdout.isatty() else 1000)

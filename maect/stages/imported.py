@@ -76,6 +76,9 @@ def import_weights(
     elif layout not in LAYOUTS:
         raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     new = convert(checkpoint, layout, weights.name, size, image_size)
+    for name, tensor in new.tensors.items():
+        if not tensor.isfinite().all():
+            raise UserError(f"{weights}: {name} has values that are not finite; fetch it again")
     sha256 = sha256_file(weights)
     record.unlink(missing_ok=True)  # it would be about another encoder for a moment
     save_encoder(folder / "encoder.safetensors", new.tensors, new.encoder, new.pooling)

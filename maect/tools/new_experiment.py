@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -19,9 +20,10 @@ from maect.evaluate.low_shot import LowShot
 from maect.evaluate.umap import Umap
 from maect.experiment import load
 from maect.experiment.schema import check_plain
+from maect.launch.progress import duration
 from maect.recipes import load_encoder
 from maect.recipes.flops import parameters
-from maect.stages import load_recipe
+from maect.stages import Training, load_recipe
 from maect.stages.tune import Tune
 from maect.tools.own_images import (
     FEWEST_VAL,
@@ -32,6 +34,7 @@ from maect.tools.own_images import (
     held_out,
     look_at,
 )
+from maect.tools.plan import Device, listed
 
 P = TypeVar("P", bound=Protocol)
 
@@ -39,6 +42,10 @@ PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
 SHARD_BYTES = 300_000_000
 SEEN = 20_000_000  # images that pre-training shows, all epochs together
 ENOUGH = 500_000  # images from which on the paper's own lengths are kept
+QUICK = 2400.0  # seconds of training with --quick: evaluations and starts take the rest of an hour
+SMALLER = (("small", 64), ("small", 32), ("tiny", 32), ("tiny", 16))
+"""Encoders and pixels that are tried in turn until the time is enough for some epochs."""
+FEWEST_EPOCHS, FEWEST_SHOWN = 40, 1_000_000  # of pre-training: one of the two has to fit in
 
 
 def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
@@ -90,6 +97,57 @@ def lengths(size: str, n: int) -> dict[str, int]:
     }
 
 
+def seconds(size: str, pixels: int, n: int, epochs: Mapping[str, int], device: Device) -> float:
+    """How long the trainings of these recipes and epochs take."""
+    encoder = load_encoder(size, pixels)
+    return sum(
+        length * n / device.images_per_second(load_recipe(recipe, size), encoder)
+        for recipe, length in epochs.items()
+    )
+
+
+def quickest(
+    size: str, pixels: int, n: int, public: str | None, device: Device
+) -> tuple[str, int, dict[str, int]]:
+    """The largest encoder that an hour is enough for on a device: size, pixels, epochs.
+
+    All lengths are shortened by the same factor. Public weights keep their own size.
+    """
+    shapes = [(size, pixels)]
+    shapes += [(s, p) for s, p in SMALLER if p < pixels] if public is None else []
+    for size, pixels in shapes:
+        epochs = lengths(size, n)
+        first = epochs.pop("mae") if public else epochs["mae"]
+        enough = min(FEWEST_EPOCHS, FEWEST_SHOWN / n) / first
+        last = (size, pixels) == shapes[-1]
+        # The pre-training alone may say it.
+        if not last and enough * seconds(size, pixels, n, {"mae": first}, device) > QUICK:
+            continue
+        part = min(1.0, QUICK / seconds(size, pixels, n, epochs, device))
+        if part >= enough:
+            break
+    return size, pixels, {recipe: max(1, int(part * e)) for recipe, e in epochs.items()}
+
+
+def outlook(out: Path, device: Device) -> list[str]:
+    """How long an experiment's trainings take on a device, and what comes out of it: lines."""
+    experiment = load(str(out))
+    known = listed(experiment, experiment.default_dataset, "train")
+    images = known.images or 0 if known else 0
+    total = sum(
+        run.settings.epochs * images / device.images_per_second(run.settings, run.encoder)
+        for run in experiment.runs.values()
+        if isinstance(run.settings, Training)
+    )
+    encoders = [name for name, run in experiment.runs.items() if isinstance(run.settings, Tune)]
+    return [
+        f"Its trainings take about {duration(total)} here, by {device.source}"
+        + ("; --quick writes one for an hour or less." if total > 1.5 * QUICK else "."),
+        f"What comes out: encoders {', '.join(encoders)} in {experiment.root}/runs; "
+        f"{', '.join([*experiment.tables, *experiment.figures])} in {experiment.root}/report.html.",
+    ]
+
+
 def flow(value: Any) -> str:
     """A value as YAML on one line."""
     if isinstance(value, dict):
@@ -126,11 +184,18 @@ def write_all(texts: dict[Path, str], out: Path) -> None:
         raise
 
 
-def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) -> list[str]:
+def runs_of(
+    images: Images,
+    size: str,
+    pixels: int,
+    n: int,
+    public: str | None,
+    epochs: Mapping[str, int],
+    augmentations: Sequence[str],
+) -> list[str]:
     """The lines of `runs`."""
     recipe = cast(Tune, load_recipe("ct_min", size))
     head = recipe.head
-    epochs = lengths(size, n)
     queue = min(head.queue_size, power_of_two(n))
     batch = min(recipe.batch_size, max(1, queue // 4))
     topk = min(head.topk, max(1, queue // 50))
@@ -155,7 +220,7 @@ def runs_of(images: Images, size: str, pixels: int, n: int, public: str | None) 
         ]
     shared = {"batch_size": batch, "head": {"queue_size": queue}}
     tune = {"batch_size": batch, "head": {"queue_size": queue, "topk": topk}}
-    each = {"aug": ["min", "aug"] if images.colored else ["min"]}
+    each = {"aug": [*augmentations]}
     lines += [
         f"  # A queue of {queue} fits into {n:,} images and holds {queue // batch} batches.",
         *([] if images.colored else ["  # Only minimal augmentation: the images have no colours."]),
@@ -219,7 +284,9 @@ def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list
     return protocols, left_out
 
 
-def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
+def new_experiment(
+    folder: Path, out: Path, public: str | None = None, quick: Device | None = None
+) -> str:
     """Write an experiment for the images in a folder.
 
     Args:
@@ -227,6 +294,7 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
             by these or similar names.
         out: the file to write. Without a `val`, lists of held-out images are written beside it.
         public: public weights to start from (`PUBLIC`); none: from scratch.
+        quick: a device that an hour is to be enough on; none: as long as the images are worth.
 
     Returns:
         The file's text.
@@ -251,6 +319,11 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
     lists = {} if val else list_texts(images, out, chosen)
     n = len(images.entries) - len(chosen)
     size, pixels, why = encoder_for(images, public)
+    epochs, augmentations = lengths(size, n), ["min", "aug"] if images.colored else ["min"]
+    if quick is not None:
+        size, pixels, epochs = quickest(size, pixels, n, public, quick)
+        why += f"; made quick: no more than an hour by {quick.source}"
+        augmentations = ["min"]
     protocols, left_out = evaluated(images, chosen, len(val.entries if val else chosen), size)
     described = [
         "images to train on",
@@ -287,7 +360,7 @@ def new_experiment(folder: Path, out: Path, public: str | None = None) -> str:
             "    splits:",
             *split_lines(images, val, lists, len(chosen)),
             "runs:",
-            *runs_of(images, size, pixels, n, public),
+            *runs_of(images, size, pixels, n, public, epochs, augmentations),
             "evaluate:",
             *(f"  # {reason}." for reason in left_out),
             f'  - runs: [mae_{size}, "ct_*"]',

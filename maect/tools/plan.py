@@ -8,17 +8,29 @@ from typing import Any
 
 from maect.core.errors import UserError
 from maect.core.files import read_mapping
+from maect.data.sources import open_source
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
-from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run, run_config
+from maect.experiment.resolve import (
+    features_file,
+    missing_images,
+    missing_lists,
+    missing_weights,
+    read_by_evaluation,
+    read_by_run,
+    run_config,
+)
+from maect.experiment.schema import fill_path
 from maect.launch import record
 from maect.launch.progress import duration, part
 from maect.launch.resources import count_devices, fixed_nodes, training_nodes
 from maect.recipes import Encoder
 from maect.recipes.flops import encode_flops, peak_flops
-from maect.stages import STAGES
+from maect.stages import STAGES, Training
 
 START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
+START_HERE = 15.0  # likewise on one machine
+SAMPLES = 100  # images whose size is looked at
 REQUEUED = 120.0  # seconds for which SLURM holds back a job that was put back into the queue
 UTILISATION = 0.35
 # Float32 without TF32 against dense bfloat16: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
@@ -75,6 +87,36 @@ def shards_of(folder: Path) -> Shards:
     return Shards(images, KNOWN_BYTES.get(dataset, {}).get(split), False)
 
 
+def listed(experiment: Experiment, dataset: str, split: str) -> Shards | None:
+    """Count the images of a split that is not planned yet; its bytes by some of them.
+
+    Returns:
+        None where they cannot be listed: sharding will say why.
+    """
+    from maect.data.shards import planned
+
+    given, images = experiment.datasets[dataset].splits[split], experiment.images(dataset, split)
+    if given.images is None or not given.source.sharded:
+        return None
+    lists: dict[str, Any] = {
+        name: Path(fill_path(file))
+        for name in ("labels", "only", "exclude")
+        if (file := getattr(given, name))
+    }
+    try:
+        source = open_source(given.kind, images, lists.get("labels"))
+        entries = source.listing().entries
+        some = [len(source.read(entry)) for entry in entries[:: len(entries) // SAMPLES + 1]]
+        skip = given.skip_unreadable
+        plan = planned(
+            images, given.kind, Path(split), given.shards, skip_unreadable=skip, **lists
+        )[0]
+    except (UserError, OSError):
+        return None
+    size = plan["n"] * sum(some) // len(some)
+    return Shards(plan["n"], size, False, len(plan["class_names"]) or 1000)
+
+
 def feature_bytes(encoder: Encoder, images: int) -> int:
     """Float32 features and labels."""
     return images * (4 * encoder.width + 8)
@@ -117,6 +159,14 @@ class Device:
         if self.name == "cpu":
             return f"operations at {CPU_RATE / 1e9:.0f} GFLOP/s a process"
         return f"operations at {self.utilisation:.0%} of an {self.name}'s peak"
+
+    def together(self, processes: int) -> float:
+        """FLOP/s of so many processes."""
+        return self.rate * processes
+
+    def images_per_second(self, stage: Training, encoder: Encoder, processes: int = 1) -> float:
+        """Speed of a training on so many processes."""
+        return self.together(processes) / stage.flops_per_image(encoder)
 
 
 def measured(root: Path, stage: str, size: str, encoder: Encoder) -> tuple[float, str] | None:
@@ -163,22 +213,29 @@ class PlannedJob:
     makes: Path
     needs: tuple[Path, ...] = ()
     bytes: int = 0
+    here: bool = False
+    """Whether it runs on this machine, and not in a queue."""
+
+    @property
+    def start(self) -> float:
+        """Seconds until its first step."""
+        return START_HERE if self.here else START
 
     @property
     def pieces(self) -> int:
         """Jobs between wall limits that it takes."""
-        useful = self.limit - max(20.0, min(300.0, self.limit / 10)) - START
+        useful = self.limit - max(20.0, min(300.0, self.limit / 10)) - self.start
         return max(1, -int(-(self.seconds or 0.0) // useful))
 
     @property
     def wall(self) -> float:
         """Seconds from its start to its end, were there no waiting in the queue."""
-        return (self.seconds or 0.0) + self.pieces * START + (self.pieces - 1) * REQUEUED
+        return (self.seconds or 0.0) + self.pieces * self.start + (self.pieces - 1) * REQUEUED
 
     @property
     def node_hours(self) -> float:
         """Node hours that it is billed for."""
-        return self.nodes * ((self.seconds or 0.0) + self.pieces * START) / 3600
+        return self.nodes * ((self.seconds or 0.0) + self.pieces * self.start) / 3600
 
 
 @dataclass
@@ -190,11 +247,24 @@ class Plan:
     unknown: set[str] = field(default_factory=set)
     others: int = 0
     """Commands on the login node: shards, tables, figures."""
+    listed: dict[Path, Shards] = field(default_factory=dict)
+    """Of splits that are not planned yet: their folders, and what was counted."""
+
+    def shards(self, folder: Path) -> Shards:
+        """What is known of a split."""
+        known = shards_of(folder)
+        return known if known.images is not None else self.listed.get(folder.absolute(), known)
 
 
 def make_plan(jobs: Iterable[RuleJob], experiment: Experiment, device: Device) -> Plan:
     """Price the jobs of an experiment that Snakemake would run."""
-    plan = Plan()
+    plan, jobs = Plan(), list(jobs)
+    for job in jobs:
+        if job.rule == "plan_shards":
+            split = job.wildcards["dataset"], job.wildcards["split"]
+            folder = experiment.shards(*split)
+            if shards_of(folder).images is None and (counted := listed(experiment, *split)):
+                plan.listed[folder.absolute()] = counted
     for job in jobs:
         given = job.wildcards
         if job.rule == "index_shards":
@@ -235,7 +305,7 @@ def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -
     source = experiment.datasets[dataset].splits[split].source
     if not source.sharded or source.in_place:
         return
-    known = shards_of(experiment.shards(dataset, split))
+    known = plan.shards(experiment.shards(dataset, split))
     if known.bytes is None:
         plan.unknown.add(f"bytes of {dataset} {split}")
     else:
@@ -248,7 +318,7 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     encoder, (stage, folder) = run.encoder, told.training(run.name)
     devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
     nodes = training_nodes(str(resources["nodes"]), devices, stage.batch_size, step)
-    shards = shards_of(folder)
+    shards = plan.shards(folder)
     speed = measured(experiment.root, stage.name, run.size, encoder)
     left = 1 - part_done(experiment.folder(run.name))
     seconds, source = None, ""
@@ -257,24 +327,24 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     else:
         images = left * stage.images_of(shards.images, shards.classes) * stage.epochs
         if told.test is not None:  # in training images that cost as much
-            scored = left * stage.epochs * (shards_of(told.test).images or 0)
+            scored = left * stage.epochs * (plan.shards(told.test).images or 0)
             images += scored * encode_flops(encoder) / stage.flops_per_image(encoder)
         if speed:
             seconds, source = images / (speed[0] * nodes * devices), f"measured in {speed[1]}"
         else:
-            flops = images * stage.flops_per_image(encoder)
-            seconds, source = flops / (device.rate * nodes * devices), device.source
+            seconds = images / device.images_per_second(stage, encoder, nodes * devices)
+            source = device.source
     return PlannedJob(
         stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
         makes=experiment.folder(run.name), needs=_makers(read_by_run(experiment, run.name)),
-        bytes=stage.state_bytes(encoder),
+        bytes=stage.state_bytes(encoder), here=is_here(job),
     )  # fmt: skip
 
 
 def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
     run, dataset, split = (job.wildcards[name] for name in ("run", "dataset", "split"))
     encoder = experiment.runs[run].encoder
-    images = shards_of(experiment.shards(dataset, split)).images
+    images = plan.shards(experiment.shards(dataset, split)).images
     if images is None:
         plan.unknown.add(f"images of {dataset} {split}")
     flops = None if images is None else images * encode_flops(encoder)
@@ -290,7 +360,7 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
     settings, dataset = experiment.evaluation(run, name), experiment.default_dataset
 
     def images(split: str) -> int:
-        count = shards_of(experiment.shards(dataset, split)).images
+        count = plan.shards(experiment.shards(dataset, split)).images
         if count is None:
             raise KeyError(f"{dataset} {split}")
         return count
@@ -316,10 +386,41 @@ def _on_devices(
 ) -> PlannedJob:
     """A job that encodes images; `exact` in float32, which devices other than CPUs do slower."""
     nodes, devices = fixed_nodes(str(job.resources["nodes"])), devices_of(job.resources)
-    rate = device.rate * (FP32 if exact and device.name != "cpu" else 1) * nodes * devices
+    rate = device.together(nodes * devices)
+    rate *= FP32 if exact and device.name != "cpu" else 1
     seconds = None if flops is None else flops / rate
     limit = 60.0 * float(job.resources["runtime"])
+    more |= {"here": is_here(job)}
     return PlannedJob(job.rule, name, nodes, devices, seconds, limit, device.source, **more)
+
+
+def all_here(jobs: Iterable[RuleJob]) -> bool:
+    """Whether there is something to compute, and all of it on this machine."""
+    computing = [job for job in jobs if job.rule in STAGES or "evaluation" in job.wildcards]
+    return bool(computing) and all(map(is_here, computing))
+
+
+def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
+    """Images, weights and lists that the jobs would read and that are not there: a line each."""
+    splits, runs, pairs = [], [], []
+    for job in jobs:
+        given = job.wildcards
+        if job.rule == "plan_shards":
+            splits.append((given["dataset"], given["split"]))
+        elif "evaluation" in given:
+            pairs.append((given["run"], given["evaluation"]))
+        elif job.rule in STAGES:
+            runs.append(given["run"])
+    return [
+        *missing_images(experiment, splits),
+        *missing_weights(experiment, runs),
+        *missing_lists(experiment, pairs),
+    ]
+
+
+def is_here(job: RuleJob) -> bool:
+    """Whether a job runs on this machine."""
+    return job.resources.get("cluster") == "local"
 
 
 def devices_of(resources: Mapping[str, Any]) -> int:
@@ -399,6 +500,8 @@ def _path(plan: Plan) -> list[str]:
     names = " -> ".join(job.name for job in path)
     requeues = sum(job.pieces - 1 for job in path)
     longest = f", {requeues} of them after a wall limit" if requeues else ""
+    if all(job.here for job in plan.jobs):
+        return [f"all of it on this machine, one job after another: {duration(wall(plan.jobs))}"]
     return [
         f"critical path: {duration(wall(path))}, without waiting in the queue, in "
         f"{sum(job.pieces for job in path)} jobs{longest}:",

@@ -195,7 +195,10 @@ def columns(lines: list[Status]) -> list[str]:
         for title, width in widths.items():
             cell = row[title]
             if len(cell) > width:
-                cell = cell[: width - 2] + ".."
+                # Names of runs differ at their ends.
+                kept = width - 2
+                end = kept // 2 if title == "run" else 0
+                cell = f"{cell[: kept - end]}..{cell[len(cell) - end :]}"
             cells.append(cell.rjust(width) if title in RIGHT else cell.ljust(width))
         return "  ".join(cells)[:WIDTH].rstrip()
 

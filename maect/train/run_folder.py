@@ -86,6 +86,19 @@ def check_weights(folder: Path) -> None:
         checked_sha256(folder / name)
 
 
+def replaced(folder: Path, identity: str) -> str | None:
+    """What a start will do to the state of another recipe that lies in the folder, in words."""
+    known = folder / "recipe.json"
+    if not known.exists() or (other := read_json(known).get("fingerprint")) == identity:
+        return None
+    back = (folder / f"stale-{identity}/state").exists()
+    return (
+        f"{folder}: recipe, seed, data or source changed since its state was saved, which is kept "
+        f"in stale-{other}; training "
+        + (f"resumes what stale-{identity} kept" if back else "starts from step 0")
+    )
+
+
 def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     """Make the folder that of this run: set aside another run's state, note the recipe.
 
@@ -93,25 +106,23 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     known, told = folder / "recipe.json", {"fingerprint": identity, **recipe}
+    if change := replaced(folder, identity):
+        log.warning("%s", change)
+        aside = _unused(folder / f"stale-{read_json(known).get('fingerprint')}")
+        aside.mkdir()
+        _move(folder, aside)
+    kept = folder / f"stale-{identity}"
+    if kept.exists() and not known.exists():  # this very recipe's, set aside by another one
+        # Its record is about weights that the other may have replaced: they are written again.
+        (kept / "run.json").unlink(missing_ok=True)
+        _move(kept, folder)
+        shutil.rmtree(kept, ignore_errors=True)
     if known.exists():
         before = read_json(known)
-        other = before.get("fingerprint")
-        if other == identity:
-            _warn_of_changes(folder, before.get("recipe", {}), recipe["recipe"])
-            _warn_of_changes(folder, before.get("versions", {}), origin()["versions"])
-            began = before.get("began_with", before.get("recipe"))
-            told |= {} if began == recipe["recipe"] else {"began_with": began}
-        else:
-            aside = _unused(folder / f"stale-{other}")
-            aside.mkdir()
-            for name in _MOVED:
-                if (folder / name).exists():
-                    (folder / name).rename(aside / name)
-            log.warning(
-                "%s: recipe, seed, data or source changed since its state was saved; "
-                "that is now in %s, and training starts from the beginning",
-                folder, aside.name,
-            )  # fmt: skip
+        _warn_of_changes(folder, before.get("recipe", {}), recipe["recipe"])
+        _warn_of_changes(folder, before.get("versions", {}), origin()["versions"])
+        began = before.get("began_with", before.get("recipe"))
+        told |= {} if began == recipe["recipe"] else {"began_with": began}
     changes = _git("diff", "HEAD")
     if changes:
         write_text(folder / "source.diff", changes)
@@ -149,6 +160,12 @@ def origin() -> dict[str, Any]:
     if revision and _git("status", "--porcelain", "--untracked-files=no"):
         revision += "-dirty"
     return {"versions": versions, "source_revision": revision or None}
+
+
+def _move(folder: Path, to: Path) -> None:
+    for name in _MOVED:
+        if (folder / name).exists():
+            (folder / name).rename(to / name)
 
 
 def _unused(path: Path) -> Path:

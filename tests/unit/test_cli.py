@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maect import cli
 from maect.core.errors import UserError
 from maect.launch.resources import count_devices
 
@@ -68,17 +69,75 @@ def test_hidden_devices(
         (["resolve", "digitz"], "digits"),
         (["resolve", "digits", "--config", "seeds"], "KEY=VALUE"),
         (["features", "/no", "--shards", "/no", "--out", "x.safetensors"], "/no"),
+        (["features", "/no", "--shards", "/no", "--out", "x.npy"], "maect embed writes"),
+        (["plan", "digits"], "digits is an experiment, not a target: --experiment digits"),
+        (["run", "digits", "--profile", "jewels"], "did you mean 'juwels'?"),
+        (["clean", "OUT"], "OUT: no runs there"),
+        (["show", "OUT"], "no such results folder"),
+        (["retrieve", "digits", "OUT"], "OUT: "),
+        (["table", "OUT.yaml"], "nowhere: no such folder of evaluations"),
         (["evaluate", "/no/knn.yaml"], "/no/knn.yaml: no such file"),
         (["show", "/no"], "/no"),
         (["table", "/no/low_shot.yaml"], "/no/low_shot.yaml: no such file"),
         (["figure", "/no/umap.yaml"], "/no/umap.yaml: no such file"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "OUT").touch()
+    shown = "name: umap\nrows:\n- {architecture: a, method: m, runs: [r]}\nruns: runs\n"
+    (tmp_path / "OUT.yaml").write_text(f"{shown}evaluations: nowhere\n")
     words = [str(tmp_path / word) if word.startswith("OUT") else word for word in words]
-    done = subprocess.run(
-        [sys.executable, "-m", "maect", *words], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert done.stderr.startswith(f"maect {words[0]}: ") and message in done.stderr
+    assert cli.main(words) == 2
+    _, stderr = capfd.readouterr()
+    assert len(stderr.splitlines()) == 1, stderr
+    assert stderr.startswith(f"maect {words[0]}: ") and message in stderr
+
+
+def test_options_that_do_not_exist_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["shard", "a", "b", "--foo"])
+    assert "maect: error: shard: unknown --foo" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--utilisation", "5"])
+    assert "'5' is not a number above 0 and up to 1" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("run", "experiments: cifar10, digits, paper. tables: low_shot,"),
+        ("train", "recipes: "),
+        ("evaluate", "evaluations: "),
+        ("import", "layouts: mae, mae_ct"),
+        ("retrieve", "data and weights: "),
+    ],
+)
+def test_help_lists_names(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_waits_for_nothing() -> None:
+    code = "import sys; from maect import cli; cli.build_parser().format_help();"
+    code += "assert not {'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("called", "printed"),
+    [("bin/maect", "{}/bin/maect"), ("lib/maect/__main__.py", "{python} -m maect")],
+)
+def test_printed_commands_are_called_as_this_one(
+    called: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/maect").write_text("#!/bin/sh\n")
+    (tmp_path / "bin/maect").chmod(0o755)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / called)])
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert cli.own_name() == printed.format(tmp_path, python=sys.executable)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin")
+    assert (cli.own_name() == "maect") == (called == "bin/maect")

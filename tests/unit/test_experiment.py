@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.experiment import load, resolve
+from maect.core.files import write_record
+from maect.experiment import Experiment, load, resolve
 from maect.experiment.expand import names
 from maect.experiment.resolve import missing_images, run_config
 from maect.report.registry import Row
@@ -466,3 +467,34 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
 def test_wrong_names_of_fine_tunings(tmp_path: Path, changes: dict, words: str) -> None:
     with pytest.raises(UserError, match=words):
         load(write(tmp_path, **changes))
+
+
+def test_experiments_of_the_same_images_share_their_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def experiment(name: str, left_out: str = "b.png", shards: int = 2) -> Experiment:
+        Path(f"{name}.txt").write_text(f"{left_out}\n")
+        train = {"images": "birds", "exclude": f"{name}.txt", "shards": shards}
+        values = {"datasets": {name: {"splits": {"train": train}}}, "runs": {}}
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(values))
+        return load(f"{name}.yaml")
+
+    Path("birds/a").mkdir(parents=True)
+    first = experiment("first")
+    folder = first.shards("first", "train")
+    assert folder == Path("results/first/shards/first/train")
+    write_record(folder / "asked.json", first.asked_of("first", "train"))
+    assert experiment("second").shards("second", "train") == Path(
+        "results/second/shards/second/train"
+    ), "not complete"
+    (folder / "index.json").touch()
+    assert experiment("second").shards("second", "train") == folder
+    assert experiment("third", left_out="c.png").shards("third", "train") != folder
+    assert experiment("third", shards=3).shards("third", "train") != folder
+    Path("results/fourth/shards/fourth/train").mkdir(parents=True)
+    Path("results/fourth/shards/fourth/train/plan.json").touch()
+    assert experiment("fourth").shards("fourth", "train") != folder, "it has its own"
+    Path("birds/a/new.png").touch()
+    assert experiment("second").shards("second", "train") != folder

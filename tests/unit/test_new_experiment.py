@@ -18,8 +18,19 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.experiment.resolve import missing_images
-from maect.tools.new_experiment import about, evaluated, new_experiment, weights
+from maect.tools.new_experiment import (
+    FEWEST_EPOCHS,
+    QUICK,
+    about,
+    evaluated,
+    new_experiment,
+    outlook,
+    quickest,
+    seconds,
+    weights,
+)
 from maect.tools.own_images import find_splits, look_at
+from maect.tools.plan import Device
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,6 +157,38 @@ def test_large_images_get_a_large_encoder(tmp_path):
     new_experiment(tmp_path / "photos", tmp_path / "mine.yaml")
     encoder = load(str(tmp_path / "mine.yaml")).runs["mae_base"].encoder
     assert (encoder.image_size, encoder.patch_size) == (192, 16)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "n", "public", "shape"),
+    [
+        (224, 1000, None, ("tiny", 32)),
+        (224, 300_000, None, ("tiny", 16)),
+        (16, 1297, None, ("tiny", 16)),
+        (224, 1000, "mae_base", ("base", 224)),
+    ],
+)
+def test_quick_is_an_hour(pixels, n, public, shape):
+    device = Device("cpu")
+    size = "tiny" if pixels == 16 else "base"
+    *found, epochs = quickest(size, pixels, n, public, device)
+    assert tuple(found) == shape
+    assert epochs.keys() == {"mae", "head_min", "ct_min"} - ({"mae"} if public else set())
+    assert seconds(*found, n, epochs, device) <= QUICK or min(epochs.values()) == 1
+    if shape == ("tiny", 32):  # the next larger one takes more
+        assert epochs["mae"] > FEWEST_EPOCHS
+        assert seconds("small", 32, n, {"mae": FEWEST_EPOCHS}, device) > QUICK
+
+
+def test_what_it_takes_and_what_comes_out(digits, tmp_path):
+    out = tmp_path / "mine.yaml"
+    new_experiment(digits, out, quick=Device("cpu"))
+    experiment = load(str(out))
+    assert experiment.runs["mae_tiny"].settings.epochs < 1600
+    takes, comes = outlook(out, Device("cpu"))
+    assert "trainings take about" in takes and "GFLOP/s" in takes and "--quick" not in takes
+    assert "encoders ct_min_tiny in results/mine/runs" in comes
+    assert "low_shot, clustering, umap" in comes and "results/mine/report.html" in comes
 
 
 def test_mistakes_are_named(digits, tmp_path):

@@ -14,9 +14,10 @@ from maect.experiment import Experiment, load
 from maect.launch.record import Job, write_job
 from maect.recipes import load_encoder
 from maect.recipes.flops import encode_flops, parameters
-from maect.stages import load_recipe
+from maect.stages import Training, load_recipe
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.plan import (
+    CPU_RATE,
     FP32,
     REQUEUED,
     START,
@@ -29,10 +30,13 @@ from maect.tools.plan import (
     lines,
     make_plan,
     measured,
+    missing,
     shards_of,
 )
+from maect.tools.speed import Machine, this_machine
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
+HERE = {"cluster": "local", "nodes": 1, "devices": 2, "runtime": 1440}
 HEAD = "results/digits/runs/head_min_tiny/encoder.safetensors"
 
 
@@ -170,6 +174,64 @@ def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     assert plan.jobs[0].seconds is None
     text = "\n".join(lines(plan))
     assert "not known, and not counted: images of" in text and "1 not known" in text
+
+
+def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
+    images = here / "birds"
+    for number in range(12):
+        path = images / f"{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100))
+    experiment = unknown_images(images)
+    split = {"dataset": "mine", "split": "train"}
+    jobs = [RuleJob("plan_shards", split, {}), RuleJob("index_shards", split, {})]
+    jobs += [RuleJob("pretrain", {"run": "mae_tiny"}, HERE)]
+    plan = make_plan(jobs, experiment, Device("cpu"))
+    assert plan.shards(experiment.shards("mine", "train")) == Shards(12, 1200, False, 2)
+    stage, encoder = load_recipe("mae", "tiny"), load_encoder("tiny")
+    flops = 12 * stage.epochs * stage.flops_per_image(encoder)
+    assert plan.jobs[0].seconds == pytest.approx(flops / (2 * CPU_RATE))
+    told = "\n".join(lines(plan))
+    assert "not known" not in told and "all of it on this machine" in told
+    assert missing(jobs, experiment) == []
+    images.rename(here / "elsewhere")
+    assert [fault.split("; ")[0] for fault in missing(jobs, experiment)] == [
+        f"{images}/x.yaml: datasets: mine: no images at {images} (split train)"
+    ]
+
+
+def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def measure(stage: Any, encoder: Any, batch: int) -> float:
+        asked.append(stage.name)
+        return 10.0
+
+    monkeypatch.setattr("maect.tools.speed.measure", measure)
+    machine, encoder = Machine("cpu"), load_encoder("tiny")
+    mae, tune = load_recipe("mae", "tiny"), load_recipe("ct_min", "tiny")
+    # Two processes share the cores that were measured; two GPUs are two.
+    assert machine.images_per_second(mae, encoder, 2) == 10.0
+    assert machine.images_per_second(tune, encoder, 2) == 10.0
+    assert Machine("H100").images_per_second(mae, encoder, 2) == 20.0
+    assert asked == ["pretrain", "tune", "pretrain"]
+    assert (
+        machine.together(2)
+        == machine.rate
+        == 10.0 * max(stage.flops_per_image(encoder) for stage in (mae, tune))
+    )
+    labelled = next(run.settings for run in load("digits").runs.values() if run.scored_by)
+    assert isinstance(labelled, Training)
+    by_operations = machine.rate / labelled.flops_per_image(encoder)
+    assert machine.images_per_second(labelled, encoder, 2) == by_operations
+
+
+def test_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maect.tools.speed.SECONDS", 0.0)
+    machine, encoder = this_machine(), load_encoder("tiny", 16)
+    for recipe in ("mae", "head_min", "ct_min"):
+        stage = load_recipe(recipe, "tiny", {"batch_size": 4})
+        assert 0 < machine.images_per_second(stage, encoder) < 1e6
 
 
 def test_wall_limits_cut_a_training_into_pieces() -> None:

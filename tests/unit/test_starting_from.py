@@ -47,6 +47,12 @@ def test_from_scratch_everything_is_trained(tmp_path: Path) -> None:
     assert scratch.tables == ["low_shot", "huge14"]
 
 
+def test_nothing_public_to_start_from_is_an_error(tmp_path: Path) -> None:
+    mine = write(tmp_path, runs={"mae_base": {"recipe": "mae", "size": "base"}}, tables=[])
+    with pytest.raises(UserError, match="no run names `public` weights to import"):
+        load(mine, starting_from="public")
+
+
 def test_public_weights_take_the_place_of_pretraining(tmp_path: Path) -> None:
     public = load(write(tmp_path), starting_from="public")
     assert {name: run.stage for name, run in public.runs.items()} == {

@@ -1,12 +1,16 @@
 import os
 import re
+import signal
 import sys
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
+from snakemake.logging import logger
+
 from maect import experiment as experiments
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
@@ -188,6 +192,25 @@ def resolved(job):
     return resolve.claims_config(experiment) if name == "claims" else None
 
 
+def interrupt(*_):
+    """Ctrl-C: jobs save and end with an error, which is nothing to explain on three pages."""
+    logger.addFilter(lambda record: False)
+    print(
+        "maect: interrupted: trainings save; the same command goes on from there",
+        file=sys.stderr,
+    )
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise KeyboardInterrupt
+
+
+def finish():
+    """After the last job: where to look."""
+    page = Path(ROOT, "report.html")
+    made = {job.rule.name for job in workflow.dag.jobs}
+    if "report_html" in made and page.exists():
+        print(f"maect: the report is {page}; open it in a browser", file=sys.stderr)
+
+
 def start():
     """Before the first job: refuse what would fail, own the folder, write the resolved files.
 
@@ -233,3 +256,15 @@ def start():
     for job in jobs:
         if told := resolved(job):
             told.write(job.params.config)
+    for split in those_of("plan_shards", "dataset", "split"):
+        folder = experiment.shards(*split)
+        if experiment.datasets[split[0]].splits[split[1]].images is not None:
+            write_record(folder / "asked.json", experiment.asked_of(*split))
+    for dataset, split in experiment.splits:
+        folder = experiment.shards(dataset, split)
+        if Path(ROOT) not in folder.parents:
+            print(
+                f"maect: {dataset} {split} is sharded already: {folder}",
+                file=sys.stderr,
+            )
+    signal.signal(signal.SIGINT, interrupt)

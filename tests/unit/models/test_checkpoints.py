@@ -265,6 +265,22 @@ def test_damaged_files_are_one_line(content, tmp_path):
         read_checkpoint(tmp_path / "cut.pth")
 
 
+def test_what_a_download_may_bring_instead_is_named(tmp_path):
+    (tmp_path / "page.pth").write_text("\n<!DOCTYPE html><html>Not found</html>")
+    with pytest.raises(UserError, match=r"page\.pth: a web page, not the weights"):
+        read_checkpoint(tmp_path / "page.pth")
+    (tmp_path / "old.pth").write_bytes(pickle.dumps({"model": object()}))
+    with pytest.raises(UserError, match=r"old\.pth") as error:
+        read_checkpoint(tmp_path / "old.pth")
+    assert "trusted source" not in str(error.value)
+    weights = plain_vit.mae()[0]
+    next(iter(weights["model"].values())).view(-1)[0] = float("nan")
+    torch.save(weights, tmp_path / "mae.pth")
+    with pytest.raises(UserError, match="cls_token has values that are not finite"):
+        import_weights(tmp_path / "mae.pth", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_safetensors_are_read_too(tmp_path):
     weights = plain_vit.learned()
     save_file(weights, tmp_path / "dino.safetensors")

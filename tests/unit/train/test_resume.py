@@ -142,6 +142,13 @@ def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
     assert len(metrics(aside)) == 5 and steps_saved(aside) == [5]
     assert run(1, fresh, log=log) == ["done"]
     identical(fresh["folder"], new["folder"])
+    # Changed back, it goes on from what was set aside.
+    assert run(1, old, log=log) == ["done"]
+    assert "resuming from step 5" in log.read_text()
+    assert [path.name for path in Path(old["folder"]).glob("stale-*")] != [aside.name]
+    undisturbed = job("undisturbed", "mae")
+    assert run(1, undisturbed, log=log) == ["done"]
+    identical(undisturbed["folder"], old["folder"])
 
 
 def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, start):

@@ -1,0 +1,71 @@
+"""`maect clean`: states that no training needs any more, and what they take on disk."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from maect.core.errors import UserError
+from maect.core.files import read_mapping
+from maect.launch.owner import own
+from maect.tools.plan import size_text
+from maect.train.run_folder import check_weights
+
+
+@dataclass(frozen=True)
+class State:
+    """Files of a training that may go, or that must stay because `needed` says so."""
+
+    folder: Path
+    bytes: int
+    needed: str = ""
+
+
+def states(root: Path) -> Iterator[State]:
+    """The states in a results folder, those of other recipes and damaged ones included.
+
+    A state is what an unfinished training resumes from, and what a finished one writes its files
+    from again should they be lost: it may go once these are there, with the bits of the record.
+    """
+    for run in sorted(path for path in root.glob("runs/*") if path.is_dir()):
+        needed = _needed(run)
+        for folder in sorted([*run.glob("state"), *run.glob("stale-*")]):
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            yield State(folder, sum(path.stat().st_size for path in files), needed)
+
+
+def _needed(run: Path) -> str:
+    """Why a run's states have to stay; empty if they do not."""
+    files = read_mapping(run / "run.json").get("files")
+    if files is None:
+        return "its training is not finished"
+    try:
+        check_weights(run)
+    except UserError:
+        return "what it left is damaged"
+    return "" if all((run / name).exists() for name in files) else "what it left is not complete"
+
+
+def clean(root: Path, remove: bool) -> None:
+    """Print which states may go and what they take; with `remove`, remove them.
+
+    Raises:
+        UserError: there are no runs, or something is at work there.
+    """
+    if not any(root.glob("runs/*")):
+        raise UserError(f"{root}: no runs there; give a results folder such as results/digits")
+    with own(root, patience=0):
+        found = list(states(root))
+        free = [state for state in found if not state.needed]
+        for state in found:
+            note = f"  stays: {state.needed}" if state.needed else ""
+            print(f"{size_text(state.bytes):>8}  {state.folder}{note}")
+            if remove and not state.needed:
+                shutil.rmtree(state.folder)
+    total = size_text(sum(state.bytes for state in free))
+    if remove:
+        print(f"{root}: {total} freed")
+    elif free:
+        print(f"{root}: {total} can be freed: the same command with --remove")
+    else:
+        print(f"{root}: nothing can be freed")

@@ -1,0 +1,87 @@
+"""How fast this machine trains: a step or two of each stage, measured when somebody asks."""
+
+import time
+from dataclasses import dataclass, field
+
+from maect.recipes import Encoder, load_encoder
+from maect.stages import Training, load_recipe
+from maect.stages.base import SelfSupervised
+from maect.tools.plan import Device
+
+SECONDS = 1.0
+"""For which a step is repeated; at least once, after one that is not counted."""
+STEP_FLOPS = 4e10
+"""Operations of a step that is measured, which bound its batch: seconds on two cores."""
+
+
+@dataclass(frozen=True)
+class Machine(Device):
+    """This machine: one of its GPUs, or its CPU as a whole, whose cores all processes share."""
+
+    name: str = "cpu"
+    _speeds: dict[tuple[str, Encoder], tuple[float, float]] = field(default_factory=dict)
+    """Images per second and FLOP/s, by stage and encoder."""
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s of a training step: the best that was measured."""
+        if not self._speeds:
+            self.images_per_second(load_recipe("mae", "small"), load_encoder("small"))
+        return max(flops for _, flops in self._speeds.values())
+
+    @property
+    def source(self) -> str:
+        """Where `rate` is from, for people."""
+        return "a step measured on this machine's " + ("CPU" if self.name == "cpu" else self.name)
+
+    def together(self, processes: int) -> float:
+        """FLOP/s of so many processes."""
+        return self.rate * (1 if self.name == "cpu" else processes)
+
+    def images_per_second(self, stage: Training, encoder: Encoder, processes: int = 1) -> float:
+        """Speed of a training on so many processes; by its operations if it needs labels."""
+        if not isinstance(stage, SelfSupervised):
+            return super().images_per_second(stage, encoder, processes)
+        speed = self._measured(stage, encoder)[0]
+        return speed * (1 if self.name == "cpu" else processes)
+
+    def _measured(self, stage: SelfSupervised, encoder: Encoder) -> tuple[float, float]:
+        key = stage.name, encoder
+        if key not in self._speeds:
+            flops = stage.flops_per_image(encoder)
+            speed = measure(stage, encoder, int(STEP_FLOPS / flops))
+            self._speeds[key] = speed, speed * flops
+        return self._speeds[key]
+
+
+def this_machine() -> Machine:
+    """What trainings would compute on here."""
+    import torch
+
+    return Machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+
+
+def measure(stage: SelfSupervised, encoder: Encoder, batch: int) -> float:
+    """Images per second of a training step with random weights and images.
+
+    Args:
+        stage: its settings.
+        encoder: its shape.
+        batch: images in a step, at most; no more than in the training, and no fewer than 2.
+    """
+    import torch
+
+    from maect.evaluate.throughput import stage_step
+
+    batch = max(2, min(stage.batch_size, batch))
+    cuda = torch.cuda.is_available()
+    objective = stage.objective(encoder, 0)
+    step = stage_step(stage, objective, batch, torch.device("cuda" if cuda else "cpu"))
+    step()
+    steps, start = 0, time.perf_counter()
+    while not steps or time.perf_counter() - start < SECONDS:
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        steps += 1
+    return steps * batch / (time.perf_counter() - start)

@@ -1,0 +1,50 @@
+"""`maect clean`: what may go, and what has to stay."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maect import cli
+from maect.core.errors import UserError
+from maect.core.files import sha256_file
+from maect.tools.clean import clean
+
+
+def training(root: Path, name: str, finished: bool = True) -> Path:
+    folder = root / "runs" / name
+    for state in ("state/step-000000002", "stale-abc/state/step-000000001"):
+        (folder / state).mkdir(parents=True)
+        (folder / state / "rank-0000.safetensors").write_bytes(bytes(1000))
+    if finished:
+        (folder / "encoder.safetensors").write_bytes(b"weights")
+        files = {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")}
+        (folder / "run.json").write_text(json.dumps({"files": [*files], "sha256": files}))
+    return folder
+
+
+def test_only_what_no_resume_needs_is_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, stopped = training(tmp_path, "mae"), training(tmp_path, "ct_min", finished=False)
+    damaged = training(tmp_path, "head_min")
+    (damaged / "encoder.safetensors").write_bytes(b"weighty")
+    clean(tmp_path, remove=False)
+    told = capsys.readouterr().out
+    assert "2 kB can be freed: the same command with --remove" in told
+    assert "ct_min/state  stays: its training is not finished" in told
+    assert "head_min/state  stays: what it left is damaged" in told
+    assert (done / "state").exists()
+    assert cli.main(["clean", str(tmp_path), "--remove"]) == 0
+    assert "2 kB freed" in capsys.readouterr().out
+    assert not (done / "state").exists() and not (done / "stale-abc").exists()
+    assert (done / "encoder.safetensors").exists()
+    for folder in (stopped, damaged):
+        assert (folder / "state").exists() and (folder / "stale-abc").exists()
+    clean(tmp_path, remove=False)
+    assert "nothing can be freed" in capsys.readouterr().out
+
+
+def test_a_folder_without_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no runs there"):
+        clean(tmp_path, remove=False)
