@@ -9,7 +9,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install moved demo test test-slow check packages lock docs clean
+.PHONY: install squashed moved demo test test-slow check packages lock docs clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -31,6 +31,10 @@ $(VENV)/.installed: $(LOCK) pyproject.toml $(if $(MOVED),moved)
 
 moved:
 	@echo "the clone was moved from $(MOVED): its environment is made again"
+
+# The environment as one file, for envs/squashed_python (apt install squashfs-tools).
+squashed: install
+	mksquashfs $(VENV) $(VENV).sqfs -noappend -quiet -no-progress
 
 # Optional: without compiler or headers its line says what is missing.
 $(DECODER): maect/data/native/jpeg_crop.c | $(VENV)/.installed

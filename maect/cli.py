@@ -151,6 +151,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--convert-world-size", action="store_true", help="resume on another number of ranks"
     )
     sub.add_argument(
+        "--gpu", default="", help="what each GPU is, such as A100-40GB: a step that is too large "
+        "for it is computed in parts, or refused; asked of this machine where the job runs here",
+    )  # fmt: skip
+    sub.add_argument(
         "--stage-to", metavar="DIR", help="copy the shards to this folder of each node first; "
         "or the name of the node's environment variable that holds it (TMPDIR)",
     )  # fmt: skip
@@ -174,6 +178,10 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--shards", type=Path, required=True, help="folder of a split's shards")
     sub.add_argument("--out", type=Path, required=True, help="the file to write")
     sub.add_argument("--resize", type=int, help=RESIZE)
+    sub.add_argument(
+        "--precision", choices=["fp32", "tf32", "bf16"], default="fp32",
+        help="of the encoder's products; on a GPU tf32 takes about an eighth of the time of fp32",
+    )  # fmt: skip
 
     using = use_options()
     sub = command("embed", embed, "Write a table of images and their vectors.", using)
@@ -252,7 +260,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--device",
         help="for what no run has measured: A100, H100, cpu, or here: a step of every stage is "
-        "measured (default: here for a profile of this machine, else A100)",
+        "measured (default: here for a profile of this machine, else the profile's or A100)",
     )
     sub.add_argument(
         "--utilisation", type=fraction, default=0.35, help="of its peak (default 0.35)"
@@ -352,6 +360,7 @@ def launch_options() -> argparse.ArgumentParser:
     group.add_argument("--account", default="")
     group.add_argument("--sbatch", default="", help="further sbatch options, KEY=VALUE,KEY=VALUE")
     group.add_argument("--setup", default="", help="script that the compute node sources first")
+    group.add_argument("--python", default="", help="what ranks run in place of this Python")
     group.add_argument("--detach", action="store_true", help="leave the job running on Ctrl-C")
     group.add_argument("--log", help="also write messages to this file")
     return parent
@@ -408,6 +417,7 @@ def launch(
         account=options.account,
         sbatch=options.sbatch,
         setup=options.setup,
+        python=options.python,
     )
     name = folder.name
     if name.endswith(".job"):  # beside those of other runs
@@ -574,7 +584,9 @@ def changes_of(pairs: Sequence[str]) -> dict[str, str]:
 
 def train(options: argparse.Namespace) -> None:
     """`maect train`: check everything, then run on the devices."""
-    from maect.launch.resources import count_devices, training_nodes
+    from maect.launch.resources import count_devices, gpu_here, training_nodes
+    from maect.recipes.flops import relative_speed
+    from maect.recipes.memory import gpu_memory
     from maect.stages.run import RunConfig
     from maect.train.run_folder import (
         check_weights,
@@ -595,8 +607,16 @@ def train(options: argparse.Namespace) -> None:
         need(config.source / "run.json", "finished run")
     devices = count_devices(options.devices)
     step = stage.flops_per_image(config.encoder) * stage.batch_size
-    nodes = training_nodes(options.nodes, devices, stage.batch_size, step)
+    gpu = options.gpu or (gpu_here() if options.cluster == "local" else "")
+    nodes = training_nodes(options.nodes, devices, stage.batch_size, step, relative_speed(gpu))
     stage.check_ranks(nodes * devices)
+    memory, computed = gpu_memory(gpu), {}
+    if memory is not None:
+        fitted = stage.fitted(config.encoder, nodes, devices, memory)
+        computed = {key: value for key, value in fitted if value != getattr(stage, key)}
+        if computed:
+            said = ", ".join(f"{key}: {value}" for key, value in computed.items())
+            log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
     identity = fingerprint(
         path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
     )
@@ -615,6 +635,7 @@ def train(options: argparse.Namespace) -> None:
         save_every_minutes=options.save_every_minutes,
         convert_world_size=options.convert_world_size,
         stage_to=options.stage_to or None,
+        computed=computed,
     )
     # A rank may have been killed after the record was written: no other one is started then.
     if not stage.keeps_state and is_finished(path.parent, identity):
@@ -673,6 +694,7 @@ def features(options: argparse.Namespace) -> None:
     wanted = {
         "encoder_sha256": sha256_file(encoder),
         "index_digest": need_shards(options.shards),
+        "precision": options.precision,
     } | ({"resize": resize} if resize else {})
 
     def is_done() -> bool:
@@ -689,6 +711,7 @@ def features(options: argparse.Namespace) -> None:
         encoder=str(encoder.absolute()),
         shards=str(options.shards.absolute()),
         out=str(options.out.absolute()),
+        precision=options.precision,
         resize=resize,
     )
 
@@ -886,7 +909,8 @@ def plan(options: argparse.Namespace) -> None:
     chosen = experiment.load(options.experiment, **changes_of(options.config))
     config = [f"experiment={options.experiment}", *options.config]
     left = jobs_to_run(options.target, config, find_profile(options.profile))
-    name = options.device or ("here" if all_here(left) else "A100")
+    known = (str(job.resources.get("gpu") or "") for job in left)
+    name = options.device or ("here" if all_here(left) else next(filter(None, known), "A100"))
     device = Device(name, options.utilisation)
     if name == "here":
         from maect.tools.speed import this_machine

@@ -50,6 +50,28 @@ def device_of(context: Context) -> torch.device:
     return torch.device("cpu")
 
 
+def be_deterministic() -> None:
+    """Let GPUs compute the same bits at every start; to be called before they are used.
+
+    PyTorch then sums in a fixed order (also in attention's backward pass), or raises where it
+    cannot; cuBLAS has one workspace a stream, and NCCL adds up in rings, not inside switches.
+
+    Raises:
+        UserError: the environment says otherwise.
+    """
+    if not uses_gpus():
+        return
+    workspaces, sums = (":4096:8", ":16:8"), ("Ring", "Tree")
+    for name, allowed in (("CUBLAS_WORKSPACE_CONFIG", workspaces), ("NCCL_ALGO", sums)):
+        said = os.environ.setdefault(name, allowed[0])
+        if said not in allowed:
+            raise UserError(
+                f"deterministic: true does not go with {name}={said}: {' or '.join(allowed)}"
+            )
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def uses_gpus() -> bool:
     """Whether ranks compute on GPUs here."""
     return torch.cuda.is_available() and not _cpu_is_asked_for()
@@ -90,13 +112,23 @@ def join(context: Context, backend: str, timeout: timedelta) -> None:
         store = context.store(timeout)
         if "nccl" in backend:
             _check_own_gpu(context, store)
+        # Communicators begin here, where what is wrong with them is plain, not in the first step.
+        only_gpus = backend == "nccl"
+        gpu = torch.device("cuda", torch.cuda.current_device()) if only_gpus else None
         dist.init_process_group(
             backend,
             store=store,
             rank=context.rank,
             world_size=context.world_size,
             timeout=timeout,
+            device_id=gpu,
         )
+
+
+def leave() -> None:
+    """End a job's group of GPUs: NCCL may wait for others when a process just ends."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.destroy_process_group()
 
 
 def _check_own_gpu(context: Context, store: dist.Store) -> None:

@@ -11,9 +11,9 @@ corner (left, top) of the output window in the resized box.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from statistics import NormalDist
 from typing import Any
 
@@ -110,6 +110,13 @@ SOLARIZE_FROM = 128 / 255
 _LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601, as Pillow and torchvision
 
 
+@cache
+def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers of three channels, [3, 1, 1]: copied to a device once, not in every step."""
+    with torch.inference_mode(False):  # whoever asks first
+        return torch.tensor(values, device=device).view(3, 1, 1)
+
+
 def normalize(images: Tensor) -> Tensor:
     """ImageNet's mean and standard deviation.
 
@@ -119,53 +126,96 @@ def normalize(images: Tensor) -> Tensor:
     Returns:
         float32 [b, 3, S, S].
     """
-    mean = torch.tensor(MEAN, device=images.device).view(3, 1, 1)
-    std = torch.tensor(STD, device=images.device).view(3, 1, 1)
     if images.dtype == torch.uint8:
         images = images.float() / 255
-    return (images - mean) / std
+    return (images - _constant(MEAN, images.device)) / _constant(STD, images.device)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What happens to the pixels of each of n cropped images.
+
+    Attributes:
+        flipped, jittered, blurred, grey, solarized: whether, [n].
+        strengths: uniform numbers [n, 4], of brightness, contrast, saturation and hue.
+        order: uniform numbers [n, 4]; their ranks are the order of these four.
+        sigma: standard deviation of the blur in pixels, [n].
+    """
+
+    flipped: NDArray[np.bool_]
+    jittered: NDArray[np.bool_]
+    blurred: NDArray[np.bool_]
+    grey: NDArray[np.bool_]
+    solarized: NDArray[np.bool_]
+    strengths: NDArray[np.float64]
+    order: NDArray[np.float64]
+    sigma: NDArray[np.float64]
+
+
+def draw_changes(
+    views: Sequence[View], seed: int, epochs: ArrayLike, ids: ArrayLike, first: int = 0
+) -> Changes:
+    """The changes of all samples in the first view, then of all in the next one, and so on.
+
+    Order and strengths are those of the authors' code (BYOL's strengths).
+
+    Args:
+        views: probabilities of each change.
+        seed: the run's seed.
+        epochs: epoch of each sample, [b].
+        ids: stable sample ids, [b].
+        first: number of the first view; views draw different numbers.
+    """
+    flips, uniforms, likely = [], [], []
+    for number, view in enumerate(views, first):
+        flips.append(random.uniform(seed, epochs, ids, number, random.FLIP, 1)[:, 0] < view.flip)
+        colours = view.jitter, view.blur, view.gray, view.solarize
+        if any(colours):
+            uniforms.append(random.uniform(seed, epochs, ids, number, random.COLOR, 13))
+        else:
+            uniforms.append(np.zeros((len(flips[-1]), 13)))
+        likely.append(np.tile(colours, (len(flips[-1]), 1)))
+    u, chosen = np.concatenate(uniforms), np.concatenate(uniforms)[:, [0, 9, 11, 12]]
+    jittered, blurred, grey, solarized = (chosen < np.concatenate(likely)).T
+    sigma = SIGMA[0] + (SIGMA[1] - SIGMA[0]) * u[:, 10]
+    flipped = np.concatenate(flips)
+    return Changes(flipped, jittered, blurred, grey, solarized, u[:, 1:5], u[:, 5:9], sigma)
+
+
+def apply_changes(images: Tensor, changes: Changes) -> Tensor:
+    """Flip, jitter, blur, grey and solarize cropped images, then normalize.
+
+    Args:
+        images: uint8 [n, 3, S, S], on any device.
+        changes: of each of them.
+
+    Returns:
+        float32 [n, 3, S, S], normalized, on the device of `images`.
+    """
+    x = images.float().div_(255)
+    _change(x, changes.flipped, lambda y, _: y.flip(3))
+    x = jitter(x, changes.jittered, changes.strengths, changes.order)
+    _change(x, changes.blurred, lambda y, rows: blur(y, changes.sigma[rows]))
+    _change(x, changes.grey, lambda y, _: luma(y).expand_as(y))
+    _change(x, changes.solarized, lambda y, _: solarize(y))
+    return x.sub_(_constant(MEAN, x.device)).div_(_constant(STD, x.device))
 
 
 def augment(
     images: Tensor, view: View, view_number: int, seed: int, epochs: ArrayLike, ids: ArrayLike
 ) -> Tensor:
-    """Flip, jitter, blur, grey and solarize cropped images, then normalize.
-
-    Order and strengths are those of the authors' code (BYOL's strengths).
-
-    Args:
-        images: uint8 [b, 3, S, S], on any device.
-        view: probabilities of each change.
-        view_number: which view of the image this is; views draw different numbers.
-        seed: the run's seed.
-        epochs: epoch of each sample, [b].
-        ids: stable sample ids, [b].
-
-    Returns:
-        float32 [b, 3, S, S], normalized, on the device of `images`.
-    """
-    flipped = random.uniform(seed, epochs, ids, view_number, random.FLIP, 1)[:, 0] < view.flip
-    x = images.float() / 255
-    x = _where(x, flipped, lambda y, _: y.flip(3))
-    if view.jitter or view.blur or view.gray or view.solarize:
-        u = random.uniform(seed, epochs, ids, view_number, random.COLOR, 13)
-        x = jitter(x, u[:, 0] < view.jitter, u[:, 1:5], u[:, 5:9])
-        sigma = SIGMA[0] + (SIGMA[1] - SIGMA[0]) * u[:, 10]
-        x = _where(x, u[:, 9] < view.blur, lambda y, rows: blur(y, sigma[rows]))
-        x = _where(x, u[:, 11] < view.gray, lambda y, _: luma(y).expand_as(y))
-        x = _where(x, u[:, 12] < view.solarize, lambda y, _: solarize(y))
-    return normalize(x)
+    """One view of cropped images, uint8 [b, 3, S, S]: `draw_changes` and `apply_changes`."""
+    return apply_changes(images, draw_changes([view], seed, epochs, ids, view_number))
 
 
-def _where(x: Tensor, chosen: NDArray[np.bool_], change) -> Tensor:  # type: ignore[no-untyped-def]
-    """Apply `change(images, rows)` to the chosen rows; they are known here, so nothing waits."""
+def _change(
+    x: Tensor, chosen: NDArray[np.bool_], change: Callable[[Tensor, NDArray[np.int64]], Tensor]
+) -> None:
+    """Put `change(images, rows)` in place of the chosen rows, which are known without waiting."""
     rows = np.flatnonzero(chosen)
-    if not len(rows):
-        return x
-    if len(rows) == len(x):
-        return change(x, rows)
-    index = torch.from_numpy(rows).to(x.device, non_blocking=True)
-    return x.index_copy(0, index, change(x.index_select(0, index), rows))
+    if len(rows):
+        index = torch.from_numpy(rows).to(x.device, non_blocking=True)
+        x.index_copy_(0, index, change(x.index_select(0, index), rows))
 
 
 def jitter(
@@ -173,68 +223,86 @@ def jitter(
 ) -> Tensor:
     """Brightness, contrast, saturation and hue in random order (torchvision's ColorJitter).
 
+    All but hue are blends, and blends of all kinds one operation. Images whose hue comes late lie
+    before those whose hue comes early: so each blend takes place in an interval of them, before the
+    hue of all or behind it.
+
     Args:
         x: float [b, 3, S, S] in [0, 1].
         chosen: which samples, [b].
         strengths: uniform numbers [b, 4], one per change.
         order: uniform numbers [b, 4]; their ranks are the order of the changes.
     """
+    rows = np.flatnonzero(chosen)
+    if not len(rows):
+        return x
     width = np.array([BRIGHTNESS, CONTRAST, SATURATION, HUE])
     factors = (2 * strengths - 1) * width + np.array([1.0, 1.0, 1.0, 0.0])
-    ranks = np.argsort(np.argsort(order, axis=1, kind="stable"), axis=1, kind="stable")
-    for step in range(4):
-        for number, change in enumerate((brightness, contrast, saturation, hue)):
-            now = chosen & (ranks[:, number] == step)
-
-            def apply(y: Tensor, rows: NDArray[np.int64], number=number, change=change) -> Tensor:  # type: ignore[no-untyped-def]
-                return change(y, _column(factors[rows, number], y))
-
-            x = _where(x, now, apply)
-    return x
-
-
-def _column(values: NDArray[np.float64], like: Tensor) -> Tensor:
-    column = torch.from_numpy(values.astype(np.float32)).view(-1, 1, 1, 1)
-    return column.to(like.device, non_blocking=True)
+    sequence = np.argsort(order, axis=1, kind="stable")
+    before = np.argmax(sequence == 3, axis=1)  # blends before the hue
+    rows = rows[np.argsort(-before[rows], kind="stable")]
+    blends = sequence[rows][sequence[rows] != 3].reshape(-1, 3)
+    factors = factors[rows]
+    # One copy to the device: the hue's shift, then each blend's factor and what it blends with.
+    table = np.concatenate(
+        [
+            factors[:, 3:],
+            np.take_along_axis(factors, blends, 1),
+            blends == 1,
+            blends == 2,
+        ],
+        axis=1,
+    )
+    index = torch.from_numpy(rows).to(x.device, non_blocking=True)
+    told = torch.from_numpy(table.astype(np.float32)).to(x.device, non_blocking=True)
+    told = told[:, :, None, None, None]
+    y = x.index_select(0, index)
+    late = [int((before[rows] > number).sum()) for number in range(3)]
+    for number in range(3):
+        part = slice(None, late[number])
+        blend_(y[part], *(told[part, number + first] for first in (1, 4, 7)))
+    y = hue(y, told[:, 0])
+    for number in range(3):
+        part = slice(late[number], None)
+        blend_(y[part], *(told[part, number + first] for first in (1, 4, 7)))
+    return x.index_copy(0, index, y)
 
 
 def luma(x: Tensor) -> Tensor:
     """Grey value, [b, 1, S, S]."""
-    return _LUMA[0] * x[:, 0:1] + _LUMA[1] * x[:, 1:2] + _LUMA[2] * x[:, 2:3]
+    return (x * _constant(_LUMA, x.device)).sum(1, keepdim=True)
 
 
-def _blend(x: Tensor, other: Tensor, factor: Tensor) -> Tensor:
-    return (other + factor * (x - other)).clamp_(0, 1)
+def blend_(x: Tensor, factor: Tensor, contrast: Tensor, saturation: Tensor) -> Tensor:
+    """Scale towards or away from something, in place: black is brightness.
 
-
-def brightness(x: Tensor, factor: Tensor) -> Tensor:
-    """Scale towards or away from black; `factor` is [b, 1, 1, 1] here and below."""
-    return (x * factor).clamp_(0, 1)
-
-
-def contrast(x: Tensor, factor: Tensor) -> Tensor:
-    """Scale towards or away from the image's mean grey value."""
-    return _blend(x, luma(x).mean((2, 3), keepdim=True), factor)
-
-
-def saturation(x: Tensor, factor: Tensor) -> Tensor:
-    """Scale towards or away from each pixel's grey value."""
-    return _blend(x, luma(x), factor)
+    Args:
+        x: [b, 3, S, S].
+        factor: [b, 1, 1, 1], as those below.
+        contrast: 1 where that is the image's mean grey value, else 0.
+        saturation: 1 where it is each pixel's grey value, else 0.
+    """
+    if not len(x):
+        return x
+    grey = luma(x)
+    other = torch.addcmul(contrast * grey.mean((2, 3), keepdim=True), grey, saturation)
+    return x.sub_(other).mul_(factor).add_(other).clamp_(0, 1)
 
 
 def hue(x: Tensor, shift: Tensor) -> Tensor:
-    """Turn the hue by `shift` of the whole circle."""
-    high, low = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
+    """Turn the hue by `shift`, [b, 1, 1, 1], of the whole circle."""
+    low, high = x.aminmax(dim=1, keepdim=True)
     chroma = high - low
-    divisor = torch.where(chroma == 0, 1, chroma)
-    r, g, b = x.split(1, 1)
-    sector = torch.where(high == g, 2 + (b - r) / divisor, 4 + (r - g) / divisor)
-    sector = torch.where(high == r, (g - b) / divisor, sector)
-    angle = (sector / 6 + shift).remainder(1) * 6
+    divisor = chroma.masked_fill(chroma == 0, 1)
+    # By the largest channel: (g - b) / chroma, 2 + (b - r) / chroma or 4 + (r - g) / chroma.
+    sectors = (x.roll(-1, 1) - x.roll(1, 1)).div_(divisor).add_(_constant((0, 2, 4), x.device))
+    red, green, _ = (x == high).split(1, 1)
+    sector = torch.where(green, sectors[:, 1:2], sectors[:, 2:])
+    sector = torch.where(red, sectors[:, :1], sector)
+    angle = sector.div_(6).add_(shift).remainder_(1).mul_(6)
     # Channel n of an HSV colour: V - C max(0, min(k, 4 - k, 1)), k = (n + H/60) mod 6.
-    offsets = torch.tensor([5.0, 3.0, 1.0], device=x.device).view(1, 3, 1, 1)
-    k = (offsets + angle).remainder(6)
-    return high - chroma * torch.minimum(k, 4 - k).clamp(0, 1)
+    k = (_constant((5, 3, 1), x.device) + angle).remainder_(6)
+    return high - chroma * torch.minimum(k, 4 - k).clamp_(0, 1)
 
 
 def blur(x: Tensor, sigma: NDArray[np.float64]) -> Tensor:
@@ -242,24 +310,48 @@ def blur(x: Tensor, sigma: NDArray[np.float64]) -> Tensor:
 
     A blur along one side is a product with a banded matrix, which batches well.
     """
-    rows = _blur_matrix(sigma, x.shape[2], x)
-    columns = rows if x.shape[2] == x.shape[3] else _blur_matrix(sigma, x.shape[3], x)
+    rows = _blur_matrix(sigma, x.shape[2], x.device)
+    square = x.shape[2] == x.shape[3]
+    columns = rows if square else _blur_matrix(sigma, x.shape[3], x.device)
     return (rows[:, None] @ x @ columns.transpose(1, 2)[:, None]).clamp_(0, 1)
 
 
-def _blur_matrix(sigma: NDArray[np.float64], size: int, like: Tensor) -> Tensor:
+# Beyond four standard deviations nothing is left that eight bits could show.
+_REACH = int(np.ceil(4 * SIGMA[1]))
+
+
+def _blur_matrix(sigma: NDArray[np.float64], size: int, device: torch.device) -> Tensor:
     """[b, size, size]: row i holds the weights of output pixel i."""
-    # Beyond four standard deviations nothing is left that eight bits could show.
-    reach = int(np.ceil(4 * SIGMA[1]))
-    taps = torch.arange(-reach, reach + 1, device=like.device, dtype=torch.float32)
-    width = torch.from_numpy(sigma.astype(np.float32)).to(like.device).view(-1, 1)
+    table = _blur_table(sigma).to(device, non_blocking=True)
+    return table.index_select(1, _blur_index(size, device)).view(-1, size, size)
+
+
+def _blur_table(sigma: NDArray[np.float64]) -> Tensor:
+    """Weights of all taps, their sums up to each and from each on, and 0; on the CPU.
+
+    The sums are those of what lies outside of an image: on a GPU they would have no order.
+    """
+    taps = torch.arange(-_REACH, _REACH + 1, dtype=torch.float32)
+    width = torch.from_numpy(sigma.astype(np.float32)).view(-1, 1)
     weights = torch.softmax(-(taps**2) / (2 * width**2), 1)
-    target = torch.arange(size, device=like.device)
-    source = (target[:, None] + taps.long()).clamp_(0, size - 1)
-    matrix = torch.zeros(len(sigma), size, size, device=like.device)
-    return matrix.scatter_add_(
-        2, source.expand(len(sigma), -1, -1), weights[:, None].expand(-1, size, -1)
-    )
+    lower, upper = torch.zeros_like(weights), torch.zeros_like(weights)
+    for tap in range(len(taps)):
+        lower[:, tap:] += weights[:, tap : tap + 1]
+        upper[:, : tap + 1] += weights[:, tap : tap + 1]
+    return torch.cat([weights, lower, upper, weights.new_zeros(len(sigma), 1)], dim=1)
+
+
+@cache
+def _blur_index(size: int, device: torch.device) -> Tensor:
+    """Which number of `_blur_table` each element of a matrix is, [size * size]."""
+    taps = 2 * _REACH + 1
+    outputs, inputs = np.indices((size, size))
+    tap, nothing = inputs - outputs + _REACH, 3 * taps
+    index = np.where((tap >= 0) & (tap < taps), tap, nothing)
+    first, last = tap[:, 0], tap[:, -1]
+    index[:, 0] = np.where(first >= 0, taps + first, nothing)
+    index[:, -1] = np.where(last < taps, 2 * taps + last, nothing)
+    return torch.from_numpy(index.flatten()).to(device)
 
 
 def solarize(x: Tensor) -> Tensor:
@@ -352,15 +444,24 @@ def erase(
     if not probability:
         return images
     u = random.uniform(seed, epochs, ids, 0, random.ERASE, 4 + 2 * _ERASE_TRIES)
+    _, channels, rows, columns = images.shape
+    boxes, noise = np.zeros((len(u), 4), np.int64), []
     for row in np.flatnonzero(u[:, 0] < probability):
-        box = rectangle(u[row, 1:-1], images.shape[2], images.shape[3])
+        box = rectangle(u[row, 1:-1], rows, columns)
         if box is not None:
             top, left, height, width = box
+            boxes[row] = top, top + height, left, left + width
             generator = torch.Generator().manual_seed(int(u[row, -1] * 2.0**53))
             # On the CPU, so that the noise does not depend on the device.
-            noise = torch.randn(images.shape[1], height, width, generator=generator)
-            area = images[row, :, top : top + height, left : left + width]
-            area.copy_(noise, non_blocking=True)
+            noise.append(torch.randn(channels * height * width, generator=generator))
+    if noise:
+        ends = torch.from_numpy(boxes).to(images.device, non_blocking=True)
+        top, bottom, left, right = ends.T[..., None, None]
+        down, across = (torch.arange(side, device=images.device) for side in (rows, columns))
+        inside = (down >= top) & (down < bottom)
+        inside = inside.transpose(1, 2) & (across >= left) & (across < right)
+        filling = torch.cat(noise).to(images.device, non_blocking=True)
+        images.masked_scatter_(inside[:, None], filling)  # row by row, as the noise was drawn
     return images
 
 

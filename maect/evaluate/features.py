@@ -162,7 +162,7 @@ def extract(
     shards: str | Path,
     out: str | Path,
     resize: int | None = None,
-    precision: Precision = "fp32",
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32",
 ) -> str:
     """Write the features of a split (see `maect.evaluate.store`); called on every rank.
 
@@ -173,7 +173,8 @@ def extract(
         out: the features file.
         resize: shorter side before the centre crop; none: 256/224 of the encoder's image size.
         precision: of the encoder's forward pass. Full float32, without TF32, by default: the
-            features of an image are then the same on all machines up to rounding.
+            features of an image are then the same on all machines up to rounding. Where there is
+            no TF32, on CPUs, it is float32.
 
     Returns:
         "done", or "requeue" if the job was told to stop; a restart resumes from there.
@@ -183,7 +184,9 @@ def extract(
     """
     encoder, out = Path(encoder), Path(out)
     index = open_index(shards)
-    model = Encoding(encoder, distributed.device_of(context), precision)
+    device = distributed.device_of(context)
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    model = Encoding(encoder, device, "bf16" if precision == "bf16" else "fp32")
     resize = resize or model.settings.default_resize
     record = {
         "run": encoder.parent.name,
@@ -273,7 +276,7 @@ def _encode(
 def _features(
     context: Context, index: Index, model: Encoding, resize: int, parts: list[range]
 ) -> Iterator[NDArray[np.float32]]:
-    """Features of every part; the device has the next one already when a part is fetched."""
+    """Features of every part; the device has the next one already when a part is waited for."""
     previous = None
     for images, _, _ in evaluation_parts(
         index,
@@ -282,12 +285,32 @@ def _features(
         threads=context.cpus,
         resize=resize,
     ):
-        features = model(images)
+        features = OnItsWay(model(images.pin_memory() if model.device.type == "cuda" else images))
         if previous is not None:
-            yield previous.cpu().numpy()
+            yield previous.wait()
         previous = features
     if previous is not None:
-        yield previous.cpu().numpy()
+        yield previous.wait()
+
+
+class OnItsWay:
+    """A tensor that is copied to the CPU behind what makes it, and before what comes later."""
+
+    def __init__(self, values: Tensor) -> None:
+        """Begin to copy."""
+        on_gpu = values.is_cuda
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+        self._values.copy_(values, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def wait(self) -> NDArray[np.float32]:
+        """The numbers, once they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: NDArray[np.float32] = self._values.numpy()
+        return values
 
 
 def _sha256(features: NDArray[np.float32]) -> str:

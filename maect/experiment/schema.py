@@ -200,6 +200,8 @@ class ExperimentSpec(Settings):
     runs: dict[str, RunSpec]
     look: Look | None = None
     """How often the encoder of every training is looked at; changing it trains nothing again."""
+    features: Literal["fp32", "tf32", "bf16"] = "fp32"
+    """In which precision encoders compute the features that are stored."""
     starting_from: Literal["scratch", "public"] = "scratch"
     """`public`: pre-trainings with `public` weights import them, the others are left out."""
     evaluate: list[Evaluations] = Field(default_factory=list)

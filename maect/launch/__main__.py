@@ -56,7 +56,9 @@ def main(folder: Path, name: str) -> None:
     # Nothing was started yet, or sbatch itself says no; after any other error a job may exist.
     refused = here or shutil.which("sbatch") is None
     try:
-        executor = LocalExecutor(jobs) if here else Sbatch(jobs, max_num_timeout=1000)
+        python = job.request.get("python")
+        local = LocalExecutor(jobs, python=python) if here else None
+        executor = local or Sbatch(jobs, max_num_timeout=1000, python=python)
         executor.update_parameters(**job.request["parameters"])
         submitted = executor.submit(worker.run, str(folder), name)
     except Exception as error:

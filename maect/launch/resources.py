@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -69,6 +70,7 @@ class Resources:
         sbatch: further "key=value" (or "key") sbatch arguments. `gres=gpu:DEVICES` is asked for
             unless one of these names the GPUs itself; "gres=none" asks for none (CPU partitions).
         setup: script that the compute node sources before anything else (`envs/SITE.sh`).
+        python: command that ranks run in place of this Python, such as one in a container.
     """
 
     cluster: str = "local"
@@ -81,6 +83,7 @@ class Resources:
     account: str | None = None
     sbatch: tuple[str, ...] = ()
     setup: str | None = None
+    python: str | None = None
 
     def __post_init__(self) -> None:
         if self.cluster not in ("local", "slurm"):
@@ -120,6 +123,7 @@ class Resources:
         account: str = "",
         sbatch: str = "",
         setup: str = "",
+        python: str = "",
     ) -> "Resources":
         """Resources as a person states them: on the command line, or in a profile.
 
@@ -134,6 +138,7 @@ class Resources:
             account: SLURM account.
             sbatch: further sbatch arguments, `KEY=VALUE,KEY=VALUE`.
             setup: script that the compute node sources; relative to the working folder.
+            python: what ranks run in place of this Python; a path in it is relative likewise.
 
         Raises:
             UserError: settings that fit no machine, or that only this machine could answer.
@@ -161,6 +166,7 @@ class Resources:
             account=account or None,
             sbatch=sbatch_arguments(sbatch),
             setup=os.path.abspath(setup) if setup else None,
+            python=shlex.join(map(_absolute, shlex.split(python))) or None,
         )
 
     @property
@@ -172,6 +178,11 @@ class Resources:
     def warning_seconds(self) -> int:
         """Seconds between the signal to save and the wall limit: a tenth of it, 20 to 300."""
         return max(20, min(300, self.minutes * 6))
+
+
+def _absolute(word: str) -> str:
+    """A word of a command; a file that is there in full, since jobs begin in other folders."""
+    return os.path.abspath(word) if os.path.isfile(word) else word
 
 
 def sbatch_arguments(text: str) -> tuple[str, ...]:
@@ -205,6 +216,21 @@ def count_devices(devices: str) -> int:
     return gpus_here() or (2 if devices == "auto" else 1)
 
 
+def gpu_here() -> str:
+    """What the first GPU of this machine is, such as NVIDIA A100 SXM4 40GB; "" without one."""
+    if not gpus_here():
+        return ""
+    words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+        name, mebibytes = asked.stdout.splitlines()[0].rsplit(",", 1)
+        # The name may say another memory: that of the CPU beside a GH200.
+        name = re.sub(r"[0-9]+ ?GB", "", name.replace("-", " "))
+        return f"{' '.join(name.split())} {round(int(mebibytes) / 1024)}GB"
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return ""
+
+
 def gpus_here() -> int:
     """The GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide."""
     visible = visible_devices()
@@ -234,17 +260,21 @@ def fixed_nodes(nodes: str) -> int:
     return least
 
 
-def training_nodes(nodes: str, devices: int, batch_size: int, step_flops: float) -> int:
+def training_nodes(
+    nodes: str, devices: int, batch_size: int, step_flops: float, speed: float = 1.0
+) -> int:
     """Nodes for a training: as many of the range as its batch is worth.
 
     That is the largest number with which the ranks divide the batch evenly and each has
-    `WORTH_A_RANK` operations a step; else the smallest that divides the batch.
+    `WORTH_A_RANK` operations a step, on a faster GPU more; else the smallest that divides the
+    batch.
 
     Args:
         nodes: as of `node_range`.
         devices: ranks on a node.
         batch_size: images in the global batch.
         step_flops: operations of a step on all ranks together.
+        speed: of a device, relative to an A100's.
 
     Raises:
         UserError: no number of the range divides the batch.
@@ -254,5 +284,5 @@ def training_nodes(nodes: str, devices: int, batch_size: int, step_flops: float)
     if not fitting:
         many = f"{least * devices} ranks" if least == most else f"ranks on {nodes} nodes"
         raise UserError(f"batch_size {batch_size} is not a multiple of {many}")
-    worth = [n for n in fitting if step_flops / (n * devices) >= WORTH_A_RANK]
+    worth = [n for n in fitting if step_flops / (n * devices) >= WORTH_A_RANK * speed]
     return max(worth, default=min(fitting))

@@ -47,6 +47,7 @@ def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[st
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "gpus": gpus,
         "parameters": parameters,
+        "python": resources.python,
     }
 
 

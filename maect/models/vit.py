@@ -164,15 +164,20 @@ class FusedAttention(Attention):
         qkv = self.qkv(x).view(b, n, 3, self.num_heads, self.head_dim)
         flash = flash_kernel() if self.backend == "flash_attn" else None
         if flash is not None and qkv.dtype != torch.float32 and qkv.is_cuda:
-            out = flash(qkv)
+            out = flash(qkv, deterministic=torch.are_deterministic_algorithms_enabled())
         else:
-            if qkv.device.type == "cpu":
-                # In bfloat16 its backward pass takes six times as long as in float32.
-                qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-            query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
-            with torch.autocast(qkv.device.type, enabled=False):
-                out = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+            out = fused_attention(qkv)
         return self.proj(out.reshape(b, n, -1))
+
+
+def fused_attention(qkv: Tensor) -> Tensor:
+    """PyTorch's own kernel for packed [b, N, 3, heads, d]; gives [b, N, heads, d]."""
+    if qkv.device.type == "cpu":
+        # In bfloat16 its backward pass takes six times as long as in float32.
+        qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
+    query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
+    with torch.autocast(qkv.device.type, enabled=False):
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
 def use_attention(model: nn.Module, backend: Literal["sdpa", "flash_attn"]) -> None:

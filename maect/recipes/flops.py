@@ -36,6 +36,11 @@ def peak_flops(device: str) -> float | None:
     return next((peak for name, peak in PEAKS.items() if f" {name} " in words), None)
 
 
+def relative_speed(device: str) -> float:
+    """Peak of a device relative to an A100's; 1 where it is not known."""
+    return (peak_flops(device) or PEAKS["A100"]) / PEAKS["A100"]
+
+
 def block_flops(tokens: int, width: int) -> float:
     """Forward operations of a transformer block: four projections, MLP of 4 x width, attention."""
     return 24 * tokens * width**2 + 4 * tokens**2 * width

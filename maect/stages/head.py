@@ -9,6 +9,14 @@ from pydantic import model_validator
 from maect.core.files import atomic_write
 from maect.recipes import Contrastive, Encoder, visible_patches
 from maect.recipes.flops import head_flops, head_parameters, parameters, view_flops
+from maect.recipes.memory import (
+    Footprint,
+    encoder_activations,
+    footprint,
+    head_activations,
+    head_buffers,
+    head_weights,
+)
 from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:  # these import torch
@@ -67,6 +75,20 @@ class Head(SelfSupervised):
         tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         view = view_flops(encoder, tokens, frozen=encoder.depth)
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, False))
+
+    def footprint(self, encoder: Encoder, images: int) -> Footprint:
+        """Device memory of a pass over so many images on one rank."""
+        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
+        trained = head_weights(self.head, encoder.width)
+        parts = [
+            encoder_activations(self, encoder, tokens, 0),
+            head_activations(self, self.head, encoder.width),
+        ]
+        return footprint(
+            self, encoder, self.views * images, parts,
+            weights=parameters(encoder) + trained, trained=trained,
+            buffers=head_buffers(self.head, encoder.width),
+        )  # fmt: skip
 
     def state_bytes(self, encoder: Encoder) -> int:
         """Bytes that a finished run leaves."""

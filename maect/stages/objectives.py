@@ -12,7 +12,16 @@ from torch.nn import functional as F
 from maect.core.errors import UserError
 from maect.data.loader import Batch
 from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers
-from maect.data.transforms import apply_mix, augment, draw_mix, erase, normalize, partners
+from maect.data.transforms import (
+    apply_changes,
+    apply_mix,
+    augment,
+    draw_changes,
+    draw_mix,
+    erase,
+    normalize,
+    partners,
+)
 from maect.models.decoder import Decoder, reconstruction_loss
 from maect.models.heads import NNCLRHead
 from maect.models.vit import Pooling, VisionEncoder, mixed_precision, seeded
@@ -72,8 +81,9 @@ class ViewsObjective(Objective):
     def prepare(self, batch: Batch, device: torch.device) -> Views:
         """Augmented views, masks and lookup numbers of a batch."""
         stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
-        raw, views = batch.images.to(device, non_blocking=True), self.view_settings
-        images = [augment(raw[i], view, i, seed, epochs, ids) for i, view in enumerate(views)]
+        views, raw = self.view_settings, batch.images.to(device, non_blocking=True)
+        changes = draw_changes(views, seed, epochs, ids)
+        images = apply_changes(flat(raw), changes).unflatten(0, raw.shape[:2])
         shuffle = neighbors = None
         if stage.mask_ratio:
             patches = self.encoder.settings.patches
@@ -82,7 +92,7 @@ class ViewsObjective(Objective):
         if stage.head is not None:
             neighbors = lookup_numbers(stage.head.topk, seed, epochs, ids, len(views)).to(device)
         own_ids, labels = torch.from_numpy(ids).to(device), torch.from_numpy(batch.labels)
-        return Views(torch.stack(images), shuffle, own_ids, labels.to(device), neighbors)
+        return Views(images, shuffle, own_ids, labels.to(device), neighbors)
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
         """Pooled tokens of whole images, [b, D]."""

@@ -6,6 +6,16 @@ from pydantic import Field, model_validator
 
 from maect.recipes import Encoder, visible_patches
 from maect.recipes.flops import decoder_flops, head_flops, head_parameters, parameters, view_flops
+from maect.recipes.memory import (
+    Footprint,
+    decoder_activations,
+    decoder_parameters,
+    encoder_activations,
+    footprint,
+    head_activations,
+    head_buffers,
+    head_weights,
+)
 from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:  # these import torch
@@ -66,6 +76,23 @@ class Pretrain(SelfSupervised):
             combined = self.contrastive == "combined"
             view += head_flops(self.head, encoder.width, self.batch_size, combined)
         return self.views * view
+
+    def footprint(self, encoder: Encoder, images: int) -> Footprint:
+        """Device memory of a pass over so many images on one rank."""
+        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
+        parts = [
+            encoder_activations(self, encoder, tokens, encoder.depth),
+            decoder_activations(self, encoder, tokens, self.mask_ratio),
+        ]
+        weights, buffers = parameters(encoder) + decoder_parameters(encoder), 0
+        if self.head is not None:
+            parts.append(head_activations(self, self.head, encoder.width))
+            weights += head_weights(self.head, encoder.width)
+            buffers = head_buffers(self.head, encoder.width)
+        return footprint(
+            self, encoder, self.views * images, parts,
+            weights=weights, trained=weights, buffers=buffers,
+        )  # fmt: skip
 
     def state_bytes(self, encoder: Encoder) -> int:
         """Bytes that a finished run leaves."""

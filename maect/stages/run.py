@@ -1,7 +1,7 @@
 """A run: its resolved file, `runs/RUN/config.yaml`, and what its ranks do with it."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import Field, SerializeAsAny
 
@@ -10,6 +10,7 @@ from maect.core.errors import UserError, check_names
 from maect.core.files import read_mapping
 from maect.core.settings import LocalPath, SettingsFile, digest, later, validated
 from maect.recipes import Encoder, Look
+from maect.recipes.memory import GIB
 from maect.stages import STAGES, Stage, Training, check_source
 
 if TYPE_CHECKING:  # it imports torch
@@ -100,6 +101,7 @@ def train(
     save_every_minutes: float = 10.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
+    computed: dict[str, Any] | None = None,
 ) -> "Verdict":
     """Train the run that a resolved file describes, or resume it; called on every rank.
 
@@ -110,6 +112,8 @@ def train(
         save_every_minutes: how much work a kill may cost.
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
+        computed: settings of how it is computed, chosen to fit into the devices' memory
+            (`Training.fitted`).
 
     Raises:
         UserError: the file is wrong or another by now, the device's memory is too small, or see
@@ -117,13 +121,15 @@ def train(
     """
     import torch
 
+    from maect.core.distributed import leave
     from maect.train import trainer
 
     told = RunConfig.read(config, submitted=digest)
     stage, shards = told.training(config)
+    stage = stage.model_copy(update=computed)
     folder = Path(config).absolute().parent
     try:
-        return trainer.train(
+        verdict = trainer.train(
             context,
             trainer.Run(
                 folder, shards, stage, told.encoder, told.seed, told.source, told.test, told.resize
@@ -133,16 +139,20 @@ def train(
             convert_world_size=convert_world_size,
             stage_to=stage_to,
         )
+        leave()
+        return verdict
     except torch.OutOfMemoryError as error:
-        raise UserError(_too_large(stage, context.world_size, error)) from error
+        raise UserError(_too_large(stage, told.encoder, context.world_size, error)) from error
 
 
-def _too_large(stage: Training, ranks: int, error: Exception) -> str:
+def _too_large(stage: Training, encoder: Encoder, ranks: int, error: Exception) -> str:
     """What to do about a device whose memory is too small, as it will be at the next attempt."""
     numbers = ". ".join(str(error).split(". ")[1:3])
     share = stage.batch_size // (ranks * stage.accumulation)
+    expected = stage.peak_memory(encoder, ranks) / GIB
     return (
-        f"out of GPU memory with {share} images on each of {ranks} ranks: {numbers}; set "
+        f"out of GPU memory with {share} images on each of {ranks} ranks, where {expected:.0f} GiB "
+        f"were expected: {numbers}; say in the profile what a GPU is (`gpu`), or set "
         "activation_checkpointing: true or (not with an NNCLR head) a larger accumulation, or take "
         "more nodes: the run goes on from its last state, with --convert-world-size on more nodes"
     )

@@ -7,6 +7,15 @@ from pydantic import Field, model_validator
 
 from maect.recipes import Contrastive, Encoder, visible_patches
 from maect.recipes.flops import head_flops, head_parameters, parameters, view_flops
+from maect.recipes.memory import (
+    Footprint,
+    encoder_activations,
+    footprint,
+    head_activations,
+    head_buffers,
+    head_weights,
+    trained_parameters,
+)
 from maect.stages.base import SelfSupervised
 from maect.train.stage import Stage
 
@@ -91,6 +100,21 @@ class Tune(SelfSupervised):
         tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         view = view_flops(encoder, tokens, self.frozen_blocks)
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, True))
+
+    def footprint(self, encoder: Encoder, images: int) -> Footprint:
+        """Device memory of a pass over so many images on one rank."""
+        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
+        tuned = encoder.depth - self.frozen_blocks
+        head, learning = head_weights(self.head, encoder.width), trained_parameters(encoder, tuned)
+        parts = [
+            encoder_activations(self, encoder, tokens, tuned),
+            head_activations(self, self.head, encoder.width),
+        ]
+        return footprint(
+            self, encoder, self.views * images, parts,
+            weights=parameters(encoder) + head, trained=learning + head, averaged=learning,
+            buffers=head_buffers(self.head, encoder.width),
+        )  # fmt: skip
 
     def state_bytes(self, encoder: Encoder) -> int:
         """Bytes that a finished run leaves, its averages included."""

@@ -38,6 +38,7 @@ OPTIONS = {  # of `Resources.parse`, by the profile's words
     "slurm_account": "account",
     "slurm_extra": "sbatch",
     "setup": "setup",
+    "python": "python",
 }
 FLAGS = {"ntasks_per_node": "ntasks-per-node", "cpus_per_task": "cpus-per-task"}
 TRIAL_MINUTES = 15

@@ -25,7 +25,8 @@ from maect.launch import record
 from maect.launch.progress import duration, part
 from maect.launch.resources import count_devices, fixed_nodes, training_nodes
 from maect.recipes import Encoder
-from maect.recipes.flops import encode_flops, peak_flops
+from maect.recipes.flops import encode_flops, peak_flops, relative_speed
+from maect.recipes.memory import GIB, gpu_memory
 from maect.stages import STAGES, Training
 
 START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
@@ -201,6 +202,8 @@ class PlannedJob:
         source: where `seconds` is from.
         makes, needs: files that say what comes after what.
         bytes: what it leaves on disk.
+        memory: bytes of each GPU, of a training.
+        fitted: what is changed to fit into them, or why nothing would.
     """
 
     stage: str
@@ -215,6 +218,8 @@ class PlannedJob:
     bytes: int = 0
     here: bool = False
     """Whether it runs on this machine, and not in a queue."""
+    memory: float = 0.0
+    fitted: str = ""
 
     @property
     def start(self) -> float:
@@ -273,7 +278,7 @@ def make_plan(jobs: Iterable[RuleJob], experiment: Experiment, device: Device) -
             plan.jobs.append(_evaluation(plan, job, experiment, device))
         elif job.rule == "features":
             plan.jobs.append(_features(plan, job, experiment, device))
-        elif job.rule in STAGES:
+        elif job.rule in STAGES and STAGES[job.rule].trains:
             plan.jobs.append(_training(plan, job, experiment, device))
         else:
             plan.others += 1
@@ -317,7 +322,10 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     told = run_config(experiment, run.name)
     encoder, (stage, folder) = run.encoder, told.training(run.name)
     devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
-    nodes = training_nodes(str(resources["nodes"]), devices, stage.batch_size, step)
+    gpu = str(resources.get("gpu") or "")
+    asked, relative = str(resources["nodes"]), relative_speed(gpu)
+    nodes = training_nodes(asked, devices, stage.batch_size, step, relative)
+    stage, fitted = _fitted(stage, encoder, nodes, devices, gpu)
     shards = plan.shards(folder)
     speed = measured(experiment.root, stage.name, run.size, encoder)
     left = 1 - part_done(experiment.folder(run.name))
@@ -337,8 +345,24 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     return PlannedJob(
         stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
         makes=experiment.folder(run.name), needs=_makers(read_by_run(experiment, run.name)),
-        bytes=stage.state_bytes(encoder), here=is_here(job),
+        bytes=stage.state_bytes(encoder), here=is_here(job), fitted=fitted,
+        memory=stage.peak_memory(encoder, nodes * devices),
     )  # fmt: skip
+
+
+def _fitted(
+    stage: Training, encoder: Encoder, nodes: int, devices: int, gpu: str
+) -> tuple[Training, str]:
+    """A training as it would be computed on its GPUs, and what that changes."""
+    memory = gpu_memory(gpu)
+    if memory is None:
+        return stage, ""
+    try:
+        chosen = stage.fitted(encoder, nodes, devices, memory)
+    except UserError as error:
+        return stage, f"does not fit: {error}"
+    changed = [f"{key}: {value}" for key, value in chosen if value != getattr(stage, key)]
+    return chosen, f"{', '.join(changed)}, to fit into {gpu}" if changed else ""
 
 
 def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
@@ -350,7 +374,7 @@ def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     flops = None if images is None else images * encode_flops(encoder)
     makes = features_file(experiment, run, dataset, split)
     return _on_devices(
-        job, f"{run} {makes.stem}", flops, True, device, makes=makes,
+        job, f"{run} {makes.stem}", flops, experiment.spec.features == "fp32", device, makes=makes,
         needs=(experiment.folder(run),), bytes=feature_bytes(encoder, images or 0),
     )  # fmt: skip
 
@@ -452,13 +476,14 @@ def lines(plan: Plan) -> list[str]:
         groups[job.stage].append(job)
     order = sorted(groups, key=lambda s: (ORDER.index(s) if s in ORDER else len(ORDER), s))
     rows: list[tuple[str, ...]] = [
-        ("stage", "jobs", "nodes x devices", "device h", "node h", "times from")
+        ("stage", "jobs", "nodes x devices", "GPU GiB", "device h", "node h", "times from")
     ]
     rows += [_row(stage, groups[stage]) for stage in order]
     rows.append(_row("total", plan.jobs))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     out = ["  ".join(_cell(row[i], widths[i], i) for i in range(len(row))).rstrip() for row in rows]
     out += ["", *_storage(plan), *_path(plan)]
+    out += _fitting(plan)
     if plan.others:
         out.append(f"on this machine: {plan.others} short commands (shards, tables, figures)")
     out += [f"not known, and not counted: {what}" for what in sorted(plan.unknown)]
@@ -475,14 +500,28 @@ def _row(stage: str, jobs: list[PlannedJob]) -> tuple[str, ...]:
     shape = ", ".join(shapes) if stage != "total" else ""
     if len(known) < len(jobs):
         sources.append(f"{len(jobs) - len(known)} not known")
+    memory = max(job.memory for job in jobs) if stage != "total" else 0
     return (
-        stage, str(len(jobs)), shape, f"{devices:,.1f}", f"{hours:,.1f}",
+        stage, str(len(jobs)), shape, f"{memory / GIB:.1f}" if memory else "",
+        f"{devices:,.1f}", f"{hours:,.1f}",
         "; ".join(sources[:2]) + (" ..." if len(sources) > 2 else ""),
     )  # fmt: skip
 
 
 def _cell(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if column in (1, 3, 4) else text.ljust(width)
+    return text.rjust(width) if column in (1, 3, 4, 5) else text.ljust(width)
+
+
+def _fitting(plan: Plan) -> list[str]:
+    """What is changed to fit into GPUs, with the runs, of which many may be alike."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for job in plan.jobs:
+        if job.fitted:
+            names[f"{job.stage}: {job.fitted}"].append(job.name)
+    return [
+        f"{what} ({', '.join(runs[:3])}{' ...' if len(runs) > 3 else ''})"
+        for what, runs in names.items()
+    ]
 
 
 def _storage(plan: Plan) -> list[str]:

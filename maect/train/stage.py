@@ -1,16 +1,17 @@
 """What a stage declares, which is what the trainer asks of it; no torch at import."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from maect.core.errors import UserError
-from maect.core.settings import Settings
+from maect.core.settings import Settings, later
 from maect.recipes import Encoder, View
 from maect.recipes.flops import parameters
+from maect.recipes.memory import GIB, Footprint
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # these import torch
 
 EVERY_OTHER = "every other"
 """Stands in `starts_from` for all stages but the one itself."""
+LEAST_IMAGES = 16  # of a rank in a pass where accumulation is chosen for it: less would be slow
 STATES = 3  # two are kept and one is being written
 
 
@@ -87,6 +89,8 @@ COMPUTED = {
 
 Each stands for itself in digests with the default that it had when it was still a part of them.
 """
+NEVER_DECISIVE = ("deterministic",)
+"""Likewise, and was in no digest."""
 
 
 class Updates(Settings):
@@ -103,10 +107,13 @@ class Updates(Settings):
     """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
     compile: bool = False
     activation_checkpointing: bool = False
+    deterministic: bool = later(False)
+    """The same bits at every start also on GPUs; on CPUs they are so anyway."""
 
     @classmethod
     def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
         """All but how it is computed."""
+        values = {key: value for key, value in values.items() if key not in NEVER_DECISIVE}
         return values | {key: value for key, value in COMPUTED.items() if key in values}
 
     def check_ranks(self, ranks: int) -> None:
@@ -185,6 +192,64 @@ class Training(Updates, Stage):
         Raises:
             UserError: no source where one is needed, or one that does not fit.
         """
+
+    @abstractmethod
+    def footprint(self, encoder: Encoder, images: int) -> Footprint:
+        """Device memory of a pass over so many images on one rank."""
+
+    def peak_memory(self, encoder: Encoder, ranks: int) -> float:
+        """Bytes of each rank's device at the worst moment of a step."""
+        images = self.batch_size // (ranks * self.accumulation)
+        return self.footprint(encoder, images).peak(self.zero_stage, ranks, self.accumulation)
+
+    def fitted(self, encoder: Encoder, nodes: int, devices: int, memory: float) -> Self:
+        """The same, computed so that each device's memory is enough, at the least cost.
+
+        More passes per update cost nearly nothing, checkpointing a third of the time.
+
+        Args:
+            encoder: its shape.
+            nodes: of the job.
+            devices: ranks on a node, each with a device.
+            memory: bytes of a device.
+
+        Raises:
+            UserError: it is not enough in any way; with the numbers, and what would be.
+        """
+        ranks = nodes * devices
+        if chosen := self._fitting(encoder, ranks, memory):
+            return chosen
+        more = range(nodes + 1, 8 * nodes + 1)
+        even = (n for n in more if not self.batch_size % (n * devices))
+        enough = next((n for n in even if self._fitting(encoder, n * devices, memory)), None)
+        least = min(way.peak_memory(encoder, ranks) for way in self.ways(ranks))
+        raise UserError(
+            f"{self.name}: batch_size {self.batch_size} on {ranks} GPUs takes "
+            f"{self.peak_memory(encoder, ranks) / GIB:.0f} GiB of each, "
+            f"{least / GIB:.0f} with activation_checkpointing and accumulation as far as possible, "
+            f"and it has {memory / GIB:.0f}; "
+            + (f"{enough} nodes would do" if enough else "a smaller batch_size or encoder would do")
+        )
+
+    def ways(self, ranks: int) -> Iterator[Self]:
+        """The ways of computing it that `fitted` may choose, the cheapest first.
+
+        A stage refuses what it is not made for, such as several passes where there are negatives.
+        """
+        most = max(self.accumulation, self.batch_size // ranks // LEAST_IMAGES)
+        for checkpointing in dict.fromkeys([self.activation_checkpointing, True]):
+            for passes in range(self.accumulation, most + 1, self.accumulation):
+                how = {"activation_checkpointing": checkpointing, "accumulation": passes}
+                try:
+                    way = type(self).model_validate(self.model_dump() | how)
+                    way.check_ranks(ranks)
+                except (ValidationError, UserError):
+                    continue
+                yield way
+
+    def _fitting(self, encoder: Encoder, ranks: int, memory: float) -> Self | None:
+        ways = self.ways(ranks)
+        return next((way for way in ways if way.peak_memory(encoder, ranks) <= memory), None)
 
     @abstractmethod
     def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from maect.core.context import Context
 from maect.core.distributed import (
     barrier,
+    be_deterministic,
     differing_ranks,
     from_rank_0,
     sum_on_device,
@@ -110,6 +111,8 @@ def train(
     """
     # ---- what is trained, and whether it is done already
     stage, folder = run.stage, run.folder
+    if stage.deterministic:
+        be_deterministic()
     device = start(context)
     split = open_index(run.shards)
     stage.check_ranks(context.world_size)

@@ -83,10 +83,18 @@ def settings(recipe: str, size: str, batch: int, **changes: Any) -> Stage:
     return load_recipe(recipe, size, changes).model_copy(update={"batch_size": batch})
 
 
-def random_batch(shape: Encoder, size: int, device: torch.device) -> Batch:
+class NoSaver(Saver):
+    """Saves nothing: writing the last state is no part of a step."""
+
+    def save(self, *_: Any) -> None:
+        pass
+
+
+def random_batch(shape: Encoder, size: int) -> Batch:
+    """A batch on the CPU, where the loader leaves it."""
     pixels = torch.randint(0, 256, (2, size, 3, shape.image_size, shape.image_size))
     ids = np.arange(size, dtype=np.int64)
-    return Batch(0, ids, ids * 0, ids % 10, pixels.to(torch.uint8).to(device))
+    return Batch(0, ids, ids * 0, ids % 10, pixels.to(torch.uint8))
 
 
 def source_run(folder: Path, shape: Encoder) -> Path:
@@ -110,7 +118,7 @@ def engine_steps(
         engine = Engine(objective, stage, stage.parameter_groups(objective), device)
         if stage.encoder_average is not None:
             engine.start_average("encoder.")
-        batch, metrics = random_batch(shape, stage.batch_size, device), Metrics(folder, 0)
+        batch, metrics = random_batch(shape, stage.batch_size), Metrics(folder, 0)
 
         def batches() -> Iterator[Batch]:
             for _ in range(steps):
@@ -121,7 +129,7 @@ def engine_steps(
 
         Trainer(
             context=Alone(), stage=stage, encoder=shape, objective=objective, engine=engine,
-            device=device, step=0, steps=steps, images=10**6, saver=Saver(folder, Alone(), None),
+            device=device, step=0, steps=steps, images=10**6, saver=NoSaver(folder, Alone(), None),
             metrics=metrics, watchdog=Watchdog(folder, Alone()), save_seconds=1e9, record={},
             losses=[],
         ).run(batches())  # fmt: skip
@@ -160,13 +168,13 @@ class PlainLoop:
         named = self.objective.encoder.named_parameters()
         self.masters = [p for _, p in named if p.requires_grad]
         self.averages = [p.detach().clone() for p in self.masters]
-        self.pixels = random_batch(shape, stage.batch_size, device).images
+        self.pixels = random_batch(shape, stage.batch_size).images
         self.seconds: list[float] = []
 
     def step(self) -> None:
         began = clock(self.device)
         b, patches = self.stage.batch_size, self.shape.patches
-        images = (self.pixels.float() / 255 - 0.45) / 0.22
+        images = (self.pixels.to(self.device).float() / 255 - 0.45) / 0.22
         order = torch.rand(2, b, patches, device=self.device).argsort(2)
         ids = torch.arange(b, device=self.device)
         head = self.stage.head

@@ -1,5 +1,7 @@
 """Throughput, model FLOP utilisation and memory of pre-training and tuning, in every variant.
 
+Batches come from the CPU, as from a loader that is quick enough; nothing is written.
+
     python tests/benchmarks/training_speed.py [--sizes base,large,huge] [--batch 64] [--steps 20]
 
 Meant for a GPU; with `--device cpu --sizes tiny` it shows that it works. Each line is a process of
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from training import clock, in_own_process, join, parser
 
+from maect.models.vit import flash_kernel
 from maect.recipes.flops import peak_flops
 from maect.stages import load_recipe
 
@@ -51,6 +54,9 @@ def measure_size(options: argparse.Namespace, size: str, rate: float, peak: floa
         if recipe == "mae":
             variants["as in facebookresearch/mae"] = {"explicit": True}
         for name, changes in variants.items():
+            if changes.get("attention") == "flash_attn" and flash_kernel() is None:
+                line(size, recipe, name, "not installed", "", "", "", "")
+                continue
             found = in_own_process(options, size, recipe, **changes)
             if not found:
                 line(size, recipe, name, "out of memory", "", "", "", "")
@@ -63,6 +69,7 @@ def measure_size(options: argparse.Namespace, size: str, rate: float, peak: floa
                 f"{100 * flops / rate:.1f} %", f"{100 * flops / peak:.1f} %" if peak else "",
                 f"{found['gib']:.2f}",
             )  # fmt: skip
+        # The last variant is the step to compare with.
         if recipe == "mae" and found:
             ratio = fastest[recipe] / images
             print(f"{size}: pre-training {ratio:.2f} x as fast as that step", flush=True)

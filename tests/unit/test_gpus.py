@@ -1,5 +1,6 @@
 """What holds on machines with GPUs, as far as it can be seen on one without."""
 
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -88,6 +89,28 @@ def test_no_training_on_cpus_where_gpus_were_given(
     assert distributed.device_of(context()) == torch.device("cpu")
 
 
+@pytest.mark.parametrize("algorithm", [None, "Tree", "NVLS"])
+def test_the_same_bits_at_every_start(
+    algorithm: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: asked.append(on))
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "")  # so that it is as it was afterwards
+        monkeypatch.delenv(name)
+    if algorithm:
+        monkeypatch.setenv("NCCL_ALGO", algorithm)
+    asked: list[bool] = []
+    if algorithm == "NVLS":
+        with pytest.raises(UserError, match="does not go with NCCL_ALGO=NVLS: Ring or Tree"):
+            distributed.be_deterministic()
+        return
+    distributed.be_deterministic()
+    assert os.environ["NCCL_ALGO"] == (algorithm or "Ring")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8" and asked == [True]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_more_ranks_than_gpus(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank may see one; what counts is which."""
@@ -155,5 +178,5 @@ def test_a_device_that_is_too_small_says_what_to_do(
     with pytest.raises(UserError) as refusal:
         run.train(context(), config=tmp_path / "config.yaml")
     message = str(refusal.value)
-    assert "8 images on each of 8 ranks: Tried to allocate 2.00 GiB. GPU 0 has" in message
+    assert "8 images on each of 8 ranks, where 2 GiB were expected: Tried to allocate" in message
     assert "activation_checkpointing" in message and "\n" not in message

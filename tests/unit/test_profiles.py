@@ -13,6 +13,7 @@ from maect.core.errors import UserError
 from maect.experiment.profile import by_rule, like_slurm
 from maect.launch.resources import WORTH_A_RANK, fixed_nodes, node_range, training_nodes
 from maect.recipes import load_encoder
+from maect.recipes.flops import relative_speed
 from maect.stages import STAGES, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,7 @@ def test_a_training_takes_as_many_nodes_as_its_batch_is_worth() -> None:
     # 1024 images on 3 nodes of 4: 2 is the largest number that divides them.
     assert nodes("1..3", "large") == 2
     assert training_nodes("1..1024", 4, 1024, 64 * WORTH_A_RANK) == 16
+    assert training_nodes("1..1024", 4, 1024, 64 * WORTH_A_RANK, relative_speed("H100")) == 4
     # One number is what a person wants, whatever it is worth.
     assert nodes("8", "tiny") == 8
     with pytest.raises(UserError, match="batch_size 128 is not a multiple of 12 ranks"):

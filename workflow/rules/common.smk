@@ -74,6 +74,7 @@ CLUSTER = dict(
     cluster="local",
     nodes=1,
     devices=1,
+    gpu="",
     cpus_per_task="auto",
     mem_mb=0,
     runtime=1440,
@@ -81,6 +82,7 @@ CLUSTER = dict(
     slurm_account="",
     slurm_extra="",
     setup="",
+    python="",
     save_every_minutes=10,
     stage_to="",
 )
@@ -93,7 +95,8 @@ def on_devices(command):
         " --devices {resources.devices} --cpus {resources.cpus_per_task}"
         " --memory-mb {resources.mem_mb} --minutes {resources.runtime}"
         " --partition={resources.slurm_partition:q} --account={resources.slurm_account:q}"
-        " --sbatch={resources.slurm_extra:q} --setup={resources.setup:q} --log {log:q}"
+        " --sbatch={resources.slurm_extra:q} --setup={resources.setup:q}"
+        " --python={resources.python:q} --log {log:q}"
     )
 
 
@@ -178,6 +181,12 @@ def resize_of(wildcards):
     """How evaluations resize a dataset's images, as an argument."""
     resize = resolve.resize(experiment, wildcards.run, wildcards.dataset)
     return f"--resize {resize}" if resize else ""
+
+
+def precision_of(wildcards):
+    """In which precision features are computed, as an argument."""
+    precision = experiment.spec.features
+    return "" if precision == "fp32" else f"--precision {precision}"
 
 
 def resolved(job):

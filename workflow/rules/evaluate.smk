@@ -19,12 +19,13 @@ rule features:
     params:
         shards=lambda w: experiment.shards(w.dataset, w.split),
         resize=resize_of,
+        precision=precision_of,
     message:
         "Features of {wildcards.run} on {wildcards.dataset} {wildcards.split}"
     shell:
         on_devices(
             "maect features $(dirname {input.encoder:q}) --shards {params.shards:q}"
-            " --out {output:q} {params.resize}"
+            " --out {output:q} {params.resize} {params.precision}"
         )
 
 

@@ -29,7 +29,7 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
         shell:
             on_devices(
                 "maect train {params.config:q}"
-                " --save-every-minutes {resources.save_every_minutes}"
+                " --gpu={resources.gpu:q} --save-every-minutes {resources.save_every_minutes}"
                 " --stage-to={resources.stage_to:q}"
             )
 

@@ -32,12 +32,22 @@ def test_normalize_is_torchvisions(pieces: torch.Tensor) -> None:
     torch.testing.assert_close(normalize(pieces.float() / 255), expected)
 
 
+def blended(contrast: float, saturation: float):  # type: ignore[no-untyped-def]
+    """`blend_` of one kind, that leaves its argument alone."""
+
+    def change(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        of_each = (torch.full_like(factor, share) for share in (contrast, saturation))
+        return ours.blend_(x.clone(), factor, *of_each)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "reference", "low", "high"),
     [
-        (ours.brightness, F.adjust_brightness, 0.6, 1.4),
-        (ours.contrast, F.adjust_contrast, 0.6, 1.4),
-        (ours.saturation, F.adjust_saturation, 0.8, 1.2),
+        (blended(0, 0), F.adjust_brightness, 0.6, 1.4),
+        (blended(1, 0), F.adjust_contrast, 0.6, 1.4),
+        (blended(0, 1), F.adjust_saturation, 0.8, 1.2),
         (ours.hue, F.adjust_hue, -0.1, 0.1),
     ],
 )
@@ -166,6 +176,19 @@ def test_factors_have_torchvisions_ranges() -> None:
     ):
         assert bounds == pytest.approx((1 - strength, 1 + strength))
     assert theirs.hue == pytest.approx((-ours.HUE, ours.HUE))
+
+
+def test_edges_of_a_blur_are_summed_in_one_order() -> None:
+    """As atomic sums would, had they the order of the taps."""
+    sigma = np.linspace(0.1, 2.0, 5)
+    matrix = ours._blur_matrix(sigma, 12, torch.device("cpu"))
+    taps = torch.arange(-8, 9, dtype=torch.float32)
+    width = torch.from_numpy(sigma.astype(np.float32)).view(-1, 1)
+    weights = torch.softmax(-(taps**2) / (2 * width**2), 1)
+    source = (torch.arange(12)[:, None] + taps.long()).clamp_(0, 11).expand(5, -1, -1)
+    summed = torch.zeros(5, 12, 12)
+    summed.scatter_add_(2, source, weights[:, None].expand(-1, 12, -1))
+    assert torch.equal(matrix, summed)
 
 
 def test_input_is_left_alone(pieces: torch.Tensor) -> None:

@@ -79,6 +79,7 @@ def test_another_recipe_still_begins_anew(job, tmp_path):
 
 def test_identities_know_nothing_of_it():
     plain, other = (load_recipe("mae", "base", changes) for changes in ({}, {"compile": True}))
+    assert digest(plain) == digest(load_recipe("mae", "base", {"deterministic": True}))
     assert digest(plain) == digest(other) != digest(load_recipe("mae", "base", {"epochs": 3}))
     assert digest(Accuracy()) == digest(Accuracy(accumulation=2, activation_checkpointing=True))
     assert digest(Accuracy()) != digest(Accuracy(precision="fp32"))

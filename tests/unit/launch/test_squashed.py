@@ -1,0 +1,56 @@
+"""The environment as one file: what `envs/squashed_python` runs."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maect.launch import Resources, Task, submit
+from maect.launch.record import Job
+
+ROOT = Path(__file__).parents[3]
+BY = ["squashfuse", "unsquashfs"]
+
+
+@pytest.mark.skipif(not shutil.which("mksquashfs"), reason="squashfs-tools are not installed")
+@pytest.mark.parametrize("by", BY)
+def test_python_is_that_of_the_file(by, tmp_path):
+    if not shutil.which(by):
+        pytest.skip(f"{by} is not installed")
+    (tmp_path / "envs").mkdir()
+    shutil.copy(ROOT / "envs/squashed_python", tmp_path / "envs")
+    venv, node = tmp_path / ".venv", tmp_path / "node"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (module,) = (path / "only_here.py" for path in venv.glob("lib/python*/site-packages"))
+    module.write_text("import sys; print(sys.prefix)")
+    subprocess.run(["mksquashfs", venv, f"{venv}.sqfs", "-quiet", "-no-progress"], check=True)
+    shutil.rmtree(venv)
+    node.mkdir()
+    tools = tmp_path / "bin"  # all that there is, but the other way
+    tools.mkdir()
+    for folder in ("/usr/bin", "/bin"):
+        for tool in Path(folder).iterdir():
+            if tool.name not in BY or tool.name == by:
+                (tools / tool.name).exists() or (tools / tool.name).symlink_to(tool)
+    words = ["bash", tmp_path / "envs/squashed_python", "-m", "only_here"]
+    environment = {"PATH": str(tools), "TMPDIR": str(node), "SLURM_JOB_ID": "7"}
+    try:
+        for _ in range(2):  # the second rank finds what the first one mounted
+            done = subprocess.run(words, env=environment, capture_output=True, text=True)
+            assert done.stdout.startswith(str(node)), done.stderr
+    finally:
+        if by == "squashfuse":
+            (mounted,) = node.glob("maect-*/venv")
+            subprocess.run(["umount", mounted], check=False)
+
+
+def test_a_command_in_place_of_python(tmp_path, monkeypatch):
+    """A file in it is named in full, since a job begins in another folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "image.sif").touch()
+    resources = Resources.parse(nodes=1, python="apptainer exec --nv image.sif python")
+    asked = submit.request(Job("local", "x", 1, 0), tmp_path, Task("a:b"), resources)["python"]
+    assert asked == f"apptainer exec --nv {tmp_path}/image.sif python"
+    assert Resources.parse(nodes=1).python is None

@@ -1,0 +1,111 @@
+"""Device memory as it is planned, against a pretended device that counts allocations."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from maect.core.errors import UserError
+from maect.recipes import Encoder, load_encoder
+from maect.recipes.memory import GIB, gpu_memory
+from maect.stages import STAGES, load_recipe
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+SHAPE = Encoder(
+    image_size=40, patch_size=5, width=96, depth=4, heads=2, decoder_width=64, decoder_depth=2,
+    decoder_heads=2, mae_pooling="cls", ct_pooling="mean",
+)  # fmt: skip
+HEAD = {
+    "queue_size": 512, "projector_hidden": 80, "predictor_hidden": 160, "embedding": 16,
+    "temperature": 0.2, "topk": 3, "projector_ema": 0.9, "head_lr": 1e-4,
+    "head_weight_decay": 0.0,
+}  # fmt: skip
+CHECKPOINTING = {"activation_checkpointing": True}
+CASES = {
+    "mae": ("mae", {}),
+    "mae, few images": ("mae", {"batch_size": 16}),
+    "mae, float32": ("mae", {"precision": "fp32"}),
+    "mae, checkpointing": ("mae", CHECKPOINTING),
+    "combined": ("mae", {"contrastive": "combined", "head": HEAD}),
+    "head": ("head_min", {"head": HEAD}),
+    "tune": ("ct_min", {"frozen_blocks": 2, "head": HEAD}),
+    "tune, colours": ("ct_aug", {"frozen_blocks": 3, "head": HEAD}),
+    "tune, checkpointing": ("ct_min", {"frozen_blocks": 0, "head": HEAD, **CHECKPOINTING}),
+    "fine-tune": ("fine_tune", {"frozen_blocks": 1}),
+    "fine-tune, checkpointing": ("fine_tune", CHECKPOINTING),
+}
+
+
+def stage_of(recipe, size="base", **changes):
+    if recipe == "fine_tune":
+        return STAGES["fine_tune"].model_validate(changes)
+    return load_recipe(recipe, size, changes)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_counted_on_a_pretended_device(case):
+    from fake_gpu import count
+
+    recipe, changes = CASES[case]
+    stage = stage_of(recipe, **{"batch_size": 64, **changes})
+    counted = count(stage, SHAPE, stage.batch_size, classes=10)
+    planned = stage.footprint(SHAPE, stage.batch_size)
+    assert planned.passes == pytest.approx(counted.peak, rel=0.1)
+    assert planned.prepared == pytest.approx(counted.prepared, rel=0.1)
+
+
+def test_states_are_shared_by_the_ranks():
+    """AdamW's two moments and ZeRO's own weights, in float32."""
+    footprint = stage_of("mae").footprint(load_encoder("base"), 64)
+    trained = footprint.trained
+    assert trained == footprint.weights == pytest.approx(111.9e6, rel=0.01)  # MAE's ViT-B
+
+    def less(zero_stage, ranks):
+        return footprint.peak(1, 8) - footprint.peak(zero_stage, ranks)
+
+    assert less(1, 16) == pytest.approx(1.05 * 12 * trained / 16)
+    assert less(2, 8) == pytest.approx(1.05 * 4 * trained * 7 / 8)
+    assert -less(0, 8) == pytest.approx(1.05 * (8 - 12 / 8) * trained)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "gpu", "ranks", "chosen"),
+    [
+        ("mae", "large", "A100-40GB", 16, {}),
+        ("fine_tune", "large", "A100-64GB", 4, {}),
+        ("fine_tune", "large", "A100-40GB", 4, {"accumulation": 2}),
+        ("fine_tune", "huge14", "A100-40GB", 4, {"accumulation": 4}),
+        # Batch statistics and negatives are those of one pass.
+        ("ct_min", "large", "A100-40GB", 4, CHECKPOINTING),
+    ],
+)
+def test_what_does_not_fit_is_computed_in_parts(recipe, size, gpu, ranks, chosen):
+    stage, encoder, memory = stage_of(recipe, size), load_encoder(size), gpu_memory(gpu)
+    assert (stage.peak_memory(encoder, ranks) > memory) is bool(chosen)
+    fitted = stage.fitted(encoder, ranks // 4, 4, memory)
+    assert {key: value for key, value in fitted if value != getattr(stage, key)} == chosen
+    assert fitted.peak_memory(encoder, ranks) <= memory
+    assert fitted.decisive(fitted.model_dump()) == stage.decisive(stage.model_dump())
+
+
+def test_what_fits_in_no_way_is_refused_with_what_would():
+    with pytest.raises(
+        UserError, match=r"tune: batch_size 512 on 1 GPUs takes .* \d nodes would do"
+    ):
+        stage_of("ct_min", "huge14").fitted(load_encoder("huge14"), 1, 1, 30 * GIB)
+    with pytest.raises(UserError, match="a smaller batch_size or encoder would do"):
+        stage_of("mae", "huge14").fitted(load_encoder("huge14"), 1, 4, 6 * GIB)
+
+
+def test_pairs_of_mixed_images_stay_together():
+    stage = stage_of("fine_tune", batch_size=4 * 34)
+    assert {way.accumulation for way in stage.ways(4)} == {1}  # 17 is odd
+    stage = stage_of("fine_tune", batch_size=4 * 34, mixup=0, cutmix=0)
+    assert {way.accumulation for way in stage.ways(4)} == {1, 2}
+
+
+def test_memory_by_name():
+    assert gpu_memory("A100-40GB") == gpu_memory("NVIDIA A100-SXM4-40GB") == 0.98 * 40 * GIB
+    assert gpu_memory("NVIDIA H100 80GB HBM3") == 0.98 * 80 * GIB
+    assert gpu_memory("H100") is None and gpu_memory("") is None
