@@ -17,7 +17,7 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
     elsewhere = {
         "cluster": "slurm", "nodes": 3, "devices": 5, "cpus_per_task": 7, "mem_mb": 11,
         "runtime": 13, "slurm_partition": "p", "slurm_account": "a", "slurm_extra": "qos=q",
-        "setup": "s.sh", "save_every_minutes": 17, "stage_to": "t",
+        "setup": "s.sh", "save_every_minutes": 17, "stage_to": "t", "gpu": "g", "python": "y",
     }  # fmt: skip
     here = parsed()
     computing = [name for name, rule in here["rules"].items() if "cluster" in rule["resources"]]
