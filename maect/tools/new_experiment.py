@@ -321,8 +321,11 @@ def new_experiment(
     size, pixels, why = encoder_for(images, public)
     epochs, augmentations = lengths(size, n), ["min", "aug"] if images.colored else ["min"]
     if quick is not None:
+        wanted = size, pixels
         size, pixels, epochs = quickest(size, pixels, n, public, quick)
-        why += f"; made quick: no more than an hour by {quick.source}"
+        if (size, pixels) != wanted:
+            why = f"an hour is too little for {wanted[0]} at {wanted[1]} pixels"
+        why += f"; lengths for an hour, by {quick.source}"
         augmentations = ["min"]
     protocols, left_out = evaluated(images, chosen, len(val.entries if val else chosen), size)
     described = [

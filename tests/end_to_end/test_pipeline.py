@@ -93,6 +93,10 @@ def test_killed_and_started_again(
         else:
             os.killpg(started.pid, signal.SIGINT)
         started.wait(timeout=180)
+        if kill == "interrupt":
+            told = (pipeline.folder / "snakemake.log").read_text()
+            _, line, after = told.rpartition("maect: interrupted: trainings save")
+            assert line and "Error in rule" not in after and "WorkflowError" not in after
     pipeline.complete("encoders")
     assert bits(pipeline) == bits(undisturbed)
     for run in ENCODERS:
