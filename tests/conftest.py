@@ -8,10 +8,18 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-FIRST = ("tests/end_to_end", "tests/cluster", "tests/unit/launch/test_launch_local.py")
+FIRST = (
+    "tests/end_to_end",
+    "tests/cluster",
+    "tests/unit/launch/test_launch_local.py",
+    "tests/unit/test_extending.py",
+    "tests/unit/train",
+)
 TEARDOWN_SECONDS = 240
 # The workers share the cores: more threads would only make the tests slower.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Tests that ask for more have them wait asleep: busy, they take ten times the work from others.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 TERMINAL = pytest.StashKey[int]()
 
 

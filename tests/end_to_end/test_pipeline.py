@@ -160,14 +160,6 @@ def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
     assert "broken.jpg" in done.stderr + done.stdout
 
 
-def test_a_batch_that_does_not_divide_the_queue(tmp_path: Path) -> None:
-    runs = copy.deepcopy(MINI["runs"])
-    runs["ct_min_tiny"]["set"]["batch_size"] = 200
-    done = mistake(tmp_path / "m", runs=runs).run("evaluations")
-    assert done.returncode != 0
-    assert "batch_size 200 does not divide queue_size 1024" in one_line(done.stderr)
-
-
 def test_an_unknown_experiment_is_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "snakemake", "-n", "--config", "experiment=digitz"],
@@ -233,14 +225,3 @@ def test_resolved_files_are_those_that_the_pipeline_wrote(undisturbed: Pipeline)
     assert done.returncode == 0, done.stderr
     for file, (text, time) in written.items():
         assert (file.read_text(), file.stat().st_mtime_ns) == (text, time), file
-
-
-def test_experiment_file_is_yaml(tmp_path: Path) -> None:
-    file = tmp_path / "x.yaml"
-    file.write_text("runs: [unclosed")
-    done = subprocess.run(
-        [sys.executable, "-m", "snakemake", "-n", "--config", f"experiment={file}"],
-        capture_output=True, text=True, cwd=ROOT, check=False,
-    )  # fmt: skip
-    assert done.returncode != 0
-    assert "not valid YAML" in one_line(done.stderr)

@@ -498,3 +498,10 @@ def test_experiments_of_the_same_images_share_their_shards(
     assert experiment("fourth").shards("fourth", "train") != folder, "it has its own"
     Path("birds/a/new.png").touch()
     assert experiment("second").shards("second", "train") != folder
+
+
+def test_a_file_that_is_not_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("runs: [unclosed")
+    with pytest.raises(UserError, match=r"x\.yaml: not valid YAML \([^\n]*\)$"):
+        load(str(file))

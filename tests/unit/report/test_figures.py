@@ -1,6 +1,7 @@
 """The figures, from real digits and small written results."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -58,17 +59,15 @@ def colors_in(path: Path) -> set[str]:
     return {"#{:02X}{:02X}{:02X}".format(*color) for _, color in found}
 
 
-def write_clusters(folder: Path, samples: int) -> None:
-    """Real k-means clusters of the digits, as the evaluations leave them."""
+@cache
+def clusters(samples: int) -> dict[str, dict[str, np.ndarray]]:
+    """Files of real k-means clusters of the digits, as the evaluations leave them."""
     data = load_digits()
     features, labels = data.data[:samples], data.target[:samples]
     model = KMeans(10, n_init=1, random_state=0).fit(features)
     counts = np.zeros((10, 10), np.int64)
     np.add.at(counts, (labels, model.labels_), 1)
     columns = linear_sum_assignment(-counts)[1]
-    folder.mkdir(parents=True, exist_ok=True)
-    arrays = {"confusion": np.ascontiguousarray(counts[:, columns]), "labels": labels}
-    save_file({k: v.astype(np.int64) for k, v in arrays.items()}, folder / "clustering.safetensors")
     images = np.repeat((data.images[:samples] * 15).astype(np.uint8)[..., None], 3, axis=-1)
     near = model.transform(features).argsort(axis=0)[:6].T
     queries = np.array([3, 10])
@@ -83,8 +82,12 @@ def write_clusters(folder: Path, samples: int) -> None:
         "neighbor_images": images[neighbors],
         "neighbor_labels": labels[neighbors].astype(np.int64),
     }
-    retrieved = {name: np.ascontiguousarray(array) for name, array in retrieved.items()}
-    save_file(retrieved, folder / "retrieval.safetensors")
+    found = {"confusion": counts[:, columns].astype(np.int64), "labels": labels.astype(np.int64)}
+    files = {"clustering": found, "retrieval": retrieved}
+    return {
+        file: {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        for file, arrays in files.items()
+    }
 
 
 @pytest.fixture
@@ -106,7 +109,8 @@ def results(tmp_path, result, embedding) -> Path:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for number, run in enumerate(("mae_tiny", "ct_tiny")):
         embedding(run)
-        write_clusters(tmp_path / "evaluations" / run, samples=300 + 200 * number)
+        for file, arrays in clusters(300 + 200 * number).items():
+            save_file(arrays, tmp_path / "evaluations" / run / f"{file}.safetensors")
         result(run, "clustering", accuracy=50.0 + 10 * number, silhouette=1.0)
         result(run, "knn", knn=80.0 + number)
         result(run, "linear_probe", linear_probe=90.0 + number)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from ranks import run
 
 from maect.data.shards import shard
 from maect.recipes import Encoder
@@ -51,11 +52,13 @@ def shards(tmp_path_factory) -> Path:
     return noise_shards(tmp_path_factory.mktemp("noise"), 40)
 
 
-@pytest.fixture
-def job(tmp_path, shards):
-    """Arguments of `train` for a run of a name: 40 images, batches of 16, 2.5 steps an epoch."""
+def job_maker(root, shards):
+    """Arguments of `train` for a run of a name: 40 images, batches of 16, 2.5 steps an epoch.
 
-    def make(name, recipe, source=None, folder=tmp_path / "runs", **changes):
+    `source` is a run's name, or the folder of a run that lies elsewhere.
+    """
+
+    def make(name, recipe, source=None, folder=root / "runs", **changes):
         kind, _, augmentation = recipe.partition("_")
         stage, model, values = RECIPES[kind]
         values = STAGE | values | ({"augmentation": augmentation} if augmentation else {})
@@ -74,6 +77,23 @@ def job(tmp_path, shards):
         }
 
     return make
+
+
+@pytest.fixture
+def job(tmp_path, shards):
+    return job_maker(tmp_path, shards)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, shards):
+    """Folder of runs of two ranks that nothing disturbed: `mae`, `head_min` and `ct_min`."""
+    root = tmp_path_factory.mktemp("whole")
+    job = job_maker(root, shards)
+    jobs = [
+        job("mae", "mae"), job("head_min", "head_min", "mae"), job("ct_min", "ct_min", "head_min"),
+    ]  # fmt: skip
+    assert run(2, *jobs, log=root / "log") == ["done"] * 3
+    return root / "runs"
 
 
 def metrics(folder) -> list[dict]:

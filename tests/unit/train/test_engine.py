@@ -3,7 +3,6 @@
 import json
 import platform
 import subprocess
-import sys
 import warnings
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -73,7 +72,7 @@ def test_without_a_compiler_it_says_so_once_and_goes_on(monkeypatch, tmp_path):
     assert all(torch.equal(found[name], value) for name, value in plain.gradients().items())
 
 
-def test_without_flash_attn_it_says_so_once_and_takes_sdpa(caplog):
+def test_without_flash_attn_it_says_so_once_and_takes_sdpa(caplog, tmp_path):
     if find_spec("flash_attn"):
         pytest.skip("flash_attn is installed")
     flash_kernel.cache_clear()
@@ -82,11 +81,11 @@ def test_without_flash_attn_it_says_so_once_and_takes_sdpa(caplog):
     found = objective.gradients()
     assert caplog.text.count("flash_attn is not installed") == 1
     assert found.keys() == plain.gradients().keys()
-    in_a_process_of_its_own("sdpa_in_place_of_flash_attn")
+    assert in_a_process_of_its_own(sdpa_in_place_of_flash_attn, tmp_path) == [None]
 
 
-def test_recomputed_activations_give_the_same_bits_in_bf16():
-    in_a_process_of_its_own("recomputed_activations")
+def test_recomputed_activations_give_the_same_bits_in_bf16(tmp_path):
+    assert in_a_process_of_its_own(recomputed_activations, tmp_path) == [None]
 
 
 def test_checkpointing_covers_the_decoder():
@@ -107,19 +106,18 @@ def test_checkpointing_covers_the_decoder():
     same_bits(*gradients)
 
 
-def in_a_process_of_its_own(check):
+def in_a_process_of_its_own(check, folder):
     """As a rank is one: late in a long session of tests these bits have been seen to differ."""
-    code = f"import test_engine; test_engine.{check}()"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+    return run(1, {"function": check}, log=folder / "log")
 
 
-def sdpa_in_place_of_flash_attn():
+def sdpa_in_place_of_flash_attn(context):
     plain, objective = Bare("bf16"), Bare("bf16")
     use_attention(objective, "flash_attn")
     same_bits(objective.gradients(), plain.gradients())
 
 
-def recomputed_activations():
+def recomputed_activations(context):
     plain, saving = Bare("bf16"), Bare("bf16")
     saving.encoder.checkpointing = True
     same_bits(saving.gradients(), plain.gradients())

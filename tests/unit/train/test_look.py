@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import metrics, noise_shards
+from conftest import job_maker, metrics, noise_shards
 from ranks import run
 from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
@@ -17,6 +17,7 @@ from maect.recipes import Look
 from maect.train.look import alignment, knn, measures, rank_me, uniformity
 
 LOOK = {"every_epochs": 2, "images": 500}
+FEW = {"batch_size": 32}  # four epochs of 12.5 steps
 
 
 @pytest.fixture(scope="session")
@@ -39,38 +40,41 @@ def without_looks(folder):
     return [{k: v for k, v in e.items() if not k.startswith("look_")} for e in metrics(folder)]
 
 
-@pytest.fixture
-def start(job, tmp_path):
-    """Pre-trained and head runs to start from, each with and without looks."""
-    log = tmp_path / "log"
-    pairs = [("mae", None), ("head_min", "mae"), ("ct_min", "head_min")]
-    for recipe, source in pairs:
-        plain = job(recipe, recipe, source)
-        looked = job(f"{recipe}-looked", recipe, source) | {"look": LOOK}
-        assert run(1, plain, looked, log=log) == ["done"] * 2
-    return [recipe for recipe, _ in pairs]
+STAGES = {"mae": None, "head_min": "mae", "ct_min": "head_min"}
 
 
-def test_a_look_changes_no_bit_of_any_stage(start, tmp_path):
-    for recipe in start:
-        plain, looked = tmp_path / "runs" / recipe, tmp_path / "runs" / f"{recipe}-looked"
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, shards):
+    """Folder of runs of all stages, each with and without looks."""
+    root = tmp_path_factory.mktemp("looks")
+    job, jobs = job_maker(root, shards), []
+    for recipe, source in STAGES.items():
+        looked = job(f"{recipe}-looked", recipe, source, **FEW) | {"look": LOOK}
+        jobs += [job(recipe, recipe, source, **FEW), looked]
+    assert run(1, *jobs, log=root / "log") == ["done"] * len(jobs)
+    return root / "runs"
+
+
+def test_a_look_changes_no_bit_of_any_stage(runs):
+    for recipe in STAGES:
+        plain, looked = runs / recipe, runs / f"{recipe}-looked"
         assert bits(plain) == bits(looked) and len(bits(plain)) == 1 + (recipe != "mae")
         assert without_looks(looked) == metrics(plain)
-        assert [look["step"] for look in looks(looked)] == [50, 100]
+        assert [look["step"] for look in looks(looked)] == [25, 50]
         records = [json.loads((f / "run.json").read_text()) for f in (plain, looked)]
         assert records[0]["fingerprint"] == records[1]["fingerprint"]
         assert records[0]["sha256"] == records[1]["sha256"]
         lines = (looked / "metrics.jsonl").read_text().splitlines()
         parts = [json.loads(line)["timing"].get("look_part") for line in lines]
-        assert [step for step, part in enumerate(parts, 1) if part] == [50, 100]
+        assert [step for step, part in enumerate(parts, 1) if part] == [25, 50]
     # A frozen encoder looks the same from beginning to end, a trained one does not.
-    first, last = looks(tmp_path / "runs/head_min-looked")
+    first, last = looks(runs / "head_min-looked")
     assert {**first, "step": 0} == {**last, "step": 0}
-    first, last = looks(tmp_path / "runs/ct_min-looked")
+    first, last = looks(runs / "ct_min-looked")
     assert first["look_rank_me"] != last["look_rank_me"]
 
 
-def test_what_is_looked_at_is_what_the_run_leaves(start, shards, tmp_path):
+def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
     """The last look, again from the file: of MAE its weights, of tuning their average."""
     from maect.data.index import ID, open_index
     from maect.data.loader import evaluation_batches
@@ -80,7 +84,7 @@ def test_what_is_looked_at_is_what_the_run_leaves(start, shards, tmp_path):
 
     index = open_index(shards)
     for recipe in ("mae", "ct_min"):
-        folder = tmp_path / "runs" / f"{recipe}-looked"
+        folder = runs / f"{recipe}-looked"
         encoder, _, pooling = load_encoder_weights(folder / "encoder.safetensors")
 
         class Parts(nn.Module):
@@ -100,29 +104,24 @@ def test_what_is_looked_at_is_what_the_run_leaves(start, shards, tmp_path):
         assert looks(folder)[-1]["look_rank_me"] == pytest.approx(rank_me(features), rel=1e-5)
 
 
-def test_killed_runs_repeat_or_keep_their_looks(job, tmp_path):
+def test_killed_runs_repeat_or_keep_their_looks(job, runs, tmp_path):
     log = tmp_path / "log"
-    whole = job("whole", "mae") | {"look": LOOK}
-    assert run(1, whole, log=log) == ["done"]
-    # The 50th step looks; the state before it or after it is the last one.
-    for number, kill_at in enumerate((50, 51)):
+    # The 25th step looks; the state before it or after it is the last one.
+    for number, kill_at in enumerate((25, 26)):
         saves = {"save_every_minutes": 0.0 if number else 10.0}
-        broken = job(f"broken{number}", "mae") | {"look": LOOK} | saves
+        broken = job(f"broken{number}", "mae", **FEW) | {"look": LOOK} | saves
         with pytest.raises(RuntimeError, match="no rank answered"):
             run(1, broken, log=log, kill_at=kill_at)
         assert run(1, broken, log=log) == ["done"]
-        assert bits(broken["folder"]) == bits(whole["folder"])
-        assert metrics(broken["folder"]) == metrics(whole["folder"])
+        assert bits(broken["folder"]) == bits(runs / "mae-looked")
+        assert metrics(broken["folder"]) == metrics(runs / "mae-looked")
 
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
-def test_two_ranks_see_what_one_sees(job, tmp_path, zero):
-    log, found = tmp_path / "log", []
-    for ranks in (1, 2):
-        mae = job(f"mae-{ranks}", "mae", zero_stage=zero) | {"look": LOOK}
-        assert run(ranks, mae, log=log) == ["done"]
-        found.append(looks(mae["folder"]))
-    for one, two in zip(*found, strict=True):
+def test_two_ranks_see_what_one_sees(job, runs, tmp_path, zero):
+    mae = job("mae", "mae", zero_stage=zero, **FEW) | {"look": LOOK}
+    assert run(2, mae, log=tmp_path / "log") == ["done"]
+    for one, two in zip(looks(runs / "mae-looked"), looks(mae["folder"]), strict=True):
         assert one == pytest.approx(two, rel=1e-3)
 
 

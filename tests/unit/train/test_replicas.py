@@ -26,12 +26,14 @@ def train_with_a_flipped_bit(context, *, where, **job):
 
 
 @pytest.mark.parametrize("where", ["encoder.blocks.2.attn.proj.weight", "encoder.pos_embed"])
-def test_a_flipped_bit_stops_the_run_before_it_is_saved(job, tmp_path: Path, where: str) -> None:
-    whole, broken = job("whole", "mae"), job("broken", "mae") | ALWAYS
+def test_a_flipped_bit_stops_the_run_before_it_is_saved(
+    job, tmp_path: Path, whole: Path, where: str
+) -> None:
+    broken = job("broken", "mae") | ALWAYS
     log = tmp_path / "log"
     flipped = broken | {"function": train_with_a_flipped_bit, "where": where}
     message = run(2, flipped, log=log)
     assert "ReplicaError: after step 4 rank 1 of 2 holds other weights" in message
     assert 1 <= steps_saved(broken["folder"])[-1] <= 3
-    assert run(2, whole, broken, log=log) == ["done"] * 2
-    identical(whole["folder"], broken["folder"])
+    assert run(2, broken, log=log) == ["done"]
+    identical(whole / "mae", broken["folder"])

@@ -20,13 +20,6 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-@pytest.fixture
-def start(job, tmp_path):
-    """Pre-trained and head runs to tune from."""
-    jobs = [job("mae", "mae"), job("head", "head_min", "mae")]
-    assert run(2, *jobs, log=tmp_path / "start.log") == ["done"] * 2
-
-
 def bits(folder):
     files = ("encoder.safetensors", "head.safetensors")
     return [(Path(folder) / f).read_bytes() for f in files if (Path(folder) / f).exists()]
@@ -42,13 +35,16 @@ def steps_saved(folder):
 
 
 @pytest.mark.parametrize("zero", [slow(0), 1, slow(2), slow(3)])
-def test_killed_and_restarted(job, tmp_path, start, zero):
+def test_killed_and_restarted(job, tmp_path, whole, zero):
     log = tmp_path / "log"
-    stages = [("mae", None), ("head_min", "mae"), ("ct_min", "head")]
+    stages = [("mae", None), ("head_min", whole / "mae"), ("ct_min", whole / "head_min")]
     for recipe, source in stages if zero == 1 else stages[2:]:
-        whole = job(f"{recipe}-whole", recipe, source, zero_stage=zero)
+        undisturbed = whole / recipe
+        if zero != 1:
+            other = job("undisturbed", recipe, source, zero_stage=zero)
+            assert run(2, other, log=log) == ["done"]
+            undisturbed = other["folder"]
         broken = job(f"{recipe}-broken", recipe, source, zero_stage=zero) | ALWAYS
-        assert run(2, whole, log=log) == ["done"]
         for kill_at in (4, 7):
             with pytest.raises(RuntimeError, match="no rank answered"):
                 run(2, broken, log=log, kill_at=kill_at)
@@ -56,14 +52,13 @@ def test_killed_and_restarted(job, tmp_path, start, zero):
             assert steps_saved(broken["folder"])[-1] < kill_at
         assert run(2, broken, log=log) == ["done"]
         assert "resuming from step" in log.read_text()
-        identical(whole["folder"], broken["folder"])
+        identical(undisturbed, broken["folder"])
 
 
 @pytest.mark.slow
-def test_one_rank_killed_at_random_moments(job, tmp_path, start):
-    whole, broken = job("whole", "ct_min", "head"), job("broken", "ct_min", "head") | ALWAYS
+def test_one_rank_killed_at_random_moments(job, tmp_path, whole):
+    broken = job("broken", "ct_min", whole / "head_min") | ALWAYS
     log = tmp_path / "log"
-    assert run(2, whole, log=log) == ["done"]
     folder = Path(broken["folder"])
     for rank, delay in ((0, 0.0), (1, 0.05), (0, 0.13)):
         before = steps_saved(folder)
@@ -74,27 +69,23 @@ def test_one_rank_killed_at_random_moments(job, tmp_path, start):
         ranks.kill([rank])
         ranks.kill()
     assert run(2, broken, log=log) == ["done"]
-    identical(whole["folder"], folder)
+    identical(whole / "ct_min", folder)
     assert len(steps_saved(folder)) <= 2
 
 
-def test_stopped_by_one_rank(job, tmp_path, start):
-    whole, broken = job("whole", "ct_min", "head"), job("broken", "ct_min", "head")
+def test_stopped_by_one_rank(job, tmp_path, whole):
+    broken = job("broken", "ct_min", whole / "head_min")
     log = tmp_path / "log"
-    assert run(2, whole, log=log) == ["done"]
     assert run(2, broken, log=log, stop_at=4) == ["requeue"]
     assert steps_saved(broken["folder"]) == [4] and len(metrics(broken["folder"])) == 4
     assert not (Path(broken["folder"]) / "encoder.safetensors").exists()
-    assert run(2, broken, log=log) == ["done"]
-    identical(whole["folder"], broken["folder"])
-    assert run(2, broken, log=log) == ["done"]  # nothing left to do
-    identical(whole["folder"], broken["folder"])
+    assert run(2, broken, broken, log=log) == ["done"] * 2  # the second has nothing left to do
+    identical(whole / "ct_min", broken["folder"])
 
 
-def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_path):
-    whole, broken = job("whole", "mae"), job("broken", "mae") | ALWAYS
+def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_path, whole):
+    broken = job("broken", "mae") | ALWAYS
     log = tmp_path / "log"
-    assert run(2, whole, log=log) == ["done"]
     assert run(2, broken, log=log, stop_at=6) == ["requeue"]
     assert steps_saved(broken["folder"]) == [5, 6]
     state = Path(broken["folder"]) / "state"
@@ -105,19 +96,18 @@ def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_p
     assert run(2, broken, log=log) == ["done"]
     assert "rank-0001.safetensors: checksum differs; using the state before" in log.read_text()
     assert "resuming from step 5" in log.read_text()
-    identical(whole["folder"], broken["folder"])
+    identical(whole / "mae", broken["folder"])
     for name in ("encoder.safetensors", "run.json"):
         (Path(broken["folder"]) / name).unlink()
     log.write_text("")
     assert run(2, broken, log=log) == ["done"]
     assert "resuming from step 10" in log.read_text()
-    identical(whole["folder"], broken["folder"])
+    identical(whole / "mae", broken["folder"])
 
 
-def test_another_number_of_ranks_only_when_told(job, tmp_path, start):
-    whole, moved = job("whole", "ct_min", "head"), job("moved", "ct_min", "head")
+def test_another_number_of_ranks_only_when_told(job, tmp_path, whole):
+    moved = job("moved", "ct_min", whole / "head_min")
     log = tmp_path / "log"
-    assert run(2, whole, log=log) == ["done"]
     assert run(2, moved, log=log, stop_at=5) == ["requeue"]
     refusal = run(1, moved, log=log)
     assert "UserError" in refusal and "2 ranks to 1" in refusal
@@ -125,8 +115,8 @@ def test_another_number_of_ranks_only_when_told(job, tmp_path, start):
     assert run(1, moved | {"convert_world_size": True}, log=log) == ["done"]
     assert "converted from 2 ranks to 1" in log.read_text()
     # fp32: the sums' order differs after the change, see test_world_size
-    np.testing.assert_allclose(losses(moved["folder"]), losses(whole["folder"]), rtol=1e-4)
-    assert losses(moved["folder"])[:5] == losses(whole["folder"])[:5]
+    np.testing.assert_allclose(losses(moved["folder"]), losses(whole / "ct_min"), rtol=1e-4)
+    assert losses(moved["folder"])[:5] == losses(whole / "ct_min")[:5]
 
 
 def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
@@ -151,11 +141,10 @@ def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
     identical(undisturbed["folder"], old["folder"])
 
 
-def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, start):
+def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, whole):
     """A file-size limit stands in for the disk: the write fails half way with an OSError."""
-    whole, full = job("whole", "ct_min", "head"), job("full", "ct_min", "head") | ALWAYS
+    full = job("full", "ct_min", whole / "head_min") | ALWAYS
     log = tmp_path / "log"
-    assert run(2, whole, log=log) == ["done"]
     assert run(2, full, log=log, stop_at=3) == ["requeue"]
     before = steps_saved(full["folder"])
     size = (Path(full["folder"]) / "state/step-000000003/rank-0000.safetensors").stat().st_size
@@ -167,22 +156,20 @@ def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, start):
     assert steps_saved(full["folder"]) == before
     assert not list(Path(full["folder"]).glob("state/*/.*tmp"))
     assert run(2, full, log=log) == ["done"]
-    identical(whole["folder"], full["folder"])
+    identical(whole / "ct_min", full["folder"])
 
 
-def test_metrics_cut_off_in_the_middle_of_a_line(job, tmp_path):
-    whole, broken = job("whole", "mae"), job("broken", "mae")
-    log = tmp_path / "log"
-    assert run(1, whole, log=log) == ["done"]
-    assert run(1, broken, log=log, stop_at=4) == ["requeue"]
+def test_metrics_cut_off_in_the_middle_of_a_line(job, tmp_path, whole):
+    broken, log = job("broken", "mae"), tmp_path / "log"
+    assert run(2, broken, log=log, stop_at=4) == ["requeue"]
     with open(Path(broken["folder"]) / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 5, "loss": 0.0, "timing": {"device_seconds": 9.0}}) + "\n")
         file.write('{"step": 6, "lo')
-    assert run(1, broken, log=log) == ["done"]
-    identical(whole["folder"], broken["folder"])
+    assert run(2, broken, log=log) == ["done"]
+    identical(whole / "mae", broken["folder"])
 
 
-def test_refusals(job, tmp_path):
+def test_refusals(job, tmp_path, whole):
     log = tmp_path / "log"
     assert "not a multiple of 3 ranks" in run(3, job("a", "mae"), log=log)
     assert "larger than the train split's 40 images" in run(
@@ -190,10 +177,9 @@ def test_refusals(job, tmp_path):
     )
     assert "needs a run to start from" in run(1, job("c", "head_min"), log=log)
     assert "is not finished" in run(1, job("d", "head_min", "nowhere"), log=log)
-    assert run(1, job("mae", "mae"), job("head", "head_min", "mae"), log=log) == ["done"] * 2
-    other = job("e", "ct_min", "head", head={"embedding": 4})
+    other = job("e", "ct_min", whole / "head_min", head={"embedding": 4})
     assert "head settings differ" in run(1, other, log=log)
-    wider = job("f", "ct_min", "head")
+    wider = job("f", "ct_min", whole / "head_min")
     wider["encoder"] = wider["encoder"] | {"width": 32}
     assert "has width 16, this run has 32" in run(1, wider, log=log)
 
@@ -203,10 +189,12 @@ def saved_tensors(folder, step):
     return [load_file(file) for file in files]
 
 
-def test_not_a_number_stops_the_run_and_spoils_no_state(job, tmp_path, start):
+def test_not_a_number_stops_the_run_and_spoils_no_state(job, tmp_path, whole):
     log = tmp_path / "log"
     wild = {"base_lr": 1e30, "head": {"head_lr": 1e30}}
-    spoilt, sound = (job(name, "ct_min", "head", **wild) for name in ("spoilt", "sound"))
+    spoilt, sound = (
+        job(name, "ct_min", whole / "head_min", **wild) for name in ("spoilt", "sound")
+    )
     message = run(2, spoilt, log=log)
     assert "UserError" in message and "in step 2" in message
     assert steps_saved(spoilt["folder"]) == [1]

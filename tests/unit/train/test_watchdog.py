@@ -23,10 +23,9 @@ from maect.train.watchdog import (
 )
 
 
-def test_a_frozen_rank_is_named_and_the_run_goes_on_from_its_state(job, tmp_path):
+def test_a_frozen_rank_is_named_and_the_run_goes_on_from_its_state(job, tmp_path, whole):
     log = tmp_path / "log"
-    whole, stalled = job("whole", "mae"), job("stalled", "mae") | {"save_every_minutes": 0.0}
-    assert run(2, whole, log=log) == ["done"]
+    stalled = job("stalled", "mae") | {"save_every_minutes": 0.0}
     said = run(2, stalled, log=log, freeze_at=4, stall_seconds=4)
     assert said.startswith("StalledError: rank 1 (")
     assert "no sign of life" in said
@@ -35,7 +34,7 @@ def test_a_frozen_rank_is_named_and_the_run_goes_on_from_its_state(job, tmp_path
     )
     assert "most recent call first" in log.read_text()  # where this rank stood
     assert run(2, stalled, log=log) == ["done"]
-    identical(whole["folder"], stalled["folder"])
+    identical(whole / "mae", stalled["folder"])
     assert not (Path(stalled["folder"]) / "heartbeats").exists()
 
 
