@@ -32,7 +32,11 @@ def count(
         keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
         seen = {key: os.environ[key] for key in keys}
         seen |= {"step": state["step"], "pid": os.getpid(), "name": context.name}
-        seen |= {"attempt": context.attempt, "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
+        seen |= {
+            "instead": os.environ.get("INSTEAD"),
+            "attempt": context.attempt,
+            "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        }
         file.write(json.dumps(seen | {"cpus": len(os.sched_getaffinity(0))}) + "\n")
     meeting = root / "meetings" / f"{context.name}-{context.attempt}"
     meeting.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -24,12 +25,13 @@ def assert_undisturbed(run, steps: int = 40) -> None:
 
 
 def test_ranks_see_their_place_and_the_launcher_stays_small(run):
+    run.resources["python"] = f"env INSTEAD=yes {sys.executable}"
     words = finish(run.start())
     assert_undisturbed(run)
     first, second = run.starts(0)[0], run.starts(1)[0]
     assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
     assert (second["LOCAL_RANK"], first["OMP_NUM_THREADS"]) == ("1", "1")
-    assert first["MASTER_ADDR"] == "127.0.0.1"
+    assert first["MASTER_ADDR"] == "127.0.0.1" and first["instead"] == "yes"
     assert first["cuda"] == os.environ.get("CUDA_VISIBLE_DEVICES")
     peak = int(words.split("peak ")[1].split()[0])
     assert peak < 60_000 and "torch False" in words
