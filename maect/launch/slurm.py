@@ -273,6 +273,10 @@ class Squeue:
 
     def __init__(self) -> None:
         self._own: dict[str, Any] | None = None  # our last answer
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
+        # Two clusters seen from one home do not share their answers, if that can be told.
+        question = "|".join([os.environ.get("SLURM_CONF", ""), *_all_jobs()])
+        self._file = folder / f"squeue-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
 
     def ask(self, newer_than: float) -> Answer | None:
         """The state of all jobs of this user at some moment after `newer_than` (Unix time).
@@ -280,29 +284,25 @@ class Squeue:
         None is no verdict: the controller did not answer, or its last answer is older and it is too
         early to ask again.
         """
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
-        # Two clusters seen from one home do not share their answers, if that can be told.
-        question = "|".join([os.environ.get("SLURM_CONF", ""), *_all_jobs()])
-        file = folder / f"squeue-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
-        if not self._is_fresh(file):
+        if not self._is_fresh():
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with file.with_suffix(".lock").open("a") as lock:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                with self._file.with_suffix(".lock").open("a") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if not self._is_fresh(file):
-                        self._refresh(file)
+                    if not self._is_fresh():
+                        self._refresh()
             except BlockingIOError:
                 pass  # another launcher is asking; what there is must do until then
             except OSError:  # a home that is full, or mounted without locks: each asks for itself
-                self._refresh(file)
-        value = self._read(file)
+                self._refresh()
+        value = self._read()
         if value is None or value["answered"] <= newer_than:
             return None
         jobs = {key: (state, reason, name) for key, (state, reason, name) in value["jobs"].items()}
         return Answer(value["answered"], jobs, value["queries"])
 
-    def _refresh(self, file: Path) -> None:
-        before = self._read(file) or {"answered": 0.0, "jobs": {}, "queries": 0}
+    def _refresh(self) -> None:
+        before = self._read() or {"answered": 0.0, "jobs": {}, "queries": 0}
         now = time.time()
         code, out, _ = command("squeue", *_all_jobs())
         # A question that failed counts as asked: a sick controller must not be stormed.
@@ -310,24 +310,24 @@ class Squeue:
         if code == 0:
             value |= {"answered": now, "jobs": _rows(out)}
         self._own = value
-        temporary = file.with_suffix(f".{os.getpid()}.tmp")
+        temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
         try:
             temporary.write_text(json.dumps(value), encoding="utf-8")
-            temporary.replace(file)
+            temporary.replace(self._file)
         except OSError:
             with suppress(OSError):
                 temporary.unlink()
 
-    def _is_fresh(self, file: Path) -> bool:
-        value = self._read(file)
+    def _is_fresh(self) -> bool:
+        value = self._read()
         # A time in the future (another login node's clock) is as good as none.
         return value is not None and 0 <= time.time() - value["asked"] < squeue_seconds()
 
-    def _read(self, file: Path) -> dict[str, Any] | None:
+    def _read(self) -> dict[str, Any] | None:
         """The last answer: the shared one, or our own if it could not be written."""
         own = self._own
         try:
-            value: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            value: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
             if not value.keys() >= {"asked", "answered", "jobs", "queries"}:
                 return own
         except (OSError, ValueError, AttributeError):

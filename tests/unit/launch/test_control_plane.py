@@ -10,11 +10,6 @@ from maect.launch import slurm
 from maect.launch.state import Look
 
 
-@pytest.fixture(autouse=True)
-def _own_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-
-
 def report(broken: list[tuple[int, str]]) -> str:
     """A failing history, small enough to become a test."""
     seed, why = broken[0]
