@@ -60,7 +60,8 @@ class Slurm(Cluster):
 
     def __init__(self) -> None:
         self._squeue = Squeue()
-        # Unix times at which something was first seen, by job: patience counts from there.
+        # When something was first seen, by job: patience counts from there. By this process's own
+        # clock, like every time here: that of the machine may be set.
         self._first_look: dict[str, float] = {}
         self._missing_since: dict[str, float] = {}
         self._broken_since: dict[str, float] = {}
@@ -79,9 +80,9 @@ class Slurm(Cluster):
         if job.id is None and marked(job.name):
             return Look("unknown", "being submitted")
         # Whoever knows a job's id looks after its submission, whatever the submitter's clock said.
-        newer_than = self._first_look.setdefault(job.name, time.time())
+        newer_than = self._first_look.setdefault(job.name, time.monotonic())
         if job.id is not None:
-            newer_than = min(newer_than, job.submitted)
+            newer_than = min(newer_than, time.monotonic() - max(0, time.time() - job.submitted))
         answer = self._squeue.ask(newer_than)
         if answer is None:
             return Look("unknown", "no answer from SLURM")
@@ -92,10 +93,12 @@ class Slurm(Cluster):
         if job.id in answer.jobs and answer.jobs[job.id][2] == job.name:
             self._missing_since.pop(job.id, None)
             word, reason, _ = answer.jobs[job.id]
-            if word != "RUNNING" or not _lost_a_rank(folder, job):
+            if word == "RUNNING" and _lost_a_rank(folder, job):
+                since = self._broken_since.setdefault(job.id, time.monotonic())
+                if answer.time - since > BROKEN_GRACE:
+                    return Look("ended", "it lost a rank, and SLURM did not end it")
+            else:
                 self._broken_since.pop(job.id, None)
-            elif answer.time - self._broken_since.setdefault(job.id, time.time()) > BROKEN_GRACE:
-                return Look("ended", "it lost a rank, and SLURM did not end it")
             return self._word(job.id, word, reason, answer.time)
         return self._missing(job, answer.time)
 
@@ -151,7 +154,7 @@ class Slurm(Cluster):
     def _missing(self, job: Job, now: float) -> Look:
         """A job that squeue does not list: how it ended, as far as SLURM knows."""
         assert job.id is not None
-        waited = now - self._missing_since.setdefault(job.id, time.time())
+        waited = now - self._missing_since.setdefault(job.id, time.monotonic())
         look = self._seldom(self._ask_sacct, job)
         if look is not None and (look.phase == "ended" or waited <= FORGOTTEN):
             return look
@@ -188,7 +191,7 @@ class Slurm(Cluster):
         rows = [line.partition("|") for line in out.splitlines()]
         words = [state.split()[0] for state, _, name in rows if state and name == job.name]
         if code == 0 and words:
-            look = self._word(job.id, words[-1], "sacct", time.time())
+            look = self._word(job.id, words[-1], "sacct", time.monotonic())
             # The two databases contradict each other: one of them is behind.
             lags = look.phase in ("pending", "running")
             return Look("unknown", "SLURM is catching up") if lags else look
@@ -202,7 +205,7 @@ class Slurm(Cluster):
         code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
         shown = dict(word.split("=", 1) for word in out.split() if "=" in word)
         if code == 0 and shown.get("JobName") == job.name:  # no list of jobs that we see has it
-            return self._word(job.id, shown["JobState"], shown.get("Reason", ""), time.time())
+            return self._word(job.id, shown["JobState"], shown.get("Reason", ""), time.monotonic())
         if not (code == 0 and "JobName" in shown) and "Invalid job id" not in error:
             return None
         if not self._is_its_cluster(job):
@@ -253,7 +256,7 @@ class Answer:
     """What squeue said.
 
     Attributes:
-        time: Unix time at which it was asked.
+        time: when it was asked, by this process's clock.
         jobs: id to (state, reason, name).
         queries: how often the controller was asked since the cache was made.
     """
@@ -273,13 +276,14 @@ class Squeue:
 
     def __init__(self) -> None:
         self._own: dict[str, Any] | None = None  # our last answer
+        self._answered = float("-inf")  # when that was, by this process's clock
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
         # Two clusters seen from one home do not share their answers, if that can be told.
         question = "|".join([os.environ.get("SLURM_CONF", ""), *_all_jobs()])
         self._file = folder / f"squeue-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
 
     def ask(self, newer_than: float) -> Answer | None:
-        """The state of all jobs of this user at some moment after `newer_than` (Unix time).
+        """The state of all jobs of this user at some moment after `newer_than` (monotonic time).
 
         None is no verdict: the controller did not answer, or its last answer is older and it is too
         early to ask again.
@@ -296,19 +300,26 @@ class Squeue:
             except OSError:  # a home that is full, or mounted without locks: each asks for itself
                 self._refresh()
         value = self._read()
-        if value is None or value["answered"] <= newer_than:
+        if value is None or self._when(value) <= newer_than:
             return None
         jobs = {key: (state, reason, name) for key, (state, reason, name) in value["jobs"].items()}
-        return Answer(value["answered"], jobs, value["queries"])
+        return Answer(self._when(value), jobs, value["queries"])
+
+    def _when(self, value: dict[str, Any]) -> float:
+        """When a value was answered, by this process's clock."""
+        if value is self._own:
+            return self._answered
+        return time.monotonic() - max(0, time.time() - value["answered"])
 
     def _refresh(self) -> None:
         before = self._read() or {"answered": 0.0, "jobs": {}, "queries": 0}
-        now = time.time()
+        now, began, self._answered = time.time(), time.monotonic(), self._when(before)
         code, out, _ = command("squeue", *_all_jobs())
         # A question that failed counts as asked: a sick controller must not be stormed.
         value = {**before, "asked": now, "queries": before["queries"] + 1}
         if code == 0:
             value |= {"answered": now, "jobs": _rows(out)}
+            self._answered = began
         self._own = value
         temporary = self._file.with_suffix(f".{os.getpid()}.tmp")
         try:
@@ -332,7 +343,7 @@ class Squeue:
                 return own
         except (OSError, ValueError, AttributeError):
             return own
-        return own if own is not None and own["asked"] > value["asked"] else value
+        return own if own is not None and own["asked"] >= value["asked"] else value
 
 
 def _all_jobs() -> tuple[str, ...]:

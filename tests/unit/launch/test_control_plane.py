@@ -40,7 +40,7 @@ def believe_the_lists(self: slurm.Slurm, job: object) -> Look:
 
 
 def believe_any_word(self: slurm.Slurm, job_id: str, word: str, reason: str, now: float) -> Look:
-    return Look("running" if word == "RUNNING" else "ended", word, grace=1.0)
+    return Look("running" if word in ("PENDING", "RUNNING") else "ended", word, grace=1.0)
 
 
 @pytest.mark.parametrize(

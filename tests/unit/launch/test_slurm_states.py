@@ -3,6 +3,7 @@
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from launching import finish, wait_for
@@ -46,6 +47,22 @@ def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
     state = cluster.look(tmp_path, job)
     assert (state.phase, state.grace, state.final) == (phase, grace, final)
     assert not commands.asked("sacct")
+
+
+def test_a_clock_that_is_set_back_blinds_nobody(tmp_path, commands, job, monkeypatch):
+    cluster, shift = Slurm(), 0.0
+    clock = SimpleNamespace(
+        time=lambda: time.time() + shift, monotonic=time.monotonic, sleep=time.sleep
+    )
+    monkeypatch.setattr(slurm, "time", clock)
+    job.submitted = clock.time()
+    commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
+    assert cluster.look(tmp_path, job).phase == "running"
+    shift = -3600.0
+    commands.says("squeue", "7|FAILED|None|maect-a-1\n")
+    assert cluster.look(tmp_path, job).phase == "ended"
+    cluster.look(tmp_path, job)
+    assert len(commands.asked("squeue")) == 2, "and SLURM is asked no more often"
 
 
 @pytest.mark.parametrize(
