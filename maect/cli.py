@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -146,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
         "train", train, "Train a run as its resolved file says, or resume it.",
         launching, changing,
     )  # fmt: skip
-    sub.add_argument("--save-every-minutes", type=float, default=10.0, help="default 10")
+    sub.add_argument("--save-every-minutes", type=float, default=2.0, help="default 2")
     sub.add_argument(
         "--convert-world-size", action="store_true", help="resume on another number of ranks"
     )
@@ -158,6 +159,14 @@ def build_parser() -> argparse.ArgumentParser:
         "--stage-to", metavar="DIR", help="copy the shards to this folder of each node first; "
         "or the name of the node's environment variable that holds it (TMPDIR)",
     )  # fmt: skip
+
+    sub = command(
+        "replay", replay, "Repeat a step of a run and compare it with the log, bit by bit.",
+        launching,
+    )  # fmt: skip
+    sub.add_argument("run", type=Path, help="folder of the run; nothing is written into it")
+    sub.add_argument("--step", type=positive, required=True, help="counted from 1, as in the log")
+    sub.add_argument("--out", type=Path, help="write what the step was to this JSON file")
 
     sub = command("import", import_weights, "Turn public weights into a run.")
     sub.add_argument("weights", type=Path, help="a checkpoint, as published; or the resolved file "
@@ -640,6 +649,58 @@ def train(options: argparse.Namespace) -> None:
     # A rank may have been killed after the record was written: no other one is started then.
     if not stage.keeps_state and is_finished(path.parent, identity):
         remove_states(path.parent)
+
+
+def replay(options: argparse.Namespace) -> None:
+    """`maect replay`: in a copy of the run beside the others, which is deleted again."""
+    from maect.core.files import write_json
+    from maect.launch.resources import count_devices, fixed_nodes
+    from maect.stages.run import RunConfig
+    from maect.train.replay import REPORT, compare, copy_run, ranks_of, states_before, step_of
+    from maect.train.run_folder import fingerprint
+
+    run: Path = options.run.absolute()
+    path = need(run / "config.yaml", "resolved file of a run")
+    config = RunConfig.read(path)
+    stage, shards = config.training(path)
+    told = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
+    given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
+    if fingerprint(run, *given) != told:
+        raise UserError(f"{path}: not what the run was told (recipe.json): settings, seed, source "
+                        "or shards have changed since")  # fmt: skip
+    need(run / "metrics.jsonl", "log")
+    nodes, states = fixed_nodes(options.nodes), states_before(run, options.step)
+    ranks = nodes * count_devices(options.devices)
+    if (before := ranks_of(run, states)) not in (None, ranks):
+        raise UserError(f"{run}: computed on {before} ranks: repeat it with --nodes and --devices "
+                        f"for {before}, not {ranks}; other sums have other bits")  # fmt: skip
+    start = step_of(states[0]) if states else 0
+    log.info("step %d from %s: %d to compute", options.step,
+             f"the state of step {start}" if states else "the start, as no state before it is kept",
+             options.step - start)  # fmt: skip
+    above = run.parent.parent
+    with tempfile.TemporaryDirectory(prefix=".replay-", dir=above, ignore_cleanup_errors=True) as t:
+        copy = Path(t) / run.name
+        copy.mkdir()
+        copy_run(run, copy, states)
+        config = config.named(copy / path.name)
+        config.write(copy / path.name)
+        launch(
+            options,
+            copy,
+            "maect.stages.run:train",
+            (copy / REPORT).exists,
+            nodes,
+            config=str(copy / path.name),
+            digest=config.digest,
+            replay=options.step,
+        )
+        result = compare(run, copy)
+    if options.out:
+        write_json(options.out, result.report)
+    print(f"{run.name}: ", "\n  ".join(result.lines), sep="")
+    if result.differences:
+        raise UserError(f"{run}: step {result.differences[0][0]} is not what it was")
 
 
 def import_weights(options: argparse.Namespace) -> None:

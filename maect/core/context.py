@@ -33,6 +33,9 @@ class Context(Protocol):
         Only that counts as progress when it is decided whether another attempt is worth it.
         """
 
+    def held_seconds(self) -> float:
+        """Seconds x ranks for which this job and those before it have held their devices."""
+
     def store(self, timeout: timedelta, /) -> "Store":
         """The store in which the ranks' process group meets, closed to everybody else."""
 

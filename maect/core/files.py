@@ -33,7 +33,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     On an exception the temporary file is removed and `path` keeps what it held before.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     # The pid alone is not unique across the nodes of a shared file system.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
@@ -45,6 +45,15 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         fsync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, that is still there after a loss of power."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    fsync_path(path.parent)
 
 
 def fsync_path(path: str | Path) -> None:
@@ -190,8 +199,8 @@ def json_lines(path: Path, tail: int | None = None, strict: bool = False) -> lis
     entries = []
     for number, line in enumerate(lines[1 if start else 0 :], start=1):
         try:
-            entries.append(json.loads(line))
-        except ValueError:
+            entries.append(dict(json.loads(line).items()))
+        except (ValueError, AttributeError):
             if strict:
                 raise UserError(f"{path}:{number}: not JSON; is the file damaged?") from None
             break

@@ -3,6 +3,7 @@
 import mmap
 import os
 import threading
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from maect.core.errors import UserError
 from maect.core.files import patiently, read_json, sha256_file
 
 FORMAT = 1
+CHECKSUMS = "crc32.npy"
 COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")
 ID, SHARD, OFFSET, SIZE, LABEL, WIDTH, HEIGHT = range(len(COLUMNS))
 _BLOCK = 512
@@ -71,6 +73,8 @@ class Index:
     """Identity of the content: keys, labels and image bytes in order, however they are sharded."""
     shards: tuple[Path, ...]
     record: dict[str, Any] = field(repr=False)
+    checksums: NDArray[np.uint32] | None = field(repr=False)
+    """CRC-32 of each image's bytes by sample id, [samples of the tars]; None in older shards."""
     _files: _Files = field(repr=False)
 
     @property
@@ -96,10 +100,10 @@ class Index:
         """The image's bytes as they came.
 
         Raises:
-            UserError: the shard is gone or shorter than the index says.
+            UserError: the shard is gone or shorter than the index says, or the bytes are others.
             OSError: it cannot be read at present, which another job may.
         """
-        _, shard, offset, size, *_ = self.rows[i].tolist()
+        sample, shard, offset, size, *_ = self.rows[i].tolist()
         path = self.shards[shard]
         try:
             data = patiently(self._bytes, shard, offset, size)
@@ -107,6 +111,11 @@ class Index:
             raise UserError(f"{path}: cannot read sample {i}: {error.strerror}") from None
         if len(data) != size:
             raise UserError(f"{path}: ends inside sample {i}; check it with maect shard --verify")
+        if self.checksums is not None and zlib.crc32(data) != self.checksums[sample]:
+            raise UserError(
+                f"{path}: sample {i} ({self.key(i)}) is damaged: its checksum is not that of when "
+                "it was sharded; check the shards with maect shard --verify"
+            )
         return data
 
     def _bytes(self, shard: int, offset: int, size: int) -> bytes:
@@ -164,6 +173,7 @@ def open_index(directory: str | Path) -> Index:
         shape = (record["n"], len(COLUMNS))
         shards = tuple(directory / shard["file"] for shard in record["shards"])
         names, digest = tuple(record["class_names"]), record["digest"]
+        checksums = _checksums(directory / CHECKSUMS, record.get("crc32_sha256"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
     except (KeyError, TypeError) as error:
@@ -184,4 +194,13 @@ def open_index(directory: str | Path) -> Index:
             raise UserError(
                 f"{shard}: {size} bytes, {recorded.get('size')} recorded; shard it again"
             )
-    return Index(directory, rows, names, digest, shards, record, _Files(shards))
+    return Index(directory, rows, names, digest, shards, record, checksums, _Files(shards))
+
+
+def _checksums(path: Path, sha256: str | None) -> NDArray[np.uint32] | None:
+    """The images' checksums, in a file with this one by the index's record; None: there is none."""
+    if sha256 is None:
+        return None
+    if sha256_file(path) != sha256:
+        raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))

@@ -19,6 +19,7 @@ import os
 import shlex
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ from maect.core.files import atomic_write, read_json, sha256_file, write_record,
 from maect.data import random, shard_name
 from maect.data.decode import UnreadableError, open_rgb, read_rgb
 from maect.data.index import (
+    CHECKSUMS,
     COLUMNS,
     FORMAT,
     HEIGHT,
@@ -416,6 +418,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     listed = [entry for _, entry in entries]
     rows: list[tuple[int, ...]] = []
     hashes: list[bytes] = []
+    checksums: list[int] = []
     faults: list[str] = []
     with ExitStack() as stack:
         file = None if tars else _Hashed(stack.enter_context(_new_file(tar)))
@@ -436,6 +439,7 @@ def _write(out: Path, number: int, threads: int) -> None:
             size = len(image.data)
             rows.append((start + position, *where, size, entry.label, image.width, image.height))
             hashes.append(_content(key, entry.label, image.data))
+            checksums.append(zlib.crc32(image.data))
         if faults and not skip:
             raise _FaultyError(faults)
         if file is not None:
@@ -443,7 +447,8 @@ def _write(out: Path, number: int, threads: int) -> None:
     parts = _record_path(out, number)
     with atomic_write(parts.with_suffix(".npz")) as temporary, open(temporary, "wb") as stream:
         content = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
-        np.savez(stream, rows=np.array(rows, np.int64).reshape(-1, len(COLUMNS)), content=content)
+        table = np.array(rows, np.int64).reshape(-1, len(COLUMNS))
+        np.savez(stream, rows=table, content=content, crc32=np.array(checksums, np.uint32))
     written = {} if file is None else {"size": file.written, "sha256": file.digest.hexdigest()}
     write_record(
         parts,
@@ -567,6 +572,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     digest = hashlib.sha256("\n".join(plan["class_names"]).encode())
     keys: list[str] = []
     contents: list[NDArray[np.uint8]] = []
+    checksums: list[NDArray[np.uint32]] = []
     with atomic_write(out / "index.npy") as temporary:
         # Opened by name with the suffix that NumPy would otherwise append.
         rows = np.lib.format.open_memmap(
@@ -574,7 +580,8 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
         )
         for number, record in enumerate(records):
             start, entries = _read_listing(out, number)
-            part, content = _read_part(out, number, record["count"])
+            part, content, crc32 = _read_part(out, number, record["count"])
+            checksums.append(crc32)
             at = slice(len(keys), len(keys) + len(part))
             digest.update(content.tobytes())
             keys += [entries[i][0] for i in (part[:, ID] - start).tolist()]
@@ -584,6 +591,11 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
         rows.flush()
         shards = _shards(plan, records, rows, np.concatenate(contents))
     write_text(out / "keys.txt", "".join(f"{key}\n" for key in keys))
+    crc32 = np.concatenate(checksums)
+    whole = len(crc32) == n  # not if older versions have written some of the shards
+    if whole:
+        with atomic_write(out / CHECKSUMS) as temporary, open(temporary, "wb") as file:
+            np.save(file, crc32)
     same = ("split", "kind", "class_names", "ignored", "excluded", "options", "listings")
     if faults := [fault for record in records for fault in record.get("unreadable", [])]:
         faults = [f"{name} ({why})" for name, _, why in (fault.partition("\t") for fault in faults)]
@@ -596,6 +608,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             "index_sha256": sha256_file(out / "index.npy"),
             "keys_sha256": sha256_file(out / "keys.txt"),
             "n": n,
+            **({"crc32_sha256": sha256_file(out / CHECKSUMS)} if whole else {}),
             **{name: plan[name] for name in same},
             **({"unlisted": plan["unlisted"]} if "unlisted" in plan else {}),
             **({"unreadable": faults} if faults else {}),
@@ -623,8 +636,12 @@ def _shards(
     return shards
 
 
-def _read_part(out: Path, number: int, n: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """A shard's rows of the index, and the sha256 of each of its `n` samples, [n, 32].
+def _read_part(
+    out: Path, number: int, n: int
+) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
+    """A shard's rows of the index, sha256 of its `n` samples, [n, 32], CRC-32 of their images.
+
+    An older version has left none of the last.
 
     Raises:
         UserError: damaged.
@@ -633,12 +650,14 @@ def _read_part(out: Path, number: int, n: int) -> tuple[NDArray[np.int64], NDArr
     try:
         with np.load(path) as part:
             rows, content = part["rows"], part["content"]
-        if (rows.shape, content.shape) != ((n, len(COLUMNS)), (n, 32)):
+            crc32 = part["crc32"] if "crc32" in part else np.empty(0, np.uint32)
+        known = crc32.shape in ((n,), (0,))
+        if not known or (rows.shape, content.shape) != ((n, len(COLUMNS)), (n, 32)):
             raise ValueError(f"{len(rows)} rows for {n} images")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         tar = out / shard_name(read_plan(out)["split"], number)
         raise UserError(f"{path}: damaged ({error}); delete it and {tar} and shard again") from None
-    return rows, content
+    return rows, content, crc32
 
 
 def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:

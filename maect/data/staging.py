@@ -10,7 +10,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, write_record
-from maect.data.index import Index, open_index
+from maect.data.index import CHECKSUMS, Index, open_index
 from maect.data.pixels import pixels_files
 
 _COPIES_AT_ONCE = 4  # one stream alone does not fill a parallel file system
@@ -60,7 +60,8 @@ def _folder(storage: str) -> Path:
 
 def _copy(index: Index, out: Path) -> None:
     files = [index.directory / name for name in ("index.npy", "keys.txt")] + list(index.shards)
-    files += [path for path in pixels_files(index) if path.exists()]
+    beside = (*pixels_files(index), index.directory / CHECKSUMS)
+    files += [path for path in beside if path.exists()]
     missing = [path for path in files if not _is_copied(path, out / path.name)]
     needed = sum(path.stat().st_size for path in missing)
     free = shutil.disk_usage(out).free

@@ -6,6 +6,7 @@ features files are numbered alike, so that logistic regression and fine-tuning s
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, sha256_file, write_record, write_text
 from maect.data import random
-from maect.data.index import ID, LABEL, Index, open_index
+from maect.data.index import CHECKSUMS, ID, LABEL, Index, open_index
 from maect.data.sources.base import read_list
 
 SHOTS_LIST = "msn_{shots}shot_split{split}.txt"
@@ -58,6 +59,9 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     with atomic_write(out / "index.npy") as temporary, open(temporary, "wb") as file:
         np.save(file, rows)
     write_text(out / "keys.txt", "".join(f"{keys[i]}\n" for i in chosen))
+    if crc32 := index.record.get("crc32_sha256"):
+        with atomic_write(out / CHECKSUMS) as temporary:
+            shutil.copyfile(index.directory / CHECKSUMS, temporary)
     parent = os.path.relpath(Path(shards).resolve(), out.resolve())
     files = [{**s, "file": os.path.join(parent, s["file"])} for s in index.record["shards"]]
     identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
@@ -73,6 +77,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
             "class_names": list(classes),
             "options": index.record["options"],
             "view_of": {"folder": parent, "digest": index.digest},
+            **({"crc32_sha256": crc32} if crc32 else {}),
             "shards": files,
         },
     )

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write
+from maect.core.files import atomic_write, sealed, verified
 
 FORMAT = "1"
 _CHUNK = 16384
@@ -90,13 +90,13 @@ def open_features(path: str | Path) -> FeatureFile:
         raise UserError(f"{path}: no such features file; make it with maect features")
     try:
         with safe_open(path, framework="numpy") as file:
-            record = json.loads((file.metadata() or {})["maect"])
+            record = verified(json.loads((file.metadata() or {})["maect"]))
             if record["format"] != FORMAT:
                 raise UserError(f"{path}: format {record['format']}, not {FORMAT}; extract again")
             labels = file.get_tensor("labels")
             names = file.get_tensor("keys")
             n, width = file.get_slice("features").get_shape()
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
     features = FeatureFile(path, n, width, labels, record)
     parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
@@ -116,10 +116,9 @@ def open_record(path: str | Path) -> dict[str, Any]:
 
     try:
         with safe_open(path, framework="numpy") as file:
-            record: dict[str, Any] = json.loads((file.metadata() or {})["maect"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+            return dict(verified(json.loads((file.metadata() or {})["maect"])))
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
-    return record
 
 
 def check(features: FeatureFile, *, labelled: bool = True) -> None:
@@ -234,7 +233,8 @@ def write_features(
         offset += size
 
     def header(sha256: str) -> bytes:
-        text = json.dumps({**record, "format": FORMAT, "sha256": sha256}, sort_keys=True)
+        about = {**record, "format": FORMAT, "sha256": sha256}
+        text = json.dumps(sealed(dict(sorted(about.items()))))
         data = json.dumps({"__metadata__": {"maect": text}, **tensors}).encode()
         data += b" " * (-len(data) % 8)  # the format aligns its data
         return len(data).to_bytes(8, "little") + data

@@ -81,6 +81,7 @@ class _Launch:
     interruption: Interruption
     asked_at: float | None = field(default=None, init=False)
     spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
+    slow: str | None = field(default=None, init=False)  # what was last said of a straggler
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
@@ -198,6 +199,9 @@ class _Launch:
         """What to show, and the part of the steps that is done."""
         if look.phase == "running" and self.asked_at is None:
             report = record.progress(self.folder, job)
+            if report.get("slow") not in (None, self.slow):
+                self.slow = report["slow"]
+                self.line.say(self.slow)
             return progress.describe(report) or look.text or "running", progress.part(report)
         return "saving and stopping" if self.asked_at else look.text, None
 
@@ -288,10 +292,9 @@ class _Launch:
     def close(self, job: Job, ending: str) -> None:
         record.learn_id(self.folder, job)
         # The ranks' own files go with the job's folder; what counts of them stays in the record.
-        job.verdict, job.saved = (
-            record.verdict(self.folder, job),
-            record.saved_step(self.folder, job),
-        )
+        job.verdict = record.verdict(self.folder, job)
+        job.saved = record.saved_step(self.folder, job)
         job.progress = record.progress(self.folder, job)
+        job.held = record.held_seconds(self.folder, job)
         job.state, job.ending, job.stop = "ended", ending, False
         record.write_job(self.folder, job)

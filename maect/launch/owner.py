@@ -14,6 +14,7 @@ from types import FrameType
 
 import psutil
 
+from maect.core.files import make_folder
 from maect.launch.resources import LaunchError
 
 # Seconds; a launcher whose Snakemake was killed ends within two, unless SLURM keeps it waiting.
@@ -31,7 +32,7 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     Raises:
         LaunchError: another live launcher owns the folder.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with (folder / "owner.lock").open("a+", encoding="utf-8") as file:
         deadline = time.monotonic() + patience
         warned = False

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import patiently, read_mapping, write_json
+from maect.core.files import make_folder, patiently, read_mapping, write_json
 from maect.launch.resources import LaunchError
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
@@ -56,6 +56,8 @@ class Job:
         verdict: how its function returned, if it did: "done", "requeue" or "stopped".
         progress: rank 0's last report, once it is over.
         saved: last step that was saved, once it is over.
+        held: seconds x ranks for which the jobs before it held their devices; once it is over, it,
+            too.
         suspects: nodes that seem to have ended it, once it is over.
         excluded: nodes that it was submitted without: they ended two jobs before it.
         earlier: the jobs before this one: name, id, step, how each ended, suspects.
@@ -78,6 +80,7 @@ class Job:
     verdict: str | None = None
     progress: dict[str, Any] = field(default_factory=dict)
     saved: int | None = None
+    held: float = 0.0
     suspects: list[str] = field(default_factory=list)
     excluded: list[str] = field(default_factory=list)
     earlier: list[dict[str, Any]] = field(default_factory=list)
@@ -96,10 +99,11 @@ class Failure:
 
 def new_job(folder: Path, cluster: str, ranks: int, previous: Job | None) -> Job:
     """A job that is about to be submitted, with the history of those before it."""
-    earlier, attempt, step = [], 1, 0
+    earlier, attempt, step, held = [], 1, 0, 0.0
     # What a run has reported that was completed and begins again says nothing about this one.
     if previous is not None and previous.ending != "done":
         attempt, step = previous.attempt + 1, saved_step(folder, previous)
+        held = held_seconds(folder, previous)
     if previous is not None and not previous.request:
         for old in ("progress.json", "verdict.json", "stop"):  # of a version before this record
             (folder / old).unlink(missing_ok=True)
@@ -110,7 +114,9 @@ def new_job(folder: Path, cluster: str, ranks: int, previous: Job | None) -> Job
     name = f"maect-{folder.name}-{uuid.uuid4().hex[:10]}"
     failures = Counter(node for old in earlier for node in old.get("suspects", ()))
     excluded = sorted(node for node, count in failures.items() if count >= BAD)
-    return Job(cluster, name, ranks, step, attempt=attempt, excluded=excluded, earlier=earlier)
+    return Job(
+        cluster, name, ranks, step, attempt=attempt, held=held, excluded=excluded, earlier=earlier
+    )
 
 
 def read_job(folder: Path) -> Job | None:
@@ -176,7 +182,7 @@ def make_job_folder(folder: Path, name: str) -> Path:
     Raises:
         LaunchError: others may write where the ranks read what they execute.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     above = folder.stat()
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
         raise LaunchError(f"{folder}: every user may write there; run `chmod o-w {folder}`")
@@ -226,6 +232,15 @@ def saved_step(folder: Path, job: Job) -> int:
     if isinstance(step, int):
         return step
     return job.step if job.saved is None else job.saved
+
+
+def held_seconds(folder: Path, job: Job) -> float:
+    """Seconds x ranks for which this job and those before it have held their devices.
+
+    From the start of its processes to rank 0's last sign of life.
+    """
+    held = read_mapping(rank_file(folder, job.name, 0)).get("held")
+    return float(held) if isinstance(held, int | float) else job.held
 
 
 def verdict(folder: Path, job: Job) -> str | None:

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import psutil
+
 from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
@@ -40,7 +42,21 @@ TEARDOWN_SECONDS = 60  # a rank that hangs after its function has returned is en
 class RankFile:
     """What there is to know about one rank, in the file that only this rank writes."""
 
-    def __init__(self, folder: Path, name: str, rank: int, job_id: str) -> None:
+    def __init__(
+        self, folder: Path, name: str, rank: int, job_id: str, held: float, ranks: int
+    ) -> None:
+        """A rank that begins.
+
+        Args:
+            folder: of the run.
+            name: of the job.
+            rank: which one.
+            job_id: the cluster's.
+            held: device time of the attempts before this one, in seconds.
+            ranks: how many there are.
+        """
+        self._held, self._ranks = held, ranks
+        self._began = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._path = record.rank_file(folder, name, rank)
         # The thread that saves states reports here, too, beside the main thread.
         self._lock = threading.Lock()
@@ -54,17 +70,21 @@ class RankFile:
             "end": None,
         }
 
+    def held(self) -> float:
+        """Seconds x ranks for which this run's jobs have held their devices so far."""
+        return self._held + max(0.0, time.monotonic() - self._began) * self._ranks
+
     def note(self, **values: Any) -> None:
         """Add what must not be lost."""
         with self._lock:
-            self._value |= values
+            self._value |= values | {"held": self.held()}
             write_record(self._path, self._value)
 
     def hint(self, **values: Any) -> None:
         """Add what is worth no waiting for the disk: neither durable nor sure."""
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with self._lock, suppress(OSError):
-            self._value |= values
+            self._value |= values | {"held": self.held()}
             temporary.write_text(json.dumps(sealed(self._value)), encoding="utf-8")
             temporary.replace(self._path)
 
@@ -157,6 +177,10 @@ class Rank:
             self.last_saved = step
             self.file.hint(saved=step)
 
+    def held_seconds(self) -> float:
+        """Seconds x ranks for which this job and those before it have held their devices."""
+        return self.file.held()
+
     def flush(self) -> None:
         """Write the last report."""
         if self._pending is not None:
@@ -197,9 +221,9 @@ def run(folder_name: str, name: str) -> None:
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
-    file = RankFile(folder, name, rank, environment.job_id)
     # What an attempt before this one has saved, under the same id, is still saved.
-    before = record.saved_step(folder, job)
+    before, held = record.saved_step(folder, job), record.held_seconds(folder, job)
+    file = RankFile(folder, name, rank, environment.job_id, held, job.ranks)
     file.note(**({"saved": before} if rank == 0 else {}))
     reasons: set[str] = set()
     _listen(reasons, folder, name, rank, environment.num_tasks)

@@ -295,6 +295,8 @@ def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefi
             raise UserError(
                 f"{where}: {prefix}{name} is {list(value.shape)} and should be {expected[name]}"
             )
+        if value.is_meta or not value.isfinite().all():
+            raise UserError(f"{where}: {prefix}{name} has values that are missing or not finite")
     missing = next((name for name in expected if name not in tensors), None)
     if missing is not None:
         raise UserError(f"{where}: {prefix}{missing} is missing")

@@ -98,10 +98,11 @@ def train(
     *,
     config: str | Path,
     digest: str | None = None,
-    save_every_minutes: float = 10.0,
+    save_every_minutes: float = 2.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
     computed: dict[str, Any] | None = None,
+    replay: int | None = None,
 ) -> "Verdict":
     """Train the run that a resolved file describes, or resume it; called on every rank.
 
@@ -114,6 +115,7 @@ def train(
         stage_to: node-local folder to read the shards from, copied there first.
         computed: settings of how it is computed, chosen to fit into the devices' memory
             (`Training.fitted`).
+        replay: only repeat this step, in a copy of the run.
 
     Raises:
         UserError: the file is wrong or another by now, the device's memory is too small, or see
@@ -138,6 +140,7 @@ def train(
             save_every_minutes=save_every_minutes,
             convert_world_size=convert_world_size,
             stage_to=stage_to,
+            replay=replay,
         )
         leave()
         return verdict

@@ -20,9 +20,11 @@ from maect.launch.state import STOPPED, Cluster, state_of
 WIDTH = 100
 BAR = 10
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
-TITLES = ("run", "stage", "state", "progress", "images/s", "left", "loss", "k-NN", "job")
+TITLES = (
+    "run", "stage", "state", "progress", "images/s", "left", "loss", "k-NN", "useful", "job"
+)  # fmt: skip
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow"}
-RIGHT = {"images/s", "left", "loss", "k-NN"}
+RIGHT = {"images/s", "left", "loss", "k-NN", "useful"}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Status:
             returned), interrupted (its job is gone), failed, not started, unknown.
         part: of its steps that is done, or None.
         knn: accuracy in percent at the last look at its encoder, or None.
+        useful: part of the device time held so far that led to steps that are kept, or None.
         note: the cluster's reason, or what went wrong.
     """
 
@@ -45,6 +48,7 @@ class Status:
     left: float | None = None
     loss: float | None = None
     knn: float | None = None
+    useful: float | None = None
     job: str = ""
     note: str = ""
 
@@ -133,13 +137,19 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     loss = report.get("loss", logged[-1].get("loss") if logged else None)
     looked = [entry["look_knn"] for entry in logged if "look_knn" in entry]
     knn = report.get("knn") or (looked[-1] if looked else None)
+    timing = logged[-1].get("timing", {}) if logged else {}
+    held = timing.get("held_seconds")
+    useful = timing["useful_seconds"] / held if held else None
     if done:
         speed, stage = run.get("images_per_second"), str(run.get("stage", ""))
-        return Status(name, stage, "done", 1.0, speed, None, loss, knn, number)
+        return Status(
+            name, stage, "done", 1.0, speed, None, loss, knn, run.get("useful_part"), number
+        )
     if job is None:
         return Status(name, "", "unknown", note=note)
     word, note = state_and_note(folder, job, clusters)
     running = word == "running"
+    note = note or (str(report.get("slow") or "") if running else "")
     return Status(
         name,
         stage_of(folder, job),
@@ -149,6 +159,7 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
         seconds_left(report) if running else None,
         loss,
         knn,
+        useful,
         number,
         note,
     )
@@ -177,9 +188,12 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
 
 
 def shown_titles(lines: list[Status]) -> list[str]:
-    """All but k-NN where no encoder was looked at."""
-    looked = any(line.knn is not None for line in lines)
-    return [title for title in TITLES if looked or title != "k-NN"]
+    """All but k-NN where no encoder was looked at, and useful where no run says it."""
+    known = {
+        "k-NN": any(line.knn is not None for line in lines),
+        "useful": any(line.useful is not None for line in lines),
+    }
+    return [title for title in TITLES if known.get(title, True)]
 
 
 def columns(lines: list[Status]) -> list[str]:
@@ -225,6 +239,7 @@ def _cells(line: Status) -> dict[str, str]:
         "" if line.left is None else duration(line.left),
         "" if line.loss is None else f"{line.loss:.4f}",
         "" if line.knn is None else f"{line.knn:.1f}",
+        "" if line.useful is None else f"{int(100 * line.useful)} %",
         line.job,
     )
     return dict(zip(TITLES, values, strict=True))

@@ -8,6 +8,7 @@ gathers anything and none depends on the ZeRO stage.
 import importlib
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,8 @@ from maect.train.stage import Training
 
 _BUCKET = 50_000_000
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Mark = Any
+"""A moment of a device: an event of a GPU, or seconds."""
 
 
 def start(context: Context) -> torch.device:
@@ -58,6 +61,13 @@ def start(context: Context) -> torch.device:
     return device
 
 
+def seconds_between(first: Mark, second: Mark) -> float:
+    """Between two marks of an engine."""
+    if isinstance(first, torch.cuda.Event):
+        return first.elapsed_time(second) / 1000
+    return second - first
+
+
 class Engine:
     """A module under DeepSpeed with AdamW, stepped with the learning rates of a schedule.
 
@@ -84,6 +94,7 @@ class Engine:
         import deepspeed
 
         self.module, self.zero_stage = module, settings.zero_stage
+        self._on_gpu = device.type == "cuda"
         use_attention(module, settings.attention)
         if settings.compile:
             compile_blocks(module, device)
@@ -123,11 +134,20 @@ class Engine:
         self._create_moments()
         self.shards: list[Shard] = []
         self._replicas: list[Shard] = []  # updated here too, but saved by another rank: ZeRO 0
+        self._names = {id(p): names[id(p)] for p in trained}
         self._find_shards(trained, names)
 
     def __call__(self, inputs: Any) -> Any:
         """Forward pass of the module."""
         return self._engine(inputs)
+
+    def mark(self) -> Mark:
+        """A moment of this rank's device, to be read once the host has waited for it."""
+        if not self._on_gpu:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients; the last pass of an update averages them over the ranks."""
@@ -156,6 +176,24 @@ class Engine:
             gradients = [gradient for group in groups for gradient in group]
         norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
         return torch.stack(norms).double().square().sum()
+
+    def squared_norms(self) -> dict[str, Tensor | float]:
+        """The same of each trained parameter, by name, the same names on every rank."""
+        if self._exchange is not None:
+            pairs = list(self._exchange.own_parts())
+        else:
+            parts = (
+                self._zero.fp16_groups if self.zero_stage == 3 else self._zero.params_in_partition
+            )
+            pairs = [
+                (self._names[id(parameter)], gradient)
+                for group, gradients in self._zero.averaged_gradients.items()
+                for parameter, gradient in zip(parts[group], gradients, strict=False)  # padding
+            ]
+        norms: dict[str, Tensor | float] = dict.fromkeys(self._names.values(), 0.0)
+        for name, gradient in pairs:
+            norms[name] = gradient.detach().double().square().sum()
+        return norms
 
     def step(self, lr_multiplier: float, spoilt: Tensor | None = None) -> None:
         """Update the weights with `lr_multiplier` times each group's peak learning rate.

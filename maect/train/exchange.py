@@ -158,6 +158,16 @@ class Exchange:
                 found.append(piece.gradients[low:high])
         return found
 
+    def own_parts(self) -> Iterator[tuple[str, Tensor]]:
+        """The same by parameter: its name, and what of its gradient lies in this rank's slices."""
+        for bucket in self.buckets:
+            own = bucket.own
+            first = own.start if len(bucket.averaged) < len(bucket.gradients) else 0
+            for name, parameter, start in bucket.parameters:
+                low, high = max(start, own.start), min(start + parameter.numel(), own.stop)
+                if low < high:
+                    yield name, bucket.averaged[low - first : high - first]
+
     def begin(self) -> None:
         """Expect the last backward pass before an update: what is complete leaves at once."""
         for bucket in self.buckets:

@@ -18,7 +18,7 @@ from typing import Any
 
 from maect.core.context import Context
 from maect.core.errors import SupersededError
-from maect.core.files import fsync_path, patiently, sealed
+from maect.core.files import fsync_path, make_folder, patiently, sealed
 
 GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 PREFIX = "writer-"
@@ -36,7 +36,7 @@ class Fence:
         """
         self._context = context
         self._context, self._folder = context, folder
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._ask_launcher()
         number = 1
         while True:
@@ -79,6 +79,7 @@ class Fence:
         except OSError as error:
             self._explain(error)
         fsync_path(path.parent)
+        fsync_path(path.parent.parent)  # which may know neither of them, nor of what they replace
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{PREFIX}{number:06d}"

@@ -3,7 +3,10 @@
 import json
 import logging
 import os
+import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,46 @@ LOGGED_EVERY_STEP = 10_000
 def log_interval(steps: int) -> int:
     """How many steps lie between two entries."""
     return 1 if steps <= LOGGED_EVERY_STEP else 50
+
+
+class StepClock:
+    """Seconds of steps, without what comes between them.
+
+    Attributes:
+        useful: of all whose result was kept, those of earlier attempts included. Saving is not
+            useful, nor is an attempt's set-up: its first step counts as its second.
+    """
+
+    def __init__(self, useful: float) -> None:
+        self.useful, self._steps = useful, 0
+        self.start()
+
+    def start(self) -> None:
+        """Begin the first step of an attempt."""
+        self._stepped = self._logged = time.monotonic()
+
+    @contextmanager
+    def aside(self, useful: bool) -> Iterator[None]:
+        """What is no part of any step: a save, or a look at the encoder, which is kept."""
+        began = time.monotonic()
+        yield
+        spent = time.monotonic() - began
+        self._stepped, self._logged = self._stepped + spent, self._logged + spent
+        self.useful += spent if useful else 0.0
+
+    def step(self) -> float:
+        """How long the step took that ends now, waiting for its batch included."""
+        now = time.monotonic()
+        seconds, self._stepped = now - self._stepped, now
+        self._steps += 1
+        self.useful += (0.0, 2.0, 1.0)[min(self._steps, 3) - 1] * seconds
+        return max(seconds, 1e-9)
+
+    def log(self) -> float:
+        """How long the steps took since the last call."""
+        now = time.monotonic()
+        seconds, self._logged = now - self._logged, now
+        return max(seconds, 1e-9)
 
 
 class Metrics:

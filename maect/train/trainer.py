@@ -38,11 +38,12 @@ from maect.train.checkpoint import (
     saved,
     snapshot,
 )
-from maect.train.engine import Engine, start
+from maect.train.engine import Engine, Mark, seconds_between, start
 from maect.train.fence import Fence
 from maect.train.look import Looker
-from maect.train.metrics import Metrics, entries, log_interval, missing, usage
+from maect.train.metrics import Metrics, StepClock, entries, log_interval, missing, usage
 from maect.train.objective import Objective
+from maect.train.replay import Replay, part_of
 from maect.train.run_folder import claim, fingerprint, is_finished, origin, remove_states
 from maect.train.stage import Training
 from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog
@@ -52,6 +53,14 @@ log = logging.getLogger(__name__)
 Verdict = Literal["done", "requeue", "stopped"]
 HEALTH_INTERVAL = 10
 """Steps between two looks at the embedding's spread."""
+
+
+class TrainingFault(UserError):
+    """A step after which the training must not go on, and what is left to do."""
+
+    def __init__(self, fault: str, hint: str) -> None:
+        super().__init__(f"{fault}; {hint}")
+        self.fault = fault
 
 
 class ReplicaError(RuntimeError):
@@ -88,10 +97,11 @@ def train(
     context: Context,
     run: Run,
     *,
-    save_every_minutes: float = 10.0,
+    save_every_minutes: float = 2.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
     look: Look | None = None,
+    replay: int | None = None,
 ) -> Verdict:
     """Run a training, or resume it; called on every rank.
 
@@ -102,6 +112,8 @@ def train(
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
         look: how often to look at the encoder meanwhile; nothing that the run leaves depends on it.
+        replay: repeat this step, counted from 1, in a copy of the run: train up to it, save nothing
+            and say in `replay.json` what it was.
 
     Returns:
         "done" once `run.json` is written; "requeue" if told to stop, with the state saved.
@@ -149,6 +161,10 @@ def train(
 
     # ---- the steps
     steps = stage.total_steps(images.n)
+    repeat = None if replay is None else Replay(replay)
+    last = steps if repeat is None else repeat.step
+    if not step < last <= steps and repeat:
+        raise UserError(f"step {last} cannot be repeated: the run has {steps} steps")
     metrics = Metrics(folder, step, steps) if context.rank == 0 else None
     trainer = Trainer(
         context=context,
@@ -166,11 +182,13 @@ def train(
         save_seconds=60 * save_every_minutes,
         record={"fingerprint": identity},
         losses=reader.record.get("losses") if reader else [],
+        useful_seconds=reader.record.get("useful_seconds", 0.0) if reader else 0.0,
         scores=scores.resumed(reader.record.get("scores")) if scores and reader else scores,
         looker=looker,
+        replay=repeat,
     )
     try:
-        if step < steps:
+        if step < last:
             if stage_to:
                 staged = open_index(stage_shards(run.shards, stage_to))
                 images = replace(staged, rows=images.rows)
@@ -183,12 +201,16 @@ def train(
                 views=stage.view_settings(),
                 image_size=run.encoder.image_size,
                 start_step=step,
-                steps=steps - step,
+                steps=last - step,
                 threads=max(1, context.cpus),
                 change=stage.image_change(run.seed),
             )
-            if not trainer.run(islice(batches, steps - step)):
+            if not trainer.run(islice(batches, last - step)):
                 return "requeue"
+    except TrainingFault as error:
+        if repeat is None or trainer.step + 1 < last:
+            raise
+        repeat.fault = error.fault
     finally:
         trainer.watchdog.close()
         trainer.saver.wait()
@@ -197,9 +219,14 @@ def train(
         engine.close()
 
     # ---- what it leaves
+    if repeat is not None:
+        if context.rank == 0:
+            repeat.write(folder, images, run.seed, stage.batch_size)
+        barrier()
+        return "done"
     if fence is not None:
         fence.check()
-        _finish(run, identity, stage.training_images(split), context.world_size, trainer)
+        _finish(run, identity, stage.training_images(split), trainer)
         if not stage.keeps_state:
             remove_states(folder)
     barrier()
@@ -218,8 +245,10 @@ class Trainer:
         record: what every state says beside its step.
         losses: sum and number of the losses of each epoch so far, part of the state; None in a
             run that began before states had them.
+        useful_seconds: device time of the steps so far, part of the state.
         scores: of the epochs so far, if they are scored.
         looker: looks at the encoder now and then, if anything does.
+        replay: of the step that is repeated, if one is: then nothing is saved.
     """
 
     context: Context
@@ -237,11 +266,14 @@ class Trainer:
     save_seconds: float
     record: dict[str, Any]
     losses: list[tuple[float, int]] | None
+    useful_seconds: float = 0.0
     scores: Scores | None = None
     looker: Looker | None = None
+    replay: Replay | None = None
 
     def __post_init__(self) -> None:
-        self._began = self._saved_at = self._stepped_at = self._logged_at = time.monotonic()
+        self._began = self._saved_at = time.monotonic()
+        self._clock = StepClock(self.useful_seconds / self.context.world_size)
         self._logged = self.step
         self._spent = self.metrics.device_seconds if self.metrics else 0.0
         self._changing = self.objective.changing_buffers()
@@ -259,9 +291,10 @@ class Trainer:
             Whether all steps are done. Either way the state of the last step is saved.
 
         Raises:
-            UserError: the loss is no longer a finite number, or the embedding has collapsed.
+            TrainingFault: the loss is no longer a finite number, or the embedding has collapsed.
         """
-        self._began = self._saved_at = self._stepped_at = self._logged_at = time.monotonic()
+        self._began = self._saved_at = time.monotonic()
+        self._clock.start()
         self.watchdog.at(READING, self.step + 1)
         for number, batch in enumerate(batches, self.step + 1):
             self.watchdog.at(COMPUTING, number)
@@ -278,7 +311,7 @@ class Trainer:
         if self._unread is not None:
             self._settle()
         self.save(wait=True)
-        return self.step >= self.steps
+        return self.step >= (self.replay.step if self.replay else self.steps)
 
     def _compute(self, batch: Batch) -> "_Sums":
         """Forward and backward passes: in parts, as far as gradients are accumulated."""
@@ -288,17 +321,19 @@ class Trainer:
         self._forwarded = True
         scalars: dict[str, Any] = {}
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        pieces = self.stage.accumulation
+        pieces, marks = self.stage.accumulation, list[Mark]()
         for number in range(pieces):
             inputs = self.objective.prepare(_piece(batch, number, pieces), self.device)
+            marks.append(self.engine.mark())
             loss, values = self.engine(inputs)
+            marks.append(self.engine.mark())
             self.engine.backward(loss)
             loss_sum += loss.detach() / pieces
             for name, value in values.items():
                 scalars[name] = scalars.get(name, 0) + value / pieces
             if number < pieces - 1:
                 self.engine.step(0.0)
-        return _Sums(["loss", *scalars], [loss_sum, *scalars.values()])
+        return _Sums(["loss", *scalars], [loss_sum, *scalars.values()], marks)
 
     def _update(self, sums: "_Sums", number: int) -> None:
         """Agree on loss, gradient and what every rank has to do at the same step; update.
@@ -310,6 +345,8 @@ class Trainer:
         flags = [self.context.stop_requested(), due, self.saver.error is not None]
         squared_norm = self.engine.squared_norm()
         total = sum_on_device([squared_norm, *map(float, flags), *sums.values], self.device)
+        if self.replay and self.replay.step == number:
+            self.replay.gradients = self._gradient_norms()
         spoilt = (~(total[0] + total[4]).isfinite()).float()
         self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), spoilt)
         self.objective.after_update(self.engine.gathered)
@@ -337,11 +374,15 @@ class Trainer:
         The forward pass of the next step may have run, but not its update.
         """
         assert self._unread is not None
-        total, names = self._unread.numbers(), self._unread.names
+        total, names, marks = self._unread.numbers(), self._unread.names, self._unread.marks
         self._unread = None
+        self.watchdog.stepped(sum(map(seconds_between, marks[::2], marks[1::2])))
         norm = math.sqrt(total[0])
         stop, save_now, failed = (value > 0 for value in total[1:4])
         means = [value / self.context.world_size for value in total[4:]]
+        named = dict(zip(names, means, strict=True))
+        if self.replay and self.replay.step == self.step + 1:
+            self.replay.values = named | {"grad_norm": norm}
         if not math.isfinite(means[0]):
             self._not_finite("loss", means[0])
         if not math.isfinite(norm):
@@ -353,7 +394,6 @@ class Trainer:
             self.engine.update_average(self.stage.encoder_average)
 
         # ---- log
-        named = dict(zip(names, means, strict=True))
         if self.scores is not None and self._ends_an_epoch(self.step):
             named["accuracy"] = self._score(self.scores)
         if self.step % HEALTH_INTERVAL == 0:
@@ -382,14 +422,11 @@ class Trainer:
     def _score(self, scores: Scores) -> float:
         """Add the accuracy after an epoch, in percent; its time is not that of steps."""
         self.watchdog.at(SCORING, self.step)
-        began, size = time.monotonic(), self.encoder.image_size
-        scores.accuracies.append(
-            accuracy(
-                self.context, scores.index, self.device, size, scores.resize, self.objective.predict
+        size, predict = self.encoder.image_size, self.objective.predict
+        with self._clock.aside(useful=True):
+            scores.accuracies.append(
+                accuracy(self.context, scores.index, self.device, size, scores.resize, predict)
             )
-        )
-        spent = time.monotonic() - began
-        self._stepped_at, self._logged_at = self._stepped_at + spent, self._logged_at + spent
         return scores.accuracies[-1]
 
     def save(self, wait: bool = False) -> None:
@@ -398,20 +435,29 @@ class Trainer:
         Raises:
             UserError: it was to be waited for, and failed.
         """
-        self._compare_replicas()
-        self.watchdog.at(SAVING, self.step + 1)
-        if self.metrics is not None:
-            self.metrics.sync()
-        buffers = self._saved_buffers() if self.context.rank == 0 else {}
-        record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
-        record |= {} if self.scores is None else {"scores": self.scores.record}
-        self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
+        if self.replay:
+            return
+        with self._clock.aside(useful=False):
+            self._compare_replicas()
+            self.watchdog.at(SAVING, self.step + 1)
+            if self.metrics is not None:
+                self.metrics.sync()
+            buffers = self._saved_buffers() if self.context.rank == 0 else {}
+            record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
+            record |= {} if self.scores is None else {"scores": self.scores.record}
+            record |= {"useful_seconds": self.useful}
+            self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
         self._saved_at = time.monotonic()
         if wait:
             self.saver.wait()
             (failed,) = sum_scalars([float(self.saver.error is not None)], self.device)
             if failed:
                 raise UserError(self.saver.error or f"state of step {self.step} not saved")
+
+    @property
+    def useful(self) -> float:
+        """Seconds x ranks of all steps whose result was kept."""
+        return self._clock.useful * self.context.world_size
 
     def _look(self) -> dict[str, float]:
         """What a look at the encoder finds, if one is due."""
@@ -421,11 +467,9 @@ class Trainer:
             return {}
         self.watchdog.at(LOOKING, self.step)
         began = time.monotonic()
-        found = self.looker.look(self.engine.shards)
-        took = time.monotonic() - began
-        self._looking += took
-        # The speed of training is that of its steps.
-        self._stepped_at, self._logged_at = self._stepped_at + took, self._logged_at + took
+        with self._clock.aside(useful=True):
+            found = self.looker.look(self.engine.shards)
+        self._looking += time.monotonic() - began
         self._knn = found.get("look_knn")
         return found
 
@@ -433,9 +477,7 @@ class Trainer:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
         now, size, stage = time.monotonic(), self.stage.batch_size, self.stage
         done = self.step * size
-        # From step to step: a loader that is too slow shows.
-        speed = size / max(now - self._stepped_at, 1e-9)
-        self._stepped_at = now
+        speed = size / self._clock.step()  # a loader that is too slow shows
         self.context.report(
             {
                 "epoch": min(done // self.images + 1, stage.epochs),
@@ -445,6 +487,7 @@ class Trainer:
                 "loss": values["loss"],
                 "images_per_second": speed,
                 "knn": self._knn,
+                "slow": self.watchdog.straggler,
             }
         )
         if self.losses is not None:
@@ -459,10 +502,11 @@ class Trainer:
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
-        mean_speed = (self.step - self._logged) * size / max(now - self._logged_at, 1e-9)
-        self._logged, self._logged_at = self.step, now
+        mean_speed = (self.step - self._logged) * size / self._clock.log()
+        self._logged = self.step
         device_seconds = self._spent + (now - self._began) * self.context.world_size
         timing = {"images_per_second": mean_speed, "device_seconds": device_seconds}
+        timing |= {"held_seconds": self.context.held_seconds(), "useful_seconds": self.useful}
         if looked:
             timing["look_part"] = self._looking / max(now - self._began, 1e-9)
         flops = stage.flops_per_image(self.encoder) * mean_speed / self.context.world_size
@@ -474,7 +518,7 @@ class Trainer:
         values, fault = self.objective.health(self.stage.batch_size)
         if fault:
             self.save(wait=True)
-            raise UserError(f"step {self.step}: {fault}; the state is saved")
+            raise TrainingFault(f"step {self.step}: {fault}", "the state is saved")
         return values
 
     def _compare_replicas(self) -> None:
@@ -498,10 +542,19 @@ class Trainer:
             buffer.copy_(before)
         self._forwarded = False
         self.save(wait=True)
-        raise UserError(
-            f"{what} {value} in step {self.step + 1}: the state before it is saved; "
-            "a lower learning rate or fp32 precision may help"
+        raise TrainingFault(
+            f"{what} {value} in step {self.step + 1}",
+            "the state before it is saved; a lower learning rate or fp32 precision may help, and "
+            f"`maect replay --step {self.step + 1}` shows what it was",
         )
+
+    def _gradient_norms(self) -> dict[str, float]:
+        """Norm of the gradient of each part of the module; of all ranks at once."""
+        squares: dict[str, float | Tensor] = {}
+        for name, square in self.engine.squared_norms().items():
+            squares[part_of(name)] = squares.get(part_of(name), 0.0) + square
+        total = sum_scalars(list(squares.values()), self.device)
+        return {name: math.sqrt(square) for name, square in zip(squares, total, strict=True)}
 
 
 class _Sums:
@@ -510,10 +563,11 @@ class _Sums:
     Attributes:
         names: of the values.
         values: of this rank, scalars on the device.
+        marks: beginning and end of each forward pass.
     """
 
-    def __init__(self, names: list[str], values: list[Tensor]) -> None:
-        self.names, self.values = names, values
+    def __init__(self, names: list[str], values: list[Tensor], marks: list[Mark]) -> None:
+        self.names, self.values, self.marks = names, values, marks
 
     def read(self, total: Tensor) -> None:
         """Start copying the sums to the host, into pinned memory."""
@@ -575,7 +629,6 @@ def _finish(
     run: Run,
     identity: str,
     images: Index,
-    world_size: int,
     trainer: Trainer,
 ) -> None:
     """Export the weights and write the completion record, last."""
@@ -585,6 +638,7 @@ def _finish(
     logged = entries(run.folder / "metrics.jsonl")
     timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)
+    held = trainer.context.held_seconds()
     record = {
         "run": run.folder.name,
         "fingerprint": identity,
@@ -592,8 +646,10 @@ def _finish(
         **exported,
         "files": list(run.stage.leaves),
         "sha256": {name: sha256_file(run.folder / name) for name in run.stage.leaves},
-        "world_size": world_size,
+        "world_size": trainer.context.world_size,
         "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
+        "held_hours": held / 3600,
+        "useful_part": min(1.0, trainer.useful / held) if held else None,
         "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),

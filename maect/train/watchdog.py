@@ -1,24 +1,30 @@
-"""Ends a step that does not end, and names the rank that the others wait for.
+"""Ends a step that does not end, and names the rank that the others wait for, also if it is slow.
 
 A collective waits for its last rank without saying which one that is. Therefore every rank notes
 what it does, and a thread of it writes that down now and then with a number that shows it is alive.
-A rank that has waited for too long looks at what the others wrote.
+A rank that has waited for too long looks at what the others wrote. Rank 0 compares what steps take.
 """
 
 import faulthandler
 import json
+import logging
 import os
 import socket
 import threading
 import time
 from contextlib import suppress
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 from maect.core.context import Context
+from maect.train.straggler import Pace, Slow, Stragglers
+
+log = logging.getLogger(__name__)
 
 LIMIT = 300.0  # seconds of one activity
 LIMIT_VARIABLE = "MAECT_STALL_SECONDS"
+SLOW_TICKS = 6  # signs of life, of 30 s by default, through which a rank has to be slow
 STEPS = 5  # and so many times the longest step so far, where steps take minutes
 READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
 ORDER = (READING, COMPUTING, UPDATING)
@@ -34,6 +40,9 @@ class StalledError(RuntimeError):
 class Watchdog:
     """Watches the steps of this rank; `at` notes what it begins to do.
 
+    Attributes:
+        straggler: what rank 0 last said of a rank that is slower than the others, if it did.
+
     The first step, with its compilation and set-up, may take as long as it likes: there only a rank
     that gives no sign of life is missed. A process that was itself suspended starts to count again.
     """
@@ -48,6 +57,9 @@ class Watchdog:
         self._longest: float | None = None
         self._seen: dict[int, tuple[int, float]] = {}
         self._number = 0
+        self.straggler: str | None = None
+        self._pace = Pace()
+        self._stragglers = Stragglers(SLOW_TICKS * self._tick)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="maect-watchdog")
         if context.world_size > 1:
@@ -58,11 +70,20 @@ class Watchdog:
     def at(self, activity: str, step: int) -> None:
         """Note what this rank does now; `step` counts from 1. Cheap."""
         now = time.monotonic()
+        _, before, since = self._doing
+        if before == READING and activity == COMPUTING:
+            pace = self._pace
+            self._pace = Pace(pace.steps, pace.data + now - since, pace.device)
         if activity == READING:
             if self._began is not None:
                 self._longest = max(self._longest or 0.0, now - self._began)
             self._began = now
         self._doing = (step, activity, now)
+
+    def stepped(self, forward: float) -> None:
+        """Note that a step is done, and how many seconds its forward pass took."""
+        pace = self._pace
+        self._pace = Pace(pace.steps + 1, pace.data, pace.device + forward)
 
     def close(self) -> None:
         """Watch no longer."""
@@ -81,6 +102,8 @@ class Watchdog:
                 self._resumed = now
             last = now
             self._write()
+            if self.context.rank == 0:
+                self._compare(now)
             fault = self._fault()
             if fault:
                 faulthandler.dump_traceback()
@@ -94,11 +117,22 @@ class Watchdog:
             "number": self._number, "step": step, "activity": activity,
             "seconds": time.monotonic() - max(since, self._resumed),
             "who": f"rank {self.context.rank} ({socket.gethostname()}, process {os.getpid()})",
+            "pace": astuple(self._pace),
         }  # fmt: skip
         file = self._file(self.context.rank)
         with suppress(OSError):  # a full disk must not end the training
             file.with_suffix(".tmp").write_text(json.dumps(value), encoding="utf-8")
             file.with_suffix(".tmp").replace(file)
+
+    def _compare(self, now: float) -> None:
+        """Name a rank that all others have waited for, step after step."""
+        values = {rank: self._read(rank) for rank in range(self.context.world_size)}
+        if any("pace" not in value for value in values.values()):
+            return
+        paces = {rank: Pace(*value["pace"]) for rank, value in values.items()}
+        for slow in self._stragglers.look(now, paces):
+            self.straggler = _described(slow, values[slow.rank]["who"])
+            log.warning(self.straggler)
 
     def _fault(self) -> str | None:
         """Whom this rank has waited for in vain, if it has."""
@@ -136,14 +170,28 @@ class Watchdog:
         """What the other ranks wrote last; `_seen` has when each number was new to us."""
         others = {}
         for rank in set(range(self.context.world_size)) - {self.context.rank}:
-            try:
-                value = json.loads(self._file(rank).read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                value = {"number": 0}
+            value = self._read(rank)
             if rank not in self._seen or self._seen[rank][0] != value["number"]:
                 self._seen[rank] = (value["number"], now)
             others[rank] = value
         return others
 
+    def _read(self, rank: int) -> dict[str, Any]:
+        try:
+            value: dict[str, Any] = json.loads(self._file(rank).read_text(encoding="utf-8"))
+            return value
+        except (OSError, ValueError):
+            return {"number": 0}
+
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:04d}.json"
+
+
+def _described(slow: Slow, who: str) -> str:
+    """A straggler, for people."""
+    what, why = {
+        "data": ("its batch", "it waits for data: look at its node's storage and other processes"),
+        "device": ("a forward pass", "its device is slow: look at its clock and other processes"),
+    }[slow.at]
+    times = f"{slow.seconds:.3g} s a step for {what}, others {slow.others:.3g} s"
+    return f"{who} makes all others wait: {times}; {why}"

@@ -60,6 +60,9 @@ class Alone:
     def report(self, progress: dict[str, Any]) -> None:
         pass
 
+    def held_seconds(self) -> float:
+        return 0.0
+
     def saved(self, step: int) -> None:
         pass
 

@@ -35,6 +35,9 @@ def test_a_log_that_a_kill_cut_off(tmp_path: Path) -> None:
     assert [entry["step"] for entry in json_lines(path, tail=45)] == [98, 99]
     with pytest.raises(UserError, match=r"metrics\.jsonl:101: not JSON"):
         json_lines(path, strict=True)
+    for damaged in (b"7\n", b"[1]\n", b'{"step": "\xff"}\n'):
+        path.write_bytes(b'{"step": 1}\n' + damaged)
+        assert json_lines(path) == [{"step": 1}]
 
 
 def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:

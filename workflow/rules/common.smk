@@ -83,7 +83,7 @@ CLUSTER = dict(
     slurm_extra="",
     setup="",
     python="",
-    save_every_minutes=10,
+    save_every_minutes=2,
     stage_to="",
 )
 

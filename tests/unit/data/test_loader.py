@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from maect.core.errors import UserError
+from maect.core.files import read_json, write_record
 from maect.data import random
 from maect.data.decode import read_rgb
 from maect.data.index import Index, open_index
@@ -167,14 +168,25 @@ def test_wrong_arguments_are_named(index: Index) -> None:
 
 
 def test_damage_after_sharding_names_the_sample(shards: Path, tmp_path: Path) -> None:
+    """One bit is enough; shards of older versions have no checksums, there it must not decode."""
     import shutil
 
     copy = Path(shutil.copytree(shards, tmp_path / "copy"))
     index = open_index(copy)
-    row = index.rows[4]
-    with open(index.shards[int(row[1])], "r+b") as file:
-        file.seek(int(row[2]))
-        file.write(bytes(int(row[3])))
+    _, shard, offset, size, *_ = index.rows[4].tolist()
+    with open(index.shards[shard], "r+b") as file:
+        file.seek(offset + size - 3)
+        byte = file.read(1)[0]
+        file.seek(offset + size - 3)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(UserError, match=rf"sample 4 \({index.key(4)}\) is damaged: its checksum"):
+        batches(open_index(copy), 2)
+    with open(index.shards[shard], "r+b") as file:
+        file.seek(offset)
+        file.write(bytes(size))
+    record = read_json(copy / "index.json")
+    del record["crc32_sha256"]
+    write_record(copy / "index.json", record)
     with pytest.raises(UserError, match=rf"cannot decode sample 4 \({index.key(4)}\)"):
         batches(open_index(copy), 2)
 

@@ -36,6 +36,9 @@ class Rank:
     def report(self, progress: dict[str, Any], /) -> None:
         self.reports.append(progress)
 
+    def held_seconds(self) -> float:
+        return 0.0
+
     def saved(self, step: int, /) -> None:
         pass
 

@@ -13,6 +13,7 @@ from launching import ROOT, Run, finish, wait_for
 
 from maect.core.errors import UserError
 from maect.experiment import load
+from maect.launch import record
 from maect.tools.status import WIDTH, columns, status
 
 
@@ -81,6 +82,26 @@ def test_the_last_look_at_an_encoder(tmp_path):
         file.write('{"loss": 1.0, "look_knn": 42.25}\n{"loss": 0.5}\n')
     head, line = columns(status(tmp_path / "experiment")[1])
     assert "k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
+
+
+def test_useful_time_and_stragglers(run, tmp_path):
+    launcher = run.start(steps=2000)
+    run.reaches(5)
+    job = record.read_job(run.folder)
+    assert 0 < record.held_seconds(run.folder, job) < 600
+    launcher.send_signal(signal.SIGINT)
+    finish(launcher)
+    held = record.read_job(run.folder).held
+    assert held > 0
+    launcher = run.start(steps=2000)
+    run.reaches(run.step() + 5)
+    assert record.held_seconds(run.folder, record.read_job(run.folder)) > held
+    timing = {"held_seconds": 200.0, "useful_seconds": 194.9}
+    (run.folder / "metrics.jsonl").write_text(json.dumps({"loss": 1.0, "timing": timing}) + "\n")
+    head, *lines = columns(status(run.folder.parents[1])[1])
+    assert "useful" in head and " 97 % " in lines[0]
+    launcher.send_signal(signal.SIGINT)
+    finish(launcher)
 
 
 def test_an_interrupted_training_of_an_older_version(tmp_path):

@@ -33,6 +33,9 @@ class Alone:
     def report(self, progress, /):
         pass
 
+    def held_seconds(self) -> float:
+        return 0.0
+
     def saved(self, step, /):
         pass
 
