@@ -122,7 +122,7 @@ class Comparison:
         step, fault = self.report["step"], self.report["fault"]
         lines = [f"steps {self.first} to {step} repeated: {self.compared} compared with the log"]
         if fault:
-            lines.append(f"as in the run, it ends there: {fault}")
+            lines.append(f"it ends the training: {fault}")
         if self.compared and not self.differences:
             lines.append(f"equal, bit by bit: {', '.join(self.names)}")
         for number, name, logged, repeated in self.differences[:SHOWN]:

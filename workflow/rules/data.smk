@@ -37,7 +37,7 @@ rule plan_shards:
     message:
         "Listing the images of {wildcards.dataset} {wildcards.split}"
     shell:
-        "maect shard {resources.images:q} $(dirname {output:q}) {params.source:q}"
+        'maect shard {resources.images:q} "$(dirname {output:q})" {params.source:q}'
         " --only plan 2> {log:q}"
 
 
@@ -60,7 +60,7 @@ rule write_shard:
     message:
         "Writing shard {wildcards.number} of {wildcards.dataset} {wildcards.split}"
     shell:
-        "maect shard {resources.images:q} $(dirname {output:q}) {params.source:q}"
+        'maect shard {resources.images:q} "$(dirname {output:q})" {params.source:q}'
         " --only {wildcards.number} 2> {log:q}"
 
 
@@ -84,7 +84,7 @@ rule index_shards:
     message:
         "Indexing the shards of {wildcards.dataset} {wildcards.split}"
     shell:
-        "maect shard {resources.images:q} $(dirname {output.index:q}) {params.source:q}"
+        'maect shard {resources.images:q} "$(dirname {output.index:q})" {params.source:q}'
         " --only index 2> {log:q}"
 
 

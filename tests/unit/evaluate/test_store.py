@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
-from maect.evaluate.store import check, open_features, same_encoder, write_features
+from maect.evaluate.store import check, open_features, open_record, same_encoder, write_features
 
 from .conftest import RECORD, blobs, store
 
@@ -42,6 +42,16 @@ def test_damage_is_found(tmp_path: Path, place: int) -> None:
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"a\.safetensors: (damaged|not a features file)"):
         open_features(path)
+
+
+@pytest.mark.parametrize("word", [b"class_names", b"pooling", b"encoder_sha256"])
+def test_a_header_that_says_something_else(tmp_path: Path, word: bytes) -> None:
+    path = store(tmp_path / "a.safetensors", *blobs(20, 7, 4, 0))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(word, bytes([word[0] ^ 1]) + word[1:], 1))
+    for read in (open_features, open_record):
+        with pytest.raises(UserError, match=r"a\.safetensors: not a features file .*checksum"):
+            read(path)
 
 
 def test_a_cut_file_is_refused(tmp_path: Path) -> None:

@@ -166,9 +166,19 @@ def no_tensor(weights):
     weights["norm.bias"] = 3
 
 
+def not_a_number(weights):
+    weights["norm.bias"][7] = torch.nan
+
+
+def without_values(weights):
+    weights["norm.bias"] = torch.empty(64, device="meta")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (not_a_number, "norm.bias has values that are missing or not finite"),
+        (without_values, "norm.bias has values that are missing or not finite"),
         (lost, "layout mae, size tiny: blocks.3.norm1.weight is missing"),
         (extra, "layout mae, size tiny: unexpected blocks.3.ls1.gamma"),
         (reshaped, r"blocks.2.mlp.fc1.weight is \[64, 64\] and should be \[256, 64\]"),

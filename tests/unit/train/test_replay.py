@@ -77,7 +77,7 @@ def test_a_step_is_what_the_log_says(finished, replay, tmp_path):
     step = json.loads((tmp_path / "step.json").read_text())
     assert len(step["images"]) == 16 and step["images"][0] in said
     squares = sum(float(norm) ** 2 for norm in step["gradients"].values())
-    assert math.sqrt(squares) == pytest.approx(float(step["values"]["grad_norm"]), rel=1e-9)
+    assert math.sqrt(squares) == pytest.approx(float(step["values"]["grad_norm"]), rel=1e-6)
     assert {"encoder.blocks.3", "encoder.norm", "head.predictor.0"} <= step["gradients"].keys()
 
 
@@ -111,7 +111,7 @@ def test_a_step_that_was_not_finite_is_looked_at(shards, replay, tmp_path):
     job = {"function": train, "config": str(folder / "config.yaml")}
     assert "shows what it was" in ranks.run(1, job, log=tmp_path / "log")
     status, said = replay(folder, 1)
-    assert status == 0 and "it ends there: gradient norm inf in step 1" in said
+    assert status == 0 and re.search("ends the training: gradient norm (inf|nan) in step 1", said)
     assert "not finite): " in said and "not in the log: step 1" in said
 
 
