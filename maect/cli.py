@@ -654,6 +654,7 @@ def train(options: argparse.Namespace) -> None:
 def replay(options: argparse.Namespace) -> None:
     """`maect replay`: in a copy of the run beside the others, which is deleted again."""
     from maect.core.files import write_json
+    from maect.launch.record import read_job
     from maect.launch.resources import count_devices, fixed_nodes
     from maect.stages.run import RunConfig
     from maect.train.replay import REPORT, compare, copy_run, ranks_of, states_before, step_of
@@ -678,7 +679,7 @@ def replay(options: argparse.Namespace) -> None:
     log.info("step %d from %s: %d to compute", options.step,
              f"the state of step {start}" if states else "the start, as no state before it is kept",
              options.step - start)  # fmt: skip
-    above = run.parent.parent
+    above, job = run.parent.parent, read_job(run)
     with tempfile.TemporaryDirectory(prefix=".replay-", dir=above, ignore_cleanup_errors=True) as t:
         copy = Path(t) / run.name
         copy.mkdir()
@@ -693,6 +694,8 @@ def replay(options: argparse.Namespace) -> None:
             nodes,
             config=str(copy / path.name),
             digest=config.digest,
+            # As its last job was told: settings that were fitted to the devices' memory.
+            computed=job.request.get("arguments", {}).get("computed") if job else None,
             replay=options.step,
         )
         result = compare(run, copy)
