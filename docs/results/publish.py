@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LOOKS = ("look_knn", "look_rank_me", "look_uniformity", "look_alignment")
 PILOTS = "pilots.yaml"
-HEADLINE = ("low_shot_1", "low_shot_5", "linear_probe", "knn")
+HEADLINE = ("low_shot_1", "low_shot_2", "low_shot_5", "linear_probe", "knn")
 
 
 # --- Results to CSV -------------------------------------------------------------------------------
@@ -212,12 +212,26 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
     clusters = read_table(folder / "tables/clustering.csv")
     frame = probed.merge(clusters, on=["architecture", "method"], suffixes=("", "_clusters"))
     columns = (*HEADLINE, "accuracy")
-    titles = ("1 shot", "5 shot", "linear probe", "k-NN", "cluster accuracy", "operations (10¹⁵)")
+    costs = {
+        (line["architecture"], line["method"]): _operations_behind(
+            f"{line['method']}_{line['architecture']}", runs
+        )
+        for line in frame.to_dict("records")
+    }
+    unit, power = (1e15, "10¹⁵") if max(costs.values()) >= 1e14 else (1e12, "10¹²")
+    titles = (
+        "1 shot",
+        "2 shot",
+        "5 shot",
+        "linear probe",
+        "k-NN",
+        "cluster accuracy",
+        f"operations ({power})",
+    )
     lines = [f"| | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
     for line in frame.to_dict("records"):
         cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
-        total = _operations_behind(f"{line['method']}_{line['architecture']}", runs)
-        cells.append(f"{total / 1e15:.2f}")
+        cells.append(f"{costs[line['architecture'], line['method']] / unit:.2f}")
         lines.append(f"| {method_title(str(line['method']))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

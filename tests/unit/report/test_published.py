@@ -75,7 +75,7 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
 def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     made = publish.pages(folder)
     assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 |" in made["headline.md"]
-    assert "| MAE-CT min | 20.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 |" in made["headline.md"]
+    assert "| MAE-CT min | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 |" in made["headline.md"]
     page = made["README.md"]
     assert made["headline.md"] in page and "Unfinished" not in page
     assert "2 statements: 1 holds, 1 not measured." in page
