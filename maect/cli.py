@@ -182,6 +182,13 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--resize", type=int, help=RESIZE)
     sub.add_argument("--licence", help="of the weights, for the model card, such as cc-by-4.0")
 
+    sub = command("publish", publish, "Fill the folder of a Hugging Face hub repository.")
+    sub.add_argument("run", type=Path, help="folder of the run")
+    sub.add_argument("out", type=Path, help="folder of the repository, such as a clone of it")
+    sub.add_argument("--repository", metavar="USER/NAME", help="on the hub, for the model card")
+    sub.add_argument("--resize", type=int, help=RESIZE)
+    sub.add_argument("--licence", help="of the weights, such as cc-by-4.0")
+
     sub = command("features", features, "Extract an encoder's features.", launching)
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("--shards", type=Path, required=True, help="folder of a split's shards")
@@ -225,7 +232,9 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("images", type=Path, help=IMAGES)
     sub.add_argument("--out", type=Path, required=True, help="X.csv")
     sub.add_argument(
-        "--classifier", type=Path, help="by default the linear probe that the pipeline left"
+        "--classifier",
+        type=Path,
+        help="by default that of a fine-tuned run, or the linear probe that the pipeline left",
     )
     sub.add_argument(
         "--labelled", type=Path,
@@ -241,11 +250,18 @@ def build_parser() -> argparse.ArgumentParser:
         ("table", table, "Build a table as its resolved file says."),
         ("figure", figure, "Draw a figure as its resolved file says."),
         ("claims", claims, "Decide the paper's claims by the tables."),
+        ("images", images, "Make the page to look through images."),
+        ("summary", summary, "Make the first page of a report."),
     ):
         command(name, call, help).add_argument("config", type=Path, help="the resolved file")
 
     sub = command("status", status, "Print what every run of an experiment is doing.")
     sub.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
+
+    sub = command("sync", sync, "Copy what a run has logged to Weights & Biases or to MLflow.")
+    sub.add_argument("service", choices=["wandb", "mlflow"])
+    sub.add_argument("run", type=Path, help="folder of the run, finished or not")
+    sub.add_argument("--project", default="maect", help="what to put it into (default maect)")
 
     sub = command("new-experiment", new_experiment, "Write an experiment for your own images.")
     sub.add_argument(
@@ -500,7 +516,7 @@ def snakemake(
 DEMO = (
     "protocols=knn,linear_probe,low_shot,clustering,umap",
     "tables=low_shot,clustering",
-    "figures=umap,training_curves",
+    "figures=umap,training_curves,reconstructions",
 )
 
 
@@ -732,15 +748,27 @@ def import_weights(options: argparse.Namespace) -> None:
 def export(options: argparse.Namespace) -> None:
     """`maect export`."""
     from maect.answers.card import card_sections
-    from maect.models.export import export_run
+    from maect.models.export import Card, export_run
     from maect.stages import STAGES
     from maect.stages.run import resize_of
 
     record = read_json(need(options.run / "run.json", "finished run"))
     resize = options.resize or resize_of(options.run)
     labelled = STAGES[record["stage"]].labelled
-    sections = card_sections(options.run, options.licence)
-    print(export_run(options.run, options.out, resize, labelled, options.licence, sections))
+    card = Card(labelled, options.licence, card_sections(options.run, options.licence))
+    print(export_run(options.run, options.out, resize, card))
+
+
+def publish(options: argparse.Namespace) -> None:
+    """`maect publish`: the last step, which needs an account, is for the user."""
+    from maect.answers.publish import publish as fill
+
+    need(options.run / "run.json", "finished run")
+    given = options.repository, options.licence, options.resize
+    classes = fill(options.run, options.out, *given)
+    what = f"a classifier of {classes} classes" if classes else "an encoder"
+    print(f"{options.out}: {what}, ready for the hub")
+    print(f"Next: hf upload {options.repository or 'USER/NAME'} {options.out}")
 
 
 def features(options: argparse.Namespace) -> None:
@@ -804,13 +832,13 @@ def vectors_of(options: argparse.Namespace, encoder: "ImageEncoder") -> tuple["V
 
 def cluster(options: argparse.Namespace) -> None:
     """`maect cluster`."""
-    from maect.answers.clusters import cluster as group
     from maect.answers.clusters import write_clusters
     from maect.answers.vectors import Vectors
+    from maect.evaluate.clusters import cluster as group
 
     vectors = Vectors.read(options.index)
     vectors.source(options.images)  # before the work
-    clusters = group(vectors, options.clusters, options.method, options.smallest)
+    clusters = group(vectors.values, options.clusters, options.method, options.smallest)
     write_clusters(vectors, clusters, options.out, options.images)
     for count, score in clusters.scores.items():
         print(f"{count:3d} clusters: silhouette coefficient {score:.3f}")
@@ -835,13 +863,16 @@ def search(options: argparse.Namespace) -> None:
 def predict(options: argparse.Namespace) -> None:
     """`maect predict`."""
     from maect import load
-    from maect.answers.classes import fit_classifier, read_classifier, write_classes
+    from maect.answers.classes import (
+        classifier_of,
+        fit_classifier,
+        read_classifier,
+        write_classes,
+    )
     from maect.answers.vectors import check_format
 
     check_format(options.out, (".csv",))
-    run = options.run.absolute()
-    left = run.parent.parent / "evaluations" / run.name / "linear_probe.safetensors"
-    path = options.classifier or left
+    path = options.classifier or classifier_of(options.run)
     if options.labelled is not None:
         if options.classifier is None:
             raise UserError("--labelled: name the file to keep the classifier in with --classifier")
@@ -922,6 +953,20 @@ def claims(options: argparse.Namespace) -> None:
     make_claims(options.config)
 
 
+def images(options: argparse.Namespace) -> None:
+    """`maect images`."""
+    from maect.report.images import make_images
+
+    make_images(options.config)
+
+
+def summary(options: argparse.Namespace) -> None:
+    """`maect summary`."""
+    from maect.report.summary import make_summary
+
+    make_summary(options.config)
+
+
 def show(options: argparse.Namespace) -> None:
     """`maect show`."""
     from maect.report.render import show as tables
@@ -945,6 +990,14 @@ def status(options: argparse.Namespace) -> None:
         raise UserError("results: no experiment has started here; name its results folder")
     for root in roots:
         show_status(root)
+
+
+def sync(options: argparse.Namespace) -> None:
+    """`maect sync`: only what is new."""
+    from maect.tools.sync import sync as copy
+
+    count = copy(options.service, options.run, options.project)
+    print(f"{options.run}: {count} new steps to {options.service}")
 
 
 def new_experiment(options: argparse.Namespace) -> None:

@@ -62,17 +62,46 @@ def _training(chain: list[tuple[Path, RunConfig]]) -> str:
     return "\n".join(lines) if chain else ""
 
 
+def results_of(run: Path) -> tuple[dict[str, Any], ...]:
+    """The same numbers as the section "Results" has, as the hub's `model-index` holds them."""
+    data = _data_of(_chain(run))
+    dataset = {"name": data, "type": data}
+    return tuple(
+        {
+            "task": {"type": "image-classification"},
+            "dataset": dataset | ({"split": split} if split else {}),
+            "metrics": [{"type": key, "name": f"{name}: {key}", "value": round(value, 4)}],
+        }
+        for name, key, split, value in _numbers(run)
+    )
+
+
+def _data_of(chain: list[tuple[Path, RunConfig]]) -> str:
+    """Name of the data that the run was trained on last."""
+    names = [config.shards.parent.name for _, config in chain if config.shards is not None]
+    return names[0] if names else "unknown"
+
+
+def _numbers(run: Path) -> list[tuple[str, str, str, float]]:
+    """Evaluation, name, split and value of every single number of the run's evaluations."""
+    return [
+        (path.stem, key, result["settings"].get("test_split", ""), value)
+        for path, result in _evaluations(run)
+        for key, value in result["metrics"].items()
+        if isinstance(value, float)
+    ]
+
+
+def _evaluations(run: Path) -> list[tuple[Path, dict[str, Any]]]:
+    files = sorted((run.parent.parent / "evaluations" / run.name).glob("*.json"))
+    return [(path, read_json(path)) for path in files]
+
+
 def _results(run: Path) -> str:
     """Every single number of the run's evaluations, and what its test split was used for."""
-    lines, notes = [], []
-    for path in sorted((run.parent.parent / "evaluations" / run.name).glob("*.json")):
-        result = read_json(path)
-        split = result["settings"].get("test_split", "")
-        for key, value in result["metrics"].items():
-            if isinstance(value, float):
-                lines.append(f"| {path.stem} | {key} | {split} | {value:.4g} |")
-        if used := result["provenance"].get("test_data"):
-            notes.append(f"- {path.stem}: {used}")
+    lines = [f"| {n} | {key} | {split} | {value:.4g} |" for n, key, split, value in _numbers(run)]
+    used = [(path.stem, r["provenance"].get("test_data")) for path, r in _evaluations(run)]
+    notes = [f"- {name}: {text}" for name, text in used if text]
     if not lines:
         return ""
     head = ["| evaluation | number | split | value |", "| --- | --- | --- | ---: |"]

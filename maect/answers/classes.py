@@ -1,4 +1,4 @@
-"""Classes of images: by the linear probe that an evaluation left, or by logistic regression."""
+"""Classes of images: by a probe, the classifier of a fine-tuned run, or logistic regression."""
 
 import json
 from dataclasses import dataclass
@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from maect.answers.encoder import ImageEncoder
 from maect.answers.vectors import Vectors, write_rows
 from maect.core.errors import UserError
-from maect.core.files import atomic_write
+from maect.core.files import atomic_write, checked_sha256, read_json
+from maect.evaluate.base import encoder_checksum
 from maect.evaluate.low_shot import LowShot, fit, prepare
 from maect.evaluate.store import check, open_features
+from maect.stages import STAGES
 
 _KIND = "logistic_regression"
 
@@ -71,8 +73,17 @@ class Classifier:
             save_file({"weight": self.weight, "bias": self.bias}, temporary, texts)
 
 
+def classifier_of(run: Path) -> Path:
+    """Where a run's own classifier is: that it was fine-tuned with, or its linear probe."""
+    run = run.absolute()
+    record = run / "run.json"
+    if record.exists() and STAGES[read_json(record)["stage"]].labelled:
+        return run / "head.safetensors"
+    return run.parent.parent / "evaluations" / run.name / "linear_probe.safetensors"
+
+
 def read_classifier(path: Path) -> Classifier:
-    """A linear probe as its evaluation left it, or a logistic regression of `fit_classifier`.
+    """A linear probe or the head of a fine-tuned run as they were left, or of `fit_classifier`.
 
     Raises:
         UserError: no such file, or one of another kind.
@@ -89,6 +100,11 @@ def read_classifier(path: Path) -> Classifier:
         weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
         names = json.loads(texts["class_names"])
         return Classifier(weight, bias, names, texts["encoder_sha256"], prepared=True)
+    if "classes" in texts:
+        weight, bias = tensors["weight"].double().numpy().T, tensors["bias"].double().numpy()
+        checked_sha256(path)
+        encoder = encoder_checksum(path.parent)
+        return Classifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
     slope, offset, names, sha256 = read_probe(path)
     return Classifier(slope.double().numpy().T, offset.double().numpy(), names, sha256, False)
 

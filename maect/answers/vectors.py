@@ -18,6 +18,7 @@ from maect.core.files import atomic_write
 from maect.data.sources import ImageSource, kind_of, open_source
 from maect.data.sources.base import is_there, is_utf8
 from maect.data.sources.files import Unlabelled
+from maect.evaluate.clusters import unit
 from maect.evaluate.features import BATCH
 
 log = logging.getLogger(__name__)
@@ -239,11 +240,3 @@ def nearest(index: Vectors, queries: Array, count: int) -> tuple[Array, NDArray[
     similarity = unit(queries) @ unit(index.values).T
     order = np.argsort(-similarity, axis=1, kind="stable")[:, :count]
     return np.take_along_axis(similarity, order, axis=1), order
-
-
-def unit(rows: Array) -> Array:
-    """Rows at length 1; a row of zeros stays."""
-    length: Array = np.linalg.norm(rows, axis=1, keepdims=True)
-    length[length == 0] = 1
-    out: Array = rows / length
-    return out

@@ -315,6 +315,16 @@ def _read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]
     return start, [(key, Entry(*rest)) for key, *rest in values]
 
 
+def image_names(index: Index) -> list[str]:
+    """Names of all samples below their source, as far as the plan of the shards is there."""
+    known: dict[str, str] = {}
+    if (index.directory / "plan.json").exists():
+        for number in range(read_plan(index.directory)["shards"]):
+            known |= {key: entry.name for key, entry in _read_listing(index.directory, number)[1]}
+    keys = index.keys()
+    return [known.get(key, key) for key in keys]
+
+
 def _listing_path(out: Path, number: int) -> Path:
     """What goes into a shard."""
     return out / "parts" / f"{number:06d}.jsonl"

@@ -201,6 +201,13 @@ def apply_changes(images: Tensor, changes: Changes) -> Tensor:
     return x.sub_(_constant(MEAN, x.device)).div_(_constant(STD, x.device))
 
 
+def denormalize(images: Tensor) -> Tensor:
+    """The uint8 pixels of normalized images [b, 3, S, S], the nearest there are."""
+    mean = torch.tensor(MEAN, device=images.device).view(3, 1, 1)
+    std = torch.tensor(STD, device=images.device).view(3, 1, 1)
+    return ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+
+
 def augment(
     images: Tensor, view: View, view_number: int, seed: int, epochs: ArrayLike, ids: ArrayLike
 ) -> Tensor:

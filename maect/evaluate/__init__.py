@@ -18,6 +18,7 @@ from maect.evaluate.clustering import Clustering
 from maect.evaluate.color_histogram import ColorHistogram
 from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.efficient_probe import EfficientProbe
+from maect.evaluate.explore import Explore
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.low_shot import LowShot
@@ -55,6 +56,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
         EffectiveInvariance,
         Throughput,
         Umap,
+        Explore,
     )
 }
 

@@ -96,7 +96,7 @@ class Retrieval(Protocol):
         for name, ids in (("query", queries), ("neighbor", neighbors), ("cluster", clusters)):
             left[f"{name}_ids"] = ids
             left[f"{name}_labels"] = test.labels[ids]
-            left[f"{name}_images"] = _thumbnails(index, ids, test, self.side)
+            left[f"{name}_images"] = thumbnails(index, ids, test, self.side)
         with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
             save_file(
                 {name: np.ascontiguousarray(array) for name, array in left.items()}, temporary
@@ -192,7 +192,7 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
     return np.stack(nearest_ids), classes[:shown].astype(np.int64)
 
 
-def _thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
+def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[np.uint8]:
     """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
     import numpy as np
 

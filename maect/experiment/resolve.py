@@ -7,6 +7,7 @@ from pathlib import Path
 from maect.core.settings import SettingsFile
 from maect.data.sources.base import is_there
 from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trained
+from maect.evaluate.explore import Explore
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
 from maect.report.groups import Groups
@@ -15,11 +16,16 @@ from maect.report.registry import (
     TABLES,
     ClaimsConfig,
     Figure,
+    ImagesConfig,
     ShownConfig,
+    SummaryConfig,
     Table,
     can_show,
 )
 from maect.stages.run import RunConfig
+
+AUDIT = "audit.json"
+"""What `maect audit` finds, in the results folder."""
 
 
 def run_config(experiment: Experiment, name: str) -> RunConfig:
@@ -164,6 +170,54 @@ def claims_config(experiment: Experiment) -> ClaimsConfig:
     )
 
 
+def read_by_summary(experiment: Experiment) -> dict[str, Path]:
+    """Files that the first page of the report shows, by what they are."""
+    files = {}
+    for kind, names, ending in (
+        ("table", tables(experiment), "csv"),
+        ("figure", figures(experiment), "png"),
+    ):
+        if names:
+            files[kind] = experiment.root / f"{kind}s" / f"{names[0]}.{ending}"
+    if experiment.spec.compare_with_paper and "table" in files:
+        files["claims"] = experiment.root / "claims.csv"
+    if left := explored(experiment):
+        files["explored"] = left[-1]
+    return files
+
+
+def explored(experiment: Experiment) -> list[Path]:
+    """What the protocol `explore` leaves of each run, for the page to look through images."""
+    return [
+        experiment.root / "evaluations" / run / f"{name}.safetensors"
+        for run, name in experiment.evaluations
+        if experiment.protocols[name] == Explore.name
+    ]
+
+
+def read_by_images(experiment: Experiment) -> list[Path]:
+    """Files that the page of images reads; pairs that look alike only once somebody has asked."""
+    audit = experiment.root / AUDIT
+    return [*explored(experiment), *([audit] if audit.exists() else [])]
+
+
+def images_config(experiment: Experiment) -> ImagesConfig:
+    """All that the page to look through images is told."""
+    audit = experiment.root / AUDIT
+    return ImagesConfig(name=experiment.name, explored=explored(experiment), audit=audit)
+
+
+def summary_config(experiment: Experiment) -> SummaryConfig:
+    """All that the first page of the report is told."""
+    given = read_by_summary(experiment)
+    own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
+    if own and not experiment.spec.compare_with_paper:
+        given["run"] = experiment.folder(own[-1])
+        given["images"] = experiment.images(experiment.default_dataset, "train")
+    description = experiment.spec.description
+    return SummaryConfig(name=experiment.name, description=description, **given)
+
+
 def read_by_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]:
     """Files that a table or figure reads, of those that the experiment makes."""
     files = [
@@ -211,7 +265,7 @@ def _groups(experiment: Experiment, name: str) -> Groups | None:
 
 
 def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
-    """The resolved file of every run, evaluation, table and figure and of the claims, by path."""
+    """The resolved file of every run, evaluation, table, figure, of claims and summary, by path."""
     for run in experiment.runs:
         yield experiment.folder(run) / "config.yaml", run_config(experiment, run)
     for run, name in experiment.evaluations:
@@ -225,6 +279,9 @@ def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
             path = experiment.root / kind / f"{name}.yaml"
             yield path, shown_config(experiment, name, figure)
     yield experiment.root / "claims.yaml", claims_config(experiment)
+    if explored(experiment):
+        yield experiment.root / "images.yaml", images_config(experiment)
+    yield experiment.root / "summary.yaml", summary_config(experiment)
 
 
 def missing_images(

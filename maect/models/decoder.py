@@ -79,6 +79,14 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
     return x.permute(0, 2, 4, 3, 5, 1).reshape(b, grid * grid, patch_size**2 * c)
 
 
+def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
+    """Images [b, 3, S, S] of what `patchify` gives."""
+    b, count, _ = patches.shape
+    grid = round(count**0.5)
+    x = patches.reshape(b, grid, grid, patch_size, patch_size, -1)
+    return x.permute(0, 5, 1, 3, 2, 4).reshape(b, -1, grid * patch_size, grid * patch_size)
+
+
 def reconstruction_loss(
     prediction: Tensor, images: Tensor, ids_shuffle: Tensor, visible: int, normalize: bool
 ) -> Tensor:

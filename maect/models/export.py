@@ -3,9 +3,11 @@
 import json
 import math
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from maect.core.errors import UserError
@@ -17,7 +19,7 @@ from maect.core.files import (
     write_json,
     write_text,
 )
-from maect.models.weights import load_encoder_weights
+from maect.models.weights import HEAD, load_encoder_weights, load_tensors, save_tensors
 from maect.recipes import Encoder
 
 MODEL = "model.safetensors"
@@ -32,13 +34,31 @@ _ARCHITECTURES = {
 }
 
 
+@dataclass(frozen=True)
+class Card:
+    """What the model card says beside the model itself.
+
+    Attributes:
+        labelled: whether the run learnt from labels.
+        licence: of the weights, as the hub calls it.
+        sections: on data, training and results, in Markdown.
+        results: the same results as the hub reads them, its `model-index`.
+        repository: of the hub, USER/NAME, that the folder is for.
+    """
+
+    labelled: bool = False
+    licence: str | None = None
+    sections: str = ""
+    results: tuple[dict[str, Any], ...] = ()
+    repository: str | None = None
+
+
 def export_run(
     run: Path,
     out: Path,
     resize: int | None = None,
-    labelled: bool = False,
-    licence: str | None = None,
-    sections: str = "",
+    card: Card = Card(),
+    head: Path | None = None,
 ) -> str:
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
@@ -46,9 +66,8 @@ def export_run(
         run: folder of a finished run.
         out: folder to write to; what it holds under these names is replaced.
         resize: shorter side of images before the centre crop; none: 256/224 of their size.
-        labelled: whether the run learnt from labels.
-        licence: of the weights, as the hub calls it.
-        sections: of the model card, beside what `run.json` says.
+        card: what the model card says beside what `run.json` does.
+        head: the classifier that a fine-tuned run left, as part of the model; none: an encoder.
 
     Returns:
         How timm makes the model and the transform of its images, as Python.
@@ -63,33 +82,50 @@ def export_run(
     resize = resize or encoder.default_resize
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)
-    with atomic_write(out / MODEL) as temporary:
-        shutil.copyfile(source, temporary)
     config = hub_config(architecture, encoder, arguments, resize)
-    write_json(out / "config.json", config | {"sha256": checksum})
+    if head is None:
+        with atomic_write(out / MODEL) as temporary:
+            shutil.copyfile(source, temporary)
+        config["sha256"] = checksum
+    else:
+        classes = _write_classifier(source, head, out / MODEL)
+        config |= {"num_classes": len(classes), "label_names": classes}
+        config["pretrained_cfg"] |= {"num_classes": len(classes), "label_names": classes}
+        config |= {"sha256": sha256_file(out / MODEL), "encoder_sha256": checksum}
+    write_json(out / "config.json", config)
     # What timm would otherwise take from its own model of that name.
     transform = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in config["pretrained_cfg"].items()
         if key in ("input_size", "interpolation", "crop_pct", "crop_mode", "mean", "std")
     }
-    given = {**arguments, "num_classes": 0, "pretrained_cfg_overlay": transform}
+    given = {**arguments, "num_classes": config["num_classes"], "pretrained_cfg_overlay": transform}
     words = ", ".join(f"{key}={value!r}" for key, value in given.items())
     call = f"""model = timm.create_model(
     "{architecture}", checkpoint_path="{out.name}/{MODEL}", {words}
 ).eval()
 {TRANSFORM}"""
-    text = model_card(record, encoder, pooling, resize, labelled, checksum, call, licence, sections)
+    text = model_card(record, encoder, pooling, resize, checksum, call, card, config["num_classes"])
     write_text(out / "README.md", text)
     return call
+
+
+def _write_classifier(encoder: Path, head: Path, out: Path) -> list[str]:
+    """Write an encoder and its linear classifier as one model; returns the names of the classes."""
+    tensors, metadata = load_tensors(encoder)
+    classifier, texts = load_tensors(head)
+    tensors |= {f"{HEAD}{name}": value for name, value in classifier.items()}
+    save_tensors(out, tensors, metadata)
+    names: list[str] = json.loads(texts["classes"])
+    return names
 
 
 def read_export(folder: Path) -> tuple[Path, str, int]:
     """What an exported folder holds.
 
     Returns:
-        The weights, their sha256 as it should be and is, and the shorter side of images before the
-        centre crop.
+        The weights, sha256 of the run's encoder, and the shorter side of images before the centre
+        crop.
 
     Raises:
         UserError: damaged, or not as `export_run` writes it.
@@ -97,6 +133,7 @@ def read_export(folder: Path) -> tuple[Path, str, int]:
     config, weights = read_json(folder / "config.json"), folder / MODEL
     try:
         promised, cfg = config["sha256"], config["pretrained_cfg"]
+        identity = config.get("encoder_sha256", promised)
         resize = math.floor(cfg["input_size"][-1] / cfg["crop_pct"])
     except (KeyError, TypeError, IndexError):
         raise UserError(
@@ -104,7 +141,7 @@ def read_export(folder: Path) -> tuple[Path, str, int]:
         ) from None
     if not weights.exists() or sha256_file(weights) != promised:
         raise UserError(f"{weights}: missing or damaged (see config.json); export it again")
-    return weights, promised, resize
+    return weights, identity, resize
 
 
 def architecture_of(encoder: Encoder) -> str:
@@ -173,11 +210,10 @@ def model_card(
     encoder: Encoder,
     pooling: str,
     resize: int,
-    labelled: bool,
     sha256: str,
     call: str,
-    licence: str | None,
-    sections: str,
+    card: Card,
+    classes: int,
 ) -> str:
     """The hub's `README.md`: what the model is, how to load it, where it comes from."""
     facts = {
@@ -199,18 +235,39 @@ def model_card(
         "mean": "mean of the patch tokens after the final norm",
         "fc_norm": "norm of the mean of the patch tokens",
     }[pooling]
-    labels = "fine-tuned with labels" if labelled else "trained without labels"
-    front = "" if licence is None else f"license: {json.dumps(licence)}\n"
+    labels = "fine-tuned with labels" if card.labelled else "trained without labels"
+    task = "image-classification" if classes else "image-feature-extraction"
+    front: dict[str, Any] = {} if card.licence is None else {"license": card.licence}
+    front |= {"library_name": "timm", "pipeline_tag": task, "tags": [task, "timm"]}
+    if card.results:
+        front["model-index"] = [{"name": record["run"], "results": list(card.results)}]
+    folder = card.repository or "PATH_OF_THIS_FOLDER"
+    of_timm = f"hf-hub:{folder}" if card.repository else f"local-dir:{folder}"
+    download = "from huggingface_hub import snapshot_download\n" if card.repository else ""
+    here = f'snapshot_download("{folder}")' if card.repository else f'"{folder}"'
+    what = f"with a classifier of {classes} classes" if classes else "without a classifier"
+    without = ", num_classes=0" if classes else ""
+    classified = (
+        f"""It has a linear classifier on it, whose classes are `label_names` in `config.json`:
+
+```python
+from transformers import AutoImageProcessor, AutoModelForImageClassification
+
+processor = AutoImageProcessor.from_pretrained("{folder}")
+model = AutoModelForImageClassification.from_pretrained("{folder}").eval()
+logits = model(**processor(Image.open("IMAGE").convert("RGB"), return_tensors="pt")).logits
+name = model.config.id2label[logits.argmax().item()]
+```
+
+"""
+        if classes
+        else ""
+    )
     return f"""---
-{front}library_name: timm
-pipeline_tag: image-feature-extraction
-tags:
-- image-feature-extraction
-- timm
----
+{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
 # {record["run"]}
 
-A vision transformer without a classifier, {labels}: {encoder.depth} blocks of width
+A vision transformer {what}, {labels}: {encoder.depth} blocks of width
 {encoder.width}, patches of {encoder.patch_size} pixels, images of {encoder.image_size} pixels.
 Its output is the {vector}, {encoder.width} numbers an image.
 
@@ -218,7 +275,7 @@ Its output is the {vector}, {encoder.width} numbers an image.
 import timm
 from PIL import Image
 
-model = timm.create_model("local-dir:PATH_OF_THIS_FOLDER", pretrained=True).eval()
+model = timm.create_model("{of_timm}", pretrained=True{without}).eval()
 {TRANSFORM}
 vector = model(transform(Image.open("IMAGE").convert("RGB"))[None])
 ```
@@ -228,17 +285,17 @@ or with transformers
 ```python
 from transformers import AutoImageProcessor, AutoModel
 
-processor = AutoImageProcessor.from_pretrained("PATH_OF_THIS_FOLDER")
-model = AutoModel.from_pretrained("PATH_OF_THIS_FOLDER").eval()
+processor = AutoImageProcessor.from_pretrained("{folder}")
+model = AutoModel.from_pretrained("{folder}").eval()
 vector = model(**processor(Image.open("IMAGE").convert("RGB"))).pooler_output
 ```
 
 or with maect, which also decodes, in batches:
 
 ```python
-import maect
+{download}import maect
 
-vectors = maect.load("PATH_OF_THIS_FOLDER").encode(["IMAGE"])
+vectors = maect.load({here}).encode(["IMAGE"])
 ```
 
 or, from the file of weights alone,
@@ -250,7 +307,7 @@ or, from the file of weights alone,
 Images: shorter side to {resize} pixels (bicubic), centre crop of {encoder.image_size},
 normalised with ImageNet's mean and standard deviation; all of it is in `config.json`.
 
-{sections}## Where it comes from
+{classified}{card.sections}## Where it comes from
 
 | | |
 | --- | --- |

@@ -15,6 +15,9 @@ from maect.core.files import atomic_write
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.recipes import Encoder
 
+HEAD = "head."
+"""What names of a classifier's weights begin with, in timm and where it is published."""
+
 
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write named tensors and metadata atomically; the same ones give the same bytes."""
@@ -67,7 +70,8 @@ def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pool
     """Build the encoder that a file holds.
 
     Returns:
-        The module in float32 on the CPU in eval mode, its settings, and how to pool its tokens.
+        The module in float32 on the CPU in eval mode, its settings, and how to pool its tokens. A
+        classifier on it is left out.
 
     Raises:
         UserError: not a file that `save_encoder` has written.
@@ -84,7 +88,8 @@ def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pool
     if pooling == "fc_norm":
         module.norm_after_pooling()
     try:
-        module.load_state_dict({name: value.float() for name, value in tensors.items()})
+        weights = {n: value.float() for n, value in tensors.items() if not n.startswith(HEAD)}
+        module.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"{path}: weights do not fit their own settings: {error}") from None
     return module.eval(), settings, pooling  # type: ignore[return-value]

@@ -10,7 +10,7 @@ size that is not among them has the value of the size which it is `like` (`encod
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -104,6 +104,9 @@ AUGMENTATIONS: dict[str, tuple[View, View]] = {
 class Look(Settings):
     """How often a training's encoder is looked at; no part of what the training is."""
 
+    part: ClassVar[float] = 0.02
+    """Of the images trained on between two looks, a look reads at most this part: a forward pass
+    takes less than an image of any training, so it costs no more than that part of the time."""
     every_epochs: int = Field(default=5, gt=0)
     images: int = Field(default=5000, gt=0)
     """So many at most, and at most 2 % of those trained on between two looks."""

@@ -2,8 +2,8 @@
 
 The paper's numbers of a table are in `paper/NAME.csv`; a figure's entry names the function that
 draws it. The resolved file beside what is made names the runs: `tables/NAME.yaml`,
-`figures/NAME.yaml`, `claims.yaml`. The workflow and the experiment read this module, so it imports
-no pandas and no matplotlib.
+`figures/NAME.yaml`, `claims.yaml`, `images.yaml`, `summary.yaml`. The workflow and the experiment
+read this module, so it imports no pandas and no matplotlib.
 """
 
 import re
@@ -57,6 +57,37 @@ class ClaimsConfig(SettingsFile):
     """Models whose cost is counted."""
     runs: LocalPath
     """Folder of the runs, whose records tell the cost."""
+
+
+class SummaryConfig(SettingsFile):
+    """The first page of a report: `summary.yaml`."""
+
+    name: Name
+    """Of the experiment."""
+    description: str = ""
+    table: LocalPath | None = None
+    """CSV of the first table that is asked for,"""
+    figure: LocalPath | None = None
+    """PNG of the first figure."""
+    claims: LocalPath | None = None
+    """CSV of the claims; none: the images are not the paper's."""
+    run: LocalPath | None = None
+    """Folder of the last run that is evaluated: of what a user of other images may do with it,"""
+    images: LocalPath | None = None
+    """who has them here,"""
+    explored: LocalPath | None = None
+    """and what the protocol `explore` left of it."""
+
+
+class ImagesConfig(SettingsFile):
+    """The page to look through images: `images.yaml`."""
+
+    name: Name
+    """Of the experiment."""
+    explored: list[LocalPath]
+    """What the protocol `explore` left of each run, the last one first on the page."""
+    audit: LocalPath | None = None
+    """JSON list of pairs that look alike, as `maect audit` writes it."""
 
 
 @dataclass(frozen=True)
@@ -676,6 +707,28 @@ FIGURES: dict[str, Figure] = {
         ),
         needs=("retrieval",),
         names_classes=True,
+    ),
+    "neighbors_in_training": Figure(
+        "Nearest neighbours while it trains",
+        "",
+        "grids:neighbors_in_training",
+        caption=(
+            "A few training images (left) and, of a fixed part of the others, those nearest to "
+            "them by cosine similarity, at the first, a middle and the last look."
+        ),
+        reads_runs=True,
+    ),
+    "reconstructions": Figure(
+        "Reconstructions while it trains",
+        "",
+        "grids:reconstructions",
+        caption=(
+            "A few training images, always with the same mask: what the encoder sees, what the "
+            "decoder makes of it, and the image; at the first, a middle and the last look. "
+            "Predicted patches are shown with the mean and standard deviation of the true ones, "
+            "where these were not to be predicted."
+        ),
+        reads_runs=True,
     ),
     "training_curves": Figure(
         "Training curves",

@@ -247,8 +247,8 @@ def render_page(template: str, **values: Any) -> str:
     return _environment().get_template(template).render(**values)
 
 
-def claims_page(frame: pd.DataFrame) -> str:
-    """The verdicts of `claims_table` as a page."""
+def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
+    """What a page prints of `claims_table`: a summary, what was measured, and what was not."""
     counts = frame["verdict"].value_counts()
     words = {"holds": "hold", "fails": "fail"} | dict.fromkeys(("within noise", "not measured"))
     lines: list[dict[Any, Any]] = frame.to_dict("records")
@@ -259,8 +259,18 @@ def claims_page(frame: pd.DataFrame) -> str:
             line["notes"].append(f"{line['paper_verdict']} by the paper's own numbers")
         if line["plain_knn"] not in ("", line["verdict"]):
             line["notes"].append(f"{line['plain_knn']} by k-NN on features as they are")
-    summary = ", ".join(f"{counts[v]} {word or v}" for v, word in words.items() if v in counts)
-    return render_page("claims.html", summary=summary, lines=lines)
+    return {
+        "summary": ", ".join(
+            f"{counts[v]} {word or v}" for v, word in words.items() if v in counts
+        ),
+        "decided": [line for line in lines if line["verdict"] != "not measured"],
+        "open": [line for line in lines if line["verdict"] == "not measured"],
+    }
+
+
+def claims_page(frame: pd.DataFrame) -> str:
+    """The verdicts of `claims_table` as a page."""
+    return render_page("claims.html", **verdicts(frame))
 
 
 def for_terminal(table: Printed) -> Group:

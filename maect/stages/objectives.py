@@ -22,7 +22,7 @@ from maect.data.transforms import (
     normalize,
     partners,
 )
-from maect.models.decoder import Decoder, reconstruction_loss
+from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
 from maect.models.heads import NNCLRHead
 from maect.models.vit import Pooling, VisionEncoder, mixed_precision, seeded
 from maect.recipes import visible_patches
@@ -167,6 +167,33 @@ class MaskedAutoencoder(ViewsObjective):
         total = loss + self.weight * out.loss
         parts = {"loss_mae": loss.detach(), "loss_nnclr": out.loss.detach()}
         return total, parts | out.metrics
+
+    def parts_read(self) -> dict[str, nn.Module]:
+        """The encoder, and the decoder for pictures."""
+        return {"encoder": self.encoder, "decoder": self.decoder}
+
+    def reconstruct(
+        self, parts: nn.ModuleDict, images: Tensor, ids_shuffle: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Visible patches on grey, and the prediction for the others beside them.
+
+        A patch that was predicted without mean and standard deviation is given its own.
+        """
+        encoder, decoder = cast(VisionEncoder, parts["encoder"]), parts["decoder"]
+        visible = self.visible(ids_shuffle.shape[1])
+        with self.autocast(images.device):
+            predicted = decoder(encoder(images, ids_shuffle[:, :visible]), ids_shuffle).float()
+        patch = encoder.settings.patch_size
+        target = patchify(images.float(), patch)
+        if self.normalize_pixels:
+            variance, mean = torch.var_mean(target, dim=2, keepdim=True)
+            predicted = predicted * (variance + 1e-6).sqrt() + mean
+        shown = torch.zeros_like(ids_shuffle, dtype=torch.bool)
+        shown.scatter_(1, ids_shuffle[:, :visible], True)
+        seen = target.where(shown[:, :, None], torch.zeros_like(target))
+        return unpatchify(seen, patch), unpatchify(
+            target.where(shown[:, :, None], predicted), patch
+        )
 
 
 class ContrastiveObjective(ViewsObjective):

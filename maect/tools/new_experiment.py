@@ -14,14 +14,16 @@ from maect.data.retrieve import CATALOGUE
 from maect.data.sources import UNLABELLED
 from maect.evaluate import Protocol, load_evaluation
 from maect.evaluate.clustering import Clustering
+from maect.evaluate.explore import Explore
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.low_shot import LowShot
+from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.umap import Umap
 from maect.experiment import load
 from maect.experiment.schema import check_plain
 from maect.launch.progress import duration
-from maect.recipes import load_encoder
+from maect.recipes import Look, load_encoder
 from maect.recipes.flops import parameters
 from maect.stages import Training, load_recipe
 from maect.stages.tune import Tune
@@ -148,6 +150,11 @@ def outlook(out: Path, device: Device) -> list[str]:
     ]
 
 
+def look_every(tuned: int, n: int) -> int:
+    """Epochs between two looks: ten in tuning, and enough of them for 50 images to look at."""
+    return max(tuned // 10, math.ceil(50 / Look.part / n))
+
+
 def flow(value: Any) -> str:
     """A value as YAML on one line."""
     if isinstance(value, dict):
@@ -271,17 +278,18 @@ def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list
     protocols, left_out = ([Knn.name, LinearProbe.name] if classes else []), []
     shots = max(settings_of(LowShot, size).shots)
     if not classes:
-        left_out.append("Without labels there is no accuracy to measure")
+        left_out.append("Without labels there is no accuracy to measure, but much to look at")
     elif min(classes.values()) >= shots:
         protocols.append(LowShot.name)
     else:
         left_out.append(f"No {LowShot.name}: it needs {shots} training images of every class")
-    protocols += [Clustering.name] if classes and val > len(classes) else []
-    if val > settings_of(Umap, size).neighbors:
+    if classes and val > len(classes):
+        protocols += [Clustering.name, Retrieval.name]
+    if classes and val > settings_of(Umap, size).neighbors:
         protocols.append(Umap.name)
-    else:
+    elif classes:
         left_out.append(f"No {Umap.name}: it needs more images than neighbours")
-    return protocols, left_out
+    return [*protocols, Explore.name], left_out
 
 
 def new_experiment(
@@ -337,7 +345,10 @@ def new_experiment(
     shown = ["low_shot"] if images.classes else []
     shown += ["clustering"] if "clustering" in protocols else []
     drawn = ["umap"] if "umap" in protocols else []
-    drawn += ["confusion"] if "clustering" in protocols else []
+    if "clustering" in protocols:
+        drawn += ["confusion", "cluster_retrieval", "neighbor_retrieval"]
+    drawn += ["training_curves", *([] if public else ["reconstructions"]), "neighbors_in_training"]
+    looks = look_every(epochs["ct_min"], n)
     name = "".join(c if c.isalnum() else "_" for c in folder.name) or "images"
     text = "\n".join(
         [
@@ -362,20 +373,23 @@ def new_experiment(
             ),
             "    splits:",
             *split_lines(images, val, lists, len(chosen)),
+            f"look: {{every_epochs: {looks}}} # k-NN and pictures while it trains",
             "runs:",
             *runs_of(images, size, pixels, n, public, epochs, augmentations),
             "evaluate:",
             *(f"  # {reason}." for reason in left_out),
             f'  - runs: [mae_{size}, "ct_*"]',
             f"    protocols: {flow(protocols)}",
+            "protocols:",
+            f"  {Explore.name}: {{splits: [train, val]}} # the report's map of images",
             *(
-                ["protocols:", f"  linear_probe: {{batch_size: {probe}}}"]
+                [f"  linear_probe: {{batch_size: {probe}}}"]
                 if probe < 1024 and images.classes
                 else []
             ),
             "compare_with_paper: false # its numbers are of ImageNet-1k",
             f"tables: {flow(shown)}",
-            f"figures: {flow([*drawn, 'training_curves', 'pipeline'])}",
+            f"figures: {flow([*drawn, 'pipeline'])}",
             "",
         ]
     )

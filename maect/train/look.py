@@ -1,15 +1,17 @@
 """A look at what the encoder has learnt, while it trains: k-NN and measures without labels.
 
 A fixed part of the training images is split into a bank and queries, so the test images stay
-unseen. The look reads a copy of the encoder, draws from the counter-based generator only and writes
-nothing but numbers: the training's bits are those of one without it.
+unseen. The look reads a copy of the encoder, draws from the counter-based generator only and leaves
+nothing but numbers and pictures: the training's bits are those of one without it.
 """
 
 import logging
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,21 +20,20 @@ from maect.core.distributed import rank_and_size, sum_over_ranks
 from maect.data import random
 from maect.data.index import ID, LABEL, Index
 from maect.data.loader import evaluation_parts, view_parts
-from maect.data.transforms import augment, normalize
+from maect.data.transforms import augment, denormalize, normalize
 from maect.recipes import AUGMENTATIONS, Look
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.objective import Objective
 
 log = logging.getLogger(__name__)
 
-PART = 0.02
-"""Of the images trained on between two looks, a look reads at most this part: a forward pass takes
-less than an image of any training, so it costs no more than that part of the time."""
 LEAST = 10  # images, of which two are queries
 QUERIES = 0.2  # part of the images
 BLOCK = 250  # images encoded together, whatever the number of ranks
 SEED = 0  # the same images and views for every run
 K, TEMPERATURE = 10, 0.07  # as the k-NN that evaluations report
+PICTURED, NEAREST = 8, 5  # images in pictures, and neighbours of each
+SIDE = 96  # pixels of an image in a picture, at most
 
 
 class Looker:
@@ -58,7 +59,7 @@ class Looker:
             device: this rank's.
         """
         self.every, self.resize = look.every_epochs * index.n, resize
-        count = min(look.images, index.n, int(PART * self.every))
+        count = min(look.images, index.n, int(look.part * self.every))
         rank = random.bits(SEED, 0, index.rows[:, ID], 0, random.LOOK, 1)[:, 0]
         self.index = replace(index, rows=index.rows[rank.argsort(kind="stable")[:count]])
         self.queries = int(QUERIES * count)
@@ -72,6 +73,8 @@ class Looker:
         self.parts = nn.ModuleDict(copies).eval()
         self._trained = [name for name, p in self.parts.named_parameters() if p.requires_grad]
         self.parts.requires_grad_(False)
+        self.pictures: dict[str, NDArray[np.uint8]] = {}
+        """Of the last look, on rank 0: `neighbors` and, of a decoder, `reconstructions`."""
 
     def due(self, before: int, after: int, last: bool) -> bool:
         """Whether to look, once the images trained on went from `before` to `after`."""
@@ -107,8 +110,37 @@ class Looker:
                 images = augment(raw, view, number, SEED, batch.epochs, batch.ids)
                 pairs[number, rows.start : rows.stop] = self._features(images)
         sum_over_ranks(features), sum_over_ranks(pairs)
+        if rank == 0:
+            self.pictures = self._pictures(features)
         labels = torch.from_numpy(self.index.rows[:, LABEL].copy())
         return measures(features.cpu(), pairs.cpu(), labels)
+
+    def _pictures(self, features: Tensor) -> dict[str, NDArray[np.uint8]]:
+        """Sheets of the first images: what is made of their visible patches; their neighbours."""
+        count = min(PICTURED, self.queries)
+        unit = F.normalize(features, dim=1)
+        similarity = unit[:count] @ unit[self.queries :].T
+        near = similarity.topk(min(NEAREST, similarity.shape[1]), dim=1).indices + self.queries
+        first = torch.arange(count, device=near.device)
+        images = self._images(torch.cat([first[:, None], near], dim=1).flatten())
+        sheets = {"neighbors": sheet(images, 1 + near.shape[1])}
+        ids = self.index.rows[:count, ID]
+        order = random.ids_shuffle(self.encoder.patches, SEED, np.zeros_like(ids), ids, 1)[0]
+        normal = normalize(images[:: 1 + near.shape[1]].to(self.device))
+        made = self.objective.reconstruct(self.parts, normal, order.to(self.device))
+        if made is not None:
+            rows = [*map(denormalize, made), denormalize(normal)]
+            sheets["reconstructions"] = sheet(torch.cat(rows).cpu(), count)
+        return sheets
+
+    def _images(self, rows: Tensor) -> Tensor:
+        """Some of the images as evaluations crop them, uint8 [n, 3, S, S]."""
+        chosen = replace(self.index, rows=self.index.rows[rows.cpu().numpy()])
+        read = evaluation_parts(
+            chosen, image_size=self.encoder.image_size, parts=[range(len(rows))],
+            threads=max(1, self.context.cpus), resize=self.resize,
+        )  # fmt: skip
+        return torch.cat([images for images, _, _ in read])
 
     def _features(self, images: Tensor) -> Tensor:
         return self.objective.features(self.parts, images).float()
@@ -125,6 +157,16 @@ class Looker:
                 part.copy_(values)
         for name in self._trained:
             sum_over_ranks(parameters[name])
+
+
+def sheet(images: Tensor, columns: int) -> NDArray[np.uint8]:
+    """Images uint8 [n, 3, S, S] beside and below each other, [H, W, 3]; large ones are reduced."""
+    shrink = -(-images.shape[-1] // SIDE)
+    small = F.avg_pool2d(images.float(), shrink).round().to(torch.uint8)
+    n, channels, height, width = small.shape
+    grid = small.reshape(n // columns, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    page: NDArray[np.uint8] = grid.reshape(-1, columns * width, channels).numpy()
+    return page
 
 
 def measures(features: Tensor, pairs: Tensor, labels: Tensor) -> dict[str, float]:

@@ -10,14 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
 from maect.core.files import atomic_write
 from maect.recipes.flops import peak_flops
 
 log = logging.getLogger(__name__)
 
+LOOKS = "looks"
+"""Folder of a run with the pictures of its looks."""
 LOGGED_EVERY_STEP = 10_000
 """Runs longer than this many steps log every 50th."""
 
@@ -94,6 +99,14 @@ class Metrics:
         self._file.flush()
         for name, value in (values | timing).items():
             self._board.add_scalar(name, value, step)
+
+    def show(self, step: int, pictures: dict[str, NDArray[np.uint8]]) -> None:
+        """Add a step's pictures [H, W, 3], which are also files beside the metrics."""
+        for name, picture in pictures.items():
+            self._board.add_image(f"look/{name}", picture, step, dataformats="HWC")
+            path = self.path.parent / LOOKS / f"{name}-{step:08d}.jpg"
+            with atomic_write(path) as temporary:
+                Image.fromarray(picture).save(temporary, "JPEG", quality=90)
 
     def sync(self) -> None:
         """Force all entries to the disk; a state may only claim steps whose entries are there."""

@@ -33,7 +33,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def parts_read(self) -> dict[str, nn.Module]:
-        """Parts, by name, out of which an evaluation would make features: "encoder" at least."""
+        """Parts, by name, that a look reads; an evaluation would the encoder at least."""
         return {"encoder": self.encoder}
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
@@ -44,6 +44,21 @@ class Objective(nn.Module):
             images: on the device.
         """
         raise NotImplementedError
+
+    def reconstruct(
+        self, parts: nn.ModuleDict, images: Tensor, ids_shuffle: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        """What is visible of normalized images [b, 3, S, S], and what is made of that.
+
+        Args:
+            parts: copies of `parts_read`.
+            images: on the device.
+            ids_shuffle: patch numbers, int64 [b, L], the visible ones first.
+
+        Returns:
+            Normalized images [b, 3, S, S], twice; None: nothing is reconstructed.
+        """
+        return None
 
     def changing_buffers(self) -> list[Tensor]:
         """Buffers that a forward pass changes: put back when its loss is not finite."""

@@ -18,7 +18,9 @@ from maect.recipes import Encoder
 log = logging.getLogger(__name__)
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
-_MOVED = ("state", "metrics.jsonl", "tensorboard", "recipe.json", "run.json")
+_MOVED = (
+    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "recipe.json", "run.json",
+)  # fmt: skip
 
 
 def fingerprint(

@@ -469,6 +469,8 @@ class Trainer:
         began = time.monotonic()
         with self._clock.aside(useful=True):
             found = self.looker.look(self.engine.shards)
+            if self.metrics is not None:
+                self.metrics.show(self.step, self.looker.pictures)
         self._looking += time.monotonic() - began
         self._knn = found.get("look_knn")
         return found

@@ -14,14 +14,59 @@ import pytest
 import yaml
 from browser import Browser, browsing, need_chromium
 from conftest import MINI, ROOT
+from PIL import Image
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
+from maect.answers.clusters import write_clusters
+from maect.answers.vectors import Vectors
+from maect.evaluate.clusters import cluster
+from maect.evaluate.explore import atlas
+from maect.report.images import make_images
+from maect.report.registry import ImagesConfig, SummaryConfig
+from maect.report.summary import make_summary
+
 ASKED: dict[str, Any] = {
-    "evaluate": [{"runs": ["mae_tiny", "ct_min_tiny"], "protocols": ["knn", "clustering", "umap"]}],
+    "evaluate": [
+        {"runs": ["mae_tiny", "ct_min_tiny"], "protocols": ["knn", "clustering", "umap", "explore"]}
+    ],
     "tables": ["low_shot", "clustering"],
     "figures": ["umap", "pipeline"],
 }
+
+
+NASTY = "<b onclick=alert(1)>'\"&</script>"
+"""What somebody's files and folders may be called."""
+
+
+def write_explored(path: Path, count: int = 200, classes: bool = True, side: int = 32) -> None:
+    """What the protocol `explore` leaves, of noise: pictures that cannot be made any smaller."""
+    rng = np.random.default_rng(0)
+    near = (np.arange(count)[:, None] + [1, 2, 3]) % count
+    tensors = {
+        "points": rng.normal(size=(count, 2)).astype(np.float32),
+        "splits": np.arange(count) % 2,
+        "ids": np.arange(count),
+        "labels": np.arange(count) % 3 if classes else np.full(count, -1),
+        "clusters": np.arange(count) * 4 // count,
+        "distance": rng.random(count),
+        "neighbors": near,
+        "similarity": rng.random((count, 3)).astype(np.float32),
+        "atlas": np.frombuffer(
+            atlas(rng.integers(0, 256, (count, side, side, 3), np.uint8)), np.uint8
+        ),
+    }
+    about = {
+        "names": [f"{NASTY}/No. {n}.png" for n in range(count)],
+        "splits": ["train", "val"],
+        "classes": [f"class {n} {NASTY}" for n in range(3)] if classes else [],
+        "side": side,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: np.ascontiguousarray(array) for name, array in tensors.items()}, path,
+        {"maect": json.dumps(about)},
+    )  # fmt: skip
 
 
 def write_results(root: Path) -> None:
@@ -40,6 +85,7 @@ def write_results(root: Path) -> None:
             "knn": {"knn": 88.0 + number, "knn_standardized": 89.0 + number},
             "clustering": {"accuracy": 57.0 + number, "silhouette": 10.0},
             "umap": {},
+            "explore": {"images": 200},
         }
         folder = root / "evaluations" / run
         folder.mkdir(parents=True)
@@ -49,14 +95,15 @@ def write_results(root: Path) -> None:
         points = np.ascontiguousarray(images[:300, 20 + number : 22 + number], np.float32)
         save_file({"points": points, "labels": labels[:300].astype(np.int64)},
                   folder / "umap.safetensors")  # fmt: skip
+        write_explored(folder / "explore.safetensors")
     index = root / "shards/digits/val/index.json"
     index.parent.mkdir(parents=True)
     index.write_text(json.dumps({"class_names": [str(n) for n in range(10)]}))
     # What is never read: empty, and older the earlier the pipeline makes it.
     shards = [f"shards/digits/{split}" for split in ("train", "val")]
     runs = [f"runs/{run}" for run in sources]
-    left = [f"{n}.json" for n in ("knn", "clustering", "umap")]
-    left += ["clustering.safetensors", "umap.safetensors"]
+    left = [f"{n}.json" for n in ("knn", "clustering", "umap", "explore")]
+    left += ["clustering.safetensors", "umap.safetensors", "explore.safetensors"]
     of_run = ("encoder.safetensors", "head.safetensors", "run.json")
     features = [f"features/{run}/digits-{s}" for run in results for s in ("train", "val")]
     stages_of_files = [
@@ -90,7 +137,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += ["--config", f"experiment={file}"]
     plan = subprocess.run([*command, "-n"], capture_output=True, text=True, cwd=ROOT)
     jobs = dict(re.findall(r"(?m)^(\w+) +(\d+)$", plan.stdout))
-    assert set(jobs) == {"table", "figure", "claims", "report_html", "report", "total"}, jobs
+    made = {"table", "figure", "claims", "images", "summary"}
+    assert set(jobs) == made | {"report_html", "report", "total"}, jobs
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder / "results/report.html"
@@ -110,19 +158,54 @@ def show(browser: Browser, category: str) -> list[str]:
     return [" ".join(row.split()) for row in browser.script(LISTED)]
 
 
+def look_through(browser: Browser, run: str) -> None:
+    """Use the map of images as a reader would."""
+    browser.wait_for("return document.body.dataset.ready === 'yes'")
+    text = browser.script("return document.body.innerText")
+    assert f"from the vectors of {run}" in text and "4 groups" in text
+    assert browser.script("return document.querySelectorAll('[onclick]').length") == 0  # no markup
+    # Something is drawn, and more of it when one is nearer.
+    drawn = (
+        "const c = document.getElementById('map'), d = c.getContext('2d');"
+        "return new Set(new Uint32Array(d.getImageData(0, 0, c.width, c.height).data.buffer)).size"
+    )
+    assert browser.script(drawn) > 1000
+    browser.script("for (let i = 0; i < 6; i++) document.getElementById('in').click()")
+    assert browser.script(drawn) > 1000
+    browser.script("document.getElementById('all').click()")
+    # The pointer on an image shows it with its name, a click what looks like it.
+    spot = "const [x, y] = place(5), b = canvas.getBoundingClientRect();"
+    event = "{clientX: b.left + x, clientY: b.top + y, pointerId: 1}"
+    browser.script(f"{spot} canvas.dispatchEvent(new PointerEvent('pointermove', {event}))")
+    tip = "return getComputedStyle(tip).display !== 'none' && tip.innerText"
+    assert f"{NASTY}/No. " in browser.script(tip)
+    browser.script("choose(5)")
+    near = browser.script("return document.getElementById('one').innerText")
+    assert f"{NASTY}/No. 5.png" in near and "What looks like it" in near
+    assert browser.script("return document.querySelectorAll('#one figure').length") == 3
+    assert browser.script("return document.querySelectorAll('#groups figure').length") == 48
+    browser.script("const f = document.getElementById('find'); f.value = 'no. 7'; f.oninput()")
+    assert browser.script("return [...Array(200).keys()].filter(fits).length") == 11
+
+
 @pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 390)])
 def test_the_report_in_a_browser(report: Path, tmp_path: Path, dark: bool, width: int) -> None:
     with browsing(dark, width) as browser:
         browser.open(report)
-        # It opens on the verdict, at its top.
+        # It opens on the first table and figure and the verdict, at its top.
         browser.wait_for("return document.querySelector('#app > div > nav + div h1') !== null")
         title = "const h = document.querySelector('#app > div > nav + div h1');"
-        assert browser.script(f"{title} return h.innerText") == "Claims"
+        assert browser.script(f"{title} return h.innerText") == "small"
         assert 0 <= browser.script(f"{title} return h.getBoundingClientRect().top") < 600
         verdict = browser.script(
             "return document.querySelector('#app > div > nav + div').innerText"
         )
         assert "hold" in verdict and "Tuning with minimal augmentation raises k-NN" in verdict
+        assert "88.0" in verdict and "were not measured" in verdict and "iBOT" not in verdict
+        assert (
+            browser.script("return document.querySelector('.prose div.scroll > img').naturalWidth")
+            == 1360
+        )
         wide = browser.script("return document.documentElement.scrollWidth")
         assert wide <= width
         back = browser.script("return getComputedStyle(document.body).backgroundColor")
@@ -150,7 +233,16 @@ def test_the_report_in_a_browser(report: Path, tmp_path: Path, dark: bool, width
                 "const i = document.querySelector('#app > div > nav + div img');"
                 "return i && i.complete && i.naturalWidth && [i.naturalWidth, i.clientWidth]"
             )
-            assert shown[0] == 1360 and 0 < shown[1] <= width
+            assert shown[0] == 1360 and 0 < shown[1] <= max(width, 760)
+            assert browser.script("return document.documentElement.scrollWidth") <= width
+        # The map of images works within the report: a page of up to 2 MB does.
+        pages = show(browser, "1 Summary")
+        assert pages == ["Claims", "Images", "Summary"]
+        browser.script(SHOW, 1)
+        browser.wait_for("return document.querySelector('iframe') !== null")
+        browser.frame("iframe")
+        look_through(browser, "ct_min_tiny")
+        browser.frame(None)
         browser.screenshot(tmp_path / "last.png")
         assert browser.errors() == []
 
@@ -160,3 +252,57 @@ def test_captions_are_in_it_and_nothing_comes_from_elsewhere(report: Path) -> No
     for words in ("Low-shot classification with 1, 2 and 5 labels", "UMAP embeddings of the"):
         assert words in text
     assert not re.search(r"""<(?:script|link|img)[^>]+(?:src|href)=["']https?://""", text)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """First page, page of images and page of clusters of images without classes."""
+    need_chromium()
+    root = tmp_path_factory.mktemp("own")
+    explored = root / "evaluations/ct_min/explore.safetensors"
+    write_explored(explored, classes=False)
+    pairs = [{"a": f"{NASTY}/No. 1.png", "b": "elsewhere.png", "similarity": 0.991,
+              "split_a": "train", "split_b": "val"}]  # fmt: skip
+    (root / "audit.json").write_text(json.dumps(pairs))
+    ImagesConfig(name="birds", explored=[explored], audit=root / "audit.json").write(
+        root / "images.yaml"
+    )
+    make_images(root / "images.yaml")
+    summary = {"run": root / "runs/ct_min", "images": root / "my birds", "explored": explored}
+    SummaryConfig(name="birds", **summary).write(root / "summary.yaml")
+    make_summary(root / "summary.yaml")
+    photos = root / "photos"
+    photos.mkdir()
+    for number in range(8):
+        name = f"{NASTY} {number}.png".replace("/", "")
+        Image.fromarray(np.full((40, 40, 3), 30 * number, np.uint8)).save(photos / name)
+    about = {"run": NASTY, "images": str(photos), "kind": "unlabelled"}
+    values = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    vectors = Vectors(sorted(file.name for file in photos.iterdir()), values, about=about)
+    write_clusters(vectors, cluster(values, 2), root / "clusters")
+    return root
+
+
+@pytest.mark.parametrize(("dark", "width"), [(False, 1280), (True, 390)])
+def test_pages_of_somebodys_own_images(own: Path, dark: bool, width: int) -> None:
+    with browsing(dark, width) as browser:
+        for page in ("images.html", "summary.html", "clusters/index.html"):
+            browser.open(own / page)
+            assert browser.script("return document.documentElement.scrollWidth") <= width, page
+            back = browser.script("return getComputedStyle(document.body).backgroundColor")
+            assert (back == "rgb(18, 22, 28)") == dark
+            text = browser.script("return document.body.textContent").lower()
+            assert "paper" not in text and "claim" not in text
+            assert browser.script("return document.querySelectorAll('[onclick]').length") == 0
+            images = "return [...document.images].filter(i => !i.hidden).map(i => i.naturalWidth)"
+            shown = browser.script(images)
+            if page == "images.html":
+                look_through(browser, "ct_min")
+                pair = browser.script("return document.getElementById('pairs').innerText")
+                assert "0.991" in pair and "train and val" in pair and "elsewhere.png" in pair
+            elif page == "summary.html":
+                assert shown == [32] * 4 * 8
+                assert "maect embed" in text and "my birds' --out birds.parquet" in text
+            else:
+                assert shown == [40] * 8 and NASTY.replace("/", "").lower() in text
+            assert browser.errors() == []

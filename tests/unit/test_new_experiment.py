@@ -145,7 +145,8 @@ def test_without_labels(digits, tmp_path):
         (folder / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
     text = new_experiment(folder, tmp_path / "mine.yaml")
     experiment = load(str(tmp_path / "mine.yaml"))
-    assert {name for _, name in experiment.evaluations} == {"umap"}
+    assert {name for _, name in experiment.evaluations} == {"explore"}
+    assert experiment.evaluation("mae_tiny", "explore").split_names == ("train", "val")
     assert "kind: unlabelled" in text and "Without labels there is no accuracy" in text
 
 
@@ -265,7 +266,7 @@ def test_classes_of_one_image_each_cannot_be_split(own, tmp_path):
 def test_evaluations_that_the_images_allow(own):
     images = look_at(in_classes(own, 10))  # 22 classes
     assert evaluated(images, set(), 23, "tiny")[0] == [
-        "knn", "linear_probe", "low_shot", "clustering", "umap",
+        "knn", "linear_probe", "low_shot", "clustering", "retrieval", "umap", "explore",
     ]  # fmt: skip
     kept = {
         name
@@ -273,9 +274,10 @@ def test_evaluations_that_the_images_allow(own):
         for name in sorted(e.name for e in images.entries if e.label == n)[:4]
     }
     held = {e.name for e in images.entries} - kept
-    assert evaluated(images, held, 16, "tiny")[0] == ["knn", "linear_probe", "umap"]
+    assert evaluated(images, held, 16, "tiny")[0] == ["knn", "linear_probe", "umap", "explore"]
     few, why = evaluated(images, held, 15, "tiny")
-    assert few == ["knn", "linear_probe"] and "No umap: it needs more images than neighbours" in why
+    assert few == ["knn", "linear_probe", "explore"]
+    assert "No umap: it needs more images than neighbours" in why
 
 
 def test_what_the_comments_say_is_so(own, tmp_path):

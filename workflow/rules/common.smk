@@ -198,7 +198,12 @@ def resolved(job):
         return resolve.run_config(experiment, given.run)
     if name in ("table", "figure"):
         return resolve.shown_config(experiment, given[0], figure=name == "figure")
-    return resolve.claims_config(experiment) if name == "claims" else None
+    pages = dict(
+        claims=resolve.claims_config,
+        images=resolve.images_config,
+        summary=resolve.summary_config,
+    )
+    return pages[name](experiment) if name in pages else None
 
 
 def interrupt(*_):

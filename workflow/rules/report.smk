@@ -1,4 +1,5 @@
 TABLES, FIGURES = resolve.tables(experiment), resolve.figures(experiment)
+COMPARES = "claims" in resolve.read_by_summary(experiment)
 
 
 rule table:
@@ -72,8 +73,8 @@ rule claims:
         report(
             f"{ROOT}/claims.html",
             caption="../report/claims.rst",
-            category="1 Verdict",
-            labels={"verdict": "Claims"},
+            category="1 Summary",
+            labels={"page": "Claims"},
         ),
     log:
         f"{LOGS}/claims.log",
@@ -89,6 +90,58 @@ rule claims:
         "Claims"
     shell:
         "maect claims {params.config:q} 2> {log:q}"
+
+
+rule images:
+    input:
+        resolve.read_by_images(experiment),
+    output:
+        report(
+            f"{ROOT}/images.html",
+            caption="../report/images.rst",
+            category="1 Summary",
+            labels={"page": "Images"},
+        ),
+    log:
+        f"{LOGS}/images.log",
+    benchmark:
+        f"{BENCHMARKS}/images.tsv"
+    localrule: True
+    conda:
+        ENVIRONMENT
+    params:
+        config=f"{ROOT}/images.yaml",
+        digest=resolve.images_config(experiment).digest,
+    message:
+        "Page of images"
+    shell:
+        "maect images {params.config:q} 2> {log:q}"
+
+
+rule summary:
+    input:
+        list(resolve.read_by_summary(experiment).values()),
+    output:
+        report(
+            f"{ROOT}/summary.html",
+            caption="../report/summary.rst",
+            category="1 Summary",
+            labels={"page": "Summary"},
+        ),
+    log:
+        f"{LOGS}/summary.log",
+    benchmark:
+        f"{BENCHMARKS}/summary.tsv"
+    localrule: True
+    conda:
+        ENVIRONMENT
+    params:
+        config=f"{ROOT}/summary.yaml",
+        digest=resolve.summary_config(experiment).digest,
+    message:
+        "First page of the report"
+    shell:
+        "maect summary {params.config:q} 2> {log:q}"
 
 
 rule tables:
@@ -107,7 +160,9 @@ rule report_html:
     input:
         expand(f"{ROOT}/tables/{{table}}.html", table=TABLES),
         rules.figures.input,
-        rules.claims.output if TABLES else [],
+        rules.claims.output if COMPARES else [],
+        rules.images.output if resolve.explored(experiment) else [],
+        rules.summary.output,
     output:
         f"{ROOT}/report.html",
     log:

@@ -20,6 +20,10 @@ from maect.report.tables import measured, paper_value
 LEGEND_CLASSES = 32  # as many as have a look of their own
 COLUMNS = 4
 SHORT = 3  # letters
+LONGEST = 14  # letters of a name in a panel
+NAME_SIZE = 6.5
+COVERED = 0.25
+"""Part of a panel that names may take."""
 MISSING = "#999999"
 DENSE = 5000  # points above which a PDF holds a picture of them instead of each one
 
@@ -74,13 +78,55 @@ def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence
         axes.scatter(mine[:, 0], mine[:, 1], color=color, marker=marker, **options)
 
 
-def _names(axes: Axes, points: np.ndarray, labels: np.ndarray, names: dict[int, str]) -> None:
-    """Short names are written where the class is, so that nobody needs the colours."""
-    for number, name in names.items():
-        if len(name) <= SHORT and (labels == number).any():
-            x, y = np.median(points[labels == number], axis=0)
-            halo = [withStroke(linewidth=2.5, foreground="white")]
-            axes.text(x, y, name, weight="bold", ha="center", va="center", path_effects=halo)
+def _names(
+    axes: Axes, points: np.ndarray, labels: np.ndarray, names: dict[int, str], inches: float
+) -> None:
+    """Names are written where the classes are, so that nobody needs the colours.
+
+    Those that would overlap are moved apart; where they would cover much of the panel there is only
+    the legend.
+    """
+    here = [number for number in names if (labels == number).any()]
+    texts = [_cut(names[number]) for number in here]
+    sizes = np.array([[0.62 * len(text), 1.2] for text in texts]) * NAME_SIZE / 72 / inches
+    if not here or sizes.prod(axis=1).sum() > COVERED:
+        return
+    centers = np.stack([np.median(points[labels == number], axis=0) for number in here])
+    low, high = np.stack([axes.get_xlim(), axes.get_ylim()], axis=1)
+    spots = moved_apart((centers - low) / (high - low), sizes) * (high - low) + low
+    halo = [withStroke(linewidth=2.0, foreground="white")]
+    for text, (x, y) in zip(texts, spots, strict=True):
+        axes.text(
+            x, y, text, size=NAME_SIZE, weight="bold", ha="center", va="center", path_effects=halo
+        )  # fmt: skip
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
+
+
+def moved_apart(centers: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Centres of boxes in the unit square, moved up and down until none overlaps another.
+
+    Args:
+        centers: where they should be, [n, 2].
+        sizes: width and height of each, [n, 2].
+    """
+    spots = np.clip(centers, sizes / 2, 1 - sizes / 2)
+    for _ in range(200):
+        moved = False
+        for i in range(len(spots)):
+            for j in range(i):
+                gap = np.abs(spots[i] - spots[j]) - (sizes[i] + sizes[j]) / 2
+                if gap.max() >= -1e-9:
+                    continue
+                step = -gap[1] / 2 * (1 if spots[i, 1] >= spots[j, 1] else -1)
+                spots[i, 1], spots[j, 1] = spots[i, 1] + step, spots[j, 1] - step
+                moved = True
+        spots = np.clip(spots, sizes / 2, 1 - sizes / 2)
+        if not moved:
+            break
+    return spots
 
 
 def _square(axes: Axes, points: np.ndarray) -> None:
@@ -106,12 +152,13 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
     names = {n: classes[n] for n in known} if len(known) <= LEGEND_CLASSES else {}
     lines = -(-len(drawn) // COLUMNS)
     columns = -(-len(drawn) // lines)
-    figure, axes = panels(lines, columns, height=min(WIDTH / columns, 4.0) + 0.5)
+    height = min(WIDTH / columns, 4.0)
+    figure, axes = panels(lines, columns, height=height + 0.5)
     blank(axes)
     for ax, panel, (points, labels) in zip(axes, drawn, data, strict=False):
         _scatter(ax, points, labels, known)
         _square(ax, points)
-        _names(ax, points, labels, names)
+        _names(ax, points, labels, names, height)
         ax.spines[:].set_visible(True)
         ax.spines[:].set_color("#BBBBBB")
         paper = "" if panel.paper is None else f" (paper {panel.paper:.1f} %)"

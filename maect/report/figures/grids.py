@@ -1,18 +1,28 @@
 """Confusion matrices and retrieved images (paper, figures 7, 9, 10 and 11)."""
 
+from pathlib import Path
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from PIL import Image
 
 from maect.core.errors import UserError
 from maect.report.figures import WIDTH, blank, panels
-from maect.report.figures.data import Classes, read_tensors, result_files, setting
+from maect.report.figures.data import (
+    Classes,
+    finished_runs,
+    read_tensors,
+    result_files,
+    setting,
+)
 from maect.report.registry import ShownConfig
 
-COLUMNS = 3
+COLUMNS = 2
 NAMED_CLASSES = 20  # with more, names would overlap
 WRONG = "#D55E00"
+NOT_LOOKED_AT = "No run was looked at while it trained: give the experiment a `look`."
 
 
 def confusion(shown: ShownConfig) -> Figure:
@@ -64,7 +74,7 @@ def _write(axes: Axes, share: np.ndarray) -> None:
     for row, column in np.argwhere(share >= 0.5):
         value = share[row, column]
         color = "black" if value > 55 else "white"
-        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=5.5, color=color)
+        axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
 
 
 def _picture(axes: Axes, image: np.ndarray, wrong: bool, title: str = "") -> None:
@@ -160,4 +170,42 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
                 name = titles[label] if wrong else ""
                 image = arrays["neighbor_images"][query, rank]
                 _picture(line[1 + rank], image, wrong, name)
+    return figure
+
+
+def reconstructions(shown: ShownConfig) -> Figure:
+    """Of each pre-training: visible patches, what is made of them, and the image, over time."""
+    return _looks(shown, "reconstructions")
+
+
+def neighbors_in_training(shown: ShownConfig) -> Figure:
+    """Of each training: images (left) and the nearest others, over time."""
+    return _looks(shown, "neighbors")
+
+
+def _looks(shown: ShownConfig, name: str) -> Figure:
+    """Pictures of the first, a middle and the last look of every run behind the rows.
+
+    Runs of earlier versions have none, which the figure says.
+    """
+    drawn: list[tuple[str, Path]] = []
+    for node in finished_runs(shown):
+        files = sorted((shown.runs / node.name / "looks").glob(f"{name}-*.jpg"))
+        chosen = dict.fromkeys((0, len(files) // 2, len(files) - 1)) if files else ()
+        for number in chosen:
+            drawn.append((f"{node.name}, step {int(files[number].stem[-8:]):,}", files[number]))
+    if not drawn:
+        figure, axes = panels(1, 1, height=1.0)
+        blank(axes)
+        axes[0].text(0.5, 0.5, NOT_LOOKED_AT, ha="center", va="center")
+        return figure
+    sheets = [np.asarray(Image.open(path)) for _, path in drawn]
+    columns = 1 if name == "reconstructions" else min(3, len(drawn))
+    tallest = max(len(sheet) / sheet.shape[1] for sheet in sheets)
+    rows = -(-len(drawn) // columns)
+    figure, axes = panels(rows, columns, height=WIDTH / columns * tallest + 0.3)
+    blank(axes)
+    for ax, (title, _), picture in zip(axes, drawn, sheets, strict=False):
+        ax.imshow(picture, interpolation="auto")
+        ax.set_title(title)
     return figure

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import maect
-from maect.answers.clusters import cluster
 from maect.answers.vectors import Vectors, nearest
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.evaluate.clusters import cluster
 from maect.models.weights import load_encoder_weights, save_encoder, save_tensors
 
 
@@ -131,7 +131,7 @@ def blobs(sizes: tuple[int, ...]) -> Vectors:
 @pytest.mark.parametrize("how", [{}, {"count": 4}, {"method": "hdbscan", "smallest": 8}])
 def test_clusters_are_found_largest_first(how: dict[str, object]) -> None:
     vectors = blobs((10, 40, 20, 30))
-    clusters = cluster(vectors, **how)  # type: ignore[arg-type]
+    clusters = cluster(vectors.values, **how)  # type: ignore[arg-type]
     assert clusters.count == 4
     for number, truth in enumerate("1320"):
         members = clusters.members(number)
@@ -142,7 +142,7 @@ def test_clusters_are_found_largest_first(how: dict[str, object]) -> None:
 
 def test_identical_images_are_no_clusters() -> None:
     with pytest.raises(UserError, match="too few"):
-        cluster(Vectors(["a", "b", "c"], np.ones((3, 4), np.float32)))
+        cluster(np.ones((3, 4), np.float32))
 
 
 def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) -> None:

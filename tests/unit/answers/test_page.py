@@ -5,6 +5,7 @@ import shlex
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 import maect
 from maect.cli import main
 from maect.models.weights import save_tensors
+from maect.tools.sync import SERVICES
 
 PAGE = Path(__file__).parents[3] / "docs/answers.md"
 ELSEWHERE = ("fiftyone", "lancedb")
@@ -22,7 +24,11 @@ def test_the_page_works_word_for_word(
 ) -> None:
     home = tmp_path / "results/birds/runs/ct_min"
     home.parent.mkdir(parents=True)
-    home.symlink_to(run)
+    shutil.copytree(run, home)
+    (home / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0, "timing": {"device_seconds": 1}}\n'
+    )
+    monkeypatch.setitem(SERVICES, "wandb", MagicMock(return_value=MagicMock(id="abc")))
     shutil.copytree(photographs, tmp_path / "birds")
     for name in ("a.jpg", "b.png"):
         source = next(photographs.glob(f"*/*{name[1:]}"))

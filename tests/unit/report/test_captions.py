@@ -1,17 +1,20 @@
 """The captions, rendered as Snakemake renders them."""
 
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
-from maect.report.claims import claims_table
+from maect.report.claims import claims_table, write_claims
 from maect.report.figures.data import class_titles
-from maect.report.registry import FIGURES, TABLES, Figure, Table
-from maect.report.render import claims_page
+from maect.report.registry import FIGURES, TABLES, Figure, SummaryConfig, Table
 from maect.report.statements import STATEMENTS
+from maect.report.summary import make_summary, summary_page
+from maect.report.tables import printed_tables, write_table
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
 
@@ -41,13 +44,32 @@ def test_figures_claims_and_the_workflow_have_one():
     assert "not measured" in rendered("claims.rst")
 
 
-def test_the_report_opens_on_the_verdict(tmp_path):
-    claims = tmp_path / "claims.html"
-    claims.write_text(claims_page(claims_table({})))
-    text = rendered("workflow.rst", files=[SimpleNamespace(path=claims)])
-    assert text.index("Claims") < text.index("About this report")
-    assert text.count("<details>") == len(STATEMENTS)
+def test_the_report_opens_on_table_picture_and_verdict(tmp_path):
+    given = {name: tmp_path / f"{name}.{end}" for name, end in
+             (("clustering", "csv"), ("umap", "png"), ("claims", "csv"))}  # fmt: skip
+    frame = pd.DataFrame([{"architecture": "tiny", "method": "mae", "accuracy": 43.21}])
+    write_table(frame.reindex(columns=printed_tables()["clustering"].columns), given["clustering"])
+    given["umap"].write_bytes(b"a picture" * 2000)
+    write_claims(claims_table({}), given["claims"])
+    config = SummaryConfig(
+        name="mine", table=given["clustering"], figure=given["umap"], claims=given["claims"]
+    )
+    config.write(tmp_path / "summary.yaml")
+    make_summary(tmp_path / "summary.yaml")
+    text = rendered("workflow.rst", files=[SimpleNamespace(path=tmp_path / "summary.html")])
+    order = ["mine", "43.2", "image/png;base64,YSBwaWN0dXJl", "Claims", "About this report"]
+    assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
+    # What was not measured is folded away, once more than its numbers are.
+    assert f"<details><summary>{len(STATEMENTS)} were not measured" in text
+    assert text.count("<details>") == len(STATEMENTS) + 1
     assert "<style>" not in text and "system-message" not in text
+
+
+def test_whoever_has_other_images_reads_what_to_do_and_no_claims(tmp_path):
+    config = SummaryConfig(name="birds", run=tmp_path / "runs/ct_min", images=tmp_path / "my birds")
+    text = unescape(summary_page(config))
+    assert f"maect embed {tmp_path}/runs/ct_min '{tmp_path}/my birds' --out birds.parquet" in text
+    assert "Claims" not in text and "paper" not in text.lower()
 
 
 def test_classes_are_printed_as_a_reader_knows_them():

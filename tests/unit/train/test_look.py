@@ -67,6 +67,10 @@ def test_a_look_changes_no_bit_of_any_stage(runs):
         lines = (looked / "metrics.jsonl").read_text().splitlines()
         parts = [json.loads(line)["timing"].get("look_part") for line in lines]
         assert [step for step, part in enumerate(parts, 1) if part] == [25, 50]
+        # Pictures beside the numbers: neighbours of any encoder, what a decoder makes of images.
+        shown = ["neighbors"] + ["reconstructions"] * (recipe == "mae")
+        names = sorted(file.name for file in (looked / "looks").iterdir())
+        assert names == [f"{name}-{step:08d}.jpg" for name in shown for step in (25, 50)]
     # A frozen encoder looks the same from beginning to end, a trained one does not.
     first, last = looks(runs / "head_min-looked")
     assert {**first, "step": 0} == {**last, "step": 0}
@@ -102,6 +106,44 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
                 [encoder.pool(encoder(normalize(images)), pooling) for images, _, _ in batches]
             )
         assert looks(folder)[-1]["look_rank_me"] == pytest.approx(rank_me(features), rel=1e-5)
+
+
+def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
+    from maect.data.transforms import denormalize, normalize
+    from maect.models.decoder import Decoder, patchify, unpatchify
+    from maect.models.vit import build_encoder
+    from maect.recipes import load_encoder
+    from maect.stages import load_recipe
+    from maect.stages.objectives import MaskedAutoencoder
+    from maect.train.look import sheet
+
+    torch.manual_seed(0)
+    settings, stage = load_encoder("tiny"), load_recipe("mae", "tiny")
+    objective = MaskedAutoencoder(
+        stage, build_encoder(settings), Decoder(settings), None, 0,
+        normalize_pixels=True, detached=False, weight=0.0,
+    )  # fmt: skip
+    raw = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    images = normalize(raw)
+    assert torch.equal(denormalize(images), raw)
+    assert torch.equal(unpatchify(patchify(images, 4), 4), images)
+    order = torch.stack([torch.randperm(16) for _ in range(3)])
+    parts = nn.ModuleDict(objective.parts_read()).eval()
+    with torch.no_grad():
+        seen, made = objective.reconstruct(parts, images, order)
+        predicted = parts["decoder"](parts["encoder"](images, order[:, :4]), order)
+    target, seen, made = (patchify(x, 4) for x in (images, seen, made))
+    for image in range(3):
+        for rank, patch in enumerate(order[image].tolist()):
+            own = target[image, patch]
+            if rank < 4:
+                assert torch.equal(seen[image, patch], own) and torch.equal(made[image, patch], own)
+            else:
+                assert not seen[image, patch].any()
+                expected = predicted[image, patch] * own.std() + own.mean()
+                assert torch.allclose(made[image, patch], expected, atol=0.05)  # bfloat16
+    page = sheet(raw, 3)
+    assert page.shape == (16, 48, 3) and (page[:, 16:32] == raw[1].permute(1, 2, 0).numpy()).all()
 
 
 def test_killed_runs_repeat_or_keep_their_looks(job, runs, tmp_path):

@@ -1,0 +1,48 @@
+"""A folder that becomes a repository of the Hugging Face hub; nothing here needs the network."""
+
+from pathlib import Path
+
+from maect.answers.card import card_sections, results_of
+from maect.core.files import read_json, write_text
+from maect.models.export import Card, export_run
+from maect.stages import STAGES
+from maect.stages.run import resize_of
+
+LARGE = "*.safetensors filter=lfs diff=lfs merge=lfs -text"
+
+
+def publish(
+    run: Path,
+    out: Path,
+    repository: str | None = None,
+    licence: str | None = None,
+    resize: int | None = None,
+) -> int:
+    """Write what a repository needs: weights, `config.json`, model card, `.gitattributes`.
+
+    A fine-tuned run is published with its classifier, any other as an encoder. Other files of the
+    folder, such as those of a clone, stay.
+
+    Args:
+        run: folder of a finished run.
+        out: folder of the repository.
+        repository: its name on the hub, USER/NAME, for the model card.
+        licence: of the weights, as the hub calls it.
+        resize: shorter side of images before the centre crop, if not the run's.
+
+    Returns:
+        Number of classes; 0: an encoder without a classifier.
+
+    Raises:
+        UserError: the run is not finished, or damaged.
+    """
+    labelled = STAGES[read_json(run / "run.json")["stage"]].labelled
+    sections, results = card_sections(run, licence), results_of(run)
+    card = Card(labelled, licence, sections, results, repository)
+    head = run / "head.safetensors" if labelled else None
+    export_run(run, out, resize or resize_of(run), card, head)
+    rules = out / ".gitattributes"
+    lines = rules.read_text(encoding="utf-8").splitlines() if rules.exists() else []
+    if LARGE not in lines:
+        write_text(rules, "".join(f"{line}\n" for line in [*lines, LARGE]))
+    return int(read_json(out / "config.json")["num_classes"])

@@ -1,0 +1,174 @@
+"""Images to look through: a map of them, groups and look-alikes, all without labels.
+
+What the report shows to somebody with images of their own. Pictures are stored with the result, so
+that the page needs no images.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from maect.core.context import Context
+from maect.core.errors import UserError
+from maect.core.files import atomic_write
+from maect.evaluate.base import EvaluationJob, Features, Input, Protocol, Shards
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PIXELS = 5_000_000
+ATLAS_BYTES = 900_000
+"""What the pictures may take: a browser opens no page within the report that is beyond 2 MB."""
+FEWEST = 20
+_MAP_NEIGHBORS = 15  # umap-learn's default
+
+
+class Explore(Protocol):
+    """A map of images (UMAP), groups of them (k-means) and the nearest of each (cosine)."""
+
+    name: ClassVar[str] = "explore"
+    title: ClassVar[str] = "map, groups and look-alikes"
+    leaves: ClassVar[bool] = True
+    test_data: ClassVar[str | None] = "everything is fitted to the images that are shown"
+
+    splits: tuple[str, ...] = Field(default=("val",), min_length=1)
+    images: int = Field(default=1000, gt=0)
+    """At most so many, drawn once from all splits together."""
+    side: int = Field(default=64, gt=0)
+    """Pixels of a stored picture, at most the encoder's image size."""
+    clusters: int | None = Field(default=None, gt=1)
+    """None: the number between 2 and 30 with the largest silhouette coefficient."""
+    neighbors: int = Field(default=8, gt=0)
+    """Look-alikes of each image, among those that are shown."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Explore:
+        if self.images * self.side**2 > PIXELS:
+            raise ValueError(f"images x side x side is above {PIXELS:,}: the page would not open")
+        return self
+
+    def inputs(self) -> dict[str, Input]:
+        """Features and images of every split."""
+        given: dict[str, Input] = {f"features_{name}": Features(name) for name in self.splits}
+        return given | {f"images_{name}": Shards(name) for name in self.splits}
+
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
+        """Number of images and groups, and the silhouette coefficient of each number tried.
+
+        Writes `explore.safetensors`: `points` float32 [n, 2]; `splits`, `ids`, `labels` (-1 where
+        unlabelled) and `clusters` int64 [n], the largest cluster first; `distance` float64 [n] to
+        the cluster's mean; `neighbors` int64 [n, k], positions among the n, and their `similarity`
+        float32 [n, k]; `atlas`, the bytes of a JPEG with all pictures, row by row, in a square.
+        Its metadata has the names of images, splits and classes.
+
+        Raises:
+            UserError: too few images, or features and images that do not belong together.
+        """
+        import numpy as np
+        from safetensors.numpy import save_file
+        from umap import UMAP
+
+        from maect.data.index import open_index
+        from maect.data.shards import image_names
+        from maect.evaluate.clusters import cluster, unit
+        from maect.evaluate.retrieval import thumbnails
+
+        files = [job.features(f"features_{name}", labelled=False) for name in self.splits]
+        indices = [open_index(job.path(f"images_{name}")) for name in self.splits]
+        for file, index in zip(files, indices, strict=True):
+            if index.digest != file.record["index_digest"]:
+                raise UserError(
+                    f"{file.path}: features of other images than those in {index.directory}"
+                )
+        splits, ids = self._drawn([file.n for file in files])
+        if len(ids) < FEWEST:
+            raise UserError(f"{files[0].path}: {len(ids)} images; {FEWEST} are needed to explore")
+        of_split = [ids[splits == number] for number in range(len(files))]
+
+        def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
+            return np.concatenate(parts)  # the draw is sorted by split
+
+        pairs = list(zip(files, of_split, strict=True))
+        rows = unit(joined([file.take(part) for file, part in pairs]))
+        groups = cluster(rows, self.clusters)
+        similarity = rows @ rows.T
+        np.fill_diagonal(similarity, -np.inf)
+        nearest = np.argsort(-similarity, axis=1, kind="stable")[:, : self.neighbors]
+        points = UMAP(
+            n_neighbors=min(_MAP_NEIGHBORS, len(rows) - 1),
+            random_state=self.seed,
+            n_jobs=1,  # with more, the layout would not be reproducible
+        ).fit_transform(rows)
+        pictures = [
+            thumbnails(index, part, file, self.side)
+            for index, (file, part) in zip(indices, pairs, strict=True)
+        ]
+        tensors = {
+            "points": points.astype(np.float32),
+            "splits": splits,
+            "ids": ids,
+            "labels": joined([file.labels[part] for file, part in pairs]),
+            "clusters": groups.cluster,
+            "distance": groups.distance,
+            "neighbors": nearest,
+            "similarity": np.take_along_axis(similarity, nearest, axis=1),
+            "atlas": np.frombuffer(atlas(joined(pictures)), np.uint8),
+        }
+        names: list[str] = []
+        for index, part in zip(indices, of_split, strict=True):
+            known = image_names(index)
+            names += [known[number] for number in part.tolist()]
+        about = {
+            "names": names,
+            "splits": list(self.splits),
+            "classes": list(files[0].record["class_names"]),
+            "side": pictures[0].shape[1],
+        }
+        with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
+            save_file(
+                {name: np.ascontiguousarray(array) for name, array in tensors.items()},
+                temporary,
+                {"maect": json.dumps(about)},
+            )
+        scores = {str(count): score for count, score in groups.scores.items()}
+        return {"images": len(ids), "clusters": groups.count, "silhouette": scores}
+
+    def _drawn(self, sizes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Split and id of each image to show, in order: the same ones for every encoder."""
+        import numpy as np
+
+        splits = np.repeat(np.arange(len(sizes)), sizes)
+        ids = np.concatenate([np.arange(size) for size in sizes])
+        chosen = np.random.default_rng(self.seed).permutation(len(ids))[: self.images]
+        chosen.sort()
+        return splits[chosen], ids[chosen]
+
+
+def columns_of(count: int) -> int:
+    """How many pictures are beside each other in the atlas of so many."""
+    return math.ceil(math.sqrt(count))
+
+
+def atlas(pictures: NDArray[np.uint8]) -> bytes:
+    """A JPEG with all pictures [n, S, S, 3], row by row; as good as its size allows."""
+    import numpy as np
+    from PIL import Image
+
+    count, side = pictures.shape[:2]
+    columns = columns_of(count)
+    canvas = np.zeros((columns, columns, side, side, 3), np.uint8)
+    canvas.reshape(-1, side, side, 3)[:count] = pictures
+    page = Image.fromarray(canvas.swapaxes(1, 2).reshape(columns * side, columns * side, 3))
+    for quality in (85, 70, 55, 40, 25):
+        stream = io.BytesIO()
+        page.save(stream, "JPEG", quality=quality)
+        if stream.tell() <= ATLAS_BYTES:
+            break
+    return stream.getvalue()

@@ -1,0 +1,138 @@
+"""The page to look through images: a map, groups and look-alikes of what `explore` has left.
+
+One file that needs no other and no network; the drawing is a script of its own in the template.
+"""
+
+import base64
+import io
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_text
+from maect.evaluate.explore import columns_of
+from maect.report.figures.data import read_tensors
+from maect.report.registry import ImagesConfig
+from maect.report.render import render_page
+
+_ARRAYS = (
+    "points", "splits", "ids", "labels", "clusters", "distance", "neighbors", "similarity", "atlas",
+)  # fmt: skip
+_STEPS = 10_000
+"""Positions on the map along its longer side."""
+
+
+@dataclass(frozen=True)
+class Explored:
+    """What the protocol `explore` has left of a run.
+
+    Attributes:
+        run: its name.
+        about: names of images (`names`), `splits` and `classes`; `side` of a picture in pixels.
+        arrays: by name.
+    """
+
+    run: str
+    about: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, path: Path) -> "Explored":
+        """Read the file.
+
+        Raises:
+            UserError: it is not there, or another one.
+        """
+        from safetensors import safe_open
+
+        arrays = read_tensors(path, _ARRAYS)
+        with safe_open(path, framework="numpy") as file:
+            about = json.loads((file.metadata() or {}).get("maect", "{}"))
+        return cls(path.parent.name, about, arrays)
+
+    @property
+    def count(self) -> int:
+        """Number of images."""
+        return len(self.arrays["ids"])
+
+    def members(self, group: int) -> np.ndarray:
+        """Positions of a group's images, those nearest to its mean first."""
+        rows = np.flatnonzero(self.arrays["clusters"] == group)
+        return rows[np.argsort(self.arrays["distance"][rows], kind="stable")]
+
+    @cached_property
+    def _pages(self) -> Image.Image:
+        return Image.open(io.BytesIO(self.arrays["atlas"].tobytes())).convert("RGB")
+
+    def picture(self, position: int) -> bytes:
+        """One image as a JPEG."""
+        side = int(self.about["side"])
+        row, column = divmod(int(position), columns_of(self.count))
+        box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
+        stream = io.BytesIO()
+        self._pages.crop(box).save(stream, "JPEG", quality=85)
+        return stream.getvalue()
+
+    def shown(self) -> dict[str, Any]:
+        """What the page's script is told of the run."""
+        points = self.arrays["points"].astype(np.float64)
+        low, high = points.min(axis=0), points.max(axis=0)
+        spots = np.round((points - low) / max(float((high - low).max()), 1e-9) * _STEPS)
+        groups = range(int(self.arrays["clusters"].max()) + 1)
+        return {
+            "run": self.run,
+            "x": spots[:, 0].astype(int).tolist(),
+            "y": spots[:, 1].astype(int).tolist(),
+            "group": self.arrays["clusters"].tolist(),
+            "groups": [self.members(group).tolist() for group in groups],
+            "near": self.arrays["neighbors"].tolist(),
+            "similarity": np.round(self.arrays["similarity"].astype(float), 3).tolist(),
+        }
+
+
+def make_images(path: Path) -> None:
+    """`maect images images.yaml`: beside it the page."""
+    write_text(path.with_suffix(".html"), images_page(ImagesConfig.read(path)))
+
+
+def images_page(config: ImagesConfig) -> str:
+    """The page.
+
+    Raises:
+        UserError: a result that is not there or cannot be read, or results of other images.
+    """
+    explored = [Explored.read(path) for path in config.explored]
+    first = explored[0]
+    for other, path in zip(explored, config.explored, strict=True):
+        if other.about != first.about or not np.array_equal(
+            other.arrays["ids"], first.arrays["ids"]
+        ):
+            raise UserError(f"{path}: of other images than {config.explored[0]}; evaluate again")
+    data = {
+        **first.about,
+        "columns": columns_of(first.count),
+        "split": first.arrays["splits"].tolist(),
+        "label": first.arrays["labels"].tolist(),
+        "runs": [one.shown() for one in explored],
+    }
+    return render_page(
+        "images.html",
+        name=config.name,
+        data=data,
+        atlas=base64.b64encode(first.arrays["atlas"].tobytes()).decode(),
+        pairs=_pairs(config.audit),
+    )
+
+
+def _pairs(audit: Path | None) -> list[dict[str, Any]]:
+    """Pairs of images that look alike, the most similar first."""
+    if audit is None or not audit.exists():
+        return []
+    pairs: list[dict[str, Any]] = read_json(audit)
+    return sorted(pairs, key=lambda pair: -pair["similarity"])

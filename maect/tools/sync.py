@@ -1,0 +1,157 @@
+"""Copies what a run has logged to Weights & Biases or to MLflow, from the run's files alone.
+
+After the training or beside it: a second call adds only what is new. What was copied, and where to,
+is in `synced.json` beside the files.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_json
+from maect.train.metrics import LOOKS, entries
+
+SYNCED = "synced.json"
+_AT_ONCE = 500
+"""Values that MLflow is sent together; it takes 1,000."""
+
+
+class Service(Protocol):
+    """Where a run is copied to."""
+
+    id: str
+    """What the service calls the copy."""
+
+    def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
+        """Add what was logged at a step; steps come in their order."""
+
+    def close(self, finished: bool) -> None:
+        """End this copying; whether the run itself has ended, too."""
+
+
+class WandB:
+    """Weights & Biases, in `$WANDB_MODE` and at `$WANDB_BASE_URL` as its client has it."""
+
+    def __init__(self, run: Path, project: str, id: str | None, told: dict[str, Any]) -> None:
+        wandb = _package("wandb")
+        self._image = wandb.Image
+        self._run = wandb.init(
+            project=project, name=run.name, id=id, config=told, resume="allow", dir=str(run),
+            settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
+        )  # fmt: skip
+        self.id = str(self._run.id)
+
+    def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
+        """Add what was logged at a step."""
+        shown = {f"look/{name}": self._image(str(path)) for name, path in pictures.items()}
+        self._run.log(values | shown, step=step)
+
+    def close(self, finished: bool) -> None:
+        """End this copying."""
+        self._run.finish()
+
+
+class MLflow:
+    """MLflow, at `$MLFLOW_TRACKING_URI`; the project is its experiment."""
+
+    def __init__(self, run: Path, project: str, id: str | None, told: dict[str, Any]) -> None:
+        mlflow = _package("mlflow")
+        self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
+        self._waiting: list[Any] = []
+        if id is None:
+            known = self._client.get_experiment_by_name(project)
+            of = known.experiment_id if known else self._client.create_experiment(project)
+            id = str(self._client.create_run(of, run_name=run.name).info.run_id)
+            for key, value in _flat(told):
+                self._client.log_param(id, key, value)
+        self.id = id
+
+    def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
+        """Add what was logged at a step."""
+        now = int(1000 * time.time())
+        self._waiting += [self._metric(name, value, now, step) for name, value in values.items()]
+        if len(self._waiting) >= _AT_ONCE:
+            self._send()
+        for path in pictures.values():
+            self._client.log_artifact(self.id, str(path), LOOKS)
+
+    def _send(self) -> None:
+        self._client.log_batch(self.id, metrics=self._waiting)
+        self._waiting = []
+
+    def close(self, finished: bool) -> None:
+        """End this copying."""
+        self._send()
+        self._client.set_terminated(self.id, "FINISHED" if finished else "RUNNING")
+
+
+SERVICES: dict[str, Callable[[Path, str, str | None, dict[str, Any]], Service]] = {
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
+
+
+def sync(service: str, run: Path, project: str) -> int:
+    """Copy the steps of a run that a service does not have yet.
+
+    Args:
+        service: which of `SERVICES`.
+        run: the run's folder.
+        project: what the service puts the run into; of MLflow an experiment.
+
+    Returns:
+        Number of steps that were added.
+
+    Raises:
+        UserError: no such run, or the service's package is not installed.
+    """
+    metrics, path = run / "metrics.jsonl", run / SYNCED
+    if not metrics.exists():
+        raise UserError(
+            f"{run}: has logged nothing (no {metrics.name}); is it the folder of a run?"
+        )
+    known: dict[str, Any] = read_json(path) if path.exists() else {}
+    before = known.get(service, {"id": None, "step": 0})
+    new = [line for line in entries(metrics) if line["step"] > before["step"]]
+    if not new and before["id"] is not None:
+        return 0
+    copy = SERVICES[service](run, project, before["id"], _told(run))
+    try:
+        for line in new:
+            step = int(line.pop("step"))
+            files = (run / LOOKS).glob(f"*-{step:08d}.jpg")
+            pictures = {file.name.rpartition("-")[0]: file for file in sorted(files)}
+            copy.log(step, line.pop("timing") | line, pictures)
+    finally:
+        copy.close((run / "run.json").exists())
+    last = step if new else 0
+    write_json(path, known | {service: {"id": copy.id, "step": last}})
+    return len(new)
+
+
+def _package(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise UserError(f"{name} is not installed: pip install maect[{name}]") from None
+
+
+def _told(run: Path) -> dict[str, Any]:
+    """What the run was told, by its resolved file."""
+    path = run / "config.yaml"
+    told: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {}
+    return told
+
+
+def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings with dots in their names."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value

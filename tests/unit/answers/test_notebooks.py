@@ -1,0 +1,119 @@
+"""The notebooks, cell by cell, with tiny data in place of what their first cells name."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+
+from maect.cli import main
+from maect.core.files import write_json
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.explore import Explore
+from maect.models.decoder import Decoder
+from maect.models.vit import build_encoder
+from maect.recipes import load_encoder
+from maect.report.registry import Row
+from maect.report.tables import build_table, write_table
+
+BOOKS = Path(__file__).parents[3] / "docs/notebooks"
+
+
+def execute(name: str, skip: tuple[str, ...] = (), **parameters: Any) -> dict[str, Any]:
+    """Run a notebook's cells in the present folder, `!maect` in this process; returns its names."""
+
+    def shell(line: str) -> None:
+        program, *words = shlex.split(line)
+        assert program == "maect" and main(words) == 0, line
+
+    names: dict[str, Any] = {"shell": shell}
+    book = nbformat.read(BOOKS / f"{name}.ipynb", as_version=4)
+    nbformat.validate(book)
+    for cell in book.cells:
+        tags = cell.metadata.get("tags", [])
+        if cell.cell_type != "code" or {*tags} & {*skip}:
+            continue
+        assert not cell.outputs and cell.execution_count is None  # kept without its results
+        source = re.sub(r"^!(.+)$", r"shell(f'''\1''')", cell.source, flags=re.M)
+        exec(source, names)
+        if "parameters" in tags:
+            assert {*parameters} <= {*names}
+            names |= parameters
+    return names
+
+
+@pytest.fixture
+def birds(run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `birds` and the results of an experiment on them, which is where one stands."""
+    (tmp_path / "birds").symlink_to(photographs)
+    results = tmp_path / "results/birds"
+    (results / "runs").mkdir(parents=True)
+    (results / "runs/ct").symlink_to(run)
+    assert main(["shard", str(photographs), str(results / "shards/birds/val")]) == 0
+    monkeypatch.chdir(tmp_path)
+    return results
+
+
+def test_embed_and_search(birds: Path) -> None:
+    names = execute("embed_and_search")
+    assert names["vectors"].shape == (30, names["encoder"].width) and len(names["nearest"]) == 5
+    assert Path("groups/index.html").exists()
+
+
+def test_add_a_protocol(birds: Path) -> None:
+    names = execute("add_a_protocol")
+    assert -1 < names["metrics"]["similarity"] < 1
+
+
+def test_read_the_report(birds: Path) -> None:
+    shards, features = birds / "shards/birds/val", birds / "val.safetensors"
+    words = ["--shards", str(shards), "--out", str(features)]
+    assert main(["features", str(birds / "runs/ct"), *words]) == 0
+    evaluations = birds / "evaluations"
+    job = EvaluationJob(birds / "runs/ct", evaluations / "ct/explore.json",
+              {"features_val": features, "images_val": shards})  # fmt: skip
+    Explore(clusters=3).evaluate(None, job)  # type: ignore[arg-type]
+    for name in ("knn", "linear_probe"):
+        result = {"metrics": {name: 61.5}, "settings": {"test_split": "val"}, "provenance": {}}
+        write_json(evaluations / f"ct/{name}.json", result)
+    table = build_table("low_shot", [Row("tiny", "ct_min", ("ct",))], evaluations, False)
+    write_table(table, birds / "tables/low_shot.csv")
+    logged = birds / "runs/ct/metrics.jsonl"
+    logged.write_text("".join(f'{{"epoch": {n}, "loss": {3 - n}}}\n' for n in range(3)))
+    try:
+        names = execute("read_the_report")
+    finally:
+        logged.unlink()
+    assert names["table"]["knn"].tolist() == [61.5] and names["curve"]["loss"].tolist() == [3, 2, 1]
+    assert len(names["images"]) == 30 and names["images"]["group"].nunique() == 3
+
+
+@pytest.mark.parametrize(
+    "skip",
+    [
+        pytest.param(("download", "long"), id="plan"),
+        pytest.param(("download",), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_tune_on_my_images(
+    skip: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an encoder for 16 pixels under the name of ViT-B."""
+    from maect.data.digits import write_digits
+
+    monkeypatch.setattr("maect.tools.new_experiment.PUBLIC", {"mae_base": "tiny"})
+    monkeypatch.setenv("WEIGHTS", str(tmp_path / "weights"))
+    monkeypatch.chdir(tmp_path)
+    write_digits(tmp_path / "digits")
+    (tmp_path / "weights").mkdir()
+    encoder = load_encoder("tiny")
+    decoder = Decoder(encoder).state_dict()
+    weights = dict(build_encoder(encoder).state_dict()) | {"mask_token": decoder.pop("mask_token")}
+    weights |= {f"decoder_{name}": value for name, value in decoder.items()}
+    torch.save({"model": weights}, tmp_path / "weights/mae_pretrain_vit_base.pth")
+    epochs = {"head": 1, "ct": 1}
+    execute("tune_on_my_images", skip, IMAGES="digits", NAME="mine", EPOCHS=epochs)
+    assert (tmp_path / "results/mine/report.html").exists() == ("long" not in skip)

@@ -1,0 +1,81 @@
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from maect.core.errors import UserError
+from maect.data.index import open_index
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.explore import ATLAS_BYTES, Explore, atlas, columns_of
+from maect.evaluate.features import extract
+from maect.evaluate.store import open_features
+
+from .conftest import Rank
+
+
+@pytest.fixture(scope="module")
+def job(images: Path, tmp_path_factory: pytest.TempPathFactory) -> EvaluationJob:
+    root, run = tmp_path_factory.mktemp("explored"), images / "runs/mae"
+    given = {}
+    for split in ("train", "val"):
+        shards, out = images / "shards" / split, root / f"{split}.safetensors"
+        extract(Rank(), encoder=run / "encoder.safetensors", shards=shards, out=out, resize=16)
+        given |= {f"features_{split}": out, f"images_{split}": shards}
+    return EvaluationJob(run, root / "explore.json", given)
+
+
+def test_a_map_with_names_pictures_groups_and_look_alikes(job: EvaluationJob, rank: Rank) -> None:
+    settings = Explore(splits=("train", "val"), images=100, clusters=5, neighbors=3)
+    metrics = settings.evaluate(rank, job)
+    assert (metrics["images"], metrics["clusters"]) == (100, 5)
+    path = job.out.with_suffix(".safetensors")
+    left = load_file(path)
+    with safe_open(path, framework="numpy") as file:
+        about = json.loads(file.metadata()["maect"])
+    assert left["points"].shape == (100, 2) and np.isfinite(left["points"]).all()
+    assert {0, 1} == {*left["splits"].tolist()} and about["splits"] == ["train", "val"]
+    rows = []
+    for position, (split, row) in enumerate(zip(left["splits"], left["ids"], strict=True)):
+        index = open_index(job.path(f"images_{settings.splits[split]}"))
+        # The names of the files as they are, where the shards have keys.
+        assert about["names"][position] == f"{index.key(row)}.png"
+        assert left["labels"][position] == index.labels[row]
+        rows.append(open_features(job.path(f"features_{settings.splits[split]}")).take(row[None]))
+    unit = np.concatenate(rows)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    similarity = unit @ unit.T - 3 * np.eye(100)
+    expected = np.sort(similarity, axis=1)[:, :-4:-1]
+    np.testing.assert_allclose(left["similarity"], expected, atol=1e-6)
+    found = np.take_along_axis(similarity, left["neighbors"], axis=1)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    # The picture of an image is where the page looks for it.
+    page = np.asarray(Image.open(io.BytesIO(left["atlas"].tobytes())).convert("RGB"), float)
+    index = open_index(job.path("images_val"))
+    row, column = divmod(99, columns_of(100))
+    side = about["side"]
+    shown = page[row * side : (row + 1) * side, column * side : (column + 1) * side]
+    image = np.asarray(Image.open(io.BytesIO(index.read(int(left["ids"][99])))), float)
+    assert np.abs(shown - image).mean() < 6
+
+
+def test_what_cannot_be_explored_is_named(job: EvaluationJob, rank: Rank) -> None:
+    with pytest.raises(UserError, match="7 images; 20 are needed to explore"):
+        Explore(splits=("val",), images=7).evaluate(rank, job)
+    with pytest.raises(ValidationError, match="above 5,000,000: the page would not open"):
+        Explore(images=2000)
+    wrong = EvaluationJob(job.run, job.out, dict(job.inputs, images_val=job.inputs["images_train"]))
+    with pytest.raises(UserError, match="features of other images"):
+        Explore().evaluate(rank, wrong)
+
+
+def test_pictures_fit_into_a_report_whatever_they_show() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (1000, 64, 64, 3), np.uint8)
+    assert len(atlas(noise)) <= 2 * ATLAS_BYTES  # nothing is worse than noise
+    smooth = np.broadcast_to(np.arange(64, dtype=np.uint8)[:, None], (9, 64, 64))
+    assert len(atlas(np.stack([smooth] * 3, axis=-1))) < ATLAS_BYTES

@@ -1,0 +1,101 @@
+"""What a run has logged, copied to a service: each step once, whenever it is asked for."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from maect.cli import main
+from maect.core.files import read_json
+from maect.tools import sync
+
+
+def write_run(folder: Path, steps: int) -> Path:
+    """A run that has come so far; it was looked at in every third step."""
+    (folder / "looks").mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"step": n, "loss": 2.0 - n / 10, "timing": {"device_seconds": n / 2}}
+        for n in range(1, steps + 1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for step in range(3, steps + 1, 3):
+        Image.new("RGB", (9, 9)).save(folder / f"looks/neighbors-{step:08d}.jpg")
+    (folder / "config.yaml").write_text("run: ct\nsettings: {epochs: 4, head: {topk: 1}}\n")
+    return folder
+
+
+class Recorder:
+    """A service that keeps what it is told."""
+
+    calls: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, run: Path, project: str, id: str | None, told: dict[str, Any]) -> None:
+        self.id = id or "abc"
+        self.calls.append((run.name, project, id, told["settings"]["epochs"]))
+
+    def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
+        self.calls.append((step, values["loss"], values["device_seconds"], [*pictures]))
+
+    def close(self, finished: bool) -> None:
+        self.calls.append(finished)
+
+
+def test_only_what_is_new_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sync.SERVICES, "wandb", Recorder)
+    monkeypatch.setattr(Recorder, "calls", [])
+    run = write_run(tmp_path / "ct", 3)
+    assert main(["sync", "wandb", str(run), "--project", "birds"]) == 0
+    assert "3 new steps to wandb" in capsys.readouterr().out
+    looked = (3, 1.7, 1.5, ["neighbors"])
+    first = [("ct", "birds", None, 4), (1, 1.9, 0.5, []), (2, 1.8, 1.0, []), looked, False]
+    assert Recorder.calls == first
+    assert main(["sync", "wandb", str(run)]) == 0
+    assert Recorder.calls == first  # nothing was new
+    write_run(run, 4)
+    (run / "run.json").write_text("{}")
+    assert main(["sync", "wandb", str(run), "--project", "birds"]) == 0
+    assert Recorder.calls[5:] == [("ct", "birds", "abc", 4), (4, 1.6, 2.0, []), True]
+    assert read_json(run / "synced.json") == {"wandb": {"id": "abc", "step": 4}}
+
+
+def test_what_cannot_be_copied_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sync", "wandb", str(tmp_path)]) == 2
+    assert "has logged nothing (no metrics.jsonl)" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    assert main(["sync", "mlflow", str(write_run(tmp_path / "ct", 1))]) == 2
+    assert "mlflow is not installed: pip install maect[mlflow]" in capsys.readouterr().err
+    assert not (tmp_path / "ct/synced.json").exists()
+
+
+def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra maect[mlflow]")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/mlruns")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlruns")
+    for steps in (2, 2, 4):
+        run = write_run(tmp_path / "ct", steps)
+        assert main(["sync", "mlflow", str(run)]) == 0
+    client, id = mlflow.MlflowClient(), read_json(run / "synced.json")["mlflow"]["id"]
+    history = client.get_metric_history(id, "loss")
+    assert [(m.step, m.value) for m in history] == [(1, 1.9), (2, 1.8), (3, 1.7), (4, 1.6)]
+    assert client.get_run(id).data.params["settings.head.topk"] == "1"
+    assert [f.path for f in client.list_artifacts(id, "looks")] == ["looks/neighbors-00000003.jpg"]
+
+
+def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="needs the extra maect[wandb]")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for steps in (2, 4):
+        run = write_run(tmp_path / "ct", steps)
+        assert main(["sync", "wandb", str(run)]) == 0
+    id = read_json(run / "synced.json")["wandb"]["id"]
+    files = sorted(run.glob(f"wandb/offline-run-*-{id}/*.wandb"))
+    assert len(files) == 2
+    assert b"neighbors" in files[1].read_bytes() and b"neighbors" not in files[0].read_bytes()
