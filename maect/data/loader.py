@@ -7,7 +7,8 @@ flight. Nothing is kept between steps: step s of a run is a function of its argu
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from maect.core.errors import UserError
 from maect.data.decode import UnreadableError, crops, render
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.order import Order
+from maect.data.packed import Layout, Packed
 from maect.data.pixels import open_pixels
 from maect.data.transforms import Change, center_crops, random_crops
 from maect.recipes import View
@@ -26,6 +28,8 @@ from maect.recipes import View
 _IN_FLIGHT = 3
 _PER_TASK = 8
 _Note = TypeVar("_Note")
+Draw = Callable[[NDArray[np.int64], NDArray[np.int64]], dict[str, Tensor]]
+"""What is drawn for a batch, by name, of epochs [b] and ids [b]; always of the same shapes."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,20 @@ class Batch:
     """[b], -1 where unlabelled."""
     images: Tensor
     """uint8 [views, b, 3, S, S] on the CPU: cropped, not yet flipped or normalized."""
+    packed: Packed | None = None
+    """Images, ids, labels and what was drawn for the batch, if that was asked for."""
+
+    def on(self, device: torch.device, draw: Draw) -> dict[str, Tensor]:
+        """`images`, `ids`, `labels` and what is drawn for them, on a device."""
+        if self.packed is not None:
+            return self.packed.on(device)
+        values = {"images": self.images, **_numbers(self.ids, self.labels)}
+        values |= draw(self.epochs, self.ids)
+        return {name: value.to(device, non_blocking=True) for name, value in values.items()}
+
+
+def _numbers(ids: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, Tensor]:
+    return {"ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
 
 
 @dataclass(frozen=True)
@@ -52,6 +70,8 @@ class _Job(Generic[_Note]):
     """[b, views, 8]."""
     change: Callable[[NDArray[np.uint8], int], None] | None = None
     """Called with a decoded sample's views and its row in the batch."""
+    beside: Callable[[], None] | None = None
+    """What else is to be done for the batch, in a thread."""
 
 
 def train_batches(
@@ -67,12 +87,15 @@ def train_batches(
     steps: int,
     threads: int,
     change: Change | None = None,
+    draw: Draw | None = None,
+    pinned: bool = False,
 ) -> Iterator[Batch]:
     """Batches of steps `start_step` to `start_step + steps - 1`.
 
     Rank r gets rows r·b to (r+1)·b of the global batch, b = global_batch / world_size. Steps run
     on from epoch to epoch without a remainder: over n steps exactly n·global_batch samples come,
-    every sample once an epoch. `change` runs in the decoding threads.
+    every sample once an epoch. `change` and `draw` run in the decoding threads; with `draw`,
+    batches are packed, in `pinned` memory if a GPU is to copy them.
 
     Raises:
         UserError: the world size does not divide the batch, or an image cannot be read.
@@ -84,12 +107,32 @@ def train_batches(
     order = Order(index.n, seed)
     share = global_batch // world_size
 
+    shape = (len(views), share, 3, image_size, image_size)
+    layout = None if draw is None else layout_of(shape, draw)
+
     def jobs() -> Iterator[_Job[Batch]]:
         for step in range(start_step, start_step + steps):
             rows, epochs = order.take(step * global_batch + rank * share, share)
-            yield _views(index, step, rows, epochs, seed, views, image_size, change)
+            packed = None if layout is None else Packed(layout, pinned)
+            job = _views(index, step, rows, epochs, seed, views, image_size, change, packed)
+            yield job if draw is None else replace(job, beside=partial(fill, job.note, draw))
 
     yield from _decoded(index, jobs(), lambda batch: batch.images.numpy(), threads)
+
+
+def layout_of(images: tuple[int, ...], draw: Draw) -> Layout:
+    """How batches lie in memory whose images are uint8 [views, b, 3, S, S] of that shape."""
+    none = np.zeros(images[1], np.int64)
+    values = _numbers(none, none) | draw(none, none)
+    shapes = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
+    return Layout({"images": (torch.uint8, images), **shapes})
+
+
+def fill(batch: Batch, draw: Draw) -> None:
+    """Put beside a batch's images what they are and what is drawn for them."""
+    assert batch.packed is not None
+    for name, value in (_numbers(batch.ids, batch.labels) | draw(batch.epochs, batch.ids)).items():
+        batch.packed.tensors[name].copy_(value)
 
 
 def view_parts(
@@ -120,6 +163,7 @@ def _views(
     views: Sequence[View],
     image_size: int,
     change: Change | None = None,
+    packed: Packed | None = None,
 ) -> _Job[Batch]:
     """Random crops of some rows."""
     record = np.asarray(index.rows[rows])
@@ -136,8 +180,11 @@ def _views(
         )
         for number, view in enumerate(views)
     ]
-    images = torch.empty(len(views), len(rows), 3, image_size, image_size, dtype=torch.uint8)
-    batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images)
+    if packed is None:
+        images = torch.empty(len(views), len(rows), 3, image_size, image_size, dtype=torch.uint8)
+    else:
+        images = packed.tensors["images"]
+    batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images, packed)
     return _Job(batch, rows, np.stack(geometries, 1), _changer(change, batch))
 
 
@@ -204,7 +251,8 @@ def _decoded(
         out = target(job.note)
         # Few enough for small images, whose decoding is as quick as a task's start.
         length = max(_PER_TASK, len(job.rows) // (4 * max(1, threads)))
-        parts = [
+        parts = [] if job.beside is None else [pool.submit(job.beside)]
+        parts += [
             pool.submit(_decode, index, pixels, job, out, slice(i, i + length))
             for i in range(0, len(job.rows), length)
         ]

@@ -5,6 +5,7 @@ from typing import Literal, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -78,21 +79,24 @@ class ViewsObjective(Objective):
         """How many patches the encoder sees."""
         return visible_patches(patches, self.stage.mask_ratio)
 
-    def prepare(self, batch: Batch, device: torch.device) -> Views:
-        """Augmented views, masks and lookup numbers of a batch."""
-        stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
-        views, raw = self.view_settings, batch.images.to(device, non_blocking=True)
-        changes = draw_changes(views, seed, epochs, ids)
-        images = apply_changes(flat(raw), changes).unflatten(0, raw.shape[:2])
-        shuffle = neighbors = None
+    def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Masks and lookup numbers, as `Views` has them."""
+        stage, seed, views, drawn = self.stage, self.seed, len(self.view_settings), {}
         if stage.mask_ratio:
             patches = self.encoder.settings.patches
-            shuffle = ids_shuffle(patches, seed, epochs, ids, len(views))
-            shuffle = shuffle.to(device, non_blocking=True)
+            drawn["ids_shuffle"] = ids_shuffle(patches, seed, epochs, ids, views)
         if stage.head is not None:
-            neighbors = lookup_numbers(stage.head.topk, seed, epochs, ids, len(views)).to(device)
-        own_ids, labels = torch.from_numpy(ids).to(device), torch.from_numpy(batch.labels)
-        return Views(images, shuffle, own_ids, labels.to(device), neighbors)
+            drawn["neighbors"] = lookup_numbers(stage.head.topk, seed, epochs, ids, views)
+        return drawn
+
+    def prepare(self, batch: Batch, device: torch.device) -> Views:
+        """Augmented views, masks and lookup numbers of a batch."""
+        values = batch.on(device, self.draw)
+        raw = values["images"]
+        changes = draw_changes(self.view_settings, self.seed, batch.epochs, batch.ids)
+        images = apply_changes(flat(raw), changes).unflatten(0, raw.shape[:2])
+        shuffle, neighbors = values.get("ids_shuffle"), values.get("neighbors")
+        return Views(images, shuffle, values["ids"], values["labels"], neighbors)
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
         """Pooled tokens of whole images, [b, D]."""
@@ -306,20 +310,23 @@ class Classifier(Objective):
             nn.init.trunc_normal_(self.head.weight, std=HEAD_STD)
         nn.init.zeros_(self.head.bias)
 
+    def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Which residual branches are dropped, as `Examples` has it."""
+        if not self.stage.drop_path:
+            return {}
+        rates = np.array(drop_rates(self.stage, self.encoder.settings.depth))
+        return {"kept": drop_path_factors(rates, self.seed, epochs, ids)}
+
     def prepare(self, batch: Batch, device: torch.device) -> Examples:
         """Flipped, erased and mixed images, and which residual branches are dropped."""
         stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
         (view,) = stage.view_settings()
-        raw = batch.images[0].to(device, non_blocking=True)
-        images = augment(raw, view, 0, seed, epochs, ids)
+        values = batch.on(device, self.draw)
+        images = augment(values["images"][0], view, 0, seed, epochs, ids)
         erase(images, stage.random_erasing, seed, epochs, ids)
         mix = draw_mix(stage.mixup, stage.cutmix, images.shape[-1], seed, batch.step)
-        kept = None
-        if stage.drop_path:
-            rates = np.array(drop_rates(stage, self.encoder.settings.depth))
-            kept = drop_path_factors(rates, seed, epochs, ids).to(device)
-        labels = torch.from_numpy(batch.labels).to(device)
-        return Examples(apply_mix(images, mix), labels, mix.share, kept)
+        kept = values.get("kept")
+        return Examples(apply_mix(images, mix), values["labels"], mix.share, kept)
 
     def forward(self, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean cross-entropy with the smoothed, mixed labels, []."""

@@ -31,22 +31,20 @@ class Bucket:
     Attributes:
         parameters: each with its name and where it begins.
         weights: of all of them, [n]; the parameters are views of it.
-        gradients: to be exchanged, [n]; under ZeRO 0 averaged in place.
         averaged: gradients over all ranks: of this rank's slice (ZeRO 1), or of all.
         runs: number of a parameter group and where its parameters begin and end; no gaps between.
         own: this rank's slice.
-        views: of `gradients`, as the parameters.
+        zeros: what fills gaps between gradients.
         missing: parameters whose gradients are still to come.
         work: the exchange under way.
     """
 
     parameters: list[tuple[str, nn.Parameter, int]]
     weights: Tensor
-    gradients: Tensor
     averaged: Tensor
     runs: list[tuple[int, int, int]]
     own: slice
-    views: list[Tensor]
+    zeros: Tensor
     missing: int = 0
     work: Any = None
 
@@ -88,6 +86,7 @@ class Exchange:
             sharded: ZeRO 1 instead of 0.
         """
         self._sharded, self._ranks = sharded, dist.get_world_size()
+        self._scattered = sharded and self._ranks > 1
         self._next: int | None = None  # bucket to exchange; None: gradients only add up
         number = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         trained = [(n, p, number[id(p)]) for n, p in module.named_parameters() if id(p) in number]
@@ -123,24 +122,21 @@ class Exchange:
         part = -(-length // (ALIGNED * self._ranks)) * ALIGNED
         runs[-1][2] = part * self._ranks
         weights = torch.zeros(part * self._ranks, device=entries[0][1].device)
-        gradients = torch.zeros_like(weights)
-        views = []
         for _, parameter, start in parameters:
             where = slice(start, start + parameter.numel())
             weights[where] = parameter.reshape(-1)
             parameter.data = weights[where].view(parameter.shape)
-            views.append(gradients[where].view(parameter.shape))
-        scattered = self._sharded and self._ranks > 1
-        averaged = gradients.new_zeros(part) if scattered else gradients
+        averaged = weights.new_zeros(part if self._scattered else len(weights))
         own = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
         groups = [(group, start, end) for group, start, end in runs]
-        return Bucket(parameters, weights, gradients, averaged, groups, own, views)
+        zeros = weights.new_zeros(max(ALIGNED, len(weights) - length + ALIGNED))
+        return Bucket(parameters, weights, averaged, groups, own, zeros)
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """What this rank updates of a bucket."""
         begin = bucket.own.start if self._sharded else 0
         end = bucket.own.stop if self._sharded else len(bucket.weights)
-        first = begin if len(bucket.averaged) < len(bucket.gradients) else 0
+        first = begin if self._scattered else 0
         for group, low, high in bucket.runs:
             low, high = max(low, begin), min(high, end)
             if low < high:
@@ -162,7 +158,7 @@ class Exchange:
         """The same by parameter: its name, and what of its gradient lies in this rank's slices."""
         for bucket in self.buckets:
             own = bucket.own
-            first = own.start if len(bucket.averaged) < len(bucket.gradients) else 0
+            first = own.start if self._scattered else 0
             for name, parameter, start in bucket.parameters:
                 low, high = max(start, own.start), min(start + parameter.numel(), own.stop)
                 if low < high:
@@ -186,7 +182,7 @@ class Exchange:
 
     def gather(self) -> None:
         """Get the other ranks' slices of the weights."""
-        if not self._sharded or self._ranks == 1:
+        if not self._scattered:
             return
         works = [
             dist.all_gather_into_tensor(b.weights, b.weights[b.own], async_op=True)
@@ -216,23 +212,24 @@ class Exchange:
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        """Copy gradients side by side, and start their exchange."""
-        targets, sources = [], []
-        for view, (_, parameter, _) in zip(bucket.views, bucket.parameters, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                targets.append(view)
-                sources.append(parameter.grad)
-                parameter.grad = None
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        if self._ranks == 1:
-            return
-        bucket.gradients.div_(self._ranks)
-        if self._sharded:
-            bucket.work = dist.reduce_scatter_tensor(
-                bucket.averaged, bucket.gradients, async_op=True
+        """Join gradients, and start their exchange."""
+        parts, end = [], 0
+        for _, parameter, start in bucket.parameters:
+            if start > end:
+                parts.append(bucket.zeros[: start - end])
+            gradient = parameter.grad
+            parts.append(
+                (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1)
             )
-        else:
-            bucket.work = dist.all_reduce(bucket.gradients, async_op=True)
+            parameter.grad = None
+            end = start + parameter.numel()
+        parts.append(bucket.zeros[: len(bucket.weights) - end])
+        if not self._scattered:
+            torch.cat(parts, out=bucket.averaged)
+            if self._ranks > 1:
+                bucket.averaged.div_(self._ranks)
+                bucket.work = dist.all_reduce(bucket.averaged, async_op=True)
+            return
+        # Let go of as soon as it is exchanged: of other ranks' slices no gradients are kept.
+        gradients = torch.cat(parts).div_(self._ranks)
+        bucket.work = dist.reduce_scatter_tensor(bucket.averaged, gradients, async_op=True)

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from maect.data.loader import Batch
@@ -19,6 +21,10 @@ class Objective(nn.Module):
     """From a batch to a loss. DeepSpeed wraps it."""
 
     encoder: VisionEncoder
+
+    def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
+        """What is drawn for samples before they reach the device, by name; in a thread."""
+        return {}
 
     def prepare(self, batch: Batch, device: torch.device) -> Any:
         """The argument of `forward`: images, masks and random draws, on the device."""

@@ -204,6 +204,9 @@ def train(
                 steps=last - step,
                 threads=max(1, context.cpus),
                 change=stage.image_change(run.seed),
+                # A part of a batch draws for itself.
+                draw=objective.draw if stage.accumulation == 1 else None,
+                pinned=device.type == "cuda",
             )
             if not trainer.run(islice(batches, last - step)):
                 return "requeue"
@@ -280,6 +283,7 @@ class Trainer:
         # As the last two forward passes found them.
         self._before, self._earlier = ([b.clone() for b in self._changing] for _ in range(2))
         self._forwarded = False  # a forward pass has run since the last update
+        self._beside = torch.cuda.Stream() if self.device.type == "cuda" else None
         self._unread: _Sums | None = None
         self._looking = 0.0  # seconds so far
         self._knn: float | None = None
@@ -323,7 +327,7 @@ class Trainer:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         pieces, marks = self.stage.accumulation, list[Mark]()
         for number in range(pieces):
-            inputs = self.objective.prepare(_piece(batch, number, pieces), self.device)
+            inputs = self._prepare(_piece(batch, number, pieces))
             marks.append(self.engine.mark())
             loss, values = self.engine(inputs)
             marks.append(self.engine.mark())
@@ -334,6 +338,19 @@ class Trainer:
             if number < pieces - 1:
                 self.engine.step(0.0)
         return _Sums(["loss", *scalars], [loss_sum, *scalars.values()], marks)
+
+    def _prepare(self, batch: Batch) -> Any:
+        """What the objective is called with; a GPU makes it while it computes the step before."""
+        if self._beside is None:
+            return self.objective.prepare(batch, self.device)
+        with torch.cuda.stream(self._beside):
+            inputs = self.objective.prepare(batch, self.device)
+        current = torch.cuda.current_stream()
+        current.wait_stream(self._beside)
+        for value in vars(inputs).values():
+            if isinstance(value, Tensor):
+                value.record_stream(current)
+        return inputs
 
     def _update(self, sums: "_Sums", number: int) -> None:
         """Agree on loss, gradient and what every rank has to do at the same step; update.
@@ -605,6 +622,8 @@ def _scores(run: Run, split: Index) -> Scores | None:
 
 def _piece(batch: Batch, number: int, pieces: int) -> Batch:
     """One of `pieces` equal parts of a batch."""
+    if pieces == 1:
+        return batch
     share = len(batch.ids) // pieces
     rows = slice(number * share, (number + 1) * share)
     return replace(

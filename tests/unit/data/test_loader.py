@@ -254,3 +254,22 @@ def test_killed_loader_continues_with_the_same_bits(index: Index) -> None:
         content = b"".join(part.tobytes() for part in parts)
         expected.append(f"{b.step} {hashlib.sha256(content).hexdigest()}")
     assert printed == expected
+
+
+def test_packed_batches_hold_what_is_drawn_for_them(index: Index) -> None:
+    def draw(epochs, ids):  # type: ignore[no-untyped-def]
+        return {
+            "masks": random.ids_shuffle(4, 3, epochs, ids, 2),
+            "odd": torch.from_numpy((ids % 2).astype(np.int8)),
+            "kept": torch.from_numpy(epochs.astype(np.float32) / 7),
+        }
+
+    plain, packed = batches(index, 3), batches(index, 3, draw=draw)
+    for one, other in zip(plain, packed, strict=True):
+        assert same(one, other) and other.packed is not None
+        expected, found = (batch.on(torch.device("cpu"), draw) for batch in (one, other))
+        assert (
+            expected.keys() == found.keys() == {"images", "ids", "labels", "masks", "odd", "kept"}
+        )
+        for name, value in expected.items():
+            assert torch.equal(value, found[name]) and value.dtype == found[name].dtype

@@ -1,0 +1,1056 @@
+"""What has to hold on a GPU, and what nobody can know without one: the first thing to run there.
+
+    python -u tests/gpu/first_day.py --out FOLDER [--packages FOLDER] [--only 0,5]
+
+Every check is a process with a limit of its own and one line of JSON; a table and `report.json`
+come last. The exit status is 1 if a check fails that must hold. After `--seconds` (540) no further
+check begins, so that all of it fits ten minutes of one H100. Nothing is downloaded: images are made
+here, and packages that the machine lacks are carried along (docs/gpu.md). On a CPU, and with
+`--small`, shapes are tiny; what needs a GPU says so.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks"), str(Path(__file__).parent)]
+
+SECONDS = 540
+LIMIT_FACTOR = 2
+"""How much longer than planned a check may take, beside a minute for imports."""
+SLOWLY = 600
+"""Seconds that a check may take on a CPU."""
+MIB = 2**20
+
+
+@dataclass
+class Here:
+    """Where a check runs.
+
+    Attributes:
+        device: of torch.
+        small: tiny shapes: to see that the script works.
+        folder: of this check alone.
+    """
+
+    device: Any
+    small: bool
+    folder: Path
+
+    @property
+    def cuda(self) -> bool:
+        """Whether it is a GPU."""
+        return bool(self.device.type == "cuda")
+
+    def size(self, name: str) -> str:
+        """A size of encoder, or the tiny one."""
+        return "tiny" if self.small else name
+
+
+@dataclass
+class Outcome:
+    """What a check found.
+
+    Attributes:
+        values: numbers for the report.
+        must: what has to hold, and whether it does.
+        should: what was expected, and whether it is so.
+    """
+
+    values: dict[str, Any]
+    must: dict[str, bool] = field(default_factory=dict)
+    should: dict[str, bool] = field(default_factory=dict)
+
+
+class Needs(Exception):
+    """This machine lacks something; the text says what."""
+
+
+class Alone:
+    """The context of a rank that nobody watches; may be told to stop after a step."""
+
+    local_rank = 0
+    cpus = len(os.sched_getaffinity(0))
+
+    def __init__(
+        self, rank: int = 0, ranks: int = 1, gpus: bool = False, meeting: str = "", stop_at: int = 0
+    ) -> None:
+        self.rank, self.world_size, self.local_world_size = rank, ranks, ranks
+        self.gpus, self._meeting, self._stop_at, self._step = gpus, meeting, stop_at, 0
+
+    def stop_requested(self) -> bool:
+        return bool(self._stop_at) and self._step + 1 >= self._stop_at
+
+    def is_current(self) -> bool:
+        return True
+
+    def report(self, progress: dict[str, Any], /) -> None:
+        self._step = progress["step"]
+
+    def saved(self, step: int, /) -> None:
+        pass
+
+    def store(self, timeout: timedelta, /) -> Any:
+        from torch.distributed import FileStore, HashStore
+
+        return FileStore(self._meeting, self.world_size) if self._meeting else HashStore()
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+def join(here: Here) -> None:
+    """A process group of one rank, as a training has it."""
+    from maect.train.engine import start
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    here.device = start(Alone(gpus=here.cuda))
+
+
+def wait(here: Here) -> None:
+    """Until the device has nothing left to do."""
+    import torch
+
+    if here.cuda:
+        torch.cuda.synchronize()
+
+
+def seconds(here: Here, action: Callable[[], Any], rounds: int = 5) -> float:
+    """The shortest of some rounds, after one that does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        wait(here)
+        began = time.perf_counter()
+        action()
+        wait(here)
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def stage_of(here: Here, recipe: str, size: str, batch: int, **changes: Any) -> tuple[Any, Any]:
+    """Settings of a stage with another batch, and its encoder."""
+    from maect.recipes import load_encoder
+    from maect.stages import load_recipe
+    from maect.stages.fine_tune import FineTune
+
+    size = here.size(size)
+    if recipe == "fine_tune":
+        stage: Any = FineTune.model_validate(changes)
+    else:
+        stage = load_recipe(recipe, size, changes)
+    return stage.model_copy(update={"batch_size": batch}), load_encoder(size)
+
+
+def objective_of(stage: Any, encoder: Any, classes: int = 10) -> Any:
+    """A stage's objective on the CPU, with random weights."""
+    from maect.models.vit import build_encoder, seeded
+    from maect.models.weights import save_encoder
+
+    with tempfile.TemporaryDirectory() as name:
+        source = None
+        if stage.starts_from:
+            source = Path(name)
+            with seeded(0):
+                weights = build_encoder(encoder).state_dict()
+            save_encoder(source / "encoder.safetensors", weights, encoder, "cls")
+        objective = stage.build(encoder, 0, source, [str(i) for i in range(classes)])
+    return objective
+
+
+def random_batch(stage: Any, encoder: Any, batch: int, seed: int = 0) -> Any:
+    """A batch of noise, on the CPU, as the loader gives it."""
+    import numpy as np
+    import torch
+
+    from maect.data.loader import Batch
+
+    noise = torch.Generator().manual_seed(seed)
+    shape = (len(stage.view_settings()), batch, 3, encoder.image_size, encoder.image_size)
+    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=noise)
+    ids = np.arange(batch, dtype=np.int64)
+    return Batch(0, ids, ids * 0, ids % 10, pixels)
+
+
+def packed(batch: Any, draw: Any, pinned: bool) -> Any:
+    """The same as the loader gives it to a training: in one piece of memory, with what is drawn."""
+    from dataclasses import replace
+
+    from maect.data.loader import fill, layout_of
+    from maect.data.packed import Packed
+
+    memory = Packed(layout_of(tuple(batch.images.shape), draw), pinned)
+    memory.tensors["images"].copy_(batch.images)
+    found = replace(batch, images=memory.tensors["images"], packed=memory)
+    fill(found, draw)
+    return found
+
+
+@contextmanager
+def trainer_of(
+    here: Here, stage: Any, encoder: Any, steps: int, context: Any = None
+) -> Iterator[Any]:
+    """A trainer around a new engine that saves nothing."""
+    from maect.train.checkpoint import Saver
+    from maect.train.engine import Engine
+    from maect.train.trainer import Trainer
+    from maect.train.watchdog import Watchdog
+
+    class Nothing(Saver):
+        """Saves nothing."""
+
+        def save(self, step: int, tensors: Any, record: Any) -> None:
+            """Nothing."""
+
+    context = context or Alone()
+    objective = objective_of(stage, encoder).to(here.device)
+    engine = Engine(objective, stage, stage.parameter_groups(objective), here.device)
+    if stage.encoder_average is not None:
+        engine.start_average("encoder.")
+    try:
+        yield Trainer(
+            context=context, stage=stage, encoder=encoder, objective=objective, engine=engine,
+            device=here.device, step=0, steps=steps, images=10**6,
+            saver=Nothing(here.folder, context, None), metrics=None,
+            watchdog=Watchdog(here.folder, context), save_seconds=1e9, record={}, losses=[],
+        )  # fmt: skip
+    finally:
+        engine.close()
+
+
+def step_times(here: Here, stage: Any, encoder: Any, steps: int) -> dict[str, float]:
+    """Median seconds of a step of the trainer from batches on the CPU, the first one, memory."""
+    import torch
+
+    batch, times = random_batch(stage, encoder, stage.batch_size), []
+    if here.cuda:
+        torch.cuda.reset_peak_memory_stats()
+
+    def batches() -> Iterator[Any]:
+        for _ in range(steps):
+            times.append(time.perf_counter())
+            yield batch
+
+    with trainer_of(here, stage, encoder, steps) as trainer:
+        batch = packed(batch, trainer.objective.draw, here.cuda)
+        trainer.run(batches())
+        wait(here)
+    times.append(time.perf_counter())
+    lengths = [b - a for a, b in itertools.pairwise(times)]
+    warm = sorted(lengths[len(lengths) // 2 :])
+    found = {"step_ms": 1e3 * warm[len(warm) // 2], "first_s": lengths[0]}
+    if here.cuda:
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.empty_cache()
+    return found
+
+
+# --- The checks, numbered as in docs/gpu.md -------------------------------------------------------
+
+
+def environment(here: Here) -> Outcome:
+    """Versions, driver, architectures, memory."""
+    import platform
+
+    import torch
+
+    from maect.train.engine import start  # before DeepSpeed, which chooses its device once
+
+    assert start
+    if not here.cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    values: dict[str, Any] = {
+        "python": platform.python_version(), "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__, "accelerator": type(get_accelerator()).__name__,
+        "cpus": Alone.cpus, "gpus": torch.cuda.device_count(), "cuda": torch.version.cuda,
+        "compiled_for": torch.cuda.get_arch_list(),
+    }  # fmt: skip
+    if not here.cuda:
+        return Outcome(values)
+    major, minor = torch.cuda.get_device_capability()
+    free, total = torch.cuda.mem_get_info()
+    values |= {
+        "device": torch.cuda.get_device_name(), "capability": f"{major}.{minor}",
+        "driver": torch._C._cuda_getDriverVersion(), "nccl": torch.cuda.nccl.version(),
+        "bf16": torch.cuda.is_bf16_supported(), "free_gib": free / 2**30, "gib": total / 2**30,
+    }  # fmt: skip
+    known = f"sm_{major}{minor}" in values["compiled_for"]
+    return Outcome(
+        values,
+        must={"bf16": values["bf16"], "compiled for it": known},
+        should={"deepspeed computes on it": "CUDA" in values["accelerator"].upper()},
+    )
+
+
+ONE_VISIBLE = """
+import sys; sys.path[:0] = {path!r}
+import os
+import torch
+from first_day import Alone
+from maect.stages import load_recipe
+from maect.train.engine import Engine, start
+os.environ.update(RANK="0", LOCAL_RANK="3", WORLD_SIZE="1")
+rank = Alone(gpus={gpus})
+rank.local_rank = 3
+device = start(rank)
+layer = torch.nn.Linear(8, 8).to(device)
+group = {{"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}}
+engine = Engine(layer, load_recipe("mae", "base", {{"batch_size": 4}}), [group], device)
+engine.backward(engine(torch.ones(2, 8, device=device)).sum())
+engine.step(1.0)
+print("trains on", device)
+"""
+
+
+def device_choice(here: Here) -> Outcome:
+    """A rank that sees one GPU and has local rank 3 trains; without a usable GPU it refuses."""
+    import torch
+
+    def run(gpus: bool, **environment: str) -> str:
+        code = ONE_VISIBLE.format(path=sys.path[:3], gpus=gpus)
+        kept = {k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=kept | environment
+        )
+        return (done.stdout.strip() or done.stderr.strip()).splitlines()[-1]
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    trains = run(here.cuda, CUDA_VISIBLE_DEVICES=visible if here.cuda else "")
+    refuses = run(True, CUDA_VISIBLE_DEVICES="")
+    expected = torch.device("cuda", 0) if here.cuda else torch.device("cpu")
+    return Outcome(
+        {"one_visible": trains, "none_usable": refuses},
+        must={
+            "trains where it sees one": trains == f"trains on {expected}",
+            "refuses without": "the job was given GPUs" in refuses,
+        },
+    )
+
+
+def gradients(objective: Any, batch: Any, device: Any, kind: Any) -> tuple[float, Any]:
+    """Loss, and gradients as one float64 vector on the CPU."""
+    import torch
+
+    objective.to(device, kind)
+    inputs = objective.prepare(batch, device)
+    inputs.images = inputs.images.to(kind)
+    for buffer in objective.buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffer.data.to(kind)
+    loss, _ = objective(inputs)
+    loss.backward()
+    found = [p.grad for p in objective.parameters() if p.grad is not None]
+    return float(loss), torch.cat([g.detach().double().cpu().flatten() for g in found])
+
+
+def numerics(here: Here) -> Outcome:
+    """Losses and gradients: float32 here against float64 on the CPU, bfloat16 against float32."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    torch.set_num_threads(Alone.cpus)
+    seen: set[str] = set()
+
+    class Types(TorchDispatchMode):
+        """Notes what lookups and losses are computed in."""
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            if function.name() in ("aten::topk", "aten::argmax", "aten::_log_softmax"):
+                seen.add(f"{function.name()} {args[0].dtype}")
+            return function(*args, **(kwargs or {}))
+
+    values: dict[str, Any] = {}
+    must: dict[str, bool] = {}
+    for recipe in ("mae", "ct_min", "fine_tune"):
+        found = {}
+        # A classifier computes in float32 whatever it is given: there only the device differs.
+        best = torch.float32 if recipe == "fine_tune" else torch.float64
+        for name, kind, device, precision in (
+            ("exact", best, torch.device("cpu"), "fp32"),
+            ("float32", torch.float32, here.device, "fp32"),
+            ("bfloat16", torch.float32, here.device, "bf16"),
+        ):
+            stage, encoder = stage_of(here, recipe, "base", 8, precision=precision)
+            if not here.small:
+                encoder = encoder.model_copy(update={"depth": 4, "decoder_depth": 2})
+                stage = stage.model_copy(update={"frozen_blocks": 2} if recipe == "ct_min" else {})
+            if recipe == "ct_min":
+                head = stage.head.model_copy(update={"queue_size": 1024})
+                stage = stage.model_copy(update={"head": head})
+            objective = objective_of(stage, encoder)
+            with Types() if name == "bfloat16" else nullcontext():
+                found[name] = gradients(objective, random_batch(stage, encoder, 8), device, kind)
+        for name, exact, loss_limit, limit in (
+            ("float32", "exact", 1e-5, 1e-4), ("bfloat16", "float32", 1e-2, 1e-1),
+        ):  # fmt: skip
+            loss, gradient = found[name]
+            expected, direction = found[exact]
+            off = abs(loss / expected - 1)
+            turned = float((gradient - direction).norm() / direction.norm())
+            values[f"{recipe} {name}"] = {"loss": off, "gradient": turned}
+            # A lookup may take another of two equal neighbours: what follows from it is no fault.
+            if not (recipe == "ct_min" and name == "bfloat16"):
+                must[f"{recipe} {name}"] = off <= loss_limit and turned <= limit
+    values["computed in"] = sorted(seen)
+    must["lookups and losses in float32"] = all("float32" in entry for entry in seen)
+    return Outcome(values, must)
+
+
+def attention(here: Here) -> Outcome:
+    """Which kernels attention takes, and what others would cost."""
+    import torch
+    from torch.nn import functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * here.cuda
+    dtype = torch.bfloat16 if here.cuda else torch.float32
+    values, names = {}, set()
+    for width, tokens in ((64, 50), (64, 197), (32, 197), (80, 257)):
+        shape = (2 if here.small else 64, 4 if here.small else 16, tokens, width)
+        q, k, v = (
+            torch.randn(shape, device=here.device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+
+        def both(q: Any = q, k: Any = k, v: Any = v) -> None:
+            F.scaled_dot_product_attention(q, k, v).sum().backward()
+
+        with profile(activities=kinds) as seen:
+            both()
+            wait(here)
+        names |= {e.key for e in seen.key_averages() if "attention" in e.key or "fmha" in e.key}
+        times = {"chosen": seconds(here, both)}
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION) * here.cuda:
+            with sdpa_kernel(backend):
+                try:
+                    times[backend.name.lower()] = seconds(here, both)
+                except RuntimeError as error:
+                    times[backend.name.lower()] = str(error).splitlines()[0]  # type: ignore[assignment]
+        values[f"{width} wide, {tokens} tokens"] = times
+    values["kernels"] = sorted(names)
+    return Outcome(values, must={"no mathematical one": not any("_math" in n for n in names)})
+
+
+def augmentation(here: Here) -> Outcome:
+    """Colours here against those of the CPU, and the same bits twice."""
+    import numpy as np
+    import torch
+
+    from maect.data.transforms import augment
+    from maect.recipes import AUGMENTATIONS
+
+    count, side = (8, 32) if here.small else (64, 224)
+    noise = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (count, 3, side, side), dtype=torch.uint8, generator=noise)
+    ids, worst, same = np.arange(count), 0.0, True
+    spent = {}
+    for number, view in enumerate(AUGMENTATIONS["aug"]):
+        there = augment(raw, view, number, 0, ids * 0, ids)
+        moved = raw.to(here.device)
+        found = [augment(moved, view, number, 0, ids * 0, ids) for _ in range(2)]
+        same &= torch.equal(*found)
+        worst = max(worst, float((found[0].cpu() - there).abs().max()))
+        spent[f"view {number} ms"] = 1e3 * seconds(
+            here, lambda v=view, n=number, m=moved: augment(m, v, n, 0, ids * 0, ids), 3
+        )
+    # A value beside the threshold of solarization may fall on its other side: count what is far.
+    return Outcome(
+        {"largest_difference": worst, **spent},
+        must={"same bits": same},
+        should={"as on a CPU": worst <= 1e-3},
+    )
+
+
+def audit(here: Here) -> Outcome:
+    """Kernels, waits, copies and collectives of a step, and a trace to look at."""
+    import torch
+    from counting import counted
+
+    join(here)
+    values: dict[str, Any] = {}
+    should: dict[str, bool] = {}
+    for recipe, most in (("mae", 3000), ("ct_aug", 2500), ("fine_tune", 2600)):
+        stage, encoder = stage_of(here, recipe, "large", 8)
+        steps = 9  # from 10 on, every tenth looks at the embedding, too
+        batch = random_batch(stage, encoder, 8)
+        with trainer_of(here, stage, encoder, steps + 5) as trainer:
+            batch = packed(batch, trainer.objective.draw, here.cuda)
+            counts = counted(trainer, [batch] * steps, steps - 1)
+            values[recipe] = counts.table()
+            if here.cuda:
+                trace = here.folder.parent / "step.json.gz"
+                values[recipe] |= profiled(here, trainer, batch, trace if recipe == "mae" else None)
+        should[f"{recipe}: at most one wait"] = counts.total("waits") <= 1
+        should[f"{recipe}: kernels"] = values[recipe].get("launched", 0) <= most
+    if here.cuda:
+        torch.cuda.empty_cache()
+    return Outcome(values, should=should)
+
+
+def profiled(here: Here, trainer: Any, batch: Any, trace: Path | None) -> dict[str, Any]:
+    """Three steps under the profiler and the check of waits."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        for number in range(3):
+            trainer._update(trainer._compute(batch), trainer.step + number + 2)
+        torch.cuda.set_sync_debug_mode("default")
+    wait(here)
+    places: dict[str, int] = {}
+    for warning in said:
+        if "synchroniz" in str(warning.message):
+            place = f"{Path(warning.filename).name}:{warning.lineno}"
+            places[place] = places.get(place, 0) + 1
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        trainer._update(trainer._compute(batch), trainer.step + 5)
+        wait(here)
+    if trace is not None:
+        seen.export_chrome_trace(str(trace))
+    events = [e for e in seen.events() if str(e.device_type).endswith("CUDA")]
+    copies = sum("Memcpy HtoD" in e.name for e in events)
+    pageable = sum("Memcpy HtoD" in e.name and "Pageable" in e.name for e in events)
+    kernels = [e for e in events if "Memcpy" not in e.name and "Memset" not in e.name]
+    return {
+        "launched": len(kernels), "copies_to_device": copies, "pageable": pageable,
+        "waits_seen": places,
+    }  # fmt: skip
+
+
+def memory(here: Here) -> Outcome:
+    """Bytes that an image and the weights take, against the plan's."""
+    if not here.cuda:
+        raise Needs("a GPU")
+    join(here)
+    expected = {"mae": 151, "ct_min": 173, "fine_tune": 170, "fine_tune, checkpointing": 24}
+    values, should = {}, {}
+    for name, mib in expected.items():
+        recipe, _, saving = name.partition(", ")
+        peaks = []
+        for batch in (16, 32):
+            changes = {"activation_checkpointing": True} if saving else {}
+            stage, encoder = stage_of(here, recipe, "large", batch, **changes)
+            peaks.append(step_times(here, stage, encoder, 2)["peak_gib"] * 1024)
+        slope = (peaks[1] - peaks[0]) / 16
+        values[name] = {"mib_an_image": slope, "mib_without": peaks[0] - 16 * slope, "plan": mib}
+        should[name] = here.small or abs(slope / mib - 1) <= 0.1
+    return Outcome(values, should=should)
+
+
+def speed(here: Here) -> Outcome:
+    """Model FLOP utilisation from batches on the CPU, plain and compiled."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from maect.recipes.flops import peak_flops
+
+    join(here)
+    peak = peak_flops(torch.cuda.get_device_name()) if here.cuda else None
+    values: dict[str, Any] = {}
+    should: dict[str, bool] = {}
+    order = [
+        SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]  # fmt: skip
+    cases = [
+        ("mae", "large", 128), ("ct_min", "large", 128), ("mae", "base", 128), ("mae", "large", 64),
+    ]  # fmt: skip
+    for recipe, size, batch in cases[: 2 if here.small else None]:
+        batch = 8 if here.small else batch
+        speeds = {}
+        for how in ("plain", "compiled", "compiled, cuDNN") if here.cuda else ("plain",):
+            stage, encoder = stage_of(here, recipe, size, batch, compile="compiled" in how)
+            cudnn = sdpa_kernel(order, set_priority=True) if "cuDNN" in how else nullcontext()
+            with cudnn:
+                found = step_times(here, stage, encoder, 4 if here.small else 12)
+            rate = batch / found["step_ms"] * 1e3
+            found["images_per_second"] = rate
+            if peak:
+                found["mfu"] = stage.flops_per_image(encoder) * rate / peak
+            speeds[how] = rate
+            values[f"{recipe} {size} {batch}, {how}"] = found
+            if peak and how != "compiled, cuDNN":
+                least = 0.28 if how == "compiled" else 0.2
+                should[f"{recipe} {size} {batch} {how}: {least:.0%}"] = found["mfu"] >= least
+        if here.cuda and not here.small:
+            should[f"{recipe} {size} {batch}: 1.15 compiled"] = (
+                speeds["compiled"] >= 1.15 * speeds["plain"]
+            )
+    return Outcome(values, should=should)
+
+
+def compilation(here: Here) -> Outcome:
+    """Graphs, breaks, recompilations and the time of the first step."""
+    import torch
+
+    join(here)
+    stage, encoder = stage_of(here, "mae", "base", 8, compile=True)
+    torch._dynamo.utils.counters.clear()
+    found = step_times(here, stage, encoder, 3)
+    counters = torch._dynamo.utils.counters
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    values = {"graphs": graphs, "breaks": breaks, **found}
+    return Outcome(
+        values,
+        should={
+            "no breaks": not breaks, "few graphs": graphs <= 5, "first step": found["first_s"] <= 90
+        },
+    )  # fmt: skip
+
+
+def jpegs(folder: Path, count: int, side: int) -> Path:
+    """Shards of smooth noise as JPEGs, in ten classes."""
+    import numpy as np
+    from PIL import Image
+
+    from maect.data.shards import shard
+
+    random = np.random.default_rng(0)
+    for number in range(count):
+        file = folder / "images" / str(number % 10) / f"{number:04d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        coarse = random.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+        size = (side * 4 // 3, side)
+        Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(file, quality=95)
+    shard(folder / "images", folder / "shards", "folder", 1)
+    return folder / "shards"
+
+
+def trained(here: Here, name: str, shards: Path, size: str, stop_at: int = 0) -> Path:
+    """A training of MAE of 12 steps on 96 images, or the rest of one."""
+    from maect.train.trainer import Run, train
+
+    stage, encoder = stage_of(here, "mae", size, 16)
+    stage = stage.model_copy(update={"epochs": 2})
+    folder = here.folder / name
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    train(Alone(gpus=here.cuda, stop_at=stop_at), Run(folder, shards, stage, encoder, 0))
+    return folder
+
+
+def apart(one: Path, other: Path) -> float:
+    """Largest difference of two runs' encoders, relative to each tensor's largest value."""
+    from safetensors.torch import load_file
+
+    a, b = (load_file(folder / "encoder.safetensors") for folder in (one, other))
+    return max(float((a[k] - b[k]).abs().max() / b[k].abs().max().clamp(min=1e-12)) for k in a)
+
+
+def resume(here: Here) -> Outcome:
+    """12 steps at once against 6, a state and 6; and two at once against each other."""
+    values, must = {}, {}
+    shards = jpegs(here.folder, 96, 64 if here.small else 256)
+    for size in ("tiny",) if here.small else ("tiny", "base"):
+        whole = trained(here, f"{size}-whole", shards, size)
+        again = trained(here, f"{size}-again", shards, size)
+        trained(here, f"{size}-broken", shards, size, stop_at=6)
+        broken = trained(here, f"{size}-broken", shards, size)
+        plain, resumed = apart(whole, again), apart(whole, broken)
+        values[size] = {"twice": plain, "resumed": resumed}
+        must[size] = resumed <= max(plain, 1e-5 if here.cuda else 0.0)
+    return Outcome(values, must)
+
+
+def leak(here: Here) -> Outcome:
+    """Memory after each of four fine-tunings in a row."""
+    import torch
+
+    join(here)
+
+    def live() -> int:
+        gc.collect()
+        if here.cuda:
+            return torch.cuda.memory_allocated()
+        tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        storages = {x.untyped_storage() for x in tensors if x.device.type != "meta"}
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+    seen = []
+    for _ in range(4):
+        stage, encoder = stage_of(here, "fine_tune", "base", 8)
+        step_times(here, stage, encoder, 3)
+        seen.append(live() / MIB)
+    return Outcome({"mib": seen}, must={"none kept": seen[-1] - seen[0] < 20})
+
+
+def too_large(here: Here) -> Outcome:
+    """What a job says whose GPU is too small."""
+    if not here.cuda:
+        raise Needs("a GPU")
+    from maect.core.errors import UserError
+    from maect.stages.run import RunConfig, train
+
+    shards = jpegs(here.folder, 1024, 64)
+    stage, encoder = stage_of(here, "mae", "huge14", 1024)
+    folder = here.folder / "huge"
+    folder.mkdir()
+    RunConfig(
+        run="huge", stage=stage.name, size="huge14", shards=shards, encoder=encoder, settings=stage
+    ).write(folder / "config.yaml")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    began, message = time.perf_counter(), "it fits"
+    try:
+        train(Alone(gpus=True), config=folder / "config.yaml")
+    except UserError as error:
+        message = str(error)
+    took = time.perf_counter() - began
+    return Outcome(
+        {"message": message, "seconds": took},
+        must={"one line": "out of GPU memory with 1024 images" in message},
+        should={"soon": took < 40},
+    )
+
+
+def saving(here: Here) -> Outcome:
+    """How long a save holds the steps up, and how long it takes beside them."""
+    from maect.core.distributed import barrier
+    from maect.train.checkpoint import Saver, saved, snapshot
+    from maect.train.fence import Fence
+
+    join(here)
+    stage, encoder = stage_of(here, "mae", "large", 8)
+    batch = random_batch(stage, encoder, 8)
+    with trainer_of(here, stage, encoder, 1000) as trainer:
+        trainer._update(trainer._compute(batch), 1)
+        trainer._settle()
+        barrier()
+        fence = Fence(here.folder / "state", Alone())
+        saver = Saver(here.folder, Alone(), fence)
+        wait(here)
+        began = time.perf_counter()
+        tensors = snapshot(trainer.engine.shards, trainer.objective.saved_buffers())
+        saver.save(1, tensors, {})
+        stall = time.perf_counter() - began
+        steps = 0
+        while saver._thread is not None and saver._thread.is_alive() and steps < 500:
+            trainer._update(trainer._compute(batch), 2 + steps)
+            trainer._settle()
+            steps += 1
+        saver.wait()
+        took = time.perf_counter() - began
+    size = sum(t.nbytes for t in tensors.values()) / 2**30
+    return Outcome(
+        {"gib": size, "stall_s": stall, "all_s": took, "steps_meanwhile": steps},
+        must={"saved": bool(saved(here.folder / "state"))},
+        should={"stall": stall < 3},
+    )
+
+
+def features(here: Here) -> Outcome:
+    """Speed of an encoder's features in each precision, and how far they turn."""
+    import torch
+    from torch.nn import functional as F
+
+    from maect.evaluate.features import Encoding
+    from maect.models.vit import build_encoder, seeded
+    from maect.models.weights import save_encoder
+
+    _, encoder = stage_of(here, "mae", "large", 1)
+    path = here.folder / "encoder.safetensors"
+    with seeded(0):
+        save_encoder(path, build_encoder(encoder).state_dict(), encoder, "cls")
+    count = 16 if here.small else 256
+    shape = (count, 3, encoder.image_size, encoder.image_size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8)
+    found, values, should = {}, {}, {}
+    ways: list[tuple[str, Literal["fp32", "bf16"], bool, float]] = [
+        ("fp32", "fp32", False, 0.999999), ("tf32", "fp32", True, 0.9999),
+        ("bf16", "bf16", False, 0.999),
+    ]  # fmt: skip
+    for name, precision, tf32, least in ways:
+        model = Encoding(path, here.device, precision)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        found[name] = model(images).float().cpu()
+        rate = count / seconds(here, lambda m=model: m(images), 2)
+        cosine = float(F.cosine_similarity(found[name], found["fp32"]).min())
+        values[name] = {"images_per_second": rate, "least_cosine": cosine}
+        should[name] = cosine > least
+    return Outcome(values, should=should)
+
+
+def loading(here: Here) -> Outcome:
+    """Photographs through the loader into steps: what it gives, and whether the device waits."""
+    from maect.data.decode import decoder_name
+    from maect.data.index import open_index
+    from maect.data.loader import train_batches
+
+    join(here)
+    count, batch = (32, 8) if here.small else (400, 64)
+    index = open_index(jpegs(here.folder, count, 64 if here.small else 375))
+    stage, encoder = stage_of(here, "mae", "large", batch)
+    steps = 3 if here.small else 20
+
+    def batches(number: int) -> Iterator[Any]:
+        return train_batches(
+            index, global_batch=batch, rank=0, world_size=1, seed=0, views=stage.view_settings(),
+            image_size=encoder.image_size, start_step=0, steps=number, threads=Alone.cpus,
+            draw=draw, pinned=here.cuda,
+        )  # fmt: skip
+
+    draw = objective_of(stage, encoder).draw
+    began = time.perf_counter()
+    loaded = sum(len(b.ids) for b in batches(steps))
+    rate = loaded / (time.perf_counter() - began)
+    still = step_times(here, stage, encoder, 8)["step_ms"]
+    with trainer_of(here, stage, encoder, steps) as trainer:
+        stamps = []
+
+        def stamped() -> Iterator[Any]:
+            for b in batches(steps):
+                stamps.append(time.perf_counter())
+                yield b
+
+        trainer.run(stamped())
+        wait(here)
+    half = len(stamps) // 2
+    step = 1e3 * (stamps[-1] - stamps[half]) / (len(stamps) - 1 - half)
+    return Outcome(
+        {
+            "decoder": decoder_name(), "threads": Alone.cpus, "images_per_second": rate,
+            "step_ms": step, "step_from_memory_ms": still,
+        },
+        should={"device busy": step <= still / 0.9, "2,000 images/s": here.small or rate >= 2000},
+    )  # fmt: skip
+
+
+RANK = """
+import sys; sys.path[:0] = {path!r}
+from first_day import two_steps
+two_steps({rank}, {ranks}, {meeting!r}, {device!r}, {backend!r}, {out!r}, {small})
+"""
+
+
+def two_steps(
+    rank: int, ranks: int, meeting: str, kind: str, backend: str, out: str, small: bool
+) -> None:
+    """Some steps of contrastive tuning on one of several ranks; rank 0 leaves the weights."""
+    import torch
+    import torch.distributed as dist
+
+    from maect.train.engine import Engine
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks))
+    if kind == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    own = rank if kind == "cuda" and backend == "nccl" else 0
+    device = torch.device(kind, own) if kind == "cuda" else torch.device("cpu")
+    os.environ["LOCAL_RANK"] = str(own)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    context = Alone(rank, ranks, meeting=meeting)
+    dist.init_process_group(
+        backend, store=context.store(timedelta(minutes=1)), rank=rank, world_size=ranks
+    )
+    here = Here(device, small, Path(out).parent)
+    stage, encoder = stage_of(here, "ct_min", "base", 16, precision="fp32")
+    objective = objective_of(stage, encoder).to(device)
+    engine = Engine(objective, stage, stage.parameter_groups(objective), device)
+    batch = random_batch(stage, encoder, 16)
+    rows = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
+    from dataclasses import replace
+
+    part = replace(
+        batch, ids=batch.ids[rows], epochs=batch.epochs[rows], labels=batch.labels[rows],
+        images=batch.images[:, rows],
+    )  # fmt: skip
+    for _ in range(3):
+        loss, _ = engine(objective.prepare(part, device))
+        engine.backward(loss)
+        engine.step(1e-2)
+        objective.after_update(engine.gathered)
+    if rank == 0:
+        torch.save({k: v.cpu() for k, v in objective.state_dict().items()}, out)
+    dist.barrier()
+
+
+def several_ranks(here: Here) -> Outcome:
+    """Two ranks against one: on one GPU over gloo; on two, if they are there, over NCCL, twice."""
+    import torch
+
+    def weights(ranks: int, backend: str, name: str) -> Any:
+        out = here.folder / name
+        commands = [
+            RANK.format(
+                path=sys.path[:3], rank=rank, ranks=ranks, meeting=str(out) + ".store",
+                device=here.device.type, backend=backend, out=str(out), small=here.small,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        jobs = [subprocess.Popen([sys.executable, "-c", c], **pipes) for c in commands]  # type: ignore[call-overload]
+        errors = [job.communicate()[1] for job in jobs]
+        if any(job.returncode for job in jobs):
+            raise RuntimeError("\n".join(error[-600:] for error in errors))
+        return torch.load(out, weights_only=True)
+
+    def difference(a: Any, b: Any) -> float:
+        kinds = [k for k in a if a[k].is_floating_point()]
+        apart = {k: (a[k].double() - b[k].double()).abs().max() for k in kinds}
+        return max(float(apart[k] / b[k].double().abs().max().clamp(min=1e-6)) for k in kinds)
+
+    one = weights(1, "gloo", "one")
+    values: dict[str, Any] = {"gloo": difference(weights(2, "gloo", "gloo"), one)}
+    must = {"gloo": values["gloo"] <= 1e-3}
+    if here.cuda and torch.cuda.device_count() > 1:
+        first, second = weights(2, "nccl", "nccl"), weights(2, "nccl", "again")
+        values |= {"nccl": difference(first, one), "nccl twice": difference(first, second)}
+        must |= {"nccl": values["nccl"] <= 1e-3, "same bits": values["nccl twice"] == 0}
+    else:
+        values["nccl"] = "needs two GPUs"
+    return Outcome(values, must)
+
+
+CHECKS: list[tuple[Callable[[Here], Outcome], int]] = [
+    (environment, 15),
+    (device_choice, 25),
+    (numerics, 45),
+    (attention, 10),
+    (augmentation, 20),
+    (audit, 45),
+    (memory, 60),
+    (speed, 150),
+    (compilation, 15),
+    (resume, 40),
+    (leak, 20),
+    (too_large, 15),
+    (saving, 15),
+    (features, 40),
+    (loading, 30),
+    (several_ranks, 25),
+]
+"""With the seconds that each may be expected to take."""
+FIRST = (0, 1, 2, 5, 10, 9, 3, 4, 15, 6, 7, 14, 8, 12, 13, 11)
+"""In this order: what must hold, then what is measured."""
+
+
+def check(number: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one check in this process."""
+    import torch
+
+    torch.manual_seed(0)
+    cuda = options.device == "cuda" or (options.device is None and torch.cuda.is_available())
+    if not cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        torch.set_num_threads(max(1, Alone.cpus))
+    function = CHECKS[number][0]
+    line: dict[str, Any] = {"check": number, "name": function.__name__}
+    with tempfile.TemporaryDirectory(dir=options.out) as name:
+        here = Here(torch.device("cuda" if cuda else "cpu"), options.small or not cuda, Path(name))
+        try:
+            found = function(here)
+        except Needs as needs:
+            return line | {"status": f"needs {needs}"}
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            return line | {"status": "error", "must": True, "error": text[-1500:]}
+    failed = [name for name, holds in found.must.items() if not holds]
+    missed = [name for name, holds in found.should.items() if not holds]
+    status = "failed" if failed else "missed" if missed else "passed"
+    return line | {
+        "status": status, "must": bool(failed), "failed": failed, "missed": missed,
+        "values": found.values,
+    }  # fmt: skip
+
+
+def run(number: int, options: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any]:
+    """Run one check in a process of its own."""
+    function, planned = CHECKS[number]
+    line: dict[str, Any] = {"check": number, "name": function.__name__}
+    command = [sys.executable, "-u", __file__, "--check", str(number), "--out", str(options.out)]
+    command += ["--small"] * options.small
+    command += ["--device", options.device] if options.device else []
+    limit = SLOWLY if options.device == "cpu" else 60 + LIMIT_FACTOR * planned
+    began = time.perf_counter()
+    log = options.out / f"{number:02d}-{function.__name__}.log"
+    try:
+        with open(log, "w") as errors:
+            done = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+                timeout=limit,
+            )  # fmt: skip
+        last = done.stdout.splitlines()[-1:] or [""]
+        line = json.loads(last[0])
+    except subprocess.TimeoutExpired:
+        line |= {"status": "too slow", "must": True}
+    except ValueError:
+        tail = log.read_text()[-1500:]
+        line |= {"status": "died", "must": True, "code": done.returncode, "error": tail}
+    return line | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, which knows no infinity."""
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the report")
+    parser.add_argument("--packages", type=Path, help="folder of packages that are not installed")
+    parser.add_argument("--only", help="numbers of checks, with commas between")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="begin no check after so many")
+    parser.add_argument("--device", choices=["cpu", "cuda"])
+    parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.check is not None:
+        print(json.dumps(finite(check(options.check, options))), flush=True)
+        return 0
+    path = [str(options.packages.resolve())] if options.packages else []
+    path += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    if options.device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    wanted = [int(n) for n in options.only.split(",")] if options.only else list(FIRST)
+    began, lines = time.perf_counter(), []
+    for number in wanted:
+        if time.perf_counter() - began > options.seconds:
+            name = CHECKS[number][0].__name__
+            lines.append({"check": number, "name": name, "status": "not begun: out of time"})
+        else:
+            lines.append(run(number, options, environment))
+        print(json.dumps(lines[-1]), flush=True)
+    (options.out / "report.json").write_text(json.dumps(lines, indent=1) + "\n")
+    print()
+    for line in sorted(lines, key=lambda line: int(line["check"])):
+        why = ", ".join([*line.get("failed", []), *line.get("missed", [])])
+        spent = f"{line.get('seconds', 0):6.1f} s"
+        print(f"{line['check']:2d} {line['name']:<14} {spent}  {line['status']:<12} {why}")
+    return 1 if any(line.get("must") for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""What a step asks of the device and the network, counted; docs/gpu.md has it for ViT-L."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run
+
+GPU = str(Path(__file__).parents[2] / "gpu")
+HEAD = {"forward": 10, "backward": 5}  # exchanges of the head of tuning, one BatchNorm each twice
+
+
+def counts(context, recipe):
+    """Of the seventh step on each of two ranks, and how many buckets and groups there are."""
+    sys.path.insert(0, GPU)
+    from counting import counted, narrow
+    from first_day import Here, packed, random_batch, stage_of, trainer_of
+
+    from maect.models import vit
+    from maect.train.engine import start
+
+    vit.bfloat16_on = lambda kind: kind  # as on a GPU
+    here = Here(start(context), True, Path(context.meeting).parent)
+    stage, encoder = stage_of(here, recipe, "large", 8)
+    with trainer_of(here, *narrow(stage, encoder), 8, context) as trainer:
+        batch = random_batch(trainer.stage, trainer.encoder, 4)
+        batch = packed(batch, trainer.objective.draw, pinned=False)
+        found = counted(trainer, [batch] * 8, 7)
+    return found.table(), len(trainer.engine._exchange.buckets), len(trainer.engine._peaks)
+
+
+@pytest.mark.parametrize("recipe", ["mae", "ct_aug", "fine_tune"])
+def test_a_step(recipe, tmp_path):
+    table, buckets, groups = run(2, {"function": counts, "recipe": recipe}, log=tmp_path / "log")[0]
+    # One reading, of the step before.
+    assert table["waits"] == {"other": 1, "total": 1}
+    # Gradients go out during the backward pass, weights come back, and scalars are summed.
+    head = HEAD if recipe == "ct_aug" else {"forward": 0, "backward": 0}
+    expected = {
+        "forward": head["forward"], "backward": buckets + head["backward"],
+        "update": buckets, "other": 1,
+    }  # fmt: skip
+    found = table["collectives"]
+    assert {phase: found.get(phase, 0) for phase in expected} == expected
+    assert found["total"] == sum(expected.values())
+    # AdamW and its counts of steps: a few kernels a group, none a parameter.
+    assert table["kernels"]["update"] <= 6 * groups + 10
