@@ -161,7 +161,9 @@ def test_runs_that_nobody_looked_at_are_no_error(name, evaluations, out):
         assert image.size == (1360, 200) and image.convert("L").getextrema()[0] < 60
 
 
-@pytest.mark.parametrize("name", FIGURES.keys() - {"reconstructions", "neighbors_in_training"})
+@pytest.mark.parametrize(
+    "name", [name for name in FIGURES if name not in ("reconstructions", "neighbors_in_training")]
+)
 def test_nothing_to_draw_is_said(name, evaluations, out):
     rows = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", [])]
     words = "umap" if name == "cluster_formation" else name.split("_")[0]
