@@ -16,7 +16,7 @@ import yaml
 
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE, read_mapping, sha256_file
-from maect.core.settings import validated
+from maect.core.settings import digest, validated
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
     CHANGES,
@@ -209,20 +209,34 @@ class Experiment:
     def shards(self, dataset: str, split: str) -> Path:
         """Folder of a split's shards: another experiment's beside this one, if they are the same.
 
-        What they were made of is in their `asked.json`; shards of its own an experiment keeps.
+        What they were made of is in their `asked.json`; shards of its own an experiment keeps, and
+        those of another one as well: an image that is added later re-runs nothing.
         """
-        own = self.root / "shards" / dataset / split
+        own = self.own_shards(dataset, split)
         given = self.datasets[dataset].splits[split]
         kept = given.images is None or not given.source.sharded or given.source.in_place
         if kept or (own / "plan.json").exists():
             return own
-        others = self.root.parent.glob(f"*/shards/*/{split}/asked.json")
-        made = sorted(file for file in others if (file.parent / "index.json").exists())
+        images = str(self.images(dataset, split).resolve())
+        others = sorted(self.root.parent.glob(f"*/shards/*/{split}/asked.json"))
+        made = {file.parent: read_mapping(file) for file in others}
+        made = {
+            folder: asked
+            for folder, asked in made.items()
+            if asked.get("images") == images and (folder / "index.json").exists()
+        }
         try:
             asked = self.asked_of(dataset, split) if made else {}
         except OSError:  # no such images: sharding will say so
             return own
-        return next((file.parent for file in made if read_mapping(file) == asked), own)
+        before = read_mapping(own / "asked.json")
+        if before and before | {"changed": ""} == asked | {"changed": ""}:
+            asked = before
+        return next((folder for folder, other in made.items() if other == asked), own)
+
+    def own_shards(self, dataset: str, split: str) -> Path:
+        """Where a split's shards are if no other experiment has them."""
+        return self.root / "shards" / dataset / split
 
     def asked_of(self, dataset: str, split: str) -> dict[str, Any]:
         """What a split's shards are made of: equal for equal shards, as far as folders can tell.
@@ -230,14 +244,10 @@ class Experiment:
         An image that is added or removed changes the time of its folder.
         """
         given, images = self.datasets[dataset].splits[split], self.images(dataset, split)
-        folders = [images]
-        if images.is_dir():
-            folders += [Path(entry) for entry in os.scandir(images) if entry.is_dir()]
         lists = {name: sha256_file(name) for name in given.files()}
         return {
             "images": str(images.resolve()),
-            "folders": len(folders),
-            "changed": max(folder.stat().st_mtime_ns for folder in folders),
+            "changed": last_changes(images),
             "arguments": [lists.get(word, word) for word in given.arguments()],
         }
 
@@ -273,6 +283,29 @@ class Experiment:
                 behind.add(name)
                 name = self.runs[name].source
         return sorted(behind)
+
+
+def last_changes(images: Path) -> str:
+    """Hash of when a file, those that a pattern fits, or all folders below one were changed.
+
+    Raises:
+        OSError: there is nothing.
+    """
+    pending = [images] if images.exists() else sorted(images.parent.glob(images.name)) or [images]
+    times: dict[tuple[int, int], int] = {}  # a link may lead back
+    while pending:
+        path = pending.pop()
+        status = path.stat()
+        if (status.st_dev, status.st_ino) in times:
+            continue
+        times[status.st_dev, status.st_ino] = status.st_mtime_ns
+        if path.is_dir():
+            with os.scandir(path) as entries:
+                inside = [
+                    e for e in entries if e.is_dir() or e.name.endswith((".parquet", ".arrow"))
+                ]
+            pending += [Path(entry) for entry in inside]
+    return digest(sorted(times.values()))
 
 
 def names() -> list[str]:

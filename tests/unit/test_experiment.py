@@ -1,5 +1,6 @@
 """The experiment file: expansion, links, and one clear message for each mistake."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,9 +11,10 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import read_json, write_record
 from maect.experiment import Experiment, load, resolve
 from maect.experiment.expand import names
+from maect.experiment.load import last_changes
 from maect.experiment.resolve import missing_images, run_config
 from maect.report.registry import Row
 from maect.stages import load_recipe
@@ -481,7 +483,7 @@ def test_experiments_of_the_same_images_share_their_shards(
         Path(f"{name}.yaml").write_text(yaml.safe_dump(values))
         return load(f"{name}.yaml")
 
-    Path("birds/a").mkdir(parents=True)
+    Path("birds/a/deep").mkdir(parents=True)
     first = experiment("first")
     folder = first.shards("first", "train")
     assert folder == Path("results/first/shards/first/train")
@@ -496,8 +498,23 @@ def test_experiments_of_the_same_images_share_their_shards(
     Path("results/fourth/shards/fourth/train").mkdir(parents=True)
     Path("results/fourth/shards/fourth/train/plan.json").touch()
     assert experiment("fourth").shards("fourth", "train") != folder, "it has its own"
-    Path("birds/a/new.png").touch()
+    begun = experiment("fifth").own_shards("fifth", "train") / "asked.json"
+    write_record(begun, read_json(folder / "asked.json"))  # as when its pipeline starts
+    Path("birds/a/deep/new.png").touch()
     assert experiment("second").shards("second", "train") != folder
+    assert experiment("fifth").shards("fifth", "train") == folder, "it has begun with these"
+
+
+def test_what_was_changed_last(tmp_path: Path) -> None:
+    before = last_changes(tmp_path)
+    (tmp_path / "a").symlink_to(tmp_path)  # sharding will refuse it
+    (tmp_path / "x-0.parquet").touch()
+    now = last_changes(tmp_path), last_changes(tmp_path / "x-*.parquet")
+    assert now[0] != before
+    os.utime(tmp_path / "x-0.parquet", (0, 0))
+    assert last_changes(tmp_path) != now[0] and last_changes(tmp_path / "x-*.parquet") != now[1]
+    with pytest.raises(OSError):
+        last_changes(tmp_path / "y-*.parquet")
 
 
 def test_a_file_that_is_not_yaml(tmp_path: Path) -> None:

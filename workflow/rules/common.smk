@@ -10,7 +10,7 @@ from snakemake.logging import logger
 
 from maect import experiment as experiments
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import read_mapping, write_record
 from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
@@ -272,7 +272,9 @@ def start():
             told.write(job.params.config)
     for split in those_of("plan_shards", "dataset", "split"):
         folder = experiment.shards(*split)
-        if experiment.datasets[split[0]].splits[split[1]].images is not None:
+        given = experiment.datasets[split[0]].splits[split[1]]
+        # Beside a finished index it says what that was made of, which stays so if this plan fails.
+        if given.images is not None and not (folder / "index.json").exists():
             write_record(folder / "asked.json", experiment.asked_of(*split))
     for dataset, split in experiment.splits:
         folder = experiment.shards(dataset, split)
@@ -281,4 +283,7 @@ def start():
                 f"maect: {dataset} {split} is sharded already: {folder}",
                 file=sys.stderr,
             )
+            # What these were made of is from now on what this experiment asks for.
+            own_folder = experiment.own_shards(dataset, split)
+            write_record(own_folder / "asked.json", read_mapping(folder / "asked.json"))
     signal.signal(signal.SIGINT, interrupt)
