@@ -768,7 +768,8 @@ def publish(options: argparse.Namespace) -> None:
     classes = fill(options.run, options.out, *given)
     what = f"a classifier of {classes} classes" if classes else "an encoder"
     print(f"{options.out}: {what}, ready for the hub")
-    print(f"Next: hf upload {options.repository or 'USER/NAME'} {options.out}")
+    words = "hf", "upload", options.repository or "USER/NAME", str(options.out)
+    print(f"Next: {shlex.join(words)}")
 
 
 def features(options: argparse.Namespace) -> None:

@@ -492,7 +492,7 @@ def _prepare(
         except UnreadableError as error:
             return str(error)
         except OSError as error:
-            return str(error.strerror)
+            return str(error.strerror or error)
         side = options.get("shorter_side")
         if side is not None and min(picture.size) > side:
             return _recompress(picture, side)

@@ -59,11 +59,15 @@ def _folder(storage: str) -> Path:
 
 
 def _copy(index: Index, out: Path) -> None:
-    files = [index.directory / name for name in ("index.npy", "keys.txt")] + list(index.shards)
     beside = (*pixels_files(index), index.directory / CHECKSUMS)
+    files = [index.directory / name for name in ("index.npy", "keys.txt")]
     files += [path for path in beside if path.exists()]
-    missing = [path for path in files if not _is_copied(path, out / path.name)]
-    needed = sum(path.stat().st_size for path in missing)
+    shards = [path.name for path in index.shards]
+    if len(set(shards)) < len(shards):  # a webdataset's, in several folders
+        shards = [f"{number:06d}-{name}" for number, name in enumerate(shards)]
+    names = [(path, path.name) for path in files] + [*zip(index.shards, shards, strict=True)]
+    missing = [(path, name) for path, name in names if not _is_copied(path, out / name)]
+    needed = sum(path.stat().st_size for path, _ in missing)
     free = shutil.disk_usage(out).free
     if needed > free:
         raise UserError(
@@ -71,16 +75,18 @@ def _copy(index: Index, out: Path) -> None:
             f"where {free >> 20} MiB are free; choose another --stage-to, or none"
         )
 
-    def copy(path: Path) -> None:
-        with atomic_write(out / path.name) as temporary:
+    def copy(given: tuple[Path, str]) -> None:
+        path, name = given
+        with atomic_write(out / name) as temporary:
             shutil.copyfile(path, temporary)
 
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
         list(pool.map(copy, missing))
     if missing or not (out / "index.json").exists():
         # A view names shards in other folders; the copies lie side by side.
-        shards = [{**s, "file": Path(s["file"]).name} for s in index.record["shards"]]
-        write_record(out / "index.json", index.record | {"shards": shards})
+        told = zip(index.record["shards"], shards, strict=True)
+        copies = [{**shard, "file": name} for shard, name in told]
+        write_record(out / "index.json", index.record | {"shards": copies})
 
 
 def _is_copied(source: Path, copy: Path) -> bool:

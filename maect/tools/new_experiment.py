@@ -169,16 +169,6 @@ def flow(value: Any) -> str:
     return value if plain else yaml.safe_dump(value, **options).strip()
 
 
-def list_texts(images: Images, out: Path, chosen: set[str]) -> dict[str, tuple[Path, str]]:
-    """The lists of images of `train` and `val`: where they go and what is in them."""
-    names = [entry.name for entry in images.entries]
-    parts = {"train": [name for name in names if name not in chosen], "val": sorted(chosen)}
-    return {
-        part: (out.resolve().with_suffix(f".{part}.txt"), "".join(f"{name}\n" for name in of))
-        for part, of in parts.items()
-    }
-
-
 def write_all(texts: dict[Path, str], out: Path) -> None:
     """Write the files and read the experiment; what cannot be read does not stay."""
     try:
@@ -242,27 +232,25 @@ def runs_of(
     return lines
 
 
-def split_lines(
-    images: Images, val: Images | None, lists: dict[str, tuple[Path, str]], held: int
-) -> list[str]:
-    """The lines of `splits`; without `val`, lists say which images are held out."""
+def split_lines(images: Images, val: Images | None, held_out_list: Path, held: int) -> list[str]:
+    """The lines of `splits`; without `val`, a list says which images are held out."""
 
-    def split(of: Images, n: int, exclude: Path | None) -> str:
+    def split(of: Images, n: int, **lists: Path) -> str:
         shards = max(math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1)
         values = {"images": str(of.folder), "kind": of.kind, "shards": shards}
-        return flow(values | ({"exclude": str(exclude)} if exclude else {}))
+        return flow(values | {name: str(path) for name, path in lists.items()})
 
     if val is not None:
         return [
-            f"      train: {split(images, len(images.entries), None)}",
-            f"      val: {split(val, len(val.entries), None)}",
+            f"      train: {split(images, len(images.entries))}",
+            f"      val: {split(val, len(val.entries))}",
         ]
     one_in = round(len(images.entries) / held)
     of = " of every class" if images.classes else ""
     return [
-        f"      # About one image in {one_in}{of} is held out: lists beside this file.",
-        f"      train: {split(images, len(images.entries) - held, lists['val'][0])}",
-        f"      val: {split(images, held, lists['train'][0])}",
+        f"      # About one image in {one_in}{of} is held out: they are listed beside this file.",
+        f"      train: {split(images, len(images.entries) - held, exclude=held_out_list)}",
+        f"      val: {split(images, held, only=held_out_list)}",
     ]
 
 
@@ -300,7 +288,7 @@ def new_experiment(
     Args:
         folder: `CLASS/IMAGE` or images without classes; either also in `train` and `val` below it,
             by these or similar names.
-        out: the file to write. Without a `val`, lists of held-out images are written beside it.
+        out: the file to write. Without a `val`, a list of held-out images is written beside it.
         public: public weights to start from (`PUBLIC`); none: from scratch.
         quick: a device that an hour is to be enough on; none: as long as the images are worth.
 
@@ -324,7 +312,7 @@ def new_experiment(
     if val:
         check_same_classes(images, val)
     chosen = set() if val else held_out(images)
-    lists = {} if val else list_texts(images, out, chosen)
+    held_out_list = out.resolve().with_suffix(".val.txt")
     n = len(images.entries) - len(chosen)
     size, pixels, why = encoder_for(images, public)
     epochs, augmentations = lengths(size, n), ["min", "aug"] if images.colored else ["min"]
@@ -372,7 +360,7 @@ def new_experiment(
                 else []
             ),
             "    splits:",
-            *split_lines(images, val, lists, len(chosen)),
+            *split_lines(images, val, held_out_list, len(chosen)),
             f"look: {{every_epochs: {looks}}} # k-NN and pictures while it trains",
             "runs:",
             *runs_of(images, size, pixels, n, public, epochs, augmentations),
@@ -393,5 +381,6 @@ def new_experiment(
             "",
         ]
     )
-    write_all(dict(lists.values()) | {out: text}, out)
+    lists = {} if val else {held_out_list: "".join(f"{name}\n" for name in sorted(chosen))}
+    write_all(lists | {out: text}, out)
     return text

@@ -121,6 +121,8 @@ def sync(service: str, run: Path, project: str) -> int:
     if not new and before["id"] is not None:
         return 0
     copy = SERVICES[service](run, project, before["id"], _told(run))
+    # At once: should this end early, the next call goes on with the same copy.
+    write_json(path, known | {service: {"id": copy.id, "step": before["step"]}})
     try:
         for line in new:
             step = int(line.pop("step"))
@@ -129,8 +131,8 @@ def sync(service: str, run: Path, project: str) -> int:
             copy.log(step, line.pop("timing") | line, pictures)
     finally:
         copy.close((run / "run.json").exists())
-    last = step if new else 0
-    write_json(path, known | {service: {"id": copy.id, "step": last}})
+    if new:
+        write_json(path, known | {service: {"id": copy.id, "step": step}})
     return len(new)
 
 

@@ -63,6 +63,17 @@ def test_only_what_is_new_is_copied(
     assert read_json(run / "synced.json") == {"wandb": {"id": "abc", "step": 4}}
 
 
+def test_a_copy_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sync.SERVICES, "wandb", Recorder)
+    monkeypatch.setattr(Recorder, "calls", [])
+    monkeypatch.setattr(Recorder, "log", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sync.sync("wandb", write_run(tmp_path / "ct", 2), "birds")
+    monkeypatch.setattr(Recorder, "log", lambda *_: None)
+    assert sync.sync("wandb", tmp_path / "ct", "birds") == 2
+    assert [call[2] for call in Recorder.calls if call is not False] == [None, "abc"]
+
+
 def test_what_cannot_be_copied_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,8 +1,11 @@
 """Images in archives, which are read where they are: zip, tar, and the tars of webdataset."""
 
+import lzma
 import os
+import posixpath
 import tarfile
 import zipfile
+import zlib
 from collections import defaultdict
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -18,6 +21,9 @@ from maect.data.sources.base import (
     files_of,
     read_list,
 )
+
+_LARGEST = 1 << 30
+"""Bytes of an unpacked image: in a zip, a few can stand for gigabytes."""
 
 
 class Archive(ImageSource):
@@ -53,10 +59,15 @@ class Archive(ImageSource):
         """The unpacked bytes; a zip has a lock of its own."""
         if self._archive is None:
             return super().read(entry)
+        size = self._archive.getinfo(entry.path).file_size
+        if size > _LARGEST:
+            raise OSError(0, f"{size >> 20:,} MiB unpacked, which is no image")
         try:
             return self._archive.read(entry.path)
         except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
             raise OSError(0, str(error)) from None  # damaged, packed otherwise, or encrypted
+        except (zlib.error, lzma.LZMAError, EOFError) as error:
+            raise OSError(0, f"damaged ({error})") from None
 
     @cached_property
     def _archive(self) -> zipfile.ZipFile | None:
@@ -65,8 +76,8 @@ class Archive(ImageSource):
             with open(self.path, "rb") as file:
                 if file.read(2) in (b"\x1f\x8b", b"BZ", b"\xfd7", b"(\xb5"):
                     raise UserError(
-                        f"{self.path}: a compressed tar cannot be read here and there; unpack it, "
-                        "or make it a plain .tar"
+                        f"{self.path}: images cannot be picked out of a compressed tar; unpack "
+                        "it, or make it a plain .tar"
                     )
             return None
         try:
@@ -174,10 +185,17 @@ def _class_of(file: IO[bytes], members: list[tuple[str, int, int]]) -> str | Non
 
 
 def tar_members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int, int]]:
-    """Name, offset in `file` and size of each plain file of a tar that starts at `offset`."""
+    """Name, offset in `file` and size of each file of a tar that starts at `offset`.
+
+    A link is the file that it leads to.
+
+    Raises:
+        UserError: damaged, or a link to an image that is not in the tar.
+    """
     length = os.fstat(file.fileno()).st_size
     file.seek(offset)
     members: list[tuple[str, int, int]] = []
+    links: list[tuple[str, str]] = []
     try:
         # tarfile counts from where the file stands, so offsets are those of the outer file.
         with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -187,6 +205,17 @@ def tar_members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int
                     raise tarfile.ReadError(f"{member.name!r} has an impossible size")
                 if member.isfile():
                     members.append((member.name, member.offset_data, member.size))
+                elif member.issym():
+                    path = posixpath.join(posixpath.dirname(member.name), member.linkname)
+                    links.append((member.name, posixpath.normpath(path)))
+                elif member.islnk():
+                    links.append((member.name, member.linkname))
     except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise UserError(f"{where}: not a complete tar ({error}); download it again") from None
+    lies = {posixpath.normpath(name): (start, size) for name, start, size in members if links}
+    for name, target in links:
+        if (linked := lies.get(posixpath.normpath(target))) is not None:
+            members.append((name, *linked))
+        elif is_image(name):
+            raise UserError(f"{where}: {name} is a link to {target}, which is not in it")
     return members

@@ -72,6 +72,9 @@ class Columns(ImageSource):
             raise UserError(
                 f"{self.path}: {len(values) - len(given)} of {len(values)} rows have no label"
             )
+        if not all(isinstance(value, int | str) for value in given):
+            kind = next(type(value).__name__ for value in given if not isinstance(value, int | str))
+            raise UserError(f"{self.path}: labels are neither whole numbers nor texts, but {kind}")
         if known is not None:
             if not 0 <= min(given) <= max(given) < len(known):
                 raise UserError(f"{self.path}: labels beyond its {len(known)} class names")
@@ -96,9 +99,11 @@ class Columns(ImageSource):
         with self._lock:
             images = self._groups.get((where, group))
             if images is None:
-                images = self._groups[where, group] = table.images(group)
-                if len(self._groups) > _GROUPS_KEPT:
-                    self._groups.popitem(last=False)
+                images = table.images(group)
+            self._groups[where, group] = images
+            self._groups.move_to_end((where, group))
+            if len(self._groups) > _GROUPS_KEPT:
+                self._groups.popitem(last=False)
             return images
 
     def read_ahead(self, entries: Sequence[Entry]) -> None:
@@ -153,7 +158,8 @@ class _Table:
         names = [field.name for field in self.schema]
         classes = [name for name in names if _class_names(self.schema, name)]
         named = [name for name in _LABELS if name in names]
-        self._label = next(iter(classes or named), None)
+        both = [name for name in named if name in classes]
+        self._label = next(iter(both or classes or named), None)
         self.class_names = _class_names(self.schema, self._label) if self._label else None
 
     def _find_image(self) -> str:

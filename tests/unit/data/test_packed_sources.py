@@ -56,11 +56,58 @@ def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path)
     assert listing.class_names == [] and {e.label for e in listing.entries} == {-1}
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
         tar.add(images, "x")
-    with pytest.raises(UserError, match=r"a\.tar\.gz: a compressed tar cannot be read here"):
+    with pytest.raises(
+        UserError, match=r"a\.tar\.gz: images cannot be picked out of a compressed tar"
+    ):
         open_source("archive", tmp_path / "a.tar.gz").listing()
     (tmp_path / "b.zip").write_bytes(b"<html>")
     with pytest.raises(UserError, match=r"b\.zip: neither a zip nor a tar"):
         open_source("archive", tmp_path / "b.zip").listing()
+
+
+def test_links_in_a_tar_are_what_they_lead_to(images: Path, tmp_path: Path) -> None:
+    """GNU tar writes the second name of a file as a link."""
+    path = tmp_path / "a.tar"
+    links = {
+        "c1/hard.jpg": (tarfile.LNKTYPE, "c0/0.jpg"),
+        "c1/s.jpg": (tarfile.SYMTYPE, "../c0/0.jpg"),
+    }
+    with tarfile.open(path, "w") as tar:
+        tar.add(images / "c0/000.jpg", "c0/0.jpg")
+        for name, (kind, target) in links.items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, target
+            tar.addfile(link)
+    source = open_source("archive", path)
+    entries = source.listing().entries
+    assert [(entry.name, entry.label) for entry in entries] == [
+        ("c0/0.jpg", 0), ("c1/hard.jpg", 1), ("c1/s.jpg", 1),
+    ]  # fmt: skip
+    assert len({source.read(entry) for entry in entries}) == 1
+    with tarfile.open(path, "a") as tar:
+        link.linkname = "../../c0/0.jpg"
+        tar.addfile(link)
+    with pytest.raises(UserError, match=r"s\.jpg is a link to \.\./c0/0\.jpg, which is not in it"):
+        source.listing()
+
+
+def test_images_of_a_zip_that_cannot_be_unpacked(images: Path, tmp_path: Path) -> None:
+    path = pack(images / "c0", tmp_path / "a.zip")
+    source = open_source("archive", path)
+    entry = source.listing().entries[0]
+    with zipfile.ZipFile(path) as archive:
+        info = archive.infolist()[1]
+        start = info.header_offset + 30 + len(info.filename)
+    data = bytearray(path.read_bytes())
+    data[start] = 0xFF  # no block of deflate begins so
+    path.write_bytes(data)
+    with pytest.raises(OSError) as error:
+        open_source("archive", path).read(entry)
+    assert "damaged" in error.value.strerror
+    source._archive.getinfo(entry.path).file_size = 5 << 30
+    with pytest.raises(OSError) as error:
+        source.read(entry)
+    assert error.value.strerror == "5,120 MiB unpacked, which is no image"
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +208,9 @@ def test_tables_without_paths_or_names(images: Path, tmp_path: Path) -> None:
     assert (listing.entries[1].name, listing.entries[1].label) == ("a/00000001.image", 0)
     parquet.write_table(pa.table({"image": [b"1", b"2"], "label": [None, 1]}), path)
     with pytest.raises(UserError, match="1 of 2 rows have no label"):
+        open_source("parquet", path).listing()
+    parquet.write_table(pa.table({"image": [b"1", b"2"], "label": [[0], [0, 1]]}), path)
+    with pytest.raises(UserError, match="neither whole numbers nor texts, but list"):
         open_source("parquet", path).listing()
     parquet.write_table(pa.table({"path": ["c0/000.jpg"], "label": ["x"]}), path)
     with pytest.raises(UserError, match=r"no column of images \(bytes\) among path, label"):
