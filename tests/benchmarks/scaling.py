@@ -58,7 +58,7 @@ class Machine:
     memory: float = 1.555e12
     latency: float = 15e-6
     cores: int = 12
-    decode: float = 350.0
+    decode: float = 590.0
     read: float = 2e9
     shared: float = 200e9
 

@@ -100,6 +100,9 @@ class Alone:
     def is_current(self) -> bool:
         return True
 
+    def held_seconds(self) -> float:
+        return 0.0
+
     def report(self, progress: dict[str, Any], /) -> None:
         self._step = progress["step"]
 
