@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import json
 import logging
 import os
 import shlex
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from maect.answers.encoder import ImageEncoder
     from maect.answers.vectors import Vectors
     from maect.core.settings import SettingsFile
+    from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
 File = TypeVar("File", bound="SettingsFile")
@@ -131,6 +133,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="leave those images out; the index lists them",
     )
     sub.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
+    sub.add_argument(
+        "--pixels", type=pixels_of, metavar="JSON",
+        help="of a data set (docs/data.md): orientation, background, range, channels",
+    )  # fmt: skip
     sub.add_argument("--classes", help="for a view: dogs15, or a file of class names, one a line")
     sub.add_argument("--only", help="one step: plan, the number of a shard, or index")
     sub.add_argument("--verify", action="store_true", help="check shards that were written")
@@ -227,6 +233,17 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--device", help=DEVICE)
 
+    sub = command("audit", audit, "Find images that are in two splits, or nearly so.")
+    sub.add_argument("run", type=Path, help="folder of a run whose features were extracted")
+    sub.add_argument(
+        "--threshold", type=float, default=0.95,
+        help="least cosine of standardised features of a pair (default 0.95)",
+    )  # fmt: skip
+    sub.add_argument("--within", action="store_true", help="also pairs inside a split")
+    sub.add_argument("--dataset", help="which, if the run has features of several")
+    sub.add_argument("--out", type=Path, help="folder of the tables and the page; by default "
+                     "RESULTS/audits/RUN")  # fmt: skip
+
     sub = command("predict", predict, "Write a table of images and their classes.", using)
     sub.add_argument("run", type=Path, help=ENCODER)
     sub.add_argument("images", type=Path, help=IMAGES)
@@ -266,7 +283,8 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command("new-experiment", new_experiment, "Write an experiment for your own images.")
     sub.add_argument(
         "--images", type=Path, required=True,
-        help="CLASS/IMAGE, or images without classes; either may also be below train/ and val/",
+        help="CLASS/IMAGE, or images without classes, either maybe below train/, val/ and test/; "
+        "an archive or a table of images; or a folder of tars or tables (docs/data.md)",
     )  # fmt: skip
     sub.add_argument("--out", type=Path, required=True, help="the experiment to write, .yaml")
     sub.add_argument(
@@ -276,6 +294,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--quick", action="store_true",
         help="for an hour or less on this machine: a smaller encoder, fewer epochs",
     )  # fmt: skip
+    sub.add_argument(
+        "--ignore-folders", action="store_true", help="folders are no classes: use no labels"
+    )
+    sub.add_argument(
+        "--skip-unreadable", action="store_true", help="leave out images that cannot be read"
+    )
 
     sub = command("plan", plan, "Print what is left to run and what it takes.")
     sub.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
@@ -406,6 +430,19 @@ def fraction(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+
+
+def pixels_of(text: str) -> "Pixels":
+    """The type of `--pixels`; mean and deviation, which sharding needs not, may be left out."""
+    from maect.core.settings import validated
+    from maect.recipes import Pixels
+
+    try:
+        values = json.loads(text)
+        blank = dict.fromkeys(("mean", "std"), [0.5] * int(values.get("channels", 3)))
+        return validated(Pixels, blank | values, "--pixels")
+    except (ValueError, AttributeError, UserError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def use_options() -> argparse.ArgumentParser:
@@ -554,6 +591,7 @@ def shard(options: argparse.Namespace) -> None:
         "exclude": options.exclude,
         "skip_unreadable": options.skip_unreadable,
         "shorter_side": options.shorter_side,
+        "pixels": options.pixels,
     }
     if options.verify:
         print(f"{options.out}: {shards.verify(options.out, threads=threads)} samples, all intact")
@@ -724,6 +762,7 @@ def replay(options: argparse.Namespace) -> None:
 
 def import_weights(options: argparse.Namespace) -> None:
     """`maect import`."""
+    from maect.recipes import Pixels
     from maect.stages.imported import import_weights as convert
     from maect.stages.run import RunConfig
 
@@ -731,13 +770,14 @@ def import_weights(options: argparse.Namespace) -> None:
         config = RunConfig.read(options.weights)
         if config.weights is None:
             raise UserError(f"{options.weights}: no `weights`: this run is not an import")
-        run, pixels = options.weights.parent, config.encoder.image_size
-        given = config.weights, run, config.settings.model_dump()["layout"], config.size, pixels
+        run, side = options.weights.parent, config.encoder.image_size
+        layout = config.settings.model_dump()["layout"]
+        given = config.weights, run, layout, config.size, side, config.encoder.pixels
     elif options.run is None:
         raise UserError(f"{options.weights}: name the run's folder, too")
     else:
         run = options.run
-        given = options.weights, run, options.layout, options.size, options.image_size
+        given = options.weights, run, options.layout, options.size, options.image_size, Pixels()
     layout, weights = convert(*given)
     print(
         f"{run}: layout {layout}, size {weights.size}, {weights.encoder.image_size} pixels, "
@@ -844,6 +884,24 @@ def cluster(options: argparse.Namespace) -> None:
     for count, score in clusters.scores.items():
         print(f"{count:3d} clusters: silhouette coefficient {score:.3f}")
     print(f"{options.out}: {clusters.count} clusters; open {options.out / 'index.html'}")
+
+
+def audit(options: argparse.Namespace) -> None:
+    """`maect audit`."""
+    from maect.answers.audit import audit as find_pairs
+    from maect.answers.audit import open_splits, write_audit
+    from maect.core.files import write_text
+    from maect.experiment.resolve import AUDIT
+
+    run = options.run.absolute()
+    splits = open_splits(run, options.dataset)
+    pairs = find_pairs(splits, options.threshold, options.within)
+    out = options.out or run.parents[1] / "audits" / run.name
+    write_audit(run.name, pairs, splits, options.threshold, out)
+    if options.out is None:
+        write_text(run.parents[1] / AUDIT, (out / "pairs.json").read_text(encoding="utf-8"))
+    exact = sum(pair.exact for pair in pairs)
+    print(f"{out}: {len(pairs)} pairs, {exact} of equal files; open {out / 'index.html'}")
 
 
 def search(options: argparse.Namespace) -> None:
@@ -1008,8 +1066,15 @@ def new_experiment(options: argparse.Namespace) -> None:
     from maect.tools.speed import this_machine
 
     machine = this_machine()
-    quick = machine if options.quick else None
-    print(write(options.images, options.out, options.from_public, quick))
+    text = write(
+        options.images,
+        options.out,
+        options.from_public,
+        machine if options.quick else None,
+        ignore_folders=options.ignore_folders,
+        skip_unreadable=options.skip_unreadable,
+    )
+    print(text)
     print(*outlook(options.out, machine), sep="\n")
     print(f"Next: {own_name()} run {shlex.quote(str(options.out))} -n")
 

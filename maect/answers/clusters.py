@@ -8,7 +8,8 @@ import numpy as np
 
 from maect.answers.vectors import Vectors, write_rows
 from maect.core.files import write_text
-from maect.data.decode import UnreadableError, read_rgb
+from maect.data.convert import picture_of
+from maect.data.decode import UnreadableError
 from maect.evaluate.clusters import Clusters
 from maect.report.render import render_page
 
@@ -64,11 +65,12 @@ def _thumbnails(vectors: Vectors, rows: list[np.int64], images: Path | None) -> 
     """Small pictures as data URIs; "" where the file cannot be read any more."""
     source = vectors.source(images)
     entries = {entry.name: entry for entry in source.listing().entries}
+    pixels = vectors.pixels
     found = dict.fromkeys(rows, "")
     for row in rows:
         entry, stream = entries.get(vectors.files[row]), io.BytesIO()
         try:
-            picture = read_rgb(source.read(entry)) if entry is not None else None
+            picture = picture_of(source.read(entry), pixels) if entry is not None else None
         except (UnreadableError, OSError):
             picture = None
         if picture is not None:

@@ -12,16 +12,27 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.core.errors import UserError
+from maect.data.convert import (
+    make_ready,
+    ready_array,
+    ready_jpeg,
+    ready_picture,
+    render_ready,
+)
 from maect.data.decode import UnreadableError, image_size, render, render_decoded
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.features import BATCH, Encoding, finite
 from maect.models.export import read_export
+from maect.recipes import Pixels
 from maect.stages.run import resize_of
 
 ENCODER = "encoder.safetensors"
-ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[np.uint8]
-"""A file, the bytes of one, a Pillow image, or uint8 [H, W] (grey) or [H, W, 3] (RGB)."""
+ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[Any]
+"""A file, the bytes of one, a Pillow image, or uint8 [H, W] (grey) or [H, W, 3] (RGB).
+
+Files are read as the encoder's data set says; where it says something, an array may be of any type
+and has its channels last, and pictures and arrays are upright."""
 
 
 class ImageEncoder:
@@ -61,6 +72,7 @@ class ImageEncoder:
     @property
     def about(self) -> dict[str, Any]:
         """What vectors depend on beside the images, as a features file says it."""
+        pixels = self.encoding.settings.pixels
         return {
             "run": self.path.parent.name,
             "encoder_sha256": self.sha256,
@@ -68,6 +80,7 @@ class ImageEncoder:
             "image_size": self.image_size,
             "resize": self.resize,
             "precision": self.encoding.precision,
+            **({"pixels": pixels.model_dump(mode="json")} if pixels != Pixels() else {}),
         }
 
     def encode(
@@ -143,15 +156,26 @@ class ImageEncoder:
         return out[:done], faults
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
-        """What the encoder sees of an image, uint8 [3, S, S].
+        """What the encoder sees of an image, uint8 [C, S, S].
 
         Raises:
             UnreadableError: it cannot be decoded.
             OSError: no such file.
         """
-        out = np.empty((1, 3, self.image_size, self.image_size), np.uint8)
+        pixels = self.encoding.settings.pixels
+        out = np.empty((1, pixels.channels, self.image_size, self.image_size), np.uint8)
         if isinstance(image, (str, PathLike)):
             image = Path(fspath(image)).read_bytes()
+        if pixels.files:
+            if isinstance(image, bytes):
+                ready = ready_jpeg(image, pixels) or make_ready(image, pixels)
+            elif isinstance(image, Image.Image):
+                ready = ready_picture(image, pixels)
+            else:
+                ready = ready_array(image, pixels)
+            crop = self._crop(ready.width, ready.height)
+            render_ready(ready.data, crop, out, ready.turned)
+            return out[0]
         if isinstance(image, bytes):
             render(image, self._crop(*image_size(image)), out)
             return out[0]

@@ -20,6 +20,7 @@ from maect.data.sources.base import is_there, is_utf8
 from maect.data.sources.files import Unlabelled
 from maect.evaluate.clusters import unit
 from maect.evaluate.features import BATCH
+from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Vectors:
         values: float32 [n, width].
         labels: class of each image, where the images have classes.
         about: what made them: `encoder_sha256`, `run`, `pooling`, `image_size`, `resize`,
-            `precision`, and `images` and `kind`, which the files are found by.
+            `precision`, `pixels` unless they are as the paper's, and `images` and `kind`, which the
+            files are found by.
     """
 
     files: list[str]
@@ -121,6 +123,11 @@ class Vectors:
                     f"{path}: made with another {key} than that of {encoder.path.parent}; "
                     "embed the images again"
                 )
+
+    @property
+    def pixels(self) -> Pixels:
+        """How the images were read."""
+        return Pixels.model_validate(self.about.get("pixels", {}))
 
     def source(self, images: Path | None = None) -> ImageSource:
         """Where the images are; `images` if they have moved.

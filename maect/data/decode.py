@@ -3,14 +3,16 @@
 Three ways lead to the same pixels: the native extension (JPEG; within 1 level of Pillow), the
 portable way (simplejpeg and PyTorch's antialiased bicubic; within 2 levels) and Pillow itself for
 everything that the first two refuse. Pillow is the reference: an image that it cannot read in full
-is unreadable. EXIF orientation is not applied, as in torchvision's ImageFolder, with which the
-published numbers were made. `docs/data.md` says when which way is used.
+is unreadable. EXIF orientation is not applied here, as in torchvision's ImageFolder, with which the
+published numbers were made; `maect.data.convert` does it for data sets that say so. `docs/data.md`
+says when which way is used.
 """
 
 import io
 import threading
 import warnings
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import simplejpeg
@@ -52,6 +54,17 @@ def read_rgb(data: bytes) -> Image.Image:
 
 def open_rgb(data: bytes) -> tuple[Image.Image, str]:
     """Like `read_rgb`, with the extension that the content deserves."""
+    with open_image(data) as (image, extension):
+        return to_rgb(image), extension
+
+
+@contextmanager
+def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
+    """The decoded picture as Pillow has it, and the extension that the content deserves.
+
+    Raises:
+        UnreadableError: as `read_rgb`; also for whatever fails inside.
+    """
     if not data:
         raise UnreadableError("empty file")
     try:
@@ -60,12 +73,18 @@ def open_rgb(data: bytes) -> tuple[Image.Image, str]:
             kind = "JPEG" if image.format == "MPO" else str(image.format)
             with _large if image.width * image.height > _LARGE else nullcontext():
                 image.load()
-                return _to_rgb(image), EXTENSIONS[kind]
+                yield image, EXTENSIONS[kind]
     except UnreadableError:
         raise
     # Pillow's plug-ins raise nearly anything on hostile input.
     except Exception as error:
-        raise UnreadableError(" ".join(str(error).split()) or type(error).__name__) from None
+        raise UnreadableError(reason(error)) from None
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line."""
+    text = " ".join(str(error).split()).partition(" <_io.BytesIO")[0]
+    return text or type(error).__name__
 
 
 def _open(data: bytes) -> Image.Image:
@@ -89,11 +108,16 @@ def image_size(data: bytes) -> tuple[int, int]:
     try:
         with _open(data) as image:
             return image.size
-    except Exception as error:  # as in `open_rgb`
-        raise UnreadableError(" ".join(str(error).split()) or type(error).__name__) from None
+    except Exception as error:  # as in `open_image`
+        raise UnreadableError(reason(error)) from None
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """A picture in RGB, as `read_rgb` says.
+
+    Raises:
+        UnreadableError: its pixels have no defined range.
+    """
     if image.mode.startswith("I;16"):
         grey = np.asarray(image, dtype=np.uint16) >> 8
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
@@ -127,7 +151,7 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
             done = _render_portable(data, geometries, out)
         if done:
             return
-    _render_pillow(read_rgb(data), geometries, out)
+    resample(read_rgb(data), geometries, out)
 
 
 def render_decoded(
@@ -138,7 +162,7 @@ def render_decoded(
     Raises:
         UnreadableError: its pixels have no defined range.
     """
-    _render_pillow(_to_rgb(image), geometries, out)
+    resample(to_rgb(image), geometries, out)
 
 
 def crops(
@@ -205,9 +229,8 @@ def _render_portable(data: bytes, geometries: NDArray[np.int32], out: NDArray[np
     return True
 
 
-def _render_pillow(
-    image: Image.Image, geometries: NDArray[np.int32], out: NDArray[np.uint8]
-) -> None:
+def resample(image: Image.Image, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+    """`render` of a picture in RGB, or of a grey one into a single channel, by Pillow."""
     size = out.shape[-1]
     for geometry, target in zip(geometries.tolist(), out, strict=True):
         x, y, w, h, full_w, full_h, left, top = geometry
@@ -226,5 +249,5 @@ def _render_pillow(
             if pixels.size != (size, size):
                 pixels = pixels.crop((left, top, left + size, top + size))
         # Small images: the call of np.asarray would take as long as the resampling.
-        rows = np.frombuffer(pixels.tobytes(), np.uint8).reshape(size, size, 3)
+        rows = np.frombuffer(pixels.tobytes(), np.uint8).reshape(size, size, -1)
         target[:] = rows.transpose(2, 0, 1)

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import patiently, read_json, sha256_file
+from maect.data.convert import render_ready
+from maect.data.decode import render
+from maect.recipes import Pixels
 
 FORMAT = 1
 CHECKSUMS = "crc32.npy"
@@ -81,6 +84,56 @@ class Index:
     def n(self) -> int:
         """Number of samples."""
         return len(self.rows)
+
+    @property
+    def pixels(self) -> Pixels:
+        """What was made ready when the images were sharded; ImageNet's and so on by default."""
+        return Pixels.model_validate(self.record.get("pixels", {}))
+
+    @property
+    def channels(self) -> int:
+        """Of every image."""
+        return self.record.get("pixels", {}).get("channels", 3)
+
+    def check_channels(self, channels: int) -> None:
+        """Refuse images of another number of channels.
+
+        Raises:
+            UserError: with the numbers.
+        """
+        if self.channels != channels:
+            raise UserError(
+                f"{self.directory}: images of {self.channels} channels, where {channels} are "
+                "expected; see `pixels` of the data set"
+            )
+
+    @property
+    def turned(self) -> bool:
+        """Whether images have to be turned upright as they are read."""
+        return "pixels" in self.record and bool(self.record.get("turned"))
+
+    @property
+    def plain(self) -> bool:
+        """Whether every image is an RGB picture as it is stored."""
+        return "pixels" not in self.record
+
+    def render(self, i: int, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+        """Decode a sample once and resample every view into `out` (`maect.data.decode.render`).
+
+        Args:
+            i: row of the sample.
+            geometries: [v, 8], of the upright image.
+            out: uint8 [v, C, S, S], overwritten.
+
+        Raises:
+            UnreadableError: no decoder can read the image in full.
+            UserError: as `read`.
+        """
+        data = self.read(i)
+        if self.plain:
+            render(data, geometries, out)
+        else:
+            render_ready(data, geometries, out, self.turned)
 
     @property
     def labels(self) -> NDArray[np.int64]:

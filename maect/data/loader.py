@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from maect.core.errors import UserError
-from maect.data.decode import UnreadableError, crops, render
+from maect.data.decode import UnreadableError, crops
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.order import Order
 from maect.data.packed import Layout, Packed
@@ -44,7 +44,7 @@ class Batch:
     labels: NDArray[np.int64]
     """[b], -1 where unlabelled."""
     images: Tensor
-    """uint8 [views, b, 3, S, S] on the CPU: cropped, not yet flipped or normalized."""
+    """uint8 [views, b, C, S, S] on the CPU: cropped, not yet flipped or normalized."""
     packed: Packed | None = None
     """Images, ids, labels and what was drawn for the batch, if that was asked for."""
 
@@ -107,7 +107,7 @@ def train_batches(
     order = Order(index.n, seed)
     share = global_batch // world_size
 
-    shape = (len(views), share, 3, image_size, image_size)
+    shape = (len(views), share, index.channels, image_size, image_size)
     layout = None if draw is None else layout_of(shape, draw)
 
     def jobs() -> Iterator[_Job[Batch]]:
@@ -121,7 +121,7 @@ def train_batches(
 
 
 def layout_of(images: tuple[int, ...], draw: Draw) -> Layout:
-    """How batches lie in memory whose images are uint8 [views, b, 3, S, S] of that shape."""
+    """How batches lie in memory whose images are uint8 [views, b, C, S, S] of that shape."""
     none = np.zeros(images[1], np.int64)
     values = _numbers(none, none) | draw(none, none)
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
@@ -181,7 +181,9 @@ def _views(
         for number, view in enumerate(views)
     ]
     if packed is None:
-        images = torch.empty(len(views), len(rows), 3, image_size, image_size, dtype=torch.uint8)
+        images = torch.empty(
+            len(views), len(rows), index.channels, image_size, image_size, dtype=torch.uint8
+        )
     else:
         images = packed.tensors["images"]
     batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images, packed)
@@ -205,7 +207,7 @@ def evaluation_batches(
     threads: int,
     resize: int | None = None,
 ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """Images uint8 [b, 3, S, S], labels [b] and ids [b] of `rows`, in order; the last is short.
+    """Images uint8 [b, C, S, S], labels [b] and ids [b] of `rows`, in order; the last is short.
 
     The shorter side is resized to `resize` (256/224 of `image_size` by default), bicubic, and the
     centre is cut out.
@@ -230,7 +232,9 @@ def evaluation_parts(
             part = np.array(rows, np.int64)
             record = np.asarray(index.rows[part])
             geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, image_size)
-            images = torch.empty(len(part), 3, image_size, image_size, dtype=torch.uint8)
+            images = torch.empty(
+                len(part), index.channels, image_size, image_size, dtype=torch.uint8
+            )
             yield _Job((images, record[:, LABEL], record[:, ID]), part, geometries[:, None])
 
     yield from _decoded(index, jobs(), lambda item: item[0].numpy()[None], threads)
@@ -282,7 +286,7 @@ def _decode(
     out: NDArray[np.uint8],
     part: slice,
 ) -> None:
-    """Make some samples of a batch in `out`, uint8 [views, b, 3, S, S]: read, decode, crop."""
+    """Make some samples of a batch in `out`, uint8 [views, b, C, S, S]: read, decode, crop."""
     rows, done = job.rows[part], False
     if pixels is not None:
         record = index.rows[rows]
@@ -291,7 +295,7 @@ def _decode(
     for i, row in zip(range(*part.indices(len(job.rows))), rows.tolist(), strict=True):
         try:
             if not done:
-                render(index.read(row), job.geometries[i], out[:, i])
+                index.render(row, job.geometries[i], out[:, i])
             if job.change is not None:
                 job.change(out[:, i], i)
         except UnreadableError as error:

@@ -49,7 +49,7 @@ def write_pixels(index: Index) -> None:
     """
     path, record = pixels_files(index)
     width, height = index.rows[:, [WIDTH, HEIGHT]].max(0).tolist()
-    if max(width, height) > LARGEST:
+    if max(width, height) > LARGEST or not index.plain:
         return
     shape = (index.n, height, width, 3)
     known = {"source": _source(index), "shape": list(shape)}
@@ -75,7 +75,7 @@ def write_pixels(index: Index) -> None:
 def open_pixels(index: Index) -> NDArray[np.uint8] | None:
     """The array of a split's images, memory-mapped; None where images have to be decoded."""
     path, record = pixels_files(index)
-    if native.library() is None or not record.exists():
+    if native.library() is None or not record.exists() or not index.plain:
         return None
     if read_mapping(record).get("source") != _source(index):
         _warn(path, "of other shards")

@@ -15,15 +15,16 @@ import hashlib
 import io
 import json
 import logging
+import math
 import os
 import shlex
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,7 +35,8 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_json, sha256_file, write_record, write_text
 from maect.data import random, shard_name
-from maect.data.decode import UnreadableError, open_rgb, read_rgb
+from maect.data.convert import Ready, is_turned, make_ready, ready_size, upright_rgb
+from maect.data.decode import UnreadableError
 from maect.data.index import (
     CHECKSUMS,
     COLUMNS,
@@ -52,6 +54,8 @@ from maect.data.index import (
 from maect.data.pixels import pixels_fault, write_pixels
 from maect.data.sources import UNLABELLED, Entry, ImageSource, open_source
 from maect.data.sources.archives import WebDataset
+from maect.data.sources.changes import note_files
+from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,8 @@ _KEY_BYTES = 90
 _BLOCK = 512
 _AT_ONCE = 64
 _QUALITY = 95
+FEWEST_LEVELS = 64
+"""Of 256, that deep images should become all together."""
 
 
 def shard(
@@ -79,9 +85,9 @@ def shard(
         UserError: wrong input; all unreadable images of the split are reported together.
     """
     out = Path(out)
-    plan, listings = planned(source, kind, out, shards, **options)
+    plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
-        _store(out, plan, listings)
+        _store(out, plan, listings, note)
         _write_all(out, plan["shards"], threads)
         return _index(out)
 
@@ -98,7 +104,7 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
             that take them; only and exclude, text files of names of images to take alone and to
             leave out, one a line; skip_unreadable, to leave out what cannot be read or is no longer
             there, and to list it in the index; shorter_side, to which larger images are
-            recompressed (off by default).
+            recompressed (off by default); pixels, as which the images are made ready.
 
     Returns:
         The content of `out`/plan.json.
@@ -107,9 +113,9 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
         UserError: wrong source, or `out` holds shards of another plan.
     """
     out = Path(out)
-    plan, listings = planned(source, kind, out, shards, **options)
+    plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
-        _store(out, plan, listings)
+        _store(out, plan, listings, note)
     return plan
 
 
@@ -211,8 +217,12 @@ def planned(
     exclude: Path | None = None,
     skip_unreadable: bool = False,
     shorter_side: int | None = None,
-) -> tuple[dict[str, Any], list[str]]:
-    """The plan of `plan_shards`, and the listing of each shard; nothing is written."""
+    pixels: Pixels | None = None,
+) -> tuple[dict[str, Any], list[str], Callable[[], None]]:
+    """The plan of `plan_shards`, the listing of each shard, and what notes the files down.
+
+    Nothing is written.
+    """
     if shards < 1:
         raise UserError(f"shards: {shards}; at least one is needed")
     images = open_source(kind, source, labels)
@@ -227,6 +237,7 @@ def planned(
     if only is not None:
         entries = [entry for entry in entries if entry.name in wanted]
         unlisted = len(listing.entries) - len(wanted)
+    made = {} if pixels is None else pixels.files
     tars = []
     if isinstance(images, WebDataset):
         tars = [str(tar.resolve()) for tar in images.tars]
@@ -256,13 +267,14 @@ def planned(
         **({"unlisted": unlisted} if only is not None else {}),
         **({"skip_unreadable": True, "gone": [*missing, *gone]} if skip_unreadable else {}),
         **({"tars": tars} if tars else {}),
-        "options": {} if shorter_side is None else {"shorter_side": shorter_side},
+        "options": ({} if shorter_side is None else {"shorter_side": shorter_side})
+        | ({"pixels": made} if made else {}),
         "listings": [hashlib.sha256(text.encode()).hexdigest() for text in texts],
     }
-    return plan, texts
+    return plan, texts, lambda: note_files(out, images, listing.entries)
 
 
-def _store(out: Path, plan: dict[str, Any], listings: list[str]) -> None:
+def _store(out: Path, plan: dict[str, Any], listings: list[str], note: Callable[[], None]) -> None:
     """Write the plan, unless it is there.
 
     Raises:
@@ -280,6 +292,7 @@ def _store(out: Path, plan: dict[str, Any], listings: list[str]) -> None:
         return
     for number, text in enumerate(listings):
         write_text(_listing_path(out, number), text)
+    note()
     write_record(out / "plan.json", plan)
 
 
@@ -386,14 +399,6 @@ def _keys(entries: list[Entry]) -> list[str]:
 # --- Tars -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Image:
-    data: bytes
-    extension: str
-    width: int
-    height: int
-
-
 class _FaultyError(Exception):
     def __init__(self, faults: list[str]) -> None:
         super().__init__(faults)
@@ -430,6 +435,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     hashes: list[bytes] = []
     checksums: list[int] = []
     faults: list[str] = []
+    found = _Found()
     with ExitStack() as stack:
         file = None if tars else _Hashed(stack.enter_context(_new_file(tar)))
         source.read_ahead(listed)
@@ -448,7 +454,8 @@ def _write(out: Path, number: int, threads: int) -> None:
                     _add(file, f"{key}.cls", str(entry.label).encode())
             size = len(image.data)
             rows.append((start + position, *where, size, entry.label, image.width, image.height))
-            hashes.append(_content(key, entry.label, image.data))
+            hashes.append(_content(key, entry.label, image.data, image.turned))
+            found.add(image)
             checksums.append(zlib.crc32(image.data))
         if faults and not skip:
             raise _FaultyError(faults)
@@ -469,8 +476,58 @@ def _write(out: Path, number: int, threads: int) -> None:
             "listing": plan["listings"][number],
             "options": plan["options"],
             **({"unreadable": faults} if faults else {}),
+            **found.as_dict(),
         },
     )
+
+
+@dataclass
+class _Found:
+    """What was made ready: how many turned images, and the values of those of more than 8 bits."""
+
+    turned: int = 0
+    deep: int = 0
+    least: float = math.inf
+    greatest: float = -math.inf
+    levels: int = 0
+    """Bit n is set if any value became n of 255."""
+
+    def add(self, image: Ready) -> None:
+        self.turned += image.turned
+        if image.values is not None:
+            self.deep += 1
+            self.least = min(self.least, image.values[0])
+            self.greatest = max(self.greatest, image.values[1])
+            self.levels |= image.levels
+
+    def merge(self, known: dict[str, Any]) -> None:
+        """Add what the record of a shard says."""
+        self.turned += known.get("turned", 0)
+        if "deep" in known:
+            deep = known["deep"]
+            self.deep += deep["images"]
+            self.least = min(self.least, deep["values"][0])
+            self.greatest = max(self.greatest, deep["values"][1])
+            self.levels |= int(deep["levels"], 16)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For a record; nothing of ordinary images."""
+        values = [self.least, self.greatest]
+        deep = {"images": self.deep, "values": values, "levels": f"{self.levels:x}"}
+        return ({"turned": self.turned} if self.turned else {}) | (
+            {"deep": deep} if self.deep else {}
+        )
+
+    def warning(self) -> str | None:
+        """What is lost of deep images, if much is, and what to do."""
+        levels = self.levels.bit_count()
+        if not self.deep or levels >= FEWEST_LEVELS:
+            return None
+        return (
+            f"{self.deep} images of more than 8 bits have become {levels} grey levels: their "
+            f"values go from {self.least:g} to {self.greatest:g}; state that in the data set: "
+            f"pixels: {{range: [{self.least:g}, {self.greatest:g}]}}"
+        )
 
 
 @contextmanager
@@ -482,39 +539,58 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 def _prepare(
     source: ImageSource, entries: list[Entry], options: dict[str, Any], threads: int
-) -> Iterator[_Image | str]:
+) -> Iterator[Ready | str]:
     """The images in order, or why one cannot be read; a bounded number in memory."""
 
-    def one(entry: Entry) -> _Image | str:
+    side = options.get("shorter_side")
+    pixels = _pixels(options)
+
+    def one(entry: Entry) -> Ready | str:
         try:
-            data = source.read(entry)
-            picture, extension = open_rgb(data)
+            ready = make_ready(source.read(entry), pixels)
+            if side is not None and min(ready.width, ready.height) > side:
+                return _recompress(ready, side)
         except UnreadableError as error:
             return str(error)
         except OSError as error:
             return str(error.strerror or error)
-        side = options.get("shorter_side")
-        if side is not None and min(picture.size) > side:
-            return _recompress(picture, side)
-        return _Image(data, extension, *picture.size)
+        if source.in_place and ready.converted:
+            return "has to be converted, which an index of tars cannot do; unpack them"
+        return ready
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         for i in range(0, len(entries), _AT_ONCE):
             yield from pool.map(one, entries[i : i + _AT_ONCE])
 
 
-def _recompress(picture: Image.Image, side: int) -> _Image:
-    width, height = picture.size
-    short = min(width, height)
-    size = (round(width * side / short), round(height * side / short))
+def _pixels(options: dict[str, Any]) -> Pixels:
+    """Those of a plan's options; mean and deviation of what is read are not among them."""
+    made = options.get("pixels", {})
+    channels = made.get("channels", 3)
+    return Pixels.model_validate(made | {"mean": (0.5,) * channels, "std": (0.5,) * channels})
+
+
+def _recompress(ready: Ready, side: int) -> Ready:
+    """A smaller JPEG, upright.
+
+    Raises:
+        UnreadableError: it has other than three channels.
+    """
+    picture = upright_rgb(ready)
+    short = min(ready.width, ready.height)
+    size = (round(ready.width * side / short), round(ready.height * side / short))
     stream = io.BytesIO()
     resized = picture.resize(size, Image.Resampling.BICUBIC)
     resized.save(stream, "JPEG", quality=_QUALITY, subsampling=0)
-    return _Image(stream.getvalue(), "jpg", *size)
+    return replace(
+        ready, data=stream.getvalue(), extension="jpg", width=size[0], height=size[1], turned=False
+    )
 
 
-def _content(key: str, label: int, data: bytes) -> bytes:
-    return hashlib.sha256(f"{key}\0{label}\0".encode() + hashlib.sha256(data).digest()).digest()
+def _content(key: str, label: int, data: bytes, turned: bool) -> bytes:
+    mark = "\0turned" if turned else ""
+    text = f"{key}\0{label}\0".encode() + hashlib.sha256(data).digest() + mark.encode()
+    return hashlib.sha256(text).digest()
 
 
 class _Hashed:
@@ -567,6 +643,8 @@ def _index(out: Path) -> int:
     write_pixels(index)
     if left := index.record.get("unreadable"):
         log.warning("%s: %d unreadable images are left out, see its index.json", out, len(left))
+    if warning := index.record.get("warning"):
+        log.warning("%s: %s", out, warning)
     # Of steps that were killed, or refused images that have been repaired since.
     for pattern in (".*.tmp", "parts/.*.tmp", "unreadable*.txt"):
         for leftover in out.glob(pattern):
@@ -610,6 +688,12 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     if faults := [fault for record in records for fault in record.get("unreadable", [])]:
         faults = [f"{name} ({why})" for name, _, why in (fault.partition("\t") for fault in faults)]
     faults += [f"{name} (gone)" for name in plan.get("gone", [])]
+    found = _Found()
+    for record in records:
+        found.merge(record)
+    # Where no image was turned or has other channels, nothing is special about reading them.
+    made = plan["options"].get("pixels", {})
+    special = found.turned or made.get("channels", 3) != 3
     write_record(
         out / "index.json",
         {
@@ -623,6 +707,9 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             **({"unlisted": plan["unlisted"]} if "unlisted" in plan else {}),
             **({"unreadable": faults} if faults else {}),
             **({"in_place": True} if "tars" in plan else {}),
+            **({"pixels": _pixels(plan["options"]).model_dump(mode="json")} if special else {}),
+            **found.as_dict(),
+            **({"warning": warning} if (warning := found.warning()) else {}),
             "shards": shards,
         },
     )
@@ -749,7 +836,8 @@ def _content_of(index: Index, rows: NDArray[np.int64]) -> str:
     keys, digest = index.keys(), hashlib.sha256()
     for i, label in zip(rows[:, ID].tolist(), rows[:, LABEL].tolist(), strict=True):
         try:
-            digest.update(_content(keys[i], label, index.read(i)))
+            data = index.read(i)
+            digest.update(_content(keys[i], label, data, index.turned and is_turned(data)))
         except UserError:
             return ""  # cut; the image is named when it is decoded
     return digest.hexdigest()
@@ -757,11 +845,11 @@ def _content_of(index: Index, rows: NDArray[np.int64]) -> str:
 
 def _image_fault(index: Index, i: int) -> str | None:
     try:
-        image = read_rgb(index.read(i))
+        sides = ready_size(index.read(i), index.turned)
     except (UnreadableError, UserError) as error:
         return f"sample {i} ({index.key(i)!r}): {error}"
     row = index.rows[i]
-    if image.size != (row[WIDTH], row[HEIGHT]):
-        size = f"{image.size[0]} x {image.size[1]}"
+    if sides != (row[WIDTH], row[HEIGHT]):
+        size = f"{sides[0]} x {sides[1]}"
         return f"sample {i} ({index.key(i)!r}): {size}, {row[WIDTH]} x {row[HEIGHT]} recorded"
     return None

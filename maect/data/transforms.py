@@ -24,10 +24,10 @@ from PIL import Image
 from torch import Tensor
 
 from maect.data import random
-from maect.recipes import View
+from maect.recipes import IMAGENET, Pixels, View
 
-MEAN = (0.485, 0.456, 0.406)  # of ImageNet, of values from 0 to 1
-STD = (0.229, 0.224, 0.225)
+MEAN, STD = IMAGENET
+PAPER = Pixels()
 
 # --- Cropping -------------------------------------------------------------------------------------
 
@@ -112,23 +112,25 @@ _LUMA = (0.2989, 0.587, 0.114)  # ITU-R 601, as Pillow and torchvision
 
 @cache
 def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers of three channels, [3, 1, 1]: copied to a device once, not in every step."""
+    """Numbers of the channels, [C, 1, 1]: copied to a device once, not in every step."""
     with torch.inference_mode(False):  # whoever asks first
-        return torch.tensor(values, device=device).view(3, 1, 1)
+        return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
-def normalize(images: Tensor) -> Tensor:
-    """ImageNet's mean and standard deviation.
+def normalize(images: Tensor, pixels: Pixels = PAPER) -> Tensor:
+    """Remove the mean of each channel and divide by its standard deviation.
 
     Args:
-        images: uint8 [b, 3, S, S], or float in [0, 1].
+        images: uint8 [b, C, S, S], or float in [0, 1].
+        pixels: whose mean and standard deviation.
 
     Returns:
-        float32 [b, 3, S, S].
+        float32 [b, C, S, S].
     """
+    mean, std = (_constant(values, images.device) for values in pixels.statistics)
     if images.dtype == torch.uint8:
         images = images.float() / 255
-    return (images - _constant(MEAN, images.device)) / _constant(STD, images.device)
+    return (images - mean) / std
 
 
 @dataclass(frozen=True)
@@ -182,37 +184,44 @@ def draw_changes(
     return Changes(flipped, jittered, blurred, grey, solarized, u[:, 1:5], u[:, 5:9], sigma)
 
 
-def apply_changes(images: Tensor, changes: Changes) -> Tensor:
+def apply_changes(images: Tensor, changes: Changes, pixels: Pixels = PAPER) -> Tensor:
     """Flip, jitter, blur, grey and solarize cropped images, then normalize.
 
     Args:
-        images: uint8 [n, 3, S, S], on any device.
+        images: uint8 [n, C, S, S], on any device; jitter and grey need three channels.
         changes: of each of them.
+        pixels: whose mean and standard deviation.
 
     Returns:
-        float32 [n, 3, S, S], normalized, on the device of `images`.
+        float32 [n, C, S, S], normalized, on the device of `images`.
     """
+    mean, std = (_constant(values, images.device) for values in pixels.statistics)
     x = images.float().div_(255)
     _change(x, changes.flipped, lambda y, _: y.flip(3))
     x = jitter(x, changes.jittered, changes.strengths, changes.order)
     _change(x, changes.blurred, lambda y, rows: blur(y, changes.sigma[rows]))
     _change(x, changes.grey, lambda y, _: luma(y).expand_as(y))
     _change(x, changes.solarized, lambda y, _: solarize(y))
-    return x.sub_(_constant(MEAN, x.device)).div_(_constant(STD, x.device))
+    return x.sub_(mean).div_(std)
 
 
-def denormalize(images: Tensor) -> Tensor:
-    """The uint8 pixels of normalized images [b, 3, S, S], the nearest there are."""
-    mean = torch.tensor(MEAN, device=images.device).view(3, 1, 1)
-    std = torch.tensor(STD, device=images.device).view(3, 1, 1)
+def denormalize(images: Tensor, pixels: Pixels = PAPER) -> Tensor:
+    """The uint8 pixels of normalized images [b, C, S, S], the nearest there are."""
+    mean, std = (_constant(values, images.device) for values in pixels.statistics)
     return ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def augment(
-    images: Tensor, view: View, view_number: int, seed: int, epochs: ArrayLike, ids: ArrayLike
+    images: Tensor,
+    view: View,
+    view_number: int,
+    seed: int,
+    epochs: ArrayLike,
+    ids: ArrayLike,
+    pixels: Pixels = PAPER,
 ) -> Tensor:
-    """One view of cropped images, uint8 [b, 3, S, S]: `draw_changes` and `apply_changes`."""
-    return apply_changes(images, draw_changes([view], seed, epochs, ids, view_number))
+    """One view of cropped images, uint8 [b, C, S, S]: `draw_changes` and `apply_changes`."""
+    return apply_changes(images, draw_changes([view], seed, epochs, ids, view_number), pixels)
 
 
 def _change(
@@ -442,7 +451,7 @@ def erase(
     """Fill a random rectangle of some images with normal noise, in place (Zhong et al. 2020).
 
     Args:
-        images: normalized, float [b, 3, S, S].
+        images: normalized, float [b, C, S, S].
         probability: of an image to be changed.
         seed: the training's.
         epochs: epoch of each sample, [b].

@@ -71,6 +71,7 @@ class ColorHistogram(Encodes):
         from maect.models.weights import save_tensors
 
         train = open_index(job.path("train"))
+        train.check_channels(3)
         test = open_index(job.path("test"))
         check(train, test, labelled=False)
         path = job.run / "encoder.safetensors"

@@ -62,6 +62,7 @@ class EffectiveInvariance(Encodes):
         from maect.evaluate.linear_probe import TrainedProbe
 
         index = open_index(job.path("test"))
+        index.check_channels(3)  # it changes colours
         probe = TrainedProbe(job, distributed.device_of(context), self.precision)
         probe.check(index)
         # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.

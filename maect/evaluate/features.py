@@ -112,7 +112,7 @@ class Encoding:
         """
         images = images.to(self.device, non_blocking=True)
         if images.dtype == torch.uint8:
-            images = normalize(images)
+            images = normalize(images, self.settings.pixels)
         self._earlier.clear()
         with mixed_precision(self.device, self.precision):
             last = self.encoder(images)
@@ -134,7 +134,7 @@ class Encoding:
         """
         images = images.to(self.device, non_blocking=True)
         if images.dtype == torch.uint8:
-            images = normalize(images)
+            images = normalize(images, self.settings.pixels)
         last: list[Tensor] = []
         block = self.encoder.blocks[-1]
         hook = block.register_forward_hook(lambda module, inputs, output: last.append(output))
@@ -187,6 +187,7 @@ def extract(
     device = distributed.device_of(context)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     model = Encoding(encoder, device, "bf16" if precision == "bf16" else "fp32")
+    index.check_channels(model.settings.pixels.channels)
     resize = resize or model.settings.default_resize
     record = {
         "run": encoder.parent.name,

@@ -120,6 +120,7 @@ class Probing:
         yield from self._finished()
         settings, device = self.settings, self.encoding.device
         view = View(crop_scale=settings.crop_scale, flip=settings.flip)
+        pixels = self.encoding.settings.pixels
         started, first = time.monotonic(), self.step
         loader = train_batches(
             self.train,
@@ -135,7 +136,9 @@ class Probing:
         )
         for batch in loader:
             images = batch.images[0].to(device, non_blocking=True)
-            x = self.encode(augment(images, view, 0, settings.seed, batch.epochs, batch.ids))
+            x = self.encode(
+                augment(images, view, 0, settings.seed, batch.epochs, batch.ids, pixels)
+            )
             y = targets(batch, images).to(device, non_blocking=True)
             loss = update(x, y, schedule(self.step, self.steps, self.warmup))
             self.step += 1

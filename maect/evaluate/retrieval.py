@@ -196,7 +196,6 @@ def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[
     """Small pictures of what the encoder saw, uint8 [..., S, S, 3]."""
     import numpy as np
 
-    from maect.data.decode import render
     from maect.data.index import HEIGHT, LABEL, WIDTH
     from maect.data.transforms import center_crops
 
@@ -208,8 +207,10 @@ def thumbnails(index: Index, ids: Ids, test: FeatureFile, side: int) -> NDArray[
     if not np.array_equal(record[:, LABEL], test.labels[flat]):
         raise UserError(f"{test.path}: its labels are not those of {index.directory}")
     geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, side)
-    out = np.empty((len(flat), 1, 3, side, side), np.uint8)
+    out = np.empty((len(flat), 1, index.channels, side, side), np.uint8)
     for number, row in enumerate(flat.tolist()):
-        render(index.read(row), geometries[number : number + 1], out[number])
+        index.render(row, geometries[number : number + 1], out[number])
+    # Of other than three channels, the first as grey.
+    out = out if index.channels == 3 else out[:, :, :1].repeat(3, axis=2)
     pictures = out[:, 0].transpose(0, 2, 3, 1)
     return np.ascontiguousarray(pictures).reshape(*ids.shape, side, side, 3)

@@ -11,7 +11,7 @@ from typing import Any
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
-from maect.recipes import Encoder, load_encoder
+from maect.recipes import Encoder, Pixels, load_encoder
 from maect.report.registry import Row
 from maect.stages import Stage, check_source, load_import, load_recipe
 
@@ -68,7 +68,9 @@ def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
             chosen = dict(zip(one.each, map(str, values), strict=True))
             seeds = min(spec.seeds, one.seeds or spec.seeds) if one.weights is None else 1
             for seed in range(seeds):
-                run = _run(f"{file}: runs", template, one, chosen, seed, default)
+                dataset = one.dataset or default
+                pixels = spec.datasets[dataset].pixels if dataset in spec.datasets else None
+                run = _run(f"{file}: runs", template, one, chosen, seed, dataset, pixels)
                 if run.name in runs:
                     raise UserError(f"{file}: runs: {run.name} is defined twice")
                 runs[run.name] = run
@@ -76,7 +78,13 @@ def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
 
 
 def _run(
-    where: str, template: str, spec: RunSpec, chosen: dict[str, str], seed: int, dataset: str
+    where: str,
+    template: str,
+    spec: RunSpec,
+    chosen: dict[str, str],
+    seed: int,
+    dataset: str,
+    pixels: Pixels | None,
 ) -> Run:
     def fill(text: str) -> str:
         try:
@@ -91,10 +99,10 @@ def _run(
     try:
         if recipe:
             settings = load_recipe(recipe, size, filled(spec.overrides, fill))
-            encoder = load_encoder(size, spec.image_size)
+            encoder = load_encoder(size, spec.image_size, pixels)
         else:
             layout = fill(spec.layout) if spec.layout else None
-            settings, encoder = load_import(layout, size, spec.image_size)
+            settings, encoder = load_import(layout, size, spec.image_size, pixels)
         settings.check_encoder(encoder)
     except (UserError, ValueError) as error:
         raise UserError(f"{where}: {base}: {error}") from None
@@ -104,7 +112,7 @@ def _run(
         encoder=encoder,
         size=size,
         method=fill(spec.method) if spec.method else re.sub(rf"_{size}(?=_|$)", "", base),
-        dataset=spec.dataset or dataset,
+        dataset=dataset,
         seed=seed,
         recipe=recipe or None,
         source=fill(spec.source) + suffix if spec.source else None,

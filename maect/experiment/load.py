@@ -169,6 +169,18 @@ class Experiment:
             raise self._error(f"protocols: {error}") from None
 
     def _check_evaluation(self, run: str, name: str) -> None:
+        made, given = (
+            pixels.channels
+            for pixels in (
+                self.runs[run].encoder.pixels,
+                self.datasets[self.default_dataset].pixels,
+            )
+        )
+        if made != given:
+            raise self._error(
+                f"evaluate: {run} is trained on images of {made} channels, and "
+                f"{self.default_dataset}, which it is evaluated on, has {given}"
+            )
         splits = self.datasets[self.default_dataset].splits
         settings = self.evaluation(run, name)
         self._check_names(f"protocols: {name}: splits", settings.split_names, splits)
@@ -244,11 +256,12 @@ class Experiment:
         An image that is added or removed changes the time of its folder.
         """
         given, images = self.datasets[dataset].splits[split], self.images(dataset, split)
+        pixels = self.datasets[dataset].pixels
         lists = {name: sha256_file(name) for name in given.files()}
         return {
             "images": str(images.resolve()),
             "changed": last_changes(images),
-            "arguments": [lists.get(word, word) for word in given.arguments()],
+            "arguments": [lists.get(word, word) for word in given.arguments(pixels)],
         }
 
     def images(self, dataset: str, split: str) -> Path:

@@ -4,8 +4,10 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from maect.core.files import read_mapping
 from maect.core.settings import SettingsFile
 from maect.data.sources.base import is_there
+from maect.data.sources.changes import changes_since
 from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trained
 from maect.evaluate.explore import Explore
 from maect.experiment.expand import Run, run_to_score
@@ -307,6 +309,18 @@ def missing_images(
         lost = [file for file in given.files() if not Path(file).exists()]
         faults += [f"{where}: no file {file} (split {split})" for file in lost]
     return faults
+
+
+def changed_images(experiment: Experiment) -> list[str]:
+    """A sentence for each split whose images are no longer those in its shards, or lost there."""
+    notes = []
+    for name, split in experiment.splits:
+        folder = experiment.shards(name, split)
+        if experiment.datasets[name].splits[split].images is not None:
+            notes.append(changes_since(folder))
+        if warning := read_mapping(folder / "index.json").get("warning"):
+            notes.append(f"{folder}: {warning}")
+    return [note for note in notes if note]
 
 
 def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -> list[str]:

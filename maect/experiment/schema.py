@@ -1,5 +1,6 @@
 """The experiment file as it is written: its keys, and helpers to read its values."""
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from maect.core.settings import Settings
 from maect.data.sources import BUNDLED, SOURCES, Source
 from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS
-from maect.recipes import Look
+from maect.recipes import Look, Pixels
 from maect.report.groups import Groups
 
 NAME = re.compile(r"\w[\w.-]*")
@@ -52,14 +53,20 @@ class Split(Settings):
         """The kind's declaration."""
         return SOURCES[self.kind]
 
-    def arguments(self) -> list[str]:
-        """How the command line says the same, without the path of the images."""
+    def arguments(self, pixels: Pixels) -> list[str]:
+        """How the command line says the same, without the path of the images.
+
+        Args:
+            pixels: of the data set.
+        """
         words = ["--kind", self.kind, "--shards", str(self.shards)]
         for name in ("labels", "only", "exclude", "classes"):
             value = getattr(self, name)
             option = "--only-listed" if name == "only" else f"--{name}"
             words += [option, fill_path(value)] if value else []
-        return [*words, "--skip-unreadable"] if self.skip_unreadable else words
+        words += ["--skip-unreadable"] if self.skip_unreadable else []
+        made = pixels.files if self.source.sharded else {}
+        return [*words, "--pixels", json.dumps(made)] if made else words
 
     def files(self) -> list[str]:
         """Files that say something about the images."""
@@ -85,6 +92,8 @@ class Dataset(Settings):
     splits: dict[str, Split]
     resize: int | None = Field(default=None, gt=0)
     """Shorter side before the centre crop of evaluations; none: 256/224 of the image size."""
+    pixels: Pixels = Pixels()
+    """How images are read, and what encoders that are trained on them are given."""
     groups: Groups | None = None
     """Groups of the classes, which figure 1 is coloured by: a mapping, or `imagenet`."""
 

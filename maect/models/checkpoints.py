@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
+from timm.models import adapt_input_conv
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,7 +22,7 @@ from maect.core.errors import UserError
 from maect.models.layouts import LAYOUTS, Layout, Location
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
-from maect.recipes import Encoder, like, load_encoder, sizes
+from maect.recipes import Encoder, Pixels, like, load_encoder, sizes
 
 
 class _LeftOut:
@@ -98,6 +99,9 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+PATCHES = "patch_embed.proj.weight"
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,7 @@ def convert(
     file: str,
     size: str | None = None,
     image_size: int | None = None,
+    pixels: Pixels | None = None,
 ) -> Converted:
     """Take the encoder out of a checkpoint.
 
@@ -250,6 +255,9 @@ def convert(
         file: to name in messages.
         size: of the encoder; none: from the tensors' shapes.
         image_size: to use the encoder at; none: its own.
+        pixels: that it is given; for another number of channels than the checkpoint's three, the
+            weights of the patches are adapted as timm does: summed for one channel, else repeated
+            in turn and scaled by 3 / channels.
 
     Raises:
         UserError: the checkpoint is not of this layout: a name that is missing, one too many, or
@@ -270,8 +278,9 @@ def convert(
         tensors["pos_embed"] = F.pad(positions, (0, 0, prefix_tokens, 0))
     stored = load_encoder(size, grid * shape.patch_size).model_copy(update=change)
     _check_names(tensors, stored, f"{where}, size {size}", prefix)
-    encoder = load_encoder(size, image_size or stored.image_size).model_copy(update=change)
+    encoder = load_encoder(size, image_size or stored.image_size, pixels).model_copy(update=change)
     own = {key: value.float() for key, value in tensors.items()}
+    own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
     _fit_positions(own, encoder)
     pooling = layout.pooling
     if pooling == "mae_pooling" or pooling == "ct_pooling":

@@ -39,7 +39,7 @@ class Decoder(nn.Module):
             for _ in range(settings.decoder_depth)
         )
         self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.pred = nn.Linear(width, settings.patch_size**2 * 3)
+        self.pred = nn.Linear(width, settings.patch_size**2 * settings.pixels.channels)
         use_attention(self, "sdpa")
         initialize(self)
         nn.init.normal_(self.mask_token, std=0.02)
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
             ids_shuffle: patch numbers, int64 [b, L], the K visible ones first, as encoded.
 
         Returns:
-            Pixels [b, L, p * p * 3], patch by patch in raster order.
+            Pixels [b, L, p * p * C], patch by patch in raster order.
         """
         if self.registers:
             tokens = torch.cat([tokens[:, :1], tokens[:, 1 + self.registers :]], dim=1)
@@ -72,7 +72,7 @@ class Decoder(nn.Module):
 
 
 def patchify(images: Tensor, patch_size: int) -> Tensor:
-    """Cut images [b, 3, S, S] into raster-ordered patches [b, L, p * p * 3], channels last."""
+    """Cut images [b, C, S, S] into raster-ordered patches [b, L, p * p * C], channels last."""
     b, c, size, _ = images.shape
     grid = size // patch_size
     x = images.reshape(b, c, grid, patch_size, grid, patch_size)
@@ -80,7 +80,7 @@ def patchify(images: Tensor, patch_size: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch_size: int) -> Tensor:
-    """Images [b, 3, S, S] of what `patchify` gives."""
+    """Images [b, C, S, S] of what `patchify` gives."""
     b, count, _ = patches.shape
     grid = round(count**0.5)
     x = patches.reshape(b, grid, grid, patch_size, patch_size, -1)
@@ -93,8 +93,8 @@ def reconstruction_loss(
     """Mean squared error on the masked patches, in at least float32.
 
     Args:
-        prediction: [b, L, p * p * 3].
-        images: [b, 3, S, S].
+        prediction: [b, L, p * p * C].
+        images: [b, C, S, S].
         ids_shuffle: patch numbers [b, L], the visible ones first.
         visible: how many are visible.
         normalize: compare with each patch's pixels after removing their mean and dividing by
@@ -104,7 +104,7 @@ def reconstruction_loss(
         A scalar: mean over the pixels of a patch, then over the masked patches.
     """
     exact = torch.promote_types(prediction.dtype, torch.float32)
-    patch_size = round((prediction.shape[2] / 3) ** 0.5)
+    patch_size = round((prediction.shape[2] / images.shape[1]) ** 0.5)
     masked = ids_shuffle[:, visible:]
     target = take_tokens(patchify(images.to(exact), patch_size), masked)
     if normalize:

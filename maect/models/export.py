@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from maect.core.errors import UserError
 from maect.core.files import (
@@ -20,7 +19,7 @@ from maect.core.files import (
     write_text,
 )
 from maect.models.weights import HEAD, load_encoder_weights, load_tensors, save_tensors
-from maect.recipes import Encoder
+from maect.recipes import IMAGENET, Encoder
 
 MODEL = "model.safetensors"
 TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
@@ -155,6 +154,7 @@ def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
     return {
         "img_size": encoder.image_size,
         "patch_size": encoder.patch_size,
+        **({"in_chans": channels} if (channels := encoder.pixels.channels) != 3 else {}),
         "embed_dim": encoder.width,
         "depth": encoder.depth,
         "num_heads": encoder.heads,
@@ -190,13 +190,13 @@ def hub_config(
         "global_pool": arguments["global_pool"],
         "model_args": arguments,
         "pretrained_cfg": {
-            "input_size": [3, encoder.image_size, encoder.image_size],
+            "input_size": [encoder.pixels.channels, encoder.image_size, encoder.image_size],
             "fixed_input_size": True,
             "interpolation": "bicubic",
             "crop_pct": crop_fraction(encoder.image_size, resize),
             "crop_mode": "center",
-            "mean": list(IMAGENET_DEFAULT_MEAN),
-            "std": list(IMAGENET_DEFAULT_STD),
+            "mean": list(encoder.pixels.statistics[0]),
+            "std": list(encoder.pixels.statistics[1]),
             "num_classes": 0,
             "pool_size": None,
             "first_conv": "patch_embed.proj",
@@ -263,6 +263,9 @@ name = model.config.id2label[logits.argmax().item()]
         if classes
         else ""
     )
+    own = encoder.pixels.statistics
+    made = ", ".join(f"{key} {value}" for key, value in encoder.pixels.files.items())
+    read = f"8 bits a value by the data set's rules ({made}), which maect follows; " if made else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
 # {record["run"]}
@@ -304,8 +307,9 @@ or, from the file of weights alone,
 {call}
 ```
 
-Images: shorter side to {resize} pixels (bicubic), centre crop of {encoder.image_size},
-normalised with ImageNet's mean and standard deviation; all of it is in `config.json`.
+Images: {read}shorter side to {resize} pixels (bicubic), centre crop of {encoder.image_size},
+normalised with {"ImageNet's" if own == IMAGENET else "the data set's"} mean and standard
+deviation; all of it is in `config.json`.
 
 {classified}{card.sections}## Where it comes from
 

@@ -40,6 +40,7 @@ class VisionEncoder(VisionTransformer):
         super().__init__(
             img_size=settings.image_size,
             patch_size=settings.patch_size,
+            in_chans=settings.pixels.channels,
             embed_dim=settings.width,
             depth=settings.depth,
             num_heads=settings.heads,
@@ -72,7 +73,7 @@ class VisionEncoder(VisionTransformer):
         """Encode images.
 
         Args:
-            images: float [b, 3, S, S], normalized.
+            images: float [b, C, S, S], normalized.
             ids_keep: patches to encode, int64 [b, K]; all L of them if None.
 
         Returns:
@@ -131,7 +132,7 @@ def build_encoder(settings: Encoder) -> VisionEncoder:
 
 
 def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
-    """timm's patch embedding as a matrix product, [b, 3, S, S] to [b, L, D].
+    """timm's patch embedding as a matrix product, [b, C, S, S] to [b, L, D].
 
     A convolution's gradient need not be the same in every run: cuDNN may sum atomically, and
     oneDNN's kernel for AVX2 has hung in the barrier between its threads.

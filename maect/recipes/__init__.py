@@ -10,13 +10,59 @@ size that is not among them has the value of the size which it is `like` (`encod
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings, later, one_line
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""ImageNet's mean and standard deviation, of values from 0 to 1."""
+Level = Annotated[int, Field(ge=0, le=255)]
+
+
+class Pixels(Settings):
+    """How images become the values that an encoder sees, beside size and crop (`docs/data.md`).
+
+    Where nothing is said, it is as for the paper: three channels, 8 bits, as they are stored.
+    """
+
+    channels: int = Field(default=3, ge=1, le=16)
+    orientation: Literal["stored", "exif"] = "stored"
+    """`exif`: upright, as EXIF says, if it says anything."""
+    background: tuple[Level, Level, Level] | None = None
+    """Colour behind what is transparent; none: transparency is dropped."""
+    range: tuple[float, float] | None = None
+    """Of values of more than 8 bits: what becomes 0 and 255. None: 16-bit ones keep their upper
+    half, others are refused."""
+    mean: tuple[float, ...] | None = None
+    """Of each channel, of values from 0 to 1; none: ImageNet's."""
+    std: tuple[float, ...] | None = None
+
+    @property
+    def statistics(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation of each channel."""
+        return self.mean or IMAGENET[0], self.std or IMAGENET[1]
+
+    @property
+    def files(self) -> dict[str, Any]:
+        """What decides how files are read, as far as it is said."""
+        return self.model_dump(mode="json", exclude_defaults=True, exclude={"mean", "std"})
+
+    @model_validator(mode="after")
+    def _fitting(self) -> "Pixels":
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if values is None and self.channels != 3:
+                raise ValueError(f"channels {self.channels}: {name} of each must be given")
+            if values is not None and len(values) != self.channels:
+                raise ValueError(f"{name}: {len(values)} values for {self.channels} channels")
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError(f"std: {min(self.std)} is not above 0")
+        if self.range is not None and not self.range[0] < self.range[1]:
+            raise ValueError(f"range: {self.range[0]} is not below {self.range[1]}")
+        return self
 
 
 class Encoder(Settings):
@@ -38,6 +84,8 @@ class Encoder(Settings):
     """Only some imported encoders (I-JEPA) have none; no stage trains them."""
     registers: int = later(0, ge=0)
     """Tokens beside [CLS] that nothing reads (Darcet et al. 2024)."""
+    pixels: Pixels = later(Pixels())
+    """What it is given."""
 
     @property
     def patches(self) -> int:
@@ -197,8 +245,8 @@ def variant_values(name: str, size: str) -> dict[str, Any]:
     return _at_size(_variants().get(name, {}), size, f"evaluation {name}")
 
 
-def load_encoder(size: str, image_size: int | None = None) -> Encoder:
-    """The encoder of a size, for its own or another image size.
+def load_encoder(size: str, image_size: int | None = None, pixels: Pixels | None = None) -> Encoder:
+    """The encoder of a size, for its own or another image size, and for some kind of pixels.
 
     Raises:
         UserError: unknown size, or an image size that the patches do not tile.
@@ -209,6 +257,8 @@ def load_encoder(size: str, image_size: int | None = None) -> Encoder:
     values.pop("like", None)
     if image_size is not None:
         values["image_size"] = image_size
+    if pixels is not None:
+        values["pixels"] = pixels
     try:
         return Encoder.model_validate(values)
     except ValidationError as error:

@@ -48,7 +48,7 @@ def block_flops(tokens: int, width: int) -> float:
 
 def view_flops(encoder: Encoder, tokens: int, frozen: int = 0) -> float:
     """Forward and backward operations of the encoder for one view, its lowest blocks frozen."""
-    embed = 2 * encoder.patches * (3 * encoder.patch_size**2) * encoder.width
+    embed = 2 * encoder.patches * (encoder.pixels.channels * encoder.patch_size**2) * encoder.width
     blocks = encoder.depth * block_flops(tokens, encoder.width)
     # The pixels need no gradient: one product in the backward pass, not two.
     return (1 if frozen else 2) * embed + (1 + 2 * (1 - frozen / encoder.depth)) * blocks
@@ -56,13 +56,13 @@ def view_flops(encoder: Encoder, tokens: int, frozen: int = 0) -> float:
 
 def parameters(encoder: Encoder) -> int:
     """Weights of an encoder, near enough for its size on disk."""
-    embed = 3 * encoder.patch_size**2 * encoder.width
+    embed = encoder.pixels.channels * encoder.patch_size**2 * encoder.width
     return embed + encoder.depth * (12 * encoder.width**2 + 13 * encoder.width)
 
 
 def encode_flops(encoder: Encoder) -> float:
     """Forward operations of encoding one whole image."""
-    embed = 2 * encoder.patches * 3 * encoder.patch_size**2 * encoder.width
+    embed = 2 * encoder.patches * encoder.pixels.channels * encoder.patch_size**2 * encoder.width
     tokens = encoder.prefix_tokens + encoder.patches
     return embed + encoder.depth * block_flops(tokens, encoder.width)
 
@@ -71,7 +71,7 @@ def decoder_flops(encoder: Encoder, visible: int) -> float:
     """Forward operations of MAE's decoder for one view, given so many tokens; without registers."""
     tokens, width = 1 + encoder.patches, encoder.decoder_width
     embed = 2 * (visible - encoder.registers) * encoder.width * width
-    pixels = 2 * tokens * width * 3 * encoder.patch_size**2
+    pixels = 2 * tokens * width * encoder.pixels.channels * encoder.patch_size**2
     return embed + encoder.decoder_depth * block_flops(tokens, width) + pixels
 
 

@@ -145,7 +145,7 @@ def footprint(
 
 def pixels(encoder: Encoder) -> int:
     """Numbers of an image."""
-    return 3 * encoder.image_size**2
+    return encoder.pixels.channels * encoder.image_size**2
 
 
 def _product(computed: Computed) -> int:
@@ -212,7 +212,7 @@ def head_activations(computed: Computed, head: Contrastive, width: int) -> Activ
 def decoder_parameters(encoder: Encoder) -> int:
     """Weights of MAE's decoder, near enough."""
     width = encoder.decoder_width
-    ends = encoder.width * width + 3 * encoder.patch_size**2 * width
+    ends = encoder.width * width + encoder.pixels.channels * encoder.patch_size**2 * width
     return ends + encoder.decoder_depth * (12 * width**2 + 13 * width)
 
 

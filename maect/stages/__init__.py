@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from maect.core.errors import UserError
 from maect.core.settings import one_line
-from maect.recipes import Encoder, load_encoder, merge, recipe_values
+from maect.recipes import Encoder, Pixels, load_encoder, merge, recipe_values
 from maect.stages.fine_tune import FineTune
 from maect.stages.head import Head
 from maect.stages.imported import Import
@@ -87,7 +87,7 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
 
 
 def load_import(
-    layout: str | None, size: str, image_size: int | None = None
+    layout: str | None, size: str, image_size: int | None = None, pixels: Pixels | None = None
 ) -> tuple[Import, Encoder]:
     """An import in place of a recipe, and the encoder that it gives.
 
@@ -99,4 +99,4 @@ def load_import(
     except ValidationError as error:
         raise one_line(error, "weights") from None
     change = {"class_token": settings.class_token}
-    return settings, load_encoder(size, image_size).model_copy(update=change)
+    return settings, load_encoder(size, image_size, pixels).model_copy(update=change)

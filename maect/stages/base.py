@@ -19,6 +19,20 @@ if TYPE_CHECKING:  # these import torch
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
+def check_colors(views: Sequence[View], encoder: Encoder) -> None:
+    """Refuse changes of colours of images that have other than three channels.
+
+    Raises:
+        ValueError: which.
+    """
+    changes = [name for name in ("jitter", "gray") if any(getattr(view, name) for view in views)]
+    if changes and encoder.pixels.channels != 3:
+        raise ValueError(
+            f"{' and '.join(changes)} change colours, of images with 3 channels and not "
+            f"{encoder.pixels.channels}; take an augmentation without them (min)"
+        )
+
+
 class SelfSupervised(Training):
     """Settings of the stages that learn without labels, from views of images."""
 
@@ -55,7 +69,8 @@ class SelfSupervised(Training):
         ]
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse an encoder without [CLS] token."""
+        """Refuse an encoder without [CLS] token, or changes of colours where there are none."""
+        check_colors(self.view_settings(), encoder)
         if not encoder.class_token:
             raise ValueError("an encoder without [CLS] token is not trained without labels")
 

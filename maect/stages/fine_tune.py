@@ -148,7 +148,12 @@ class FineTune(Supervised, Training):
         return {"pooling": objective.pooling, "subset": subset_record(index)}
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse to freeze more blocks than there are."""
+        """Refuse to freeze more blocks than there are, and RandAugment of other than colours."""
+        if self.randaugment_layers and encoder.pixels.channels != 3:
+            raise ValueError(
+                f"RandAugment changes images of 3 channels, not {encoder.pixels.channels}; set "
+                "randaugment_layers to 0"
+            )
         if self.frozen_blocks > encoder.depth:
             raise ValueError(
                 f"frozen_blocks {self.frozen_blocks}: the encoder has {encoder.depth} blocks"

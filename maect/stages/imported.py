@@ -10,6 +10,7 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, sha256_file, write_record
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
+from maect.recipes import Pixels
 from maect.train.stage import Stage
 
 if TYPE_CHECKING:  # it imports torch
@@ -45,6 +46,7 @@ def import_weights(
     layout: str | None = None,
     size: str | None = None,
     image_size: int | None = None,
+    pixels: Pixels | None = None,
 ) -> tuple[str, "Converted"]:
     """Make a run folder out of a public checkpoint: its encoder, and a record of where it is from.
 
@@ -54,6 +56,7 @@ def import_weights(
         layout: of the checkpoint, a key of `LAYOUTS`; none: detected.
         size: of the encoder; none: detected.
         image_size: to use the encoder at; none: the one that it was trained at.
+        pixels: that it is given from now on; none: three channels, with ImageNet's statistics.
 
     Returns:
         The layout, and what was taken out of the checkpoint.
@@ -75,7 +78,7 @@ def import_weights(
         layout = find_layout(checkpoint, weights.name)
     elif layout not in LAYOUTS:
         raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    new = convert(checkpoint, layout, weights.name, size, image_size)
+    new = convert(checkpoint, layout, weights.name, size, image_size, pixels)
     for name, tensor in new.tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{weights}: {name} has values that are not finite; fetch it again")

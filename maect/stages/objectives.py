@@ -94,7 +94,8 @@ class ViewsObjective(Objective):
         values = batch.on(device, self.draw)
         raw = values["images"]
         changes = draw_changes(self.view_settings, self.seed, batch.epochs, batch.ids)
-        images = apply_changes(flat(raw), changes).unflatten(0, raw.shape[:2])
+        pixels = self.encoder.settings.pixels
+        images = apply_changes(flat(raw), changes, pixels).unflatten(0, raw.shape[:2])
         shuffle, neighbors = values.get("ids_shuffle"), values.get("neighbors")
         return Views(images, shuffle, values["ids"], values["labels"], neighbors)
 
@@ -322,7 +323,9 @@ class Classifier(Objective):
         stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
         (view,) = stage.view_settings()
         values = batch.on(device, self.draw)
-        images = augment(values["images"][0], view, 0, seed, epochs, ids)
+        images = augment(
+            values["images"][0], view, 0, seed, epochs, ids, self.encoder.settings.pixels
+        )
         erase(images, stage.random_erasing, seed, epochs, ids)
         mix = draw_mix(stage.mixup, stage.cutmix, images.shape[-1], seed, batch.step)
         kept = values.get("kept")
@@ -346,7 +349,7 @@ class Classifier(Objective):
         """Class of each image, uint8 [b, 3, S, S]: int64 [b]."""
         for drop_path in self.drop_paths:
             drop_path.factor = None
-        return self.logits(normalize(images)).argmax(dim=1)
+        return self.logits(normalize(images, self.encoder.settings.pixels)).argmax(dim=1)
 
     def logits(self, images: Tensor) -> Tensor:
         """Float32 [b, classes] of normalized images [b, 3, S, S]."""

@@ -11,7 +11,7 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import write_text
 from maect.data.retrieve import CATALOGUE
-from maect.data.sources import UNLABELLED
+from maect.data.sources import UNLABELLED, find_source
 from maect.evaluate import Protocol, load_evaluation
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.explore import Explore
@@ -162,11 +162,21 @@ def flow(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(flow, value)) + "]"
     if not isinstance(value, str):
-        return str(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
     # `no` and `2023` alone would be no text.
     plain = value.replace("_", "a").isalnum() and yaml.safe_load(value) == value
     options: dict[str, Any] = {"allow_unicode": True, "default_style": '"', "width": 10**6}
     return value if plain else yaml.safe_dump(value, **options).strip()
+
+
+def list_texts(images: Images, out: Path, chosen: set[str]) -> dict[str, tuple[Path, str]]:
+    """The lists of images of `train` and `val`: where they go and what is in them."""
+    names = [entry.name for entry in images.entries]
+    parts = {"train": [name for name in names if name not in chosen], "val": sorted(chosen)}
+    return {
+        part: (out.resolve().with_suffix(f".{part}.txt"), "".join(f"{name}\n" for name in of))
+        for part, of in parts.items()
+    }
 
 
 def write_all(texts: dict[Path, str], out: Path) -> None:
@@ -232,25 +242,44 @@ def runs_of(
     return lines
 
 
-def split_lines(images: Images, val: Images | None, held_out_list: Path, held: int) -> list[str]:
-    """The lines of `splits`; without `val`, a list says which images are held out."""
+def split_lines(
+    images: Images,
+    val: Images | None,
+    test: Images | None,
+    lists: dict[str, tuple[Path, str]],
+    held: int,
+    skip_unreadable: bool,
+) -> list[str]:
+    """The lines of `splits`; without `val`, lists say which images are held out."""
 
-    def split(of: Images, n: int, **lists: Path) -> str:
-        shards = max(math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1)
-        values = {"images": str(of.folder), "kind": of.kind, "shards": shards}
-        return flow(values | {name: str(path) for name, path in lists.items()})
+    def split(of: Images, n: int, only: Path | None) -> str:
+        values: dict[str, Any] = {"images": str(of.folder), "kind": of.kind}
+        if not find_source(of.kind).in_place:
+            shards = max(math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1)
+            values["shards"] = shards
+        values |= {"only": str(only)} if only else {}
+        return flow(values | ({"skip_unreadable": True} if skip_unreadable else {}))
 
     if val is not None:
         return [
-            f"      train: {split(images, len(images.entries))}",
-            f"      val: {split(val, len(val.entries))}",
+            f"      train: {split(images, len(images.entries), None)}",
+            f"      val: {split(val, len(val.entries), None)}",
+            *(
+                [
+                    "      # What a protocol measures on it: `test_split: test`; else nothing is.",
+                    f"      test: {split(test, len(test.entries), None)}",
+                ]
+                if test
+                else []
+            ),
         ]
     one_in = round(len(images.entries) / held)
     of = " of every class" if images.classes else ""
     return [
-        f"      # About one image in {one_in}{of} is held out: they are listed beside this file.",
-        f"      train: {split(images, len(images.entries) - held, exclude=held_out_list)}",
-        f"      val: {split(images, held, only=held_out_list)}",
+        f"      # About one image in {one_in}{of} is held out: lists beside this file.",
+        "      # Images that are added later are in neither, until one of the lists names them.",
+        f"      train: {split(images, len(images.entries) - held, lists['train'][0])}",
+        f"      val: {split(images, held, lists['val'][0])}",
     ]
 
 
@@ -281,16 +310,24 @@ def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list
 
 
 def new_experiment(
-    folder: Path, out: Path, public: str | None = None, quick: Device | None = None
+    folder: Path,
+    out: Path,
+    public: str | None = None,
+    quick: Device | None = None,
+    *,
+    ignore_folders: bool = False,
+    skip_unreadable: bool = False,
 ) -> str:
     """Write an experiment for the images in a folder.
 
     Args:
         folder: `CLASS/IMAGE` or images without classes; either also in `train` and `val` below it,
             by these or similar names.
-        out: the file to write. Without a `val`, a list of held-out images is written beside it.
+        out: the file to write. Without a `val`, lists of both parts' images are written beside it.
         public: public weights to start from (`PUBLIC`); none: from scratch.
         quick: a device that an hour is to be enough on; none: as long as the images are worth.
+        ignore_folders: folders are no classes.
+        skip_unreadable: leave out images that cannot be read.
 
     Returns:
         The file's text.
@@ -306,13 +343,23 @@ def new_experiment(
     if public is not None and public not in PUBLIC:
         raise UserError(f"--from-public {public}: unknown weights; choose from {', '.join(PUBLIC)}")
     folder = folder.resolve()
-    train, apart = find_splits(folder)
-    images = look_at(train)
-    val = look_at(descend(apart, images.class_names), FEWEST_VAL) if apart else None
-    if val:
-        check_same_classes(images, val)
+    how = {"ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable}
+    where, *others = find_splits(folder)
+    images = look_at(where, **how)
+    val, test = (
+        look_at(descend(other, images.class_names), FEWEST_VAL, **how) if other else None
+        for other in others
+    )
+    for other in (val, test):
+        if other:
+            check_same_classes(images, other)
+    remarks = list(images.remarks)
+    if val and not test and others[0] and others[0].name.lower().startswith("test"):
+        remarks.append(
+            "There is no val beside test: what is chosen while evaluating is chosen on test"
+        )
     chosen = set() if val else held_out(images)
-    held_out_list = out.resolve().with_suffix(".val.txt")
+    lists = {} if val else list_texts(images, out, chosen)
     n = len(images.entries) - len(chosen)
     size, pixels, why = encoder_for(images, public)
     epochs, augmentations = lengths(size, n), ["min", "aug"] if images.colored else ["min"]
@@ -350,6 +397,7 @@ def new_experiment(
                 if images.loose
                 else []
             ),
+            *(f"# {remark}." for remark in remarks),
             f"# Encoder {size}, {pixels} x {pixels} pixels: {why}.",
             f"description: MAE and contrastive tuning on {name}",
             "datasets:",
@@ -359,8 +407,9 @@ def new_experiment(
                 if near
                 else []
             ),
+            f"    pixels: {flow(images.pixels.model_dump(mode='json', exclude_defaults=True))}",
             "    splits:",
-            *split_lines(images, val, held_out_list, len(chosen)),
+            *split_lines(images, val, test, lists, len(chosen), skip_unreadable),
             f"look: {{every_epochs: {looks}}} # k-NN and pictures while it trains",
             "runs:",
             *runs_of(images, size, pixels, n, public, epochs, augmentations),
@@ -381,6 +430,5 @@ def new_experiment(
             "",
         ]
     )
-    lists = {} if val else {held_out_list: "".join(f"{name}\n" for name in sorted(chosen))}
-    write_all(lists | {out: text}, out)
+    write_all(dict(lists.values()) | {out: text}, out)
     return text

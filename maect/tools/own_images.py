@@ -8,18 +8,22 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from maect.core.errors import UserError
-from maect.data.decode import UnreadableError, read_rgb
-from maect.data.sources import UNLABELLED, Entry
+from maect.data.convert import Look, look, scaled
+from maect.data.decode import UnreadableError
+from maect.data.sources import UNLABELLED, Entry, ImageSource, kind_of, open_source
 from maect.data.sources.base import SUFFIXES, is_utf8, walk_images
 from maect.data.sources.files import Folder, Unlabelled
+from maect.recipes import Pixels
 
 # Names of the folders of a split, in any case and with - or blanks for _; the first that is there.
 TRAIN = ("train", "training", "training_set", "train_set")
-VAL = ("val", "valid", "validation", "val_set", "validation_set", "test", "testing", "test_set")
+VAL = ("val", "valid", "validation", "val_set", "validation_set")
+TEST = ("test", "testing", "test_set")
 LOOKED_AT = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
 FEWEST, FEWEST_VAL = 200, 20
@@ -44,7 +48,9 @@ def has_loose(folder: Path) -> bool:
 
 
 def descend(folder: Path, classes: Collection[str] = ()) -> Path:
-    """Through folders that hold everything in one folder, unless it is a class."""
+    """Through folders that hold everything in one folder, unless it is a class or packed."""
+    if not folder.is_dir() or kind_of(folder) is not None:
+        return folder
     while not has_loose(folder) and len(inside := folders_in(folder)) == 1:
         if inside[0].name in classes:
             break
@@ -52,24 +58,55 @@ def descend(folder: Path, classes: Collection[str] = ()) -> Path:
     return folder
 
 
-def find_splits(folder: Path) -> tuple[Path, Path | None]:
-    """Folders of the images to train on and of those to evaluate on; None: some are to be held out.
+Splits = tuple[Path, Path | None, Path | None]
+
+
+def find_splits(folder: Path) -> Splits:
+    """Where the images are to train on, to evaluate on, and to keep aside.
+
+    Without the second some have to be held out; the third there is only beside it: a test split
+    that nothing else stands beside is what is evaluated on.
 
     Raises:
         UserError: no such folder.
     """
-    if not folder.is_dir():
+    if not folder.exists():
         raise UserError(f"{folder}: no such folder")
+    for place in (folder, folder / "data"):  # as Hugging Face's data sets lie
+        if place.exists() and kind_of(place) is not None:
+            return _packed_splits(place) if place.is_dir() else (place, None, None)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: neither a folder nor an archive or table of images")
     folder = descend(folder)
     inside = {
         path.name.lower().replace("-", "_").replace(" ", "_"): path for path in folders_in(folder)
     }
     train = next((inside[name] for name in TRAIN if name in inside), None)
     val = next((inside[name] for name in VAL if name in inside), None)
+    test = next((inside[name] for name in TEST if name in inside), None)
     # A folder of trains beside planes is a class.
-    if train is None or (val is None and not folders_in(train)):
-        return folder, None
-    return descend(train), val
+    if train is None or (val is None and test is None and not folders_in(train)):
+        return folder, None, None
+    return (descend(train), test, None) if val is None else (descend(train), val, test)
+
+
+def _packed_splits(folder: Path) -> Splits:
+    """Patterns of tars or tables that are named after splits; without such names, the folder."""
+    files = sorted(
+        file for file in folder.iterdir() if file.suffix in (".tar", ".parquet", ".arrow")
+    )
+
+    def named(words: tuple[str, ...]) -> Path | None:
+        for word in sorted(words, key=len, reverse=True):
+            for file in files:
+                if file.stem.lower().startswith(word):
+                    return folder / f"{file.stem[: len(word)]}*{file.suffix}"
+        return None
+
+    train, val, test = named(TRAIN), named(VAL), named(TEST)
+    if train is None:
+        return folder, None, None
+    return (train, test, None) if val is None else (train, val, test)
 
 
 @dataclass(frozen=True)
@@ -86,6 +123,9 @@ class Images:
     """Median of the shorter sides, in pixels."""
     colored: bool
     bytes_each: float
+    pixels: Pixels
+    remarks: tuple[str, ...] = ()
+    """What else is worth knowing, a sentence each."""
 
     @property
     def classes(self) -> Counter[int]:
@@ -102,38 +142,113 @@ def _check_name(folder: str, name: str) -> None:
         raise UserError(f"{where}: the name {name!r} contains a line break; rename it")
 
 
-def look_at(folder: Path, fewest: int = FEWEST) -> Images:
+def look_at(
+    folder: Path,
+    fewest: int = FEWEST,
+    *,
+    ignore_folders: bool = False,
+    skip_unreadable: bool = False,
+) -> Images:
     """List a folder's images (`CLASS/IMAGE`, or without classes) and open some of them.
+
+    Args:
+        folder: or an archive or table of images, or a pattern of such.
+        fewest: so many images are needed.
+        ignore_folders: folders are no classes.
+        skip_unreadable: go on without images that cannot be read.
 
     Raises:
         UserError: no images, too few, or a file that cannot be read.
     """
-    top = {name.partition("/")[0] for name, is_image in walk_images(folder) if is_image}
-    classes = [name for name in top if (folder / name).is_dir()]
-    sorted_in = len(classes) > 1 and len(classes) == len(top)
-    loose = len(top) - len(classes) if len(classes) > 1 else 0
-    source = Folder(folder) if sorted_in else Unlabelled(folder)
+    source, loose = _source_of(folder, ignore_folders)
     listing = source.listing()
     entries = listing.entries
     for entry in entries:
         _check_name(str(folder), entry.name)
     if len(entries) < fewest:
         raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
-    sides, colors, sizes = [], [], []
-    for entry in entries[:: math.ceil(len(entries) / LOOKED_AT)]:
+    looks, sizes, faults = [], [], []
+    chosen = entries[:: math.ceil(len(entries) / LOOKED_AT)]
+    for entry in chosen:
         try:
             data = source.read(entry)
-            image = read_rgb(data)
+            looks.append(look(data))
+            sizes.append(len(data))
         except (OSError, UnreadableError) as error:
-            fault = f"{folder / entry.name}: cannot be read as an image ({error})"
-            raise UserError(f"{fault}; repair or remove it") from None
-        sides.append(min(image.size))
-        small = np.asarray(image.resize((8, 8)), np.int16)
-        colors.append(int(np.ptp(small, axis=2).max()) > GRAY)
-        sizes.append(len(data))
-    side = int(statistics.median(sides))
-    size = statistics.fmean(sizes)
-    return Images(folder, source.kind, entries, listing.class_names, loose, side, any(colors), size)
+            faults.append(f"{folder / entry.name}: cannot be read as an image ({error})")
+    if not looks or (faults and not skip_unreadable):
+        more = f", nor can {len(faults) - 1} others of {len(chosen)}" if len(faults) > 1 else ""
+        raise UserError(f"{faults[0]}{more}; repair or remove it, or pass --skip-unreadable")
+    pixels, remarks = _pixels(folder, looks)
+    if faults:
+        remarks.append(f"{len(faults)} of {len(chosen)} images looked at cannot be read: left out")
+    if listing.ignored:
+        ends = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())
+        remarks.append(f"Files left out, by suffix: {ends}")
+    return Images(
+        folder=folder,
+        kind=source.kind,
+        entries=entries,
+        class_names=listing.class_names,
+        loose=loose,
+        side=int(statistics.median(min(one.width, one.height) for one in looks)),
+        colored=pixels.channels == 3 and any(one.colors > GRAY for one in looks),
+        bytes_each=statistics.fmean(sizes),
+        pixels=pixels,
+        remarks=tuple(remarks),
+    )
+
+
+def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
+    """What the images are, and how many lie beside class folders."""
+    kind = kind_of(folder)
+    if kind is not None:
+        if ignore_folders:
+            raise UserError(f"{folder}: --ignore-folders is for folders of image files")
+        return open_source(kind, folder), 0
+    top = {name.partition("/")[0] for name, is_image in walk_images(folder) if is_image}
+    classes = [name for name in top if (folder / name).is_dir()]
+    sorted_in = len(classes) > 1 and len(classes) == len(top) and not ignore_folders
+    loose = len(top) - len(classes) if len(classes) > 1 and not ignore_folders else 0
+    return (Folder(folder) if sorted_in else Unlabelled(folder)), loose
+
+
+def _pixels(folder: Path, looks: list[Look]) -> tuple[Pixels, list[str]]:
+    """How images like these are read, and why.
+
+    Raises:
+        UserError: images of different numbers of channels.
+    """
+    made: dict[str, Any] = {"orientation": "exif"}
+    remarks = []
+    counts = Counter(3 if one.channels == 1 else one.channels for one in looks)
+    if len(counts) > 1:
+        found = " and ".join(f"{n} of {channels}" for channels, n in counts.most_common())
+        raise UserError(
+            f"{folder}: images of different numbers of channels ({found}); put them into folders "
+            "of their own"
+        )
+    (channels,) = counts
+    if turned := sum(one.turned for one in looks):
+        remarks.append(f"{turned} of {len(looks)} images looked at are turned, as their EXIF says")
+    if any(one.transparent for one in looks):
+        made["background"] = (255, 255, 255)
+        remarks.append("What is transparent gets a white background")
+    if deep := [one.values for one in looks if one.values is not None]:
+        low, high = min(low for low, _ in deep), max(high for _, high in deep)
+        made["range"] = (low, high if high > low else low + 1)
+        remarks.append(f"Values of more than 8 bits: {low:g} to {high:g} become 0 to 255")
+    if channels != 3:
+        made["channels"] = channels
+    if deep or channels != 3:
+        span = made.get("range")
+        parts = [scaled(one.sample, span) if one.values else one.sample for one in looks]
+        parts = [part.repeat(channels // part.shape[1], axis=1) for part in parts]
+        together = np.concatenate(parts).astype(np.float64) / 255
+        mean, std = together.mean(0).round(4), together.std(0).round(4).clip(0.01)
+        made |= {"mean": tuple(mean.tolist()), "std": tuple(std.tolist())}
+        remarks.append("Mean and deviation are those of the images looked at")
+    return Pixels.model_validate(made), remarks
 
 
 def check_same_classes(train: Images, val: Images) -> None:
@@ -181,5 +296,5 @@ def held_out(images: Images) -> set[str]:
     raise UserError(
         f"{images.folder}: only {len(chosen)} images can be held out, since most of the "
         f"{len(by_label)} classes have one image; {FEWEST_VAL} are needed: add a folder val "
-        "beside train"
+        "beside train, or pass --ignore-folders to use no classes"
     )

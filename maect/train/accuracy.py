@@ -20,7 +20,7 @@ BATCH = 256
 def share(
     context: Context, index: Index, device: torch.device, image_size: int, resize: int | None
 ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-    """This rank's images of a split, uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
+    """This rank's images of a split, uint8 [b, C, S, S] on the device, labels [b] and ids [b]."""
     for images, labels, ids in evaluation_batches(
         index,
         image_size=image_size,

@@ -86,6 +86,7 @@ class Looker:
         self._take(shards)
         n, size, width = self.index.n, self.encoder.image_size, self.encoder.width
         rank, ranks = rank_and_size()
+        pixels = self.encoder.pixels
         threads = max(1, self.context.cpus)
 
         def own(count: int) -> list[range]:
@@ -97,7 +98,9 @@ class Looker:
             self.index, image_size=size, parts=own(n), threads=threads, resize=self.resize
         )
         for rows, (images, _, _) in zip(own(n), read, strict=True):
-            features[rows.start : rows.stop] = self._features(normalize(images.to(self.device)))
+            features[rows.start : rows.stop] = self._features(
+                normalize(images.to(self.device), pixels)
+            )
         pairs = torch.zeros(2, self.queries, width, device=self.device)
         views = AUGMENTATIONS["min"]
         batches = view_parts(
@@ -107,7 +110,7 @@ class Looker:
         for rows, batch in zip(own(self.queries), batches, strict=True):
             for number, view in enumerate(views):
                 raw = batch.images[number].to(self.device)
-                images = augment(raw, view, number, SEED, batch.epochs, batch.ids)
+                images = augment(raw, view, number, SEED, batch.epochs, batch.ids, pixels)
                 pairs[number, rows.start : rows.stop] = self._features(images)
         sum_over_ranks(features), sum_over_ranks(pairs)
         if rank == 0:
@@ -126,15 +129,16 @@ class Looker:
         sheets = {"neighbors": sheet(images, 1 + near.shape[1])}
         ids = self.index.rows[:count, ID]
         order = random.ids_shuffle(self.encoder.patches, SEED, np.zeros_like(ids), ids, 1)[0]
-        normal = normalize(images[:: 1 + near.shape[1]].to(self.device))
+        pixels = self.encoder.pixels
+        normal = normalize(images[:: 1 + near.shape[1]].to(self.device), pixels)
         made = self.objective.reconstruct(self.parts, normal, order.to(self.device))
         if made is not None:
-            rows = [*map(denormalize, made), denormalize(normal)]
+            rows = [denormalize(part, pixels) for part in (*made, normal)]
             sheets["reconstructions"] = sheet(torch.cat(rows).cpu(), count)
         return sheets
 
     def _images(self, rows: Tensor) -> Tensor:
-        """Some of the images as evaluations crop them, uint8 [n, 3, S, S]."""
+        """Some of the images as evaluations crop them, uint8 [n, C, S, S]."""
         chosen = replace(self.index, rows=self.index.rows[rows.cpu().numpy()])
         read = evaluation_parts(
             chosen, image_size=self.encoder.image_size, parts=[range(len(rows))],
@@ -160,7 +164,12 @@ class Looker:
 
 
 def sheet(images: Tensor, columns: int) -> NDArray[np.uint8]:
-    """Images uint8 [n, 3, S, S] beside and below each other, [H, W, 3]; large ones are reduced."""
+    """Images uint8 [n, C, S, S] beside and below each other, [H, W, 3]; large ones are reduced.
+
+    Of other than three channels the first is shown, in grey.
+    """
+    if images.shape[1] != 3:
+        images = images[:, :1].expand(-1, 3, -1, -1)
     shrink = -(-images.shape[-1] // SIDE)
     small = F.avg_pool2d(images.float(), shrink).round().to(torch.uint8)
     n, channels, height, width = small.shape

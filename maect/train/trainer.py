@@ -127,6 +127,7 @@ def train(
         be_deterministic()
     device = start(context)
     split = open_index(run.shards)
+    split.check_channels(run.encoder.pixels.channels)
     stage.check_ranks(context.world_size)
     images = stage.training_images(split)
     scores = _scores(run, split)

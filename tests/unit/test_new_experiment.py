@@ -12,10 +12,17 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+import tifffile
 from PIL import Image
+from pyarrow import parquet
 
+from maect.cli import main
 from maect.core.errors import UserError
+from maect.data.index import open_index
+from maect.data.shards import plan_shards
 from maect.experiment import load
 from maect.experiment.resolve import missing_images
 from maect.tools.new_experiment import (
@@ -60,13 +67,15 @@ def test_folders_of_classes_with_a_split(digits, tmp_path):
 
 def test_a_part_is_held_out_of_every_class(digits, tmp_path):
     new_experiment(digits / "train", tmp_path / "mine.yaml")
-    names = (tmp_path / "mine.val.txt").read_text().split()
+    lists = {part: (tmp_path / f"mine.{part}.txt").read_text().split() for part in ("train", "val")}
+    assert len(lists["train"]) + len(lists["val"]) == 1297
+    assert not set(lists["train"]) & set(lists["val"])
     for label in range(10):
-        assert len([name for name in names if name.startswith(f"{label}/")]) in (12, 13)
+        held = [name for name in lists["val"] if name.startswith(f"{label}/")]
+        assert len(held) in (12, 13)
     splits = load(str(tmp_path / "mine.yaml")).datasets["train"].splits
-    assert splits["train"].exclude == str(tmp_path / "mine.val.txt")
-    # What is added to the folder later is in one of the splits, not in both.
-    assert splits["val"].only == splits["train"].exclude and splits["val"].exclude is None
+    assert splits["train"].only == str(tmp_path / "mine.train.txt")
+    assert splits["val"].only == str(tmp_path / "mine.val.txt")
 
 
 def linked(folder: Path, **parts: Path) -> Path:
@@ -79,24 +88,26 @@ def linked(folder: Path, **parts: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("parts", "train", "val"),
+    ("parts", "train", "val", "test"),
     [
-        ({"train": "train"}, "train", None),
-        ({"imgs__all": "train"}, "imgs/all", None),
-        ({"data__train": "train", "data__test": "val"}, "data/train", "data/test"),
-        ({"Training_Set": "train", "Testing": "val"}, "Training_Set", "Testing"),
-        ({"TRAIN": "train", "Test": "val", "Validation": "val"}, "TRAIN", "Validation"),
-        ({"train__images": "train", "val-set": "val"}, "train/images", "val-set"),
-        ({"train": "train", "extra": "val"}, "train", None),
-        ({"train": "train/0", "plane": "train/1"}, "", None),  # a class of trains
-        ({"train": "train/0", "val": "train/1"}, "train", "val"),
+        ({"train": "train"}, "train", None, None),
+        ({"imgs__all": "train"}, "imgs/all", None, None),
+        ({"data__train": "train", "data__test": "val"}, "data/train", "data/test", None),
+        ({"Training_Set": "train", "Testing": "val"}, "Training_Set", "Testing", None),
+        ({"TRAIN": "train", "Test": "val", "Validation": "val"}, "TRAIN", "Validation", "Test"),
+        ({"train__images": "train", "val-set": "val"}, "train/images", "val-set", None),
+        ({"train": "train", "extra": "val"}, "train", None, None),
+        ({"train": "train/0", "plane": "train/1"}, "", None, None),  # a class of trains
+        ({"train": "train/0", "val": "train/1"}, "train", "val", None),
     ],
 )
-def test_where_the_splits_are(digits, tmp_path, parts, train, val):
+def test_where_the_splits_are(digits, tmp_path, parts, train, val, test):
     folder = linked(tmp_path / "own", **{name: digits / part for name, part in parts.items()})
     (folder / "notes").mkdir()
     (folder / "notes/read.me").write_text("no image")
-    assert find_splits(folder) == (folder / train, folder / val if val else None)
+    assert find_splits(folder) == (
+        folder / train, folder / val if val else None, folder / test if test else None,
+    )  # fmt: skip
 
 
 def test_a_train_folder_alone_is_not_a_class(digits, tmp_path):
@@ -261,6 +272,67 @@ def test_classes_of_one_image_each_cannot_be_split(own, tmp_path):
     assert not list(tmp_path.glob("mine*"))
 
 
+def test_folders_need_not_be_classes(own, tmp_path):
+    with pytest.raises(UserError, match="or pass --ignore-folders to use no classes"):
+        new_experiment(in_classes(own, 1), tmp_path / "mine.yaml")
+    text = new_experiment(own, tmp_path / "mine.yaml", ignore_folders=True)
+    assert "kind: unlabelled" in text and "198 images to train on without labels" in text
+
+
+def test_images_added_later_are_in_no_split(own, tmp_path):
+    new_experiment(own, tmp_path / "mine.yaml")
+    splits = load(str(tmp_path / "mine.yaml")).datasets["own"].splits
+    for number in range(5):
+        Image.new("RGB", (8, 8)).save(own / f"new{number}.png")
+    images = 0
+    for name, split in splits.items():
+        plan = plan_shards(own, split.kind, tmp_path / name, 1, only=Path(split.only))
+        images += plan["n"]
+        assert plan["unlisted"] == 225 - plan["n"]
+    assert images == 220
+
+
+def test_a_test_split_is_kept_apart(digits, tmp_path):
+    parts = {"train": digits / "train", "val": digits / "val", "test": digits / "val"}
+    text = new_experiment(linked(tmp_path / "own", **parts), tmp_path / "mine.yaml")
+    splits = load(str(tmp_path / "mine.yaml")).datasets["own"].splits
+    assert list(splits) == ["train", "val", "test"] and "chosen on test" not in text
+    (tmp_path / "own/val").unlink()
+    text = new_experiment(tmp_path / "own", tmp_path / "two.yaml")
+    assert (
+        "# There is no val beside test: what is chosen while evaluating is chosen on test" in text
+    )
+
+
+def test_how_odd_images_are_read_is_stated(tmp_path):
+    """Five channels of 12 bits in a table; what is written can be sharded."""
+    rng = np.random.default_rng(0)
+    for split, n in (("train", 200), ("validation", 20)):
+        rows = []
+        for _ in range(n):
+            stream = io.BytesIO()
+            tifffile.imwrite(
+                stream, rng.integers(0, 4096, (8, 8, 5)).astype(np.uint16), photometric="minisblack"
+            )
+            rows.append({"bytes": stream.getvalue(), "path": None})
+        (tmp_path / "own/data").mkdir(parents=True, exist_ok=True)
+        table = pa.table({"image": rows, "label": [i % 2 for i in range(n)]})
+        parquet.write_table(table, tmp_path / f"own/data/{split}-00000-of-00001.parquet")
+    text = new_experiment(tmp_path / "own", tmp_path / "mine.yaml")
+    assert re.search(r"Values of more than 8 bits: 0 to 409\d become 0 to 255", text)
+    experiment = load(str(tmp_path / "mine.yaml"))
+    dataset = experiment.datasets["own"]
+    pixels = experiment.runs["mae_tiny"].encoder.pixels
+    assert pixels == dataset.pixels and pixels.channels == 5 and pixels.orientation == "exif"
+    assert pixels.mean is not None and abs(np.array(pixels.mean) - 0.5).max() < 0.02
+    split = dataset.splits["val"]
+    assert split.images is not None and split.images.endswith("data/validation*.parquet")
+    words = ["shard", split.images, str(tmp_path / "val"), *split.arguments(dataset.pixels)]
+    assert main(words) == 0
+    assert open_index(tmp_path / "val").channels == 5
+    assert "ct_aug_tiny" not in experiment.runs
+
+
 def test_evaluations_that_the_images_allow(own):
     images = look_at(in_classes(own, 10))  # 22 classes
     assert evaluated(images, set(), 23, "tiny")[0] == [
@@ -311,17 +383,18 @@ def odd_image(what: str) -> bytes:
         return start + chunk(b"IDAT", half) + b"\0\0\0\5\1\2\3\4 no" + bytes(40)
     if what == "bomb":
         return start + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
-    buffer = io.BytesIO()
-    Image.new("I", (8, 8)).save(buffer, "TIFF")
-    return buffer.getvalue()
+    return b""
 
 
-@pytest.mark.parametrize("what", ["bad chunk", "bomb", "32-bit TIFF"])
+@pytest.mark.parametrize("what", ["bad chunk", "bomb", "empty"])
 def test_images_that_sharding_would_refuse_are_named(own, tmp_path, what):
     (own / "000.png").write_bytes(odd_image(what))
     with pytest.raises(UserError, match=r"000\.png: cannot be read as an image \(.+\); repair"):
         new_experiment(own, tmp_path / "mine.yaml")
     assert not list(tmp_path.glob("mine*"))
+    text = new_experiment(own, tmp_path / "mine.yaml", skip_unreadable=True)
+    assert "skip_unreadable: true" in text
+    assert "# 1 of 110 images looked at cannot be read: left out.\n" in text
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,21 @@ def warn(faults):
             print(f"maect: warning: {fault}", file=sys.stderr)
 
 
+if workflow.is_main_process:
+    for note in resolve.changed_images(experiment):
+        print(f"maect: warning: {note}", file=sys.stderr)
+
+
 def shard_index(dataset, split):
     return str(experiment.shards(dataset, split) / "index.json")
 
 
 def split_of(wildcards):
     return experiment.datasets[wildcards.dataset].splits[wildcards.split]
+
+
+def source_arguments(wildcards):
+    return split_of(wildcards).arguments(experiment.datasets[wildcards.dataset].pixels)
 
 
 def images_of(wildcards):

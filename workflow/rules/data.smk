@@ -33,7 +33,7 @@ rule plan_shards:
     resources:
         images=image_folder,
     params:
-        source=lambda w: split_of(w).arguments(),
+        source=source_arguments,
     message:
         "Listing the images of {wildcards.dataset} {wildcards.split}"
     shell:
@@ -56,7 +56,7 @@ rule write_shard:
     resources:
         images=image_folder,
     params:
-        source=lambda w: split_of(w).arguments(),
+        source=source_arguments,
     message:
         "Writing shard {wildcards.number} of {wildcards.dataset} {wildcards.split}"
     shell:
@@ -80,7 +80,7 @@ rule index_shards:
     resources:
         images=image_folder,
     params:
-        source=lambda w: split_of(w).arguments(),
+        source=source_arguments,
     message:
         "Indexing the shards of {wildcards.dataset} {wildcards.split}"
     shell:

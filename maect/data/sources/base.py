@@ -14,7 +14,7 @@ from maect.core.errors import UserError
 UNLABELLED = -1
 SUFFIXES = frozenset(
     {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm"}
-    | {".heic", ".heif", ".avif", ".jp2", ".j2k", ".jpx"}
+    | {".heic", ".heif", ".avif", ".jp2", ".j2k", ".jpx", ".dcm"}
 )
 
 

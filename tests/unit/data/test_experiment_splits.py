@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
+from pyarrow import parquet
 from sample_images import image_folder
-from test_imagenet import PLACES, WNIDS, devkit, picture, train_tar, val_images, val_labels
+from test_imagenet import PLACES, WNIDS, add, devkit, picture, train_tar, val_images, val_labels
 
 from maect.cli import main
 from maect.core.errors import UserError
@@ -21,6 +25,7 @@ from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import missing_images
+from maect.recipes import Pixels
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,8 +39,9 @@ def experiment(folder: Path, splits: dict[str, Any], **changes: Any) -> Path:
 
 def shard_as_the_rules_do(wanted: Experiment, split: str) -> Path:
     out, given = wanted.shards("mine", split), wanted.datasets["mine"].splits[split]
-    arguments = [str(wanted.images("mine", split)), str(out), *given.arguments()]
+    arguments = [str(wanted.images("mine", split)), str(out), *given.arguments(Pixels())]
     steps = ["plan", *map(str, range(given.shards))] if given.kind != "view" else []
+    steps = steps[:1] if given.source.in_place else steps
     for step in [*steps, "index"]:
         assert main(["shard", *arguments, "--only", step]) == 0, step
     return out
@@ -60,6 +66,12 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (images / "bad.txt").write_text("c0/000.jpg\n")
     (images / "some.csv").write_text("path,label\nfolders/c0/000.jpg,a\nfolders/c2/001.jpg,b\n")
     (images / "two.txt").write_text("n15075141\nn01440764\n")
+    with zipfile.ZipFile(images / "a.zip", "w") as archive:
+        archive.writestr("a/1.jpg", picture(1))
+    with tarfile.open(images / "b.tar", "w") as tar:
+        add(tar, "1.jpg", picture(1))
+        add(tar, "1.cls", b"3")
+    parquet.write_table(pa.table({"image": [picture(1)]}), images / "c.parquet")
     file = experiment(tmp_path, {
         "train": {
             "images": "$MINE/ILSVRC2012_img_train.tar", "kind": "imagenet_train_tar", "shards": 2,
@@ -73,6 +85,9 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "folder": {"images": "$MINE/folders", "exclude": "$MINE/bad.txt", "shards": 2},
         "unlabelled": {"images": "$MINE/folders", "kind": "unlabelled"},
         "list": {"images": "$MINE/some.csv", "kind": "list"},
+        "archive": {"images": "$MINE/a.zip", "kind": "archive"},
+        "webdataset": {"images": "$MINE/b.tar", "kind": "webdataset"},
+        "parquet": {"images": "$MINE/c.parquet", "kind": "parquet"},
         "view": {"kind": "view", "of": "train", "classes": "$MINE/two.txt"},
     })  # fmt: skip
     wanted = load(str(file))
@@ -84,7 +99,7 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
              wanted.datasets["mine"].splits}  # fmt: skip
     assert {name: index.n for name, index in found.items()} == {
         "train": 12, "val": 5, "v2": 3, "sketch": 3, "folder": 23, "unlabelled": 24, "list": 2,
-        "view": 6,
+        "archive": 1, "webdataset": 1, "parquet": 1, "view": 6,
     }  # fmt: skip
     assert set(found["train"].labels) == {*PLACES.values(), read_place(DOGS15[0])}
     truth = {name.removesuffix(".JPEG"): label for name, label in val_labels().items()}
@@ -189,7 +204,8 @@ def test_view_in_the_workflow(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     root = tmp_path / "results/shards/mine"
     assert np.bincount(open_index(root / "some").labels).tolist() == [4, 4]
-    assert {p.name for p in (root / "some").iterdir()} == {"index.json", "index.npy", "keys.txt"}
+    left = {"crc32.npy", "index.json", "index.npy", "keys.txt"}
+    assert {p.name for p in (root / "some").iterdir()} == left
     (tmp_path / "classes.txt").write_text("c2\ncat\n")
     wrong = snakemake(file, "-n", "shards")
     assert wrong.returncode != 0

@@ -197,7 +197,7 @@ def test_all_of_them_are_reported_by_name(tmp_path: Path) -> None:
 
 def test_large_pictures_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few kilobytes may declare gigabytes; several threads decode at once."""
-    at_work, most, convert = 0, 0, decode._to_rgb
+    at_work, most, convert = 0, 0, decode.to_rgb
 
     def counted(image: Image.Image) -> Image.Image:
         nonlocal at_work, most
@@ -207,7 +207,7 @@ def test_large_pictures_are_decoded_one_at_a_time(monkeypatch: pytest.MonkeyPatc
         at_work -= 1
         return convert(image)
 
-    monkeypatch.setattr(decode, "_to_rgb", counted)
+    monkeypatch.setattr(decode, "to_rgb", counted)
     for image, expected in ((Image.new("1", (4097, 4097)), 1), (photo(), 4)):
         most, data = 0, encode(image, "PNG")
         with ThreadPoolExecutor(4) as pool:

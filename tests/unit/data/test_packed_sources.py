@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -10,14 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import ipc, parquet
+from sample_images import image_folder
 
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
 from maect.data.shards import finish_index, plan_shards, shard, verify
 from maect.data.sources import kind_of, open_source
+from maect.data.sources.changes import changes_since
 from maect.data.subsets import class_view
 from maect.experiment import load
+from maect.recipes import Pixels
 
 
 def pack(images: Path, path: Path, below: str = "") -> Path:
@@ -227,6 +231,29 @@ def test_what_is_left_out_is_said_where_nothing_is_left(tmp_path: Path) -> None:
         open_source("unlabelled", tmp_path).listing()
 
 
+def test_images_that_changed_are_noticed(tmp_path: Path) -> None:
+    own = image_folder(tmp_path / "own", 2, 3)
+    out = tmp_path / "train"
+    shard(own, out, "folder", 1)
+    assert changes_since(out) is None
+    (own / "c0/new.jpg").write_bytes((own / "c0/000.jpg").read_bytes())
+    (own / "c1/001.jpg").unlink()
+    (own / "c1/002.jpg").write_bytes((own / "c1/000.jpg").read_bytes())
+    note = changes_since(out)
+    assert note is not None
+    for part in ("1 added (c0/new.jpg …)", "1 removed (c1/001.jpg …)", "1 changed (c1/002.jpg …)"):
+        assert part in note
+    subprocess.run(note.partition("to shard again: ")[2], shell=True, check=True)
+    assert shard(own, out, "folder", 1) == 6 and changes_since(out) is None
+    shutil.move(own, tmp_path / "elsewhere")
+    assert changes_since(out) is None
+    archive = pack(tmp_path / "elsewhere", tmp_path / "a.zip")
+    shard(archive, tmp_path / "b", "archive", 1)
+    assert changes_since(tmp_path / "b") is None
+    pack(tmp_path / "elsewhere/c0", archive)
+    assert "1 changed (a.zip …)" in str(changes_since(tmp_path / "b"))
+
+
 def test_splits_of_an_experiment(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("""
@@ -235,7 +262,7 @@ datasets:
                        only: list.txt, skip_unreadable: true}}}
 runs: {}
 """)
-    assert load(str(file)).datasets["a"].splits["train"].arguments() == [
+    assert load(str(file)).datasets["a"].splits["train"].arguments(Pixels()) == [
         "--kind", "webdataset", "--shards", "1", "--labels", "names.txt",
         "--only-listed", "list.txt", "--skip-unreadable",
     ]  # fmt: skip

@@ -95,7 +95,7 @@ def test_training_reads_no_tar(small: Path, monkeypatch: pytest.MonkeyPatch) -> 
     def refused(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(loader, "render", refused)
+    monkeypatch.setattr(Index, "render", refused)
     batches = train_batches(
         open_index(small), global_batch=96, rank=0, world_size=1, seed=0,
         views=AUGMENTATIONS["min"], image_size=16, start_step=0, steps=2, threads=1,

@@ -1,0 +1,218 @@
+"""Images that are there twice, or nearly: by their bytes, and by an encoder's features."""
+
+import base64
+import hashlib
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from maect.answers.vectors import unit, write_rows
+from maect.core.errors import UserError
+from maect.core.files import write_json, write_text
+from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
+from maect.data.transforms import center_crops
+from maect.evaluate.store import Array, FeatureFile, open_features
+from maect.report.render import render_page
+
+THRESHOLD = 0.95
+"""Cosine of standardised features from which two images are nearly the same."""
+MOST = 100_000
+SHOWN = 200
+"""Pairs on the page."""
+_ROWS = 4096
+_THUMBNAIL = 128
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two images that are alike.
+
+    Attributes:
+        a: name of the one, as in its shards.
+        b: name of the other.
+        split_a: where the one is.
+        split_b: where the other is.
+        similarity: cosine of their standardised features, 1 of equal files.
+        exact: whether their files are equal, byte for byte.
+    """
+
+    a: str
+    b: str
+    split_a: str
+    split_b: str
+    similarity: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split's shards and the features of its images, in one order."""
+
+    name: str
+    index: Index
+    features: FeatureFile
+
+
+def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
+    """The splits of a data set whose features a run's folder has beside it, by name.
+
+    Args:
+        run: `results/EXPERIMENT/runs/RUN`.
+        dataset: which, if there are features of several.
+
+    Raises:
+        UserError: features of fewer than two splits, or of several data sets.
+    """
+    root, folder = run.absolute().parents[1], run.name
+    splits: dict[str, dict[str, Split]] = defaultdict(dict)
+    for shards in sorted(root.glob("shards/*/*/index.json")):
+        name, split = shards.parent.parent.name, shards.parent.name
+        file = root / "features" / folder / f"{name}-{split}.safetensors"
+        if file.exists() and dataset in (None, name):
+            index, features = open_index(shards.parent), open_features(file)
+            if features.record["index_digest"] != index.digest:
+                raise UserError(f"{file}: made of other images than {shards.parent}; delete it")
+            splits[name][split] = Split(split, index, features)
+    if len(splits) > 1:
+        raise UserError(f"{run}: features of {', '.join(splits)}; choose one with --dataset")
+    found = next(iter(splits.values()), {})
+    if len(found) < 2:
+        where = root / "features" / folder
+        raise UserError(
+            f"{where}: features of {', '.join(found) or 'no'} split alone, so nothing can be "
+            f"compared; make others: maect features {run} --shards "
+            f"{root}/shards/DATASET/SPLIT --out {where}/DATASET-SPLIT.safetensors"
+        )
+    return list(found.values())
+
+
+def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = False) -> list[Pair]:
+    """Pairs of images that are alike, the most alike first.
+
+    Equal files are found by their checksums. Others are compared by the cosine of their features,
+    standardised with mean and standard deviation of all of them.
+
+    Args:
+        splits: two or more.
+        threshold: least cosine of a pair.
+        within: also pairs inside a split, and not only across two.
+
+    Raises:
+        UserError: so many pairs that the threshold must be too low.
+    """
+    if not 0 < threshold <= 1:
+        raise UserError(f"--threshold {threshold:g}: a cosine above 0 and up to 1")
+    names = [split.index.keys() for split in splits]
+    pairs: dict[tuple[int, int, int, int], Pair] = {}
+
+    def add(one: tuple[int, int], other: tuple[int, int], similarity: float, exact: bool) -> None:
+        (s, i), (t, j) = sorted((one, other))
+        if (s == t and not within) or (s, i, t, j) in pairs:
+            return
+        pairs[s, i, t, j] = Pair(
+            names[s][i], names[t][j], splits[s].name, splits[t].name, similarity, exact
+        )
+        if len(pairs) > MOST:
+            raise UserError(f"more than {MOST:,} pairs are alike; raise --threshold {threshold:g}")
+
+    for same in _equal_files(splits):
+        for one, other in combinations(same, 2):
+            add(one, other, 1.0, True)
+    vectors = _standardised(splits)
+    for t, others in enumerate(vectors):
+        for s, ours in enumerate(vectors[: t + within]):
+            for i, j, similarity in _near(ours, others, threshold):
+                if s != t or i < j:
+                    add((s, i), (t, j), similarity, False)
+    return sorted(pairs.values(), key=lambda pair: (-pair.similarity, not pair.exact, pair.a))
+
+
+def _equal_files(splits: list[Split]) -> list[list[tuple[int, int]]]:
+    """Groups of (split, row) with the same bytes; only files of a size that recurs are read."""
+    sizes: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number, split in enumerate(splits):
+        for row, size in enumerate(split.index.rows[:, SIZE].tolist()):
+            sizes[size].append((number, row))
+    same: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
+    for images in sizes.values():
+        for number, row in images if len(images) > 1 else []:
+            same[hashlib.sha256(splits[number].index.read(row)).digest()].append((number, row))
+    return [images for images in same.values() if len(images) > 1]
+
+
+def _standardised(splits: list[Split]) -> list[Array]:
+    """Unit vectors of each split."""
+    features = [split.features.all() for split in splits]
+    together = np.concatenate(features)
+    mean, std = together.mean(0, dtype=np.float64), together.std(0, dtype=np.float64)
+    std[std == 0] = 1
+    return [unit(((part - mean) / std).astype(np.float32)) for part in features]
+
+
+def _near(a: Array, b: Array, threshold: float) -> Iterator[tuple[int, int, float]]:
+    """Rows of both whose product is large enough, and the product, block by block."""
+    for start in range(0, len(a), _ROWS):
+        for other in range(0, len(b), _ROWS):
+            products = a[start : start + _ROWS] @ b[other : other + _ROWS].T
+            for i, j in np.argwhere(products >= threshold):
+                yield start + int(i), other + int(j), min(float(products[i, j]), 1.0)
+
+
+def write_audit(
+    run: str, pairs: list[Pair], splits: list[Split], threshold: float, out: Path
+) -> None:
+    """Write `pairs.json`, `pairs.csv` and a page with the pictures, `index.html`.
+
+    Args:
+        run: its name.
+        pairs: of `audit`.
+        splits: that they are of.
+        threshold: they were found with.
+        out: the folder.
+    """
+    plain = [asdict(pair) for pair in pairs]
+    write_json(out / "pairs.json", plain)
+    header = ["a", "b", "split_a", "split_b", "similarity", "exact"]
+    rows = (
+        [json.dumps(pair[key]) if key == "exact" else str(pair[key]) for key in header]
+        for pair in plain
+    )
+    write_rows(out / "pairs.csv", header, rows)
+    rows_of = {split.name: {key: i for i, key in enumerate(split.index.keys())} for split in splits}
+    index_of = {split.name: split.index for split in splits}
+
+    def thumbnail(split: str, name: str) -> str:
+        return _thumbnail(index_of[split], rows_of[split][name])
+
+    shown = [
+        {**pair, "pictures": [thumbnail(pair[f"split_{x}"], pair[x]) for x in "ab"]}
+        for pair in plain[:SHOWN]
+    ]
+    about = {
+        "run": run,
+        "threshold": f"{threshold:g}",
+        "pairs": len(pairs),
+        "exact": sum(pair.exact for pair in pairs),
+        "splits": " and ".join(f"{split.name} ({split.index.n:,} images)" for split in splits),
+    }
+    write_text(out / "index.html", render_page("audit.html", pairs=shown, about=about))
+
+
+def _thumbnail(index: Index, row: int) -> str:
+    """The central square of an image, as a data URI."""
+    sides: NDArray[np.int64] = np.asarray(index.rows[[row]])
+    geometry = center_crops(sides[:, WIDTH], sides[:, HEIGHT], _THUMBNAIL, _THUMBNAIL)
+    pixels = np.empty((1, index.channels, _THUMBNAIL, _THUMBNAIL), np.uint8)
+    index.render(row, geometry, pixels)
+    shown = pixels[0] if index.channels == 3 else pixels[0, :1].repeat(3, axis=0)
+    stream = io.BytesIO()
+    Image.fromarray(shown.transpose(1, 2, 0).copy()).save(stream, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"

@@ -1,0 +1,465 @@
+"""Images that are not what they seem: turned, transparent, deeper than 8 bits, of other channels.
+
+A data set says what its pixels are (`maect.recipes.Pixels`). By it an image is made ready: kept as
+it is where decoding alone gives the right pixels, as of ordinary photographs; else converted,
+without loss beyond eight bits a value, to PNG, or to an array where a PNG has too few channels. The
+same is done to images that a finished encoder is given.
+
+A JPEG that is only turned keeps its bytes and is turned as it is read: `render_ready` crops from
+it what upright crops show.
+"""
+
+import io
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from maect.data.decode import (
+    UnreadableError,
+    image_size,
+    open_image,
+    read_rgb,
+    reason,
+    render,
+    resample,
+    to_rgb,
+)
+from maect.recipes import Pixels
+
+ARRAY = b"\x93NUMPY"
+_JPEG = b"\xff\xd8"
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_DICOM = slice(128, 132)
+_SAMPLE = 4096
+_ORIENTATION = 0x0112  # of EXIF
+# Of each orientation: whether the stored picture is transposed, and then mirrored left to right
+# and top to bottom, to be upright.
+_TURNS = {
+    2: (False, True, False),
+    3: (False, True, True),
+    4: (False, False, True),
+    5: (True, False, False),
+    6: (True, True, False),
+    7: (True, True, True),
+    8: (True, False, True),
+}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """An image as it goes into a shard.
+
+    Attributes:
+        data: of the file: the original's, or a PNG or array of 8 bits.
+        extension: what the file is.
+        width: of the upright image.
+        height: of the upright image.
+        turned: whether it still has to be turned.
+        values: the values of an image of more than 8 bits, before they were scaled.
+        levels: bit n is set if one of those became n of 255.
+        converted: whether `data` is no longer the original.
+    """
+
+    data: bytes
+    extension: str
+    width: int
+    height: int
+    turned: bool = False
+    values: tuple[float, float] | None = None
+    levels: int = 0
+    converted: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """What somebody should know about an image to say how images like it are read.
+
+    Attributes:
+        width: of the upright image.
+        height: of the upright image.
+        channels: how many; transparency is none.
+        turned: whether EXIF says that it is to be turned.
+        transparent: whether anything shows through.
+        values: of more than 8 bits: between which nearly all lie (all but one in 10,000 at each
+            end).
+        sample: some pixels as they are, [n, C].
+        colors: most levels by which the channels of the reduced image differ.
+    """
+
+    width: int
+    height: int
+    channels: int
+    turned: bool
+    transparent: bool
+    values: tuple[float, float] | None
+    sample: NDArray[Any]
+    colors: int
+
+
+def look(data: bytes) -> Look:
+    """Look at an image of which nothing is known.
+
+    Raises:
+        UnreadableError: it cannot be decoded.
+    """
+    if not data:
+        raise UnreadableError("empty file")
+    turned = transparent = False
+    colors = 0
+    values = _read_array(data, Pixels(range=(0, 1)))
+    if values is None:
+        with open_image(data) as (image, _):
+            turned = orientation(image) in _TURNS
+            if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+                values = np.asarray(_to_eight_bits(image, Pixels()))
+            else:
+                if image.has_transparency_data:
+                    transparent = np.asarray(image.convert("RGBA"))[..., 3].min() < 255
+                rgb = to_rgb(image)
+                values = np.asarray(rgb)
+                colors = int(np.ptp(np.asarray(rgb.resize((8, 8)), np.int16), axis=2).max())
+    values = values if values.ndim == 3 else values[..., None]
+    if values.ndim != 3 or not values.size:
+        raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
+    height, width, channels = values.shape
+    sample = values.reshape(-1, channels)[:: max(1, width * height // _SAMPLE)]
+    found = None
+    if values.dtype != np.uint8:
+        known = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+        if not known.size:
+            raise UnreadableError("has no value that is a number")
+        low, high = np.percentile(known, [0.01, 99.99])
+        whole = values.dtype.kind != "f"
+        found = (math.floor(low), math.ceil(high)) if whole else (float(low), float(high))
+        if channels == 3:
+            colors = int(np.ptp(scaled(sample, found).astype(np.int16), axis=1).max())
+    size = (height, width) if turned else (width, height)
+    return Look(*size, channels, turned, transparent, found, sample, colors)
+
+
+def make_ready(data: bytes, pixels: Pixels) -> Ready:
+    """What goes into a shard of a data set for the bytes of an image.
+
+    Raises:
+        UnreadableError: it cannot be decoded, or not as the data set's pixels.
+    """
+    if not data:
+        raise UnreadableError("empty file")
+    if not pixels.files:
+        return _as_it_is(data)
+    values = _read_array(data, pixels)
+    if values is not None:
+        return ready_array(values, pixels)
+    with open_image(data) as (image, extension):
+        code = orientation(image) if pixels.orientation == "exif" else 1
+        changed = _to_eight_bits(image, pixels)
+        if isinstance(changed, np.ndarray):
+            return ready_array(_upright(changed, code), pixels)
+        if changed is image and code not in _TURNS:
+            return Ready(data, extension, *image.size)
+        if changed is image and extension == "jpg":
+            size = image.size[::-1] if _TURNS[code][0] else image.size
+            return Ready(data, extension, *size, turned=True)
+        return ready_array(_upright(_flat(changed, pixels), code), pixels)
+
+
+def _flat(image: Image.Image, pixels: Pixels) -> NDArray[np.uint8]:
+    """A picture of one or three channels as an array."""
+    return np.asarray(image.convert("L") if pixels.channels == 1 else to_rgb(image))
+
+
+def _as_it_is(data: bytes) -> Ready:
+    """An image of a data set that says nothing about its pixels; of deep ones, what is left."""
+    with open_image(data) as (image, extension):
+        rgb = to_rgb(image)
+        if image.mode.startswith("I;16"):
+            found = _extremes(np.asarray(image, dtype=np.uint16))
+        elif extension == "png" and data[24] == 16:  # of which Pillow takes the upper half
+            upper = np.asarray(rgb)
+            found = (256.0 * int(upper.min()), 256.0 * int(upper.max()) + 255)
+        else:
+            return Ready(data, extension, *rgb.size)
+        levels = sum(1 << int(level) for level in np.unique(np.asarray(rgb)))
+        return Ready(data, extension, *rgb.size, values=found, levels=levels)
+
+
+def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
+    """`make_ready` of a JPEG for RGB, by its header alone; None: it is none, or other pixels.
+
+    Raises:
+        UnreadableError: not even a header.
+    """
+    if data[:2] != _JPEG or pixels.channels != 3:
+        return None
+    width, height = image_size(data)
+    code = _orientation_of(data) if pixels.orientation == "exif" else 1
+    size = (height, width) if code in _TURNS and _TURNS[code][0] else (width, height)
+    return Ready(data, "jpg", *size, turned=code in _TURNS)
+
+
+def ready_picture(image: Image.Image, pixels: Pixels) -> Ready:
+    """The same of a picture of Pillow, which is upright."""
+    changed = _to_eight_bits(image, pixels)
+    if isinstance(changed, Image.Image):
+        changed = _flat(changed, pixels)
+    return ready_array(changed, pixels)
+
+
+def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
+    """The same of an upright array [H, W] or [H, W, C].
+
+    Raises:
+        UnreadableError: another number of channels, another shape, or values without a range.
+    """
+    if values.ndim not in (2, 3) or not values.size:
+        raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
+    values = values if values.ndim == 3 else values[..., None]
+    height, width, channels = values.shape
+    if channels == 1 and pixels.channels == 3:
+        values = values.repeat(3, axis=2)
+    elif channels != pixels.channels:
+        hint = "; state `channels` in the data set's `pixels`" if channels <= 16 else ""
+        raise UnreadableError(f"{channels} channels, {pixels.channels} expected{hint}")
+    found, levels = None, 0
+    if values.dtype != np.uint8:
+        found = _extremes(values)
+        values = scaled(values, pixels.range)
+        levels = sum(1 << int(level) for level in np.unique(values))
+    if pixels.channels in (1, 3):
+        stream = io.BytesIO()
+        flat = values[..., 0] if pixels.channels == 1 else values
+        Image.fromarray(np.ascontiguousarray(flat)).save(stream, "PNG")
+        return Ready(stream.getvalue(), "png", width, height, False, found, levels, True)
+    stream = io.BytesIO()
+    np.save(stream, np.ascontiguousarray(values))
+    return Ready(stream.getvalue(), "npy", width, height, False, found, levels, True)
+
+
+def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np.uint8]:
+    """Values as 0 to 255: the ends of the range and what lies beyond become 0 and 255.
+
+    Raises:
+        UnreadableError: there is no range, and the values are no 16-bit integers.
+    """
+    if span is None:
+        if values.dtype == np.uint16:
+            return (values >> 8).astype(np.uint8)
+        low, high = _extremes(values)
+        raise UnreadableError(
+            f"values of type {values.dtype} from {low:g} to {high:g} have no defined range; state "
+            "it: `range` in the data set's `pixels`"
+        )
+    low, high = span
+    part = (values.astype(np.float64) - low) / (high - low)
+    return np.rint(255 * np.clip(np.nan_to_num(part), 0, 1)).astype(np.uint8)
+
+
+def _extremes(values: NDArray[Any]) -> tuple[float, float]:
+    known = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+    return (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
+
+
+def _read_array(data: bytes, pixels: Pixels) -> NDArray[Any] | None:
+    """The values of a file that is no picture of Pillow's, or that Pillow would make less of."""
+    try:
+        if data[:6] == ARRAY:
+            return np.load(io.BytesIO(data), allow_pickle=False)
+        if data[_DICOM] == b"DICM":
+            return _dicom(data)
+        if data[:4] in _TIFF and (pixels.channels != 3 or pixels.range is not None):
+            return _tiff(data)
+    except UnreadableError:
+        raise
+    except Exception as error:  # readers raise nearly anything on hostile input
+        raise UnreadableError(reason(error)) from None
+    return None
+
+
+def _tiff(data: bytes) -> NDArray[Any] | None:
+    """The first picture, channels last; None where Pillow knows more: of colours of 8 bits.
+
+    Also where it is packed in a way that only Pillow knows.
+    """
+    import tifffile
+
+    try:
+        with tifffile.TiffFile(io.BytesIO(data)) as file:
+            series, colors = file.series[0], file.pages[0].photometric.name  # type: ignore[union-attr]
+            shape = [side for side in series.shape if side > 1]
+            pictures = len(shape) == 2 or colors in ("RGB", "PALETTE", "SEPARATED", "YCBCR")
+            if series.dtype == np.uint8 and (pictures or len(shape) != 3):
+                return None
+            values = np.squeeze(series.asarray())
+    except ValueError as error:
+        if "imagecodecs" in str(error):
+            return None
+        raise
+    # Planes may come one after another, and where nothing says so, the shortest axis is theirs.
+    if values.ndim == 3 and values.shape[0] < min(values.shape[1:]) and values.shape[0] <= 16:
+        values = np.moveaxis(values, 0, -1)
+    return values
+
+
+def _dicom(data: bytes) -> NDArray[Any]:
+    """The first frame in the units that its rescale slope gives, brightest where it is dense."""
+    try:
+        import pydicom
+        from pydicom.pixels import apply_modality_lut
+    except ImportError:
+        raise UnreadableError("DICOM needs pydicom: pip install 'maect[dicom]'") from None
+    file = pydicom.dcmread(io.BytesIO(data))
+    values = file.pixel_array
+    if int(getattr(file, "NumberOfFrames", 1) or 1) > 1:
+        values = values[0]
+    if values.ndim == 3:
+        return values
+    values = np.asarray(apply_modality_lut(values, file))
+    if file.PhotometricInterpretation == "MONOCHROME1":
+        values = values.max() - values + values.min()
+    return values
+
+
+def orientation(image: Image.Image) -> int:
+    """EXIF's number of how a picture is turned; 1: it is not, or nothing says so."""
+    try:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    except Exception:  # EXIF that is damaged says nothing
+        return 1
+
+
+def _upright(values: NDArray[Any], code: int) -> NDArray[Any]:
+    transposed, left_right, up_down = _TURNS.get(code, (False, False, False))
+    values = values.swapaxes(0, 1) if transposed else values
+    values = values[:, ::-1] if left_right else values
+    return values[::-1] if up_down else values
+
+
+def _to_eight_bits(image: Image.Image, pixels: Pixels) -> Image.Image | NDArray[Any]:
+    """A loaded picture as the data set has them; itself where `render` makes the same of it."""
+    if image.mode.startswith("I;16") or image.mode in ("I", "F"):
+        dtype = {"I": np.int32, "F": np.float32}.get(image.mode, np.uint16)
+        return np.asarray(image, dtype=dtype)
+    if pixels.channels not in (1, 3):
+        return np.asarray(image.convert("RGB") if image.mode == "P" else image)
+    changed = image
+    if pixels.background is not None and image.has_transparency_data:
+        picture = image.convert("RGBA")
+        if np.asarray(picture.getchannel("A")).min() < 255:
+            behind = Image.new("RGBA", image.size, (*pixels.background, 255))
+            changed = Image.alpha_composite(behind, picture).convert("RGB")
+    if pixels.channels == 1 and changed.mode not in ("L", "1"):
+        return changed.convert("RGB").convert("L")
+    return changed
+
+
+def render_ready(
+    data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8], turned: bool
+) -> None:
+    """`render` of what was made ready, of any number of channels.
+
+    Args:
+        data: the file's bytes.
+        geometries: [v, 8], of the upright image.
+        out: uint8 [v, C, S, S], overwritten.
+        turned: whether the file may have to be turned, as its EXIF says.
+
+    Raises:
+        UnreadableError: it cannot be decoded.
+    """
+    if data[:6] == ARRAY:
+        values = np.load(io.BytesIO(data), allow_pickle=False)
+        for channel in range(out.shape[1]):
+            plane = Image.fromarray(np.ascontiguousarray(values[..., channel]))
+            resample(plane, geometries, out[:, channel : channel + 1])
+        return
+    if out.shape[1] == 1:
+        colored = np.empty((len(out), 3, *out.shape[2:]), np.uint8)
+        render_ready(data, geometries, colored, turned)
+        out[:] = colored[:, :1]
+        return
+    code = _orientation_of(data) if turned else 1
+    if code not in _TURNS:
+        render(data, geometries, out)
+        return
+    upright = np.empty_like(out)
+    size = out.shape[-1]
+    render(data, _as_stored(geometries, code, *image_size(data), size), upright)
+    transposed, left_right, up_down = _TURNS[code]
+    upright = upright.swapaxes(2, 3) if transposed else upright
+    upright = upright[..., ::-1] if left_right else upright
+    out[:] = upright[..., ::-1, :] if up_down else upright
+
+
+def is_turned(data: bytes) -> bool:
+    """Whether what was made ready has to be turned as it is read."""
+    return _orientation_of(data) in _TURNS
+
+
+def upright_rgb(ready: Ready) -> Image.Image:
+    """The whole picture of three channels.
+
+    Raises:
+        UnreadableError: it has other channels.
+    """
+    if ready.extension == "npy":
+        raise UnreadableError("only pictures of three channels can be recompressed")
+    picture = read_rgb(ready.data)
+    if not ready.turned:
+        return picture
+    return Image.fromarray(_upright(np.asarray(picture), _orientation_of(ready.data)))
+
+
+def picture_of(data: bytes, pixels: Pixels) -> Image.Image:
+    """An image of a data set for people to look at, in RGB; of rare channels the first.
+
+    Raises:
+        UnreadableError: it cannot be decoded.
+    """
+    ready = make_ready(data, pixels)
+    if ready.extension != "npy":
+        return upright_rgb(ready)
+    values = np.load(io.BytesIO(ready.data), allow_pickle=False)
+    return Image.fromarray(np.ascontiguousarray(values[..., 0])).convert("RGB")
+
+
+def ready_size(data: bytes, turned: bool) -> tuple[int, int]:
+    """Width and height of an upright image that was made ready, which is decoded in full.
+
+    Raises:
+        UnreadableError: it cannot be decoded.
+    """
+    if data[:6] == ARRAY:
+        values = _read_array(data, Pixels())
+        assert values is not None
+        return values.shape[1], values.shape[0]
+    width, height = read_rgb(data).size
+    swapped = turned and _orientation_of(data) >= 5
+    return (height, width) if swapped else (width, height)
+
+
+def _orientation_of(data: bytes) -> int:
+    if data[:2] != _JPEG:  # others were turned when they were made ready
+        return 1
+    with Image.open(io.BytesIO(data)) as image:
+        return orientation(image)
+
+
+def _as_stored(
+    geometries: NDArray[np.int32], code: int, width: int, height: int, size: int
+) -> NDArray[np.int32]:
+    """Geometries of an upright image as those of the stored one of this width and height."""
+    transposed, left_right, up_down = _TURNS[code]
+    width, height = (height, width) if transposed else (width, height)
+    x, y, w, h, full_w, full_h, left, top = geometries.T
+    if left_right:
+        x, left = width - x - w, full_w - left - size
+    if up_down:
+        y, top = height - y - h, full_h - top - size
+    columns = [x, y, w, h, full_w, full_h, left, top]
+    if transposed:
+        columns = [y, x, h, w, full_h, full_w, top, left]
+    return np.stack(columns, axis=1).astype(np.int32)

@@ -1,0 +1,72 @@
+"""What has happened to images since they were sharded: added, removed, edited."""
+
+import os
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from maect.core.errors import UserError
+from maect.core.files import read_mapping, write_text
+from maect.data.sources import Entry, ImageSource, open_source
+from maect.data.sources.archives import Archive
+
+FILES = "files.txt"
+MOST = 50_000
+"""Files that are looked at again: more would delay every start."""
+
+
+def note_files(out: Path, source: ImageSource, entries: Iterable[Entry]) -> None:
+    """Write beside shards names and sizes of the files that images are in, if these are few."""
+    names = _files(source, entries)
+    if len(names) <= MOST:
+        sizes = _sizes(source, names)
+        lines = (f"{size}\t{name}\n" for name, size in sorted(sizes.items()))
+        write_text(out / FILES, "".join(lines))
+
+
+def _files(source: ImageSource, entries: Iterable[Entry]) -> set[str]:
+    """Names of the files below the source's folder."""
+    packed = isinstance(source, Archive)  # whose entries are named by what is in it
+    return {source.path.name} if packed else {entry.path for entry in entries}
+
+
+def _sizes(source: ImageSource, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of each file; -1 of one that is gone."""
+    sizes = {}
+    for name in names:
+        text = name.encode("utf-8", "backslashreplace").decode()
+        try:
+            sizes[text] = os.stat(source.root / name).st_size
+        except OSError:
+            sizes[text] = -1
+    return sizes
+
+
+def changes_since(out: Path) -> str | None:
+    """How the images differ from those in finished shards, and what to do; None: in nothing.
+
+    Nothing is said of images that were moved away as a whole, nor of more than `MOST` files.
+    """
+    plan, known = read_mapping(out / "plan.json"), out / FILES
+    if not known.exists() or not (out / "index.json").exists():
+        return None
+    before = {}
+    for line in known.read_text(encoding="utf-8").splitlines():
+        size, _, name = line.partition("\t")
+        before[name] = int(size)
+    try:
+        source = open_source(plan["kind"], Path(plan["source"]))
+        now = _sizes(source, _files(source, source.listing().entries))
+    except (UserError, KeyError):
+        return None
+    added, gone = sorted(now.keys() - before.keys()), sorted(before.keys() - now.keys())
+    edited = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])
+    kinds = {"added": added, "removed": gone, "changed": edited}
+    told = [f"{len(names)} {how} ({names[0]} …)" for how, names in kinds.items() if names]
+    if not told:
+        return None
+    lists = "the lists of a split have to name new ones; " if "unlisted" in plan else ""
+    return (
+        f"{plan['source']}: since it was sharded, files were {', '.join(told)}; the shards are as "
+        f"they were; {lists}to shard again: rm -r {shlex.quote(str(out))}"
+    )

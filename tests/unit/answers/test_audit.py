@@ -1,0 +1,95 @@
+"""Duplicates across splits, by bytes and by features."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from maect.answers.audit import audit, open_splits
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.data.index import open_index
+from maect.data.shards import shard
+from maect.evaluate.store import write_features
+
+from .conftest import photograph
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two splits with an equal file, one that is nearly the same, and features of both."""
+    root = tmp_path_factory.mktemp("results")
+    for split, numbers in (("train", range(12)), ("val", range(20, 26))):
+        (root / "images" / split).mkdir(parents=True)
+        for number in numbers:
+            photograph(number, 40, 30).save(root / "images" / split / f"{number}.png")
+    shutil.copy(root / "images/train/3.png", root / "images/val/copy.png")
+    shutil.copy(root / "images/train/4.png", root / "images/train/again.png")
+    with Image.open(root / "images/train/5.png") as image:
+        image.save(root / "images/val/smaller.jpg", quality=60)
+    for split in ("train", "val"):
+        shards = root / "shards/mine" / split
+        shard(root / "images" / split, shards, "unlabelled", 1)
+        index = open_index(shards)
+        rows = [vector(index.keys()[i]) for i in range(index.n)]
+        record = {"index_digest": index.digest, "class_names": []}
+        write_features(
+            root / f"features/ct/mine-{split}.safetensors", [np.array(rows, np.float32)], width=16,
+            labels=np.array(index.labels), keys=index.keys(), record=record,
+        )  # fmt: skip
+    (root / "runs/ct").mkdir(parents=True)
+    return root
+
+
+def vector(key: str) -> np.ndarray:
+    """Random, but the same of what shows the same."""
+    same = {"copy": 3, "again": 4, "smaller": 5}
+    number = same.get(key) or int(key)
+    noise = 0.01 * np.random.default_rng(99).normal(size=16) * (key == "smaller")
+    return np.random.default_rng(number).normal(size=16) + 7 + noise
+
+
+def test_pairs_across_splits(results: Path) -> None:
+    splits = open_splits(results / "runs/ct")
+    across = audit(splits)
+    assert [(p.a, p.b, p.split_a, p.split_b, p.exact) for p in across] == [
+        ("3", "copy", "train", "val", True),
+        ("5", "smaller", "train", "val", False),
+    ]
+    assert across[0].similarity == 1 and 0.99 < across[1].similarity < 1
+    inside = {(p.a, p.b) for p in audit(splits, within=True)} - {(p.a, p.b) for p in across}
+    assert {frozenset(pair) for pair in inside} == {frozenset({"4", "again"})}
+    # Every pair that is as alike is named.
+    every = [split.features.all() for split in splits]
+    together = np.concatenate(every)
+    unit = [(part - together.mean(0)) / together.std(0) for part in every]
+    unit = [part / np.linalg.norm(part, axis=1, keepdims=True) for part in unit]
+    assert len(audit(splits, 0.3)) == int((unit[0] @ unit[1].T >= 0.3).sum())
+    with pytest.raises(UserError, match=r"--threshold 1\.5: a cosine"):
+        audit(splits, 1.5)
+
+
+def test_the_command_writes_tables_and_a_page(
+    results: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", str(results / "runs/ct")]) == 0
+    out = results / "audits/ct"
+    assert f"{out}: 2 pairs, 1 of equal files" in capsys.readouterr().out
+    pairs = json.loads((out / "pairs.json").read_text())
+    assert json.loads((results / "audit.json").read_text()) == pairs  # what the report shows
+    assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
+    assert (out / "pairs.csv").read_text().splitlines()[1] == "3,copy,train,val,1.0,true"
+    page = (out / "index.html").read_text()
+    assert page.count("data:image/jpeg;base64,") == 4 and "equal files" in page
+
+
+def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
+    shutil.copytree(results, tmp_path / "r")
+    (tmp_path / "r/features/ct/mine-val.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"features of train split alone.* make others: maect features"
+    ):
+        open_splits(tmp_path / "r/runs/ct")

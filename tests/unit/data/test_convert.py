@@ -1,0 +1,307 @@
+"""Turned, transparent, deep and many-channelled images: in shards, batches and encoders."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pydicom
+import pytest
+import tifffile
+import torch
+from PIL import Image, ImageOps
+from pydicom.uid import ExplicitVRLittleEndian
+from sample_images import jpeg, photographs
+from torch.nn import functional as F
+
+from maect.core.errors import UserError
+from maect.data.convert import make_ready, picture_of, ready_array, render_ready
+from maect.data.decode import UnreadableError, open_rgb
+from maect.data.index import open_index
+from maect.data.loader import evaluation_batches, train_batches
+from maect.data.shards import shard, verify
+from maect.data.transforms import augment, center_crops, normalize, random_crops
+from maect.models.checkpoints import PATCHES, convert
+from maect.models.decoder import patchify, reconstruction_loss
+from maect.models.vit import build_encoder
+from maect.recipes import AUGMENTATIONS, IMAGENET, Encoder, Pixels, load_encoder
+from maect.stages import load_recipe
+
+EXIF = Pixels(orientation="exif")
+BANDS = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5, range=(0, 4095))
+DEEP = Pixels(channels=1, mean=(0.4,), std=(0.2,), range=(100, 4095))
+
+
+def encode(image: Image.Image, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def turned(code: int, kind: str = "JPEG", size: tuple[int, int] = (90, 61)) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = code
+    options = {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
+    return encode(photographs()[0].resize(size), kind, exif=exif, **options)
+
+
+@pytest.mark.parametrize("code", range(1, 9))
+def test_every_orientation_is_cropped_as_if_it_were_upright(code: int) -> None:
+    data = turned(code)
+    ready = make_ready(data, EXIF)
+    with Image.open(io.BytesIO(data)) as image:
+        upright = ImageOps.exif_transpose(image)
+        assert upright is not None
+    assert ready.data == data and (ready.width, ready.height) == upright.size
+    assert ready.turned == (code > 1)
+    width, height = np.array([ready.width]), np.array([ready.height])
+    geometries = np.concatenate(
+        [
+            center_crops(width, height, 40, 32),
+            *(
+                random_crops(
+                    width, height, (0.2, 1.0), 32, seed=3, epochs=[e], ids=np.array([7]), view=0
+                )
+                for e in range(3)
+            ),
+        ]
+    )
+    made, expected = (np.empty((4, 3, 32, 32), np.uint8) for _ in range(2))
+    render_ready(ready.data, geometries, made, ready.turned)
+    render_ready(encode(upright, "PNG"), geometries, expected, False)
+    assert abs(made.astype(int) - expected).max() <= 3  # another order of rounding
+    assert np.array_equal(np.asarray(picture_of(data, EXIF)), np.asarray(upright))
+    if code > 1:  # a format without loss is turned for good
+        png = make_ready(turned(code, "PNG"), EXIF)
+        with Image.open(io.BytesIO(turned(code, "PNG"))) as image:
+            expected_png = np.asarray(ImageOps.exif_transpose(image))
+        assert not png.turned and np.array_equal(np.asarray(open_rgb(png.data)[0]), expected_png)
+
+
+def folder(root: Path, **files: bytes) -> Path:
+    (root / "c").mkdir(parents=True)
+    for name, data in files.items():
+        (root / "c" / name.replace("__", ".")).write_bytes(data)
+    return root
+
+
+def test_turned_images_in_shards(tmp_path: Path) -> None:
+    straight = {f"{n}__jpg": turned(1, size=(80 + n, 60)) for n in range(3)}
+    plain = folder(tmp_path / "plain", **straight)
+    shard(plain, tmp_path / "a", "folder", 1)
+    shard(plain, tmp_path / "b", "folder", 1, pixels=EXIF)
+    a, b = open_index(tmp_path / "a"), open_index(tmp_path / "b")
+    # Where nothing is turned, nothing is different.
+    assert b.plain and a.digest == b.digest and not b.turned
+    images = folder(tmp_path / "turned", **straight, t__jpg=turned(6), s__png=turned(3, "PNG"))
+    shard(images, tmp_path / "c", "folder", 2, pixels=EXIF)
+    shard(images, tmp_path / "d", "folder", 2)
+    c, d = open_index(tmp_path / "c"), open_index(tmp_path / "d")
+    assert c.turned and c.digest != d.digest and verify(tmp_path / "c") == 5
+    row = next(i for i, key in enumerate(c.keys()) if key == "c/t")
+    assert c.rows[row, 5:7].tolist() == [61, 90] and c.read(row) == turned(6)
+    (batch,) = evaluation_batches(c, image_size=32, rows=range(5), batch_size=5, threads=2)
+    with Image.open(io.BytesIO(turned(6))) as image:
+        upright = np.asarray(
+            ImageOps.exif_transpose(image).resize((37, 54), Image.Resampling.BICUBIC)
+        )  # type: ignore[union-attr]
+    made = batch[0][row].permute(1, 2, 0).numpy().astype(int)
+    assert abs(made - upright[11:43, 2:34]).max() <= 3
+
+
+def test_transparent_images_get_a_background() -> None:
+    logo = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    logo.putpixel((3, 3), (0, 0, 0, 255))
+    data = encode(logo, "PNG")
+    assert np.asarray(open_rgb(data)[0]).max() == 0  # as it was: black on black
+    white = Pixels(background=(255, 250, 240))
+    values = np.asarray(open_rgb(make_ready(data, white).data)[0])
+    assert values[3, 3].tolist() == [0, 0, 0] and values[0, 0].tolist() == [255, 250, 240]
+    opaque = encode(Image.new("RGBA", (8, 8), (9, 8, 7, 255)), "PNG")
+    assert make_ready(opaque, white).data == opaque
+    photo = jpeg(photographs()[0].resize((20, 20)))
+    assert make_ready(photo, white).data == photo
+    palette = Image.new("P", (4, 4))
+    shown = encode(palette, "GIF", transparency=0)
+    assert np.asarray(open_rgb(make_ready(shown, white).data)[0])[0, 0].tolist() == [255, 250, 240]
+
+
+def scan(seed: int, high: int = 4095) -> np.ndarray:
+    values = np.random.default_rng(seed).integers(100, high + 1, (24, 30)).astype(np.uint16)
+    values[0, :2] = 100, high
+    return values
+
+
+def dicom(values: np.ndarray, photometric: str = "MONOCHROME2") -> bytes:
+    file = pydicom.Dataset()
+    file.Rows, file.Columns = values.shape
+    file.SamplesPerPixel, file.PhotometricInterpretation = 1, photometric
+    file.BitsAllocated, file.BitsStored, file.HighBit, file.PixelRepresentation = 16, 12, 11, 0
+    file.RescaleSlope, file.RescaleIntercept = 2, -200
+    file.PixelData = values.tobytes()
+    file.file_meta = pydicom.dataset.FileMetaDataset()
+    file.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    file.SOPClassUID = file.file_meta.MediaStorageSOPClassUID = "1.2.840.10008.5.1.4.1.1.7"
+    file.SOPInstanceUID = file.file_meta.MediaStorageSOPInstanceUID = "1.2.3"
+    stream = io.BytesIO()
+    file.save_as(stream, enforce_file_format=True)
+    return stream.getvalue()
+
+
+def npy(values: np.ndarray) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, values)
+    return stream.getvalue()
+
+
+def tiff(values: np.ndarray, **options: object) -> bytes:
+    stream = io.BytesIO()
+    tifffile.imwrite(stream, values, **options)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "npy", "float", "DICOM", "inverted"])
+def test_deep_images_by_their_range(kind: str) -> None:
+    values = scan(1)
+    data = {
+        "PNG": lambda: encode(Image.fromarray(values), "PNG"),
+        "TIFF": lambda: tiff(values),
+        "npy": lambda: npy(values),
+        "float": lambda: tiff(values.astype(np.float32)),
+        "DICOM": lambda: dicom(values // 2 + 100),
+        "inverted": lambda: dicom((4195 - values) // 2 + 100, "MONOCHROME1"),
+    }[kind]()
+    ready = make_ready(data, DEEP)
+    grey = np.asarray(open_rgb(ready.data)[0])[..., 0].astype(int)
+    expected = np.rint(255 * (values.astype(float) - 100) / 3995)
+    assert abs(grey - expected).max() <= (1 if kind in ("DICOM", "inverted") else 0)
+    assert ready.values is not None and ready.levels.bit_count() > 200
+
+
+def test_what_has_no_range_is_refused_with_the_values() -> None:
+    data = tiff(scan(1).astype(np.float32))
+    with pytest.raises(UnreadableError, match=r"float32 from 100 to 4095 .*state it: `range`"):
+        make_ready(data, EXIF.model_copy(update={"channels": 1, "mean": (0.5,), "std": (0.5,)}))
+    with pytest.raises(UnreadableError, match="5 channels, 3 expected; state `channels`"):
+        make_ready(npy(np.zeros((8, 9, 5), np.uint8)), EXIF)
+
+
+def test_few_levels_are_a_warning_with_a_hint(tmp_path: Path) -> None:
+    images = folder(
+        tmp_path / "in", **{f"{n}__png": encode(Image.fromarray(scan(n)), "PNG") for n in range(3)}
+    )
+    shard(images, tmp_path / "dark", "folder", 2)
+    warning = open_index(tmp_path / "dark").record["warning"]
+    assert warning.startswith("3 images of more than 8 bits have become 16 grey levels")
+    hint = warning.partition("pixels: ")[2]
+    assert hint == "{range: [100, 4095]}"
+    stated = Pixels(range=(100, 4095))
+    shard(images, tmp_path / "clear", "folder", 2, pixels=stated)
+    clear = open_index(tmp_path / "clear")
+    assert "warning" not in clear.record and clear.plain and verify(tmp_path / "clear") == 3
+    assert clear.record["deep"]["values"] == [100, 4095]
+    (batch,) = evaluation_batches(clear, image_size=16, rows=range(3), batch_size=3, threads=1)
+    assert batch[0].float().mean() > 100
+
+
+def bands(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 4096, (20, 26, 5)).astype(np.uint16)
+
+
+@pytest.fixture(scope="module")
+def multispectral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bands")
+    files = {f"{n}__tif": tiff(bands(n), photometric="minisblack") for n in range(3)}
+    files["planes__tif"] = tiff(np.moveaxis(bands(3), -1, 0), photometric="minisblack")
+    files["array__npy"] = npy(bands(4))
+    own = folder(root / "in", **files)
+    names = [path.name for path in (own / "c").iterdir()]
+    (own / "own.csv").write_text("path,label\n" + "".join(f"c/{name},x\n" for name in names))
+    shard(own / "own.csv", root / "out", "list", 2, pixels=BANDS)
+    return root / "out"
+
+
+def test_images_of_five_channels(multispectral: Path) -> None:
+    index = open_index(multispectral)
+    assert (index.channels, index.n) == (5, 5) and verify(multispectral) == 5
+    (batch,) = evaluation_batches(
+        index, image_size=20, rows=range(5), batch_size=5, threads=2, resize=20
+    )
+    names = ["0", "1", "2", "planes", "array"]
+    for i, key in enumerate(index.keys()):
+        expected = np.rint(bands(names.index(key.partition("/")[2])) / 4095 * 255)
+        assert np.array_equal(batch[0][i].numpy(), expected[:, 3:23].transpose(2, 0, 1))
+    with pytest.raises(UserError, match="images of 5 channels, where 3 are expected"):
+        index.check_channels(3)
+    view = AUGMENTATIONS["min"][0]
+    (train,) = train_batches(
+        index, global_batch=4, rank=0, world_size=1, seed=0, views=[view], image_size=16,
+        start_step=0, steps=1, threads=1,
+    )  # fmt: skip
+    encoder = load_encoder("tiny", 16, BANDS)
+    images = augment(train.images[0], view, 0, 0, train.epochs, train.ids, BANDS)
+    assert images.shape == (4, 5, 16, 16)
+    assert build_encoder(encoder)(images).shape == (4, 17, encoder.width)
+    order = torch.arange(16).repeat(4, 1)
+    exact = reconstruction_loss(patchify(images, 4), images, order, 4, normalize=False)
+    assert exact == 0
+
+
+def test_changes_of_colours_are_refused() -> None:
+    encoder = load_encoder("tiny", 16, BANDS)
+    with pytest.raises(
+        ValueError, match=r"jitter and gray change colours, .* 3 channels and not 5"
+    ):
+        load_recipe("ct_aug", "tiny").check_encoder(encoder)
+    load_recipe("ct_min", "tiny").check_encoder(encoder)
+    load_recipe("ct_aug", "tiny").check_encoder(load_encoder("tiny", 16, EXIF))
+
+
+def test_own_mean_and_deviation() -> None:
+    x = torch.rand(2, 1, 4, 4)
+    torch.testing.assert_close(normalize(x, DEEP), (x - 0.4) / 0.2)
+    y = torch.rand(2, 3, 4, 4)
+    torch.testing.assert_close(normalize(y), normalize(y, Pixels(mean=IMAGENET[0])))
+
+
+def test_pixels_are_part_of_an_encoder_only_where_they_are_stated() -> None:
+    plain = load_encoder("tiny")
+    assert "pixels" not in plain.model_dump()
+    assert Encoder.model_validate(plain.model_dump()) == plain
+    own = load_encoder("tiny", 16, BANDS)
+    assert Encoder.model_validate_json(own.model_dump_json()) == own
+    for wrong, message in (
+        ({"channels": 2}, "channels 2: mean of each must be given"),
+        ({"mean": (0.5,)}, "mean: 1 values for 3 channels"),
+        ({"std": (0.5, 0.0, 0.5)}, "std: 0.0 is not above 0"),
+        ({"range": (5, 5)}, "range: 5.0 is not below 5.0"),
+        ({"background": (0, 0, 256)}, "less than or equal to 255"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Pixels.model_validate(wrong)
+
+
+@pytest.mark.parametrize("pixels", [BANDS, DEEP, Pixels(mean=(0.1, 0.2, 0.3))])
+def test_public_weights_see_other_channels(pixels: Pixels) -> None:
+    shape = load_encoder("base", 32)
+    module = build_encoder(shape)
+    weights = dict(module.state_dict())
+    made = convert({"model": weights}, "mae", "mae_x.pth", "base", 32, pixels)
+    old, new = weights[PATCHES], made.tensors[PATCHES]
+    assert made.encoder.pixels == pixels and new.shape[1] == pixels.channels
+    if pixels.channels == 1:  # a grey image gives what it gave as three equal channels
+        x = torch.rand(1, 1, 32, 32)
+        torch.testing.assert_close(
+            F.conv2d(x, new, stride=16), F.conv2d(x.expand(-1, 3, -1, -1), old, stride=16),
+            rtol=1e-4, atol=1e-4,
+        )  # fmt: skip
+    elif pixels.channels == 5:
+        torch.testing.assert_close(new, old[:, [0, 1, 2, 0, 1]] * 3 / 5)
+    else:
+        assert torch.equal(new, old)
+
+
+def test_arrays_and_pictures_are_made_ready_alike() -> None:
+    values = bands(0)
+    assert ready_array(values, BANDS).data == make_ready(npy(values), BANDS).data
+    assert json.loads(json.dumps(BANDS.files)) == {"channels": 5, "range": [0.0, 4095.0]}
