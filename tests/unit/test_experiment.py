@@ -352,6 +352,10 @@ def test_lines_without_an_evaluation_that_is_asked_for_are_left_out(tmp_path: Pa
         load(wrong, protocols="umap")
 
 
+# Figures of the runs themselves.
+RUNS_ALONE = {"training_curves", "pipeline", "reconstructions", "neighbors_in_training"}
+
+
 def asked_of_digits(*words: str) -> set[str]:
     """The tables and figures of a dry run of the digits with `--config`."""
     command = [sys.executable, "-m", "snakemake", "-n", "--config", "experiment=digits", *words]
@@ -363,10 +367,10 @@ def asked_of_digits(*words: str) -> set[str]:
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["protocols=umap"], {"umap", "cluster_formation", "training_curves", "pipeline"}),
+        (["protocols=umap"], {"umap", "cluster_formation", *RUNS_ALONE}),
         (["protocols=fine_tune", "tables=oracle,low_shot", "figures=umap,label_efficiency"],
          {"label_efficiency"}),
-        (["protocols=color_histogram"], {"color_histogram", "training_curves", "pipeline"}),
+        (["protocols=color_histogram"], {"color_histogram", *RUNS_ALONE}),
         (["tables=", "figures=pipeline"], {"pipeline"}),
         pytest.param(["tables=", "figures="], set(), marks=pytest.mark.slow),
     ],
