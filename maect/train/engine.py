@@ -204,11 +204,12 @@ class Engine:
             lr_multiplier: of the schedule.
             spoilt: float32 [], on the device: where it is 1, weights and moments stay as they are.
         """
-        self._multiplier = lr_multiplier
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
         self._adam.spoilt = spoilt
         updates = self._engine.is_gradient_accumulation_boundary()
+        if updates:
+            self._multiplier = lr_multiplier
         self._engine.step()
         if self._exchange is not None and updates:
             self._exchange.gather()

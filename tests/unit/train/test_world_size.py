@@ -95,6 +95,8 @@ def test_accumulation_gives_the_same_mae(job, tmp_path, alone):
         only = job(name, "mae", folder=folder, accumulation=4)
         assert run(ranks, only, log=tmp_path / "parts.log") == ["done"]
         np.testing.assert_allclose(losses(folder / name), losses(alone / "mae"), rtol=TOLERANCE)
+        rates = [[line["lr"] for line in metrics(f)] for f in (folder / name, alone / "mae")]
+        assert rates[0] == rates[1]
 
 
 def test_same_ranks_same_bits(job, tmp_path, whole):
