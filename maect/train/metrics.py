@@ -105,8 +105,11 @@ class Metrics:
         for name, picture in pictures.items():
             self._board.add_image(f"look/{name}", picture, step, dataformats="HWC")
             path = self.path.parent / LOOKS / f"{name}-{step:08d}.jpg"
-            with atomic_write(path) as temporary:
-                Image.fromarray(picture).save(temporary, "JPEG", quality=90)
+            try:
+                with atomic_write(path) as temporary:
+                    Image.fromarray(picture).save(temporary, "JPEG", quality=90)
+            except OSError as error:  # no more files allowed: that must not end the training
+                log.warning("%s not written: %s", path, error)
 
     def sync(self) -> None:
         """Force all entries to the disk; a state may only claim steps whose entries are there."""

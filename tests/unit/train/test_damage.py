@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ranks import Place
@@ -222,6 +223,16 @@ def test_who_still_writes_to_a_log_that_was_taken_over_writes_to_nowhere(tmp_pat
         metrics.log(4, {"loss": 1.0}, {"device_seconds": 4.0})
         metrics.close()
     assert [entry["step"] for entry in entries(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_picture_that_cannot_be_written_ends_no_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "looks").touch()  # in place of the folder
+    metrics = Metrics(tmp_path, 0, 20)
+    metrics.show(1, {"neighbors": np.zeros((2, 2, 3), np.uint8)})
+    metrics.close()
+    assert "looks/neighbors-00000001.jpg not written" in caplog.text
 
 
 def test_a_log_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
