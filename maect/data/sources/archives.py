@@ -24,6 +24,7 @@ from maect.data.sources.base import (
 
 _LARGEST = 1 << 30
 """Bytes of an unpacked image: in a zip, a few can stand for gigabytes."""
+_MOST_CLASSES = 1 << 20
 
 
 class Archive(ImageSource):
@@ -117,6 +118,7 @@ class WebDataset(ImageSource):
                     if not images:
                         ignored += [f"{where}/{name}" for name, *_ in members]
                         continue
+                    ignored += [f"{where}/{name}" for name, *_ in images[1:]]
                     name, offset, size = images[0]
                     label = _class_of(file, members)
                     samples.append((name, where, offset, size, label))
@@ -145,6 +147,8 @@ class WebDataset(ImageSource):
             return [numbers[text] for text in known], classes
         numbered = [int(text) for text in known]
         most = max(numbered) + 1
+        if most > _MOST_CLASSES:
+            raise UserError(f"{self.path}: a class is numbered {most - 1}: they count from 0")
         classes = read_list(self.labels) if self.labels else [str(n) for n in range(most)]
         if most > len(classes):
             raise UserError(f"{self.labels}: {len(classes)} names, but there is a class {most - 1}")

@@ -155,6 +155,7 @@ def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
         with tarfile.open(tmp_path / f"x-{number}.tar", "w") as tar:
             for name, data in (
                 ("0.jpg", whole), ("0.cls", label.encode()), ("0.json", b"{}"), ("1.json", b"{}"),
+                ("0.mask.png", b"no image of its own"),
             ):  # fmt: skip
                 info = tarfile.TarInfo(name)
                 info.size = len(data)
@@ -164,7 +165,7 @@ def test_samples_of_a_webdataset(tmp_path: Path, images: Path) -> None:
     listing = open_source("webdataset", tmp_path / "x-*.tar").listing()
     assert [(e.name, e.label) for e in listing.entries] == [("x-0/0.jpg", 0), ("x-1/0.jpg", 1)]
     assert listing.class_names == ["owl", "tit"]
-    assert listing.ignored_suffixes == {".json": 2}
+    assert listing.ignored_suffixes == {".json": 2, ".png": 2}
     shard(tmp_path, tmp_path / "out/train", "webdataset", 1)
     tar = tmp_path / "x-1.tar"
     data = bytearray(tar.read_bytes())
