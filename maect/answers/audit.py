@@ -16,10 +16,12 @@ from PIL import Image
 
 from maect.answers.vectors import unit, write_rows
 from maect.core.errors import UserError
-from maect.core.files import write_json, write_text
+from maect.core.files import read_mapping, write_json, write_text
 from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
+from maect.data.shards import image_names
 from maect.data.transforms import center_crops
 from maect.evaluate.store import Array, FeatureFile, open_features
+from maect.experiment.load import finished_shards
 from maect.report.render import render_page
 
 THRESHOLD = 0.95
@@ -36,7 +38,7 @@ class Pair:
     """Two images that are alike.
 
     Attributes:
-        a: name of the one, as in its shards.
+        a: name of the one, below its source.
         b: name of the other.
         split_a: where the one is.
         split_b: where the other is.
@@ -73,13 +75,14 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
     """
     root, folder = run.absolute().parents[1], run.name
     splits: dict[str, dict[str, Split]] = defaultdict(dict)
-    for shards in sorted(root.glob("shards/*/*/index.json")):
-        name, split = shards.parent.parent.name, shards.parent.name
+    for own in sorted(root.glob("shards/*/*")):
+        name, split = own.parent.name, own.name
+        shards = _shards(own)
         file = root / "features" / folder / f"{name}-{split}.safetensors"
-        if file.exists() and dataset in (None, name):
-            index, features = open_index(shards.parent), open_features(file)
+        if file.exists() and shards is not None and dataset in (None, name):
+            index, features = open_index(shards), open_features(file)
             if features.record["index_digest"] != index.digest:
-                raise UserError(f"{file}: made of other images than {shards.parent}; delete it")
+                raise UserError(f"{file}: made of other images than {shards}; delete it")
             splits[name][split] = Split(split, index, features)
     if len(splits) > 1:
         raise UserError(f"{run}: features of {', '.join(splits)}; choose one with --dataset")
@@ -92,6 +95,15 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
             f"{root}/shards/DATASET/SPLIT --out {where}/DATASET-SPLIT.safetensors"
         )
     return list(found.values())
+
+
+def _shards(own: Path) -> Path | None:
+    """Where the shards of a split are: in its folder, or in another experiment's."""
+    if (own / "index.json").exists():
+        return own
+    asked = read_mapping(own / "asked.json")
+    finished = finished_shards(own.parents[3], own.name)
+    return next((path for path, other in finished.items() if asked and other == asked), None)
 
 
 def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = False) -> list[Pair]:
@@ -110,7 +122,7 @@ def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = Fals
     """
     if not 0 < threshold <= 1:
         raise UserError(f"--threshold {threshold:g}: a cosine above 0 and up to 1")
-    names = [split.index.keys() for split in splits]
+    names = [image_names(split.index) for split in splits]
     pairs: dict[tuple[int, int, int, int], Pair] = {}
 
     def add(one: tuple[int, int], other: tuple[int, int], similarity: float, exact: bool) -> None:
@@ -186,7 +198,9 @@ def write_audit(
         for pair in plain
     )
     write_rows(out / "pairs.csv", header, rows)
-    rows_of = {split.name: {key: i for i, key in enumerate(split.index.keys())} for split in splits}
+    rows_of = {
+        split.name: {name: i for i, name in enumerate(image_names(split.index))} for split in splits
+    }
     index_of = {split.name: split.index for split in splits}
 
     def thumbnail(split: str, name: str) -> str:

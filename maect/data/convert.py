@@ -331,6 +331,14 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
+def exif_of(image: Image.Image) -> dict[str, Any]:
+    """Arguments with which a changed picture is saved that is turned as this one is."""
+    code = orientation(image)
+    exif = Image.Exif()
+    exif[_ORIENTATION] = code
+    return {"exif": exif} if code in _TURNS else {}
+
+
 def _upright(values: NDArray[Any], code: int) -> NDArray[Any]:
     transposed, left_right, up_down = _TURNS.get(code, (False, False, False))
     values = values.swapaxes(0, 1) if transposed else values

@@ -65,6 +65,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     parent = os.path.relpath(Path(shards).resolve(), out.resolve())
     files = [{**s, "file": os.path.join(parent, s["file"])} for s in index.record["shards"]]
     identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
+    read = {key: value for key, value in index.record.items() if key in ("pixels", "turned")}
     write_record(
         out / "index.json",
         {
@@ -76,6 +77,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
             "n": len(rows),
             "class_names": list(classes),
             "options": index.record["options"],
+            **read,
             "view_of": {"folder": parent, "digest": index.digest},
             **({"crc32_sha256": crc32} if crc32 else {}),
             "shards": files,

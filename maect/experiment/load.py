@@ -230,13 +230,8 @@ class Experiment:
         if kept or (own / "plan.json").exists():
             return own
         images = str(self.images(dataset, split).resolve())
-        others = sorted(self.root.parent.glob(f"*/shards/*/{split}/asked.json"))
-        made = {file.parent: read_mapping(file) for file in others}
-        made = {
-            folder: asked
-            for folder, asked in made.items()
-            if asked.get("images") == images and (folder / "index.json").exists()
-        }
+        finished = finished_shards(self.root.parent, split)
+        made = {path: asked for path, asked in finished.items() if asked.get("images") == images}
         try:
             asked = self.asked_of(dataset, split) if made else {}
         except OSError:  # no such images: sharding will say so
@@ -296,6 +291,13 @@ class Experiment:
                 behind.add(name)
                 name = self.runs[name].source
         return sorted(behind)
+
+
+def finished_shards(results: Path, split: str) -> dict[Path, dict[str, Any]]:
+    """Folders with all shards of a split, of every experiment, and what they were made of."""
+    files = sorted(results.glob(f"*/shards/*/{split}/asked.json"))
+    made = (file for file in files if (file.parent / "index.json").exists())
+    return {file.parent: read_mapping(file) for file in made}
 
 
 def last_changes(images: Path) -> str:

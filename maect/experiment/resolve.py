@@ -316,7 +316,9 @@ def changed_images(experiment: Experiment) -> list[str]:
     notes = []
     for name, split in experiment.splits:
         folder = experiment.shards(name, split)
-        if experiment.datasets[name].splits[split].images is not None:
+        given = experiment.datasets[name].splits[split].images is not None
+        # Of shards that are another experiment's, that one tells.
+        if given and folder == experiment.own_shards(name, split):
             notes.append(changes_since(folder))
         if warning := read_mapping(folder / "index.json").get("warning"):
             notes.append(f"{folder}: {warning}")

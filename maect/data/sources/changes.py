@@ -1,5 +1,6 @@
 """What has happened to images since they were sharded: added, removed, edited."""
 
+import json
 import os
 import shlex
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from maect.core.files import read_mapping, write_text
 from maect.data.sources import Entry, ImageSource, open_source
 from maect.data.sources.archives import Archive
 
-FILES = "files.txt"
+FILES = "files.jsonl"
 MOST = 50_000
 """Files that are looked at again: more would delay every start."""
 
@@ -20,8 +21,8 @@ def note_files(out: Path, source: ImageSource, entries: Iterable[Entry]) -> None
     names = _files(source, entries)
     if len(names) <= MOST:
         sizes = _sizes(source, names)
-        lines = (f"{size}\t{name}\n" for name, size in sorted(sizes.items()))
-        write_text(out / FILES, "".join(lines))
+        lines = (json.dumps([name, size]) for name, size in sorted(sizes.items()))
+        write_text(out / FILES, "".join(f"{line}\n" for line in lines))
 
 
 def _files(source: ImageSource, entries: Iterable[Entry]) -> set[str]:
@@ -50,14 +51,11 @@ def changes_since(out: Path) -> str | None:
     plan, known = read_mapping(out / "plan.json"), out / FILES
     if not known.exists() or not (out / "index.json").exists():
         return None
-    before = {}
-    for line in known.read_text(encoding="utf-8").splitlines():
-        size, _, name = line.partition("\t")
-        before[name] = int(size)
     try:
+        before = dict(json.loads(line) for line in known.read_text(encoding="utf-8").splitlines())
         source = open_source(plan["kind"], Path(plan["source"]))
         now = _sizes(source, _files(source, source.listing().entries))
-    except (UserError, KeyError):
+    except (UserError, KeyError, ValueError):
         return None
     added, gone = sorted(now.keys() - before.keys()), sorted(before.keys() - now.keys())
     edited = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])

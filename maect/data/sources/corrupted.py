@@ -34,10 +34,13 @@ class Corrupted(Folder):
             OSError: gone or unreadable.
             UnreadableError: no image.
         """
-        from maect.data.decode import read_rgb
+        from maect.data.convert import exif_of
+        from maect.data.decode import open_image, to_rgb
 
         stream = io.BytesIO()
-        self.change(read_rgb(super().read(entry)), entry.name).save(stream, **self.encoding)
+        with open_image(super().read(entry)) as (image, _):
+            changed = self.change(to_rgb(image), entry.name)
+            changed.save(stream, **self.encoding, **exif_of(image))
         return stream.getvalue()
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from maect.answers.audit import audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.store import write_features
@@ -56,12 +57,12 @@ def test_pairs_across_splits(results: Path) -> None:
     splits = open_splits(results / "runs/ct")
     across = audit(splits)
     assert [(p.a, p.b, p.split_a, p.split_b, p.exact) for p in across] == [
-        ("3", "copy", "train", "val", True),
-        ("5", "smaller", "train", "val", False),
+        ("3.png", "copy.png", "train", "val", True),
+        ("5.png", "smaller.jpg", "train", "val", False),
     ]
     assert across[0].similarity == 1 and 0.99 < across[1].similarity < 1
     inside = {(p.a, p.b) for p in audit(splits, within=True)} - {(p.a, p.b) for p in across}
-    assert {frozenset(pair) for pair in inside} == {frozenset({"4", "again"})}
+    assert {frozenset(pair) for pair in inside} == {frozenset({"4.png", "again.png"})}
     # Every pair that is as alike is named.
     every = [split.features.all() for split in splits]
     together = np.concatenate(every)
@@ -81,13 +82,19 @@ def test_the_command_writes_tables_and_a_page(
     pairs = json.loads((out / "pairs.json").read_text())
     assert json.loads((results / "audit.json").read_text()) == pairs  # what the report shows
     assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
-    assert (out / "pairs.csv").read_text().splitlines()[1] == "3,copy,train,val,1.0,true"
+    assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,1.0,true"
     page = (out / "index.html").read_text()
     assert page.count("data:image/jpeg;base64,") == 4 and "equal files" in page
 
 
 def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
     shutil.copytree(results, tmp_path / "r")
+    # Another experiment has sharded the same images.
+    own = tmp_path / "r/shards/mine/train"
+    shutil.move(own, tmp_path / "other/shards/theirs/train")
+    for folder in (own, tmp_path / "other/shards/theirs/train"):
+        write_record(folder / "asked.json", {"images": "/birds"})
+    assert len(audit(open_splits(tmp_path / "r/runs/ct"))) == 2
     (tmp_path / "r/features/ct/mine-val.safetensors").unlink()
     with pytest.raises(
         UserError, match=r"features of train split alone.* make others: maect features"

@@ -20,6 +20,7 @@ from maect.data.decode import UnreadableError, open_rgb
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.shards import shard, verify
+from maect.data.subsets import class_view
 from maect.data.transforms import augment, center_crops, normalize, random_crops
 from maect.models.checkpoints import PATCHES, convert
 from maect.models.decoder import patchify, reconstruction_loss
@@ -107,6 +108,13 @@ def test_turned_images_in_shards(tmp_path: Path) -> None:
         )  # type: ignore[union-attr]
     made = batch[0][row].permute(1, 2, 0).numpy().astype(int)
     assert abs(made - upright[11:43, 2:34]).max() <= 3
+    class_view(tmp_path / "c", tmp_path / "view", ["c"])
+    view = open_index(tmp_path / "view")
+    (shown,) = evaluation_batches(view, image_size=32, rows=range(5), batch_size=5, threads=2)
+    assert torch.equal(shown[0], batch[0])
+    # A test set that is changed while it is read is turned as its images are.
+    shard(images, tmp_path / "e", "contrast", 1, pixels=EXIF)
+    assert np.array_equal(open_index(tmp_path / "e").rows[:, 4:], c.rows[:, 4:])
 
 
 def test_transparent_images_get_a_background() -> None:

@@ -237,12 +237,16 @@ def test_images_that_changed_are_noticed(tmp_path: Path) -> None:
     out = tmp_path / "train"
     shard(own, out, "folder", 1)
     assert changes_since(out) is None
-    (own / "c0/new.jpg").write_bytes((own / "c0/000.jpg").read_bytes())
+    (own / "c0/new\u2028.jpg").write_bytes((own / "c0/000.jpg").read_bytes())
     (own / "c1/001.jpg").unlink()
     (own / "c1/002.jpg").write_bytes((own / "c1/000.jpg").read_bytes())
     note = changes_since(out)
     assert note is not None
-    for part in ("1 added (c0/new.jpg …)", "1 removed (c1/001.jpg …)", "1 changed (c1/002.jpg …)"):
+    for part in (
+        "1 added (c0/new\u2028.jpg …)",
+        "1 removed (c1/001.jpg …)",
+        "1 changed (c1/002.jpg …)",
+    ):
         assert part in note
     subprocess.run(note.partition("to shard again: ")[2], shell=True, check=True)
     assert shard(own, out, "folder", 1) == 6 and changes_since(out) is None
