@@ -67,13 +67,15 @@ def measure(stage: SelfSupervised, encoder: Encoder, batch: int) -> float:
     Args:
         stage: its settings.
         encoder: its shape.
-        batch: images in a step, at most; no more than in the training, and no fewer than 2.
+        batch: images in a step, at most; a divisor of the training's is taken, at least 2.
     """
     import torch
 
     from maect.evaluate.throughput import stage_step
 
-    batch = max(2, min(stage.batch_size, batch))
+    # A part of the training's batch, so that it divides the queue as that does.
+    parts = [n for n in range(2, stage.batch_size + 1) if stage.batch_size % n == 0] or [2]
+    batch = max([n for n in parts if n <= batch], default=parts[0])
     cuda = torch.cuda.is_available()
     objective = stage.objective(encoder, 0)
     step = stage_step(stage, objective, batch, torch.device("cuda" if cuda else "cpu"))

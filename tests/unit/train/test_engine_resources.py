@@ -75,6 +75,8 @@ def test_an_engine_keeps_no_memory_once_it_is_closed(zero_stage, tmp_path):
         weights = WIDTH**2 + WIDTH
         footprint = Footprint(weights, weights, 0, 0, 0, 0, 0)
         planned = (footprint.peak(zero_stage, 2) - CONTEXT) / FRAGMENTS - FLOAT * weights
+        # Under ZeRO 1 a bucket's gradients are let go of once they are exchanged.
+        planned -= FLOAT * weights * zero_stage
         assert held == pytest.approx(planned, rel=0.1)
 
 

@@ -196,7 +196,7 @@ def test_not_a_number_stops_the_run_and_spoils_no_state(job, tmp_path, whole):
         job(name, "ct_min", whole / "head_min", **wild) for name in ("spoilt", "sound")
     )
     message = run(2, spoilt, log=log)
-    assert "UserError" in message and "in step 2" in message
+    assert message.startswith("TrainingFault") and "in step 2" in message
     assert steps_saved(spoilt["folder"]) == [1]
     assert run(2, sound, log=log, stop_at=1) == ["requeue"]
     # Not even the queue and the statistics, which the forward pass of step 2 changed.
