@@ -3,7 +3,7 @@
 What stays for the whole training, for P weights of which T are trained, on N ranks:
 
     weights 4 P, gradients 4 T, AdamW's moments and this rank's sums of gradients 12 T / N,
-    averages 4 A / N, buffers
+    averages 4 A / N, buffers three times: as they are, and as the last two passes found them
 
 and what the passes add: inputs, bfloat16 copies of the trained weights, activations that wait for
 the backward pass, and what its first steps need beside all of these. With c bytes a number in
@@ -29,7 +29,8 @@ from maect.recipes.flops import parameters
 GIB = 2**30
 FLOAT = 4
 BUCKET = 25_000_000
-"""Gradients that leave at once: so many are held beside the memory that they are copied to."""
+"""Gradients that leave at once, and are held beside their sums meanwhile: 100 MB take a few
+milliseconds between nodes, and the last of them are not hidden."""
 CONTEXT = 1.5 * GIB
 """CUDA, two communicators of NCCL, cuBLAS' and cuDNN's workspaces: assumed."""
 FLIPS, MIXES, COLOURS = 2.2, 3.2, 6.4
@@ -109,7 +110,7 @@ class Footprint:
         averages = FLOAT * self.averaged / ranks
         gradients = FLOAT * self.trained * (1 / ranks - 1 if zero_stage > 1 else 0)
         gradients += FLOAT * (self.trained if accumulation > 1 else min(BUCKET, self.trained))
-        rest = self.prepared + states + averages + gradients
+        rest = self.prepared + states + averages + gradients + 2 * self.buffers
         return (self.passes + rest) * FRAGMENTS + CONTEXT
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-BUCKET = 25_000_000
-"""Elements: 100 MB take a few milliseconds between nodes, and the last one is not hidden."""
+from maect.recipes.memory import BUCKET
+
 ALIGNED = 32
 """Elements: every parameter begins at 128 bytes, where vectorised kernels can read it."""
 

@@ -7,6 +7,7 @@ removes the folder of the job before it, and from then on that rename fails: bot
 file system's server, whatever a node believes.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -32,9 +33,8 @@ class Fence:
         """Take the right.
 
         Raises:
-            SupersededError: the launcher's record names another job.
+            SupersededError: the launcher's record names another job, or one came meanwhile.
         """
-        self._context = context
         self._context, self._folder = context, folder
         make_folder(folder)
         self._ask_launcher()
@@ -48,12 +48,16 @@ class Fence:
             except FileExistsError:
                 number += 1
                 continue
-            if max(self._numbers()) == number:
+            if max(self._numbers(), default=0) == number:
                 break
-            self._path(number).rmdir()
+            with contextlib.suppress(FileNotFoundError):  # whoever came later may have removed it
+                self._path(number).rmdir()
         # Below its number a name that nobody else can have: a number may be used again.
         self._own = self._path(number) / uuid.uuid4().hex
-        self._own.mkdir()
+        try:
+            self._own.mkdir()
+        except OSError as error:
+            self._explain(error, self._own)
         for other in {*range(max(others, default=1), number), *others}:
             self._remove(self._path(other))
 
@@ -65,7 +69,11 @@ class Fence:
         """
         self._ask_launcher()
         # Made, not looked for: a look may be answered from this node's memory.
-        self._write(self._own / uuid.uuid4().hex[:8], "").unlink()
+        probe = self._write(self._own / uuid.uuid4().hex[:8], "")
+        try:
+            probe.unlink()
+        except OSError as error:
+            self._explain(error, probe)
 
     def commit(self, path: Path, value: dict[str, Any]) -> None:
         """Write a record, as `write_record`, if the right is still ours.
@@ -77,7 +85,7 @@ class Fence:
         try:
             os.replace(temporary, path)
         except OSError as error:
-            self._explain(error)
+            self._explain(error, temporary)
         fsync_path(path.parent)
         fsync_path(path.parent.parent)  # which may know neither of them, nor of what they replace
 
@@ -104,10 +112,11 @@ class Fence:
             path.write_text(text, encoding="utf-8")
             fsync_path(path)
         except OSError as error:
-            self._explain(error)
+            self._explain(error, path)
         return path
 
-    def _explain(self, error: OSError) -> None:
-        if error.errno in GONE and not self._own.exists():
+    def _explain(self, error: OSError, path: Path) -> None:
+        # Only another job removes what we wrote, and the files of a folder go before the folder.
+        if error.errno in GONE and not os.path.exists(path):
             raise SupersededError(f"{self._folder}: another job has taken the run over")
         raise error

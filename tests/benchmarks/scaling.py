@@ -23,12 +23,12 @@ from typing import Any
 
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.flops import parameters
+from maect.recipes.memory import BUCKET
 from maect.stages import Stage, load_recipe
 from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig
 from maect.stages.tune import Tune
-from maect.train.exchange import BUCKET
 
 RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
 GLOO, GLOO_LATENCY = 0.4e9, 200e-6  # bytes/s and seconds of gloo here, from `maect doctor`

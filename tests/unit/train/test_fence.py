@@ -63,6 +63,32 @@ def test_a_job_that_is_taken_over_in_the_middle_of_a_save(tmp_path: Path) -> Non
     assert not (tmp_path / "state.json").exists()
 
 
+@pytest.mark.parametrize("ask", [Fence.check, lambda fence: fence.commit(Path("x"), {"step": 1})])
+def test_a_job_that_is_taken_over_file_by_file(tmp_path: Path, monkeypatch, ask) -> None:
+    """Whoever takes over removes what is in the folder, and then the folder."""
+    fence = Fence(tmp_path, Job(0, 0, 1))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "fsync_path", lambda path: path.unlink())
+    with pytest.raises(SupersededError, match="another job has taken the run over"):
+        ask(fence)
+    assert not Path("x").exists()
+
+
+def test_a_job_that_is_taken_over_while_it_starts(tmp_path: Path, monkeypatch) -> None:
+    real, later = module.uuid.uuid4, []
+
+    def overtaken():
+        if not later:
+            later.append(None)
+            later.append(Fence(tmp_path, Job(0, 0, 1)))
+        return real()
+
+    monkeypatch.setattr(module.uuid, "uuid4", overtaken)
+    with pytest.raises(SupersededError, match="another job has taken the run over"):
+        Fence(tmp_path, Job(0, 0, 1))
+    later[1].check()
+
+
 def test_a_job_that_the_launcher_has_replaced(tmp_path: Path) -> None:
     place = Job(0, 0, 1)
     fence = Fence(tmp_path, place)
