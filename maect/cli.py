@@ -10,15 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from maect import __version__
 from maect.core.errors import UserError
-from maect.core.files import PIPELINE, read_json, sha256_file
+from maect.core.files import PIPELINE, need, read_json
 from maect.core.log import command_log
 from maect.data.sources import BUNDLED, SOURCES
 
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from maect.answers.vectors import Vectors
     from maect.core.settings import SettingsFile
     from maect.recipes import Pixels
+    from maect.tools.jobs import Where
 
 log = logging.getLogger(__name__)
 File = TypeVar("File", bound="SettingsFile")
@@ -456,20 +456,14 @@ def use_options() -> argparse.ArgumentParser:
     return parent
 
 
-def launch(
-    options: argparse.Namespace,
-    folder: Path,
-    task: str,
-    is_done: Callable[[], bool],
-    nodes: int,
-    **arguments: Any,
-) -> None:
-    """Run a function on every rank, as the options say, until what it was asked for is there."""
-    from maect.launch import Resources, Task
-    from maect.launch import launch as launch_task
+def where_to_run(options: argparse.Namespace) -> "Where":
+    """What `launch_options` say."""
+    from maect.launch import Resources
+    from maect.launch.resources import node_range
+    from maect.tools.jobs import Where
 
     resources = Resources.parse(
-        nodes=nodes,
+        nodes=node_range(options.nodes)[0],
         cluster=options.cluster,
         devices=options.devices,
         cpus=options.cpus,
@@ -481,13 +475,7 @@ def launch(
         setup=options.setup,
         python=options.python,
     )
-    name = folder.name
-    if name.endswith(".job"):  # beside those of other runs
-        name = f"{folder.parent.name} {name.removesuffix('.job')}"
-    launch_task(
-        Task(task, arguments), folder, resources,
-        is_done=is_done, describe=f"{options.command} {name}", detach=options.detach,
-    )  # fmt: skip
+    return Where(resources, options.nodes, getattr(options, "gpu", ""), options.detach)
 
 
 def read_changed(kind: type[File], options: argparse.Namespace) -> tuple[File, Path]:
@@ -509,19 +497,6 @@ def read_changed(kind: type[File], options: argparse.Namespace) -> tuple[File, P
         raise UserError(f"{out}: exists and says something else; choose another --out")
     config.write(out)
     return config, out
-
-
-def need(path: Path, what: str) -> Path:
-    """`path`, if it exists."""
-    if not path.exists():
-        raise UserError(f"{path}: no such {what}")
-    return path
-
-
-def need_shards(folder: Path) -> str:
-    """Digest of the shards in a folder."""
-    index = need(folder / "index.json", "index of shards (make it with maect shard)")
-    return str(read_json(index)["digest"])
 
 
 def run_experiment(options: argparse.Namespace) -> int:
@@ -646,118 +621,33 @@ def changes_of(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def train(options: argparse.Namespace) -> None:
-    """`maect train`: check everything, then run on the devices."""
-    from maect.launch.resources import count_devices, gpu_here, training_nodes
-    from maect.recipes.flops import relative_speed
-    from maect.recipes.memory import gpu_memory
+    """`maect train`."""
     from maect.stages.run import RunConfig
-    from maect.train.run_folder import (
-        check_weights,
-        fingerprint,
-        is_finished,
-        remove_states,
-        replaced,
-    )
+    from maect.tools import jobs
 
     target = options.out or options.config
     theirs = target.parent / "config.yaml"
     if target.name != theirs.name and theirs.exists():
         raise UserError(f"{target}: its folder belongs to the run in {theirs.name}; choose another")
     config, path = read_changed(RunConfig, options)
-    stage, shards = config.training(path)
-    data = need_shards(shards)
-    if config.source is not None:
-        need(config.source / "run.json", "finished run")
-    devices = count_devices(options.devices)
-    step = stage.flops_per_image(config.encoder) * stage.batch_size
-    gpu = options.gpu or (gpu_here() if options.cluster == "local" else "")
-    nodes = training_nodes(options.nodes, devices, stage.batch_size, step, relative_speed(gpu))
-    stage.check_ranks(nodes * devices)
-    memory, computed = gpu_memory(gpu), {}
-    if memory is not None:
-        fitted = stage.fitted(config.encoder, nodes, devices, memory)
-        computed = {key: value for key, value in fitted if value != getattr(stage, key)}
-        if computed:
-            said = ", ".join(f"{key}: {value}" for key, value in computed.items())
-            log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
-    identity = fingerprint(
-        path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
-    )
-    if is_finished(path.parent, identity):
-        check_weights(path.parent)
-    if change := replaced(path.parent, identity):
-        log.warning("%s", change)
-    launch(
-        options,
-        path.parent,
-        "maect.stages.run:train",
-        lambda: is_finished(path.parent, identity),
-        nodes,
-        config=str(path.absolute()),
-        digest=config.digest,
+    jobs.train(
+        config,
+        path,
+        where_to_run(options),
         save_every_minutes=options.save_every_minutes,
         convert_world_size=options.convert_world_size,
-        stage_to=options.stage_to or None,
-        computed=computed,
+        stage_to=options.stage_to,
     )
-    # A rank may have been killed after the record was written: no other one is started then.
-    if not stage.keeps_state and is_finished(path.parent, identity):
-        remove_states(path.parent)
 
 
 def replay(options: argparse.Namespace) -> None:
-    """`maect replay`: in a copy of the run beside the others, which is deleted again."""
-    from maect.core.files import write_json
-    from maect.launch.record import read_job
-    from maect.launch.resources import count_devices, fixed_nodes
-    from maect.stages.run import RunConfig
-    from maect.train.replay import REPORT, compare, copy_run, ranks_of, states_before, step_of
-    from maect.train.run_folder import fingerprint
+    """`maect replay`."""
+    from maect.tools import jobs
 
-    run: Path = options.run.absolute()
-    path = need(run / "config.yaml", "resolved file of a run")
-    config = RunConfig.read(path)
-    stage, shards = config.training(path)
-    told = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
-    given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
-    if fingerprint(run, *given) != told:
-        raise UserError(f"{path}: not what the run was told (recipe.json): settings, seed, source "
-                        "or shards have changed since")  # fmt: skip
-    need(run / "metrics.jsonl", "log")
-    nodes, states = fixed_nodes(options.nodes), states_before(run, options.step)
-    ranks = nodes * count_devices(options.devices)
-    if (before := ranks_of(run, states)) not in (None, ranks):
-        raise UserError(f"{run}: computed on {before} ranks: repeat it with --nodes and --devices "
-                        f"for {before}, not {ranks}; other sums have other bits")  # fmt: skip
-    start = step_of(states[0]) if states else 0
-    log.info("step %d from %s: %d to compute", options.step,
-             f"the state of step {start}" if states else "the start, as no state before it is kept",
-             options.step - start)  # fmt: skip
-    above, job = run.parent.parent, read_job(run)
-    with tempfile.TemporaryDirectory(prefix=".replay-", dir=above, ignore_cleanup_errors=True) as t:
-        copy = Path(t) / run.name
-        copy.mkdir()
-        copy_run(run, copy, states)
-        config = config.named(copy / path.name)
-        config.write(copy / path.name)
-        launch(
-            options,
-            copy,
-            "maect.stages.run:train",
-            (copy / REPORT).exists,
-            nodes,
-            config=str(copy / path.name),
-            digest=config.digest,
-            # As its last job was told: settings that were fitted to the devices' memory.
-            computed=job.request.get("arguments", {}).get("computed") if job else None,
-            replay=options.step,
-        )
-        result = compare(run, copy)
-    if options.out:
-        write_json(options.out, result.report)
-    print(f"{run.name}: ", "\n  ".join(result.lines), sep="")
+    result = jobs.replay(options.run, options.step, where_to_run(options), options.out)
+    print(f"{options.run.name}: ", "\n  ".join(result.lines), sep="")
     if result.differences:
-        raise UserError(f"{run}: step {result.differences[0][0]} is not what it was")
+        raise UserError(f"{options.run}: step {result.differences[0][0]} is not what it was")
 
 
 def import_weights(options: argparse.Namespace) -> None:
@@ -814,38 +704,15 @@ def publish(options: argparse.Namespace) -> None:
 
 def features(options: argparse.Namespace) -> None:
     """`maect features`."""
-    from maect.launch.resources import fixed_nodes
-    from maect.stages.run import resize_of
+    from maect.tools import jobs
 
-    if options.out.suffix != ".safetensors":
-        raise UserError(
-            f"{options.out}: features are written as .safetensors; "
-            "maect embed writes tables of vectors as .parquet, .csv or .npy"
-        )
-    encoder = need(options.run / "encoder.safetensors", "encoder")
-    resize = options.resize or resize_of(options.run)
-    wanted = {
-        "encoder_sha256": sha256_file(encoder),
-        "index_digest": need_shards(options.shards),
-        "precision": options.precision,
-    } | ({"resize": resize} if resize else {})
-
-    def is_done() -> bool:
-        from maect.evaluate.store import open_record
-
-        return options.out.exists() and wanted.items() <= open_record(options.out).items()
-
-    launch(
-        options,
-        options.out.with_suffix(".job"),
-        "maect.evaluate.features:extract",
-        is_done,
-        fixed_nodes(options.nodes),
-        encoder=str(encoder.absolute()),
-        shards=str(options.shards.absolute()),
-        out=str(options.out.absolute()),
+    jobs.extract_features(
+        options.run,
+        options.shards,
+        options.out,
+        where_to_run(options),
         precision=options.precision,
-        resize=resize,
+        resize=options.resize,
     )
 
 
@@ -948,10 +815,9 @@ def predict(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """`maect evaluate`: check everything, then run on the devices."""
+    """`maect evaluate`."""
     from maect.evaluate import EvaluationConfig
-    from maect.evaluate.run import completion
-    from maect.launch.resources import count_devices, fixed_nodes
+    from maect.tools import jobs
 
     before = EvaluationConfig.read(options.config)
     config = EvaluationConfig.read(options.config, options.changes)
@@ -961,23 +827,7 @@ def evaluate(options: argparse.Namespace) -> None:
             "name the files with inputs.NAME=PATH"
         )
     config, path = read_changed(EvaluationConfig, options)
-    nodes = fixed_nodes(options.nodes)
-    config.settings.check_ranks(nodes * count_devices(options.devices))
-    need(config.run / "encoder.safetensors", "encoder")
-    for name in config.settings.inputs():
-        if name not in config.inputs:
-            raise UserError(f"{path}: inputs: {name!r} is missing")
-        for given in config.paths(name):
-            need(given, f"input {name!r}")
-    launch(
-        options,
-        path.with_suffix(".job"),
-        "maect.evaluate.run:evaluate",
-        completion(path),
-        nodes,
-        config=str(path.absolute()),
-        digest=config.digest,
-    )
+    jobs.evaluate(config, path, where_to_run(options))
 
 
 def need_evaluations(path: Path) -> None:

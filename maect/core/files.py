@@ -47,6 +47,17 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def need(path: Path, what: str) -> Path:
+    """`path`, if it exists.
+
+    Raises:
+        UserError: it does not; `what` it should be is said.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such {what}")
+    return path
+
+
 def make_folder(path: Path) -> None:
     """Make a folder, and those above it, that is still there after a loss of power."""
     if path.is_dir():

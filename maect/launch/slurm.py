@@ -300,7 +300,7 @@ class Squeue:
             except OSError:  # a home that is full, or mounted without locks: each asks for itself
                 self._refresh()
         value = self._read()
-        if value is None or self._when(value) <= newer_than:
+        if value is None or not value["answered"] or self._when(value) <= newer_than:
             return None
         jobs = {key: (state, reason, name) for key, (state, reason, name) in value["jobs"].items()}
         return Answer(self._when(value), jobs, value["queries"])
@@ -312,7 +312,7 @@ class Squeue:
         return time.monotonic() - max(0, time.time() - value["answered"])
 
     def _refresh(self) -> None:
-        before = self._read() or {"answered": 0.0, "jobs": {}, "queries": 0}
+        before = self._read() or {"answered": 0.0, "jobs": {}, "queries": 0}  # 0: never
         now, began, self._answered = time.time(), time.monotonic(), self._when(before)
         code, out, _ = command("squeue", *_all_jobs())
         # A question that failed counts as asked: a sick controller must not be stormed.

@@ -90,6 +90,11 @@ class Saver:
         self._number = 0
         self._thread: threading.Thread | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a state is on its way; rank 0's is until those of all ranks are complete."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         """Start writing a state; waits for the one before it, if that is still on its way."""
         self.wait()

@@ -359,8 +359,7 @@ class Trainer:
         The device leaves the weights as they are if loss or gradient is not finite, which the host
         learns when it settles the step.
         """
-        due = self.context.rank == 0 and time.monotonic() - self._saved_at > self.save_seconds
-        flags = [self.context.stop_requested(), due, self.saver.error is not None]
+        flags = [self.context.stop_requested(), self._is_due(), self.saver.error is not None]
         squared_norm = self.engine.squared_norm()
         total = sum_on_device([squared_norm, *map(float, flags), *sums.values], self.device)
         if self.replay and self.replay.step == number:
@@ -446,6 +445,12 @@ class Trainer:
                 accuracy(self.context, scores.index, self.device, size, scores.resize, predict)
             )
         return scores.accuracies[-1]
+
+    def _is_due(self) -> bool:
+        """Whether rank 0 wants a state; one that is still being written is not waited for."""
+        if self.context.rank or time.monotonic() - self._saved_at <= self.save_seconds:
+            return False
+        return not (self.save_seconds and self.saver.is_writing)
 
     def save(self, wait: bool = False) -> None:
         """Save this step's state, in the background unless told to wait.

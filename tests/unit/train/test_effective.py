@@ -1,5 +1,6 @@
 """How much of the device time that a training holds leads to steps that are kept."""
 
+import math
 import random
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Machine:
     now: float = 0.0
     held: float = 0.0
     fails_at: float = 2 * HOUR
+    writing: float = WRITING
     states: list[tuple[float, int, dict]] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -88,9 +90,13 @@ class Saver:
     def __init__(self, machine: Machine) -> None:
         self.machine, self.free = machine, 0.0
 
+    @property
+    def is_writing(self):
+        return self.free > self.machine.now
+
     def save(self, step, tensors, record):
         self.machine.pass_time(max(0.0, self.free - self.machine.now) + COPYING)
-        self.free = self.machine.now + WRITING
+        self.free = self.machine.now + self.machine.writing
         self.machine.states.append((self.free, step, record))
 
     def wait(self):
@@ -122,9 +128,11 @@ def attempt(machine: Machine, steps: int, minutes: float, folder) -> Trainer:
     return training
 
 
-def simulate(monkeypatch, tmp_path, minutes: float, hours: float = 24.0) -> tuple[float, Machine]:
+def simulate(
+    monkeypatch, tmp_path, minutes: float, hours: float = 24.0, **faults: float
+) -> tuple[float, Machine]:
     """Useful part of the time held by a job of so many hours of steps, and the machine after it."""
-    machine = Machine()
+    machine = Machine(**faults)
     clock = SimpleNamespace(monotonic=lambda: machine.now)
     monkeypatch.setattr(trainer, "time", clock)
     monkeypatch.setattr(metrics, "time", clock)
@@ -144,6 +152,13 @@ def test_a_day_with_a_failure_every_two_hours(monkeypatch, tmp_path):
     print(f"{machine.held / HOUR:.2f} h held, {part:.4f} of it useful")
     assert machine.held > 24 * HOUR + 11 * (START + COMPILING)
     assert part >= 0.97
+
+
+def test_a_disk_slower_than_the_interval_is_not_waited_for(monkeypatch, tmp_path):
+    limits = {"fails_at": math.inf, "writing": 400.0}
+    _, machine = simulate(monkeypatch, tmp_path, 2.0, hours=2.0, **limits)
+    assert machine.held < 2 * HOUR + START + COMPILING + 20 * COPYING + 2 * 400.0  # at the end
+    assert 2 * HOUR / 410 - 1 < len(machine.states) <= 2 * HOUR / 400 + 1
 
 
 def test_what_counts_as_useful(monkeypatch):

@@ -13,6 +13,7 @@ from conftest import ENCODER, HEAD, STAGE
 from maect import cli
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig, train
+from maect.tools import jobs
 from maect.train.replay import part_of
 
 SETTINGS = STAGE | {
@@ -45,9 +46,9 @@ def finished(shards, tmp_path_factory) -> Path:
 def replay(monkeypatch, tmp_path, capsys):
     """`maect replay`; the launcher only starts the ranks."""
 
-    def launch(options, folder, task, is_done, nodes, **arguments):
-        job = {"function": train, **arguments}
-        said = ranks.run(int(options.devices), job, log=tmp_path / "log")
+    def launch(task, folder, resources, is_done, **_):
+        job = {"function": train, **task.arguments}
+        said = ranks.run(resources.ranks, job, log=tmp_path / "log")
         assert said == ["done"] and is_done(), said
 
     def call(run: Path, step: int, *words: str) -> tuple[int, str]:
@@ -57,7 +58,7 @@ def replay(monkeypatch, tmp_path, capsys):
         assert not list(run.parent.parent.glob(".replay-*"))
         return status, " ".join(capsys.readouterr())
 
-    monkeypatch.setattr(cli, "launch", launch)
+    monkeypatch.setattr(jobs, "launch", launch)
     return call
 
 

@@ -1,0 +1,280 @@
+"""One job by hand: it is checked here, before anything is queued, and then launched."""
+
+import logging
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maect.core.errors import UserError
+from maect.core.files import need, read_json, sha256_file, write_json
+from maect.evaluate import EvaluationConfig
+from maect.evaluate.run import completion
+from maect.launch import Resources, Task, launch
+from maect.launch.record import read_job
+from maect.launch.resources import fixed_nodes, gpu_here, training_nodes
+from maect.recipes.flops import relative_speed
+from maect.recipes.memory import gpu_memory
+from maect.stages.run import RunConfig, resize_of
+from maect.train.run_folder import (
+    check_weights,
+    fingerprint,
+    is_finished,
+    remove_states,
+    replaced,
+)
+
+if TYPE_CHECKING:
+    from maect.train.replay import Comparison
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where a job runs; no part of a result's identity.
+
+    Attributes:
+        resources: of one job, on the fewest nodes that it may have.
+        nodes: how many it may have, such as `1..16`.
+        gpu: the devices' model, if the user states it.
+        detach: leave the job running when the command is interrupted.
+    """
+
+    resources: Resources
+    nodes: str
+    gpu: str = ""
+    detach: bool = False
+
+    def run(
+        self,
+        what: str,
+        folder: Path,
+        task: str,
+        is_done: Callable[[], bool],
+        nodes: int,
+        **arguments: Any,
+    ) -> None:
+        """Run a function on every rank until what it was asked for is there.
+
+        Args:
+            what: begins the job's name.
+            folder: what belongs to the job is kept here.
+            task: `package.module:function`.
+            is_done: whether it is there.
+            nodes: how many.
+            arguments: of the function, as JSON has them.
+        """
+        name = folder.name
+        if name.endswith(".job"):  # beside those of other runs
+            name = f"{folder.parent.name} {name.removesuffix('.job')}"
+        launch(
+            Task(task, arguments), folder, replace(self.resources, nodes=nodes),
+            is_done=is_done, describe=f"{what} {name}", detach=self.detach,
+        )  # fmt: skip
+
+
+def need_shards(folder: Path) -> str:
+    """Digest of the shards in a folder."""
+    index = need(folder / "index.json", "index of shards (make it with maect shard)")
+    return str(read_json(index)["digest"])
+
+
+def train(
+    config: RunConfig,
+    path: Path,
+    where: Where,
+    *,
+    save_every_minutes: float,
+    convert_world_size: bool = False,
+    stage_to: str = "",
+) -> None:
+    """Train as a resolved file says, its results beside it.
+
+    Args:
+        config: the file.
+        path: its path.
+        where: devices; a stage gets as many nodes as its batch is worth.
+        save_every_minutes: how much work a kill may cost.
+        convert_world_size: go on from states of another number of ranks.
+        stage_to: copy the shards to this folder of every node first.
+
+    Raises:
+        UserError: what cannot work, and what would be another run than the one that lies there.
+    """
+    stage, shards = config.training(path)
+    data = need_shards(shards)
+    if config.source is not None:
+        need(config.source / "run.json", "finished run")
+    devices = where.resources.devices
+    step = stage.flops_per_image(config.encoder) * stage.batch_size
+    gpu = where.gpu or (gpu_here() if where.resources.cluster == "local" else "")
+    nodes = training_nodes(where.nodes, devices, stage.batch_size, step, relative_speed(gpu))
+    stage.check_ranks(nodes * devices)
+    memory, computed = gpu_memory(gpu), {}
+    if memory is not None:
+        fitted = stage.fitted(config.encoder, nodes, devices, memory)
+        computed = {key: value for key, value in fitted if value != getattr(stage, key)}
+        if computed:
+            said = ", ".join(f"{key}: {value}" for key, value in computed.items())
+            log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
+    identity = fingerprint(
+        path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
+    )
+    if is_finished(path.parent, identity):
+        check_weights(path.parent)
+    if change := replaced(path.parent, identity):
+        log.warning("%s", change)
+    where.run(
+        "train",
+        path.parent,
+        "maect.stages.run:train",
+        lambda: is_finished(path.parent, identity),
+        nodes,
+        config=str(path.absolute()),
+        digest=config.digest,
+        save_every_minutes=save_every_minutes,
+        convert_world_size=convert_world_size,
+        stage_to=stage_to or None,
+        computed=computed,
+    )
+    # A rank may have been killed after the record was written: no other one is started then.
+    if not stage.keeps_state and is_finished(path.parent, identity):
+        remove_states(path.parent)
+
+
+def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Comparison":
+    """Repeat a step in a copy of the run beside the others, which is deleted again.
+
+    Args:
+        run: folder of the run.
+        step: which step, from 1.
+        where: as many ranks as the run had.
+        out: keep the report of the ranks here.
+
+    Raises:
+        UserError: the run is another one than was trained, or had another number of ranks.
+    """
+    from maect.train.replay import REPORT, compare, copy_run, ranks_of, states_before, step_of
+
+    run = run.absolute()
+    path = need(run / "config.yaml", "resolved file of a run")
+    config = RunConfig.read(path)
+    stage, shards = config.training(path)
+    told = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
+    given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
+    if fingerprint(run, *given) != told:
+        raise UserError(f"{path}: not what the run was told (recipe.json): settings, seed, source "
+                        "or shards have changed since")  # fmt: skip
+    need(run / "metrics.jsonl", "log")
+    nodes, states = fixed_nodes(where.nodes), states_before(run, step)
+    ranks = nodes * where.resources.devices
+    if (before := ranks_of(run, states)) not in (None, ranks):
+        raise UserError(f"{run}: computed on {before} ranks: repeat it with --nodes and --devices "
+                        f"for {before}, not {ranks}; other sums have other bits")  # fmt: skip
+    start = step_of(states[0]) if states else 0
+    log.info("step %d from %s: %d to compute", step,
+             f"the state of step {start}" if states else "the start, as no state before it is kept",
+             step - start)  # fmt: skip
+    above, job = run.parent.parent, read_job(run)
+    with tempfile.TemporaryDirectory(prefix=".replay-", dir=above, ignore_cleanup_errors=True) as t:
+        copy = Path(t) / run.name
+        copy.mkdir()
+        copy_run(run, copy, states)
+        config = config.named(copy / path.name)
+        config.write(copy / path.name)
+        where.run(
+            "replay",
+            copy,
+            "maect.stages.run:train",
+            (copy / REPORT).exists,
+            nodes,
+            config=str(copy / path.name),
+            digest=config.digest,
+            # As its last job was told: settings that were fitted to the devices' memory.
+            computed=job.request.get("arguments", {}).get("computed") if job else None,
+            replay=step,
+        )
+        result = compare(run, copy)
+    if out:
+        write_json(out, result.report)
+    return result
+
+
+def extract_features(
+    run: Path, shards: Path, out: Path, where: Where, *, precision: str, resize: int | None
+) -> None:
+    """Write the features of all images of a split.
+
+    Args:
+        run: folder with an `encoder.safetensors`.
+        shards: folder of the split.
+        out: the `.safetensors` file.
+        where: devices, on a fixed number of nodes.
+        precision: "float32" or "bfloat16".
+        resize: shorter side before the centre crop; by default the run's.
+
+    Raises:
+        UserError: no encoder or shards, or another suffix.
+    """
+    if out.suffix != ".safetensors":
+        raise UserError(
+            f"{out}: features are written as .safetensors; "
+            "maect embed writes tables of vectors as .parquet, .csv or .npy"
+        )
+    encoder = need(run / "encoder.safetensors", "encoder")
+    resize = resize or resize_of(run)
+    wanted = {
+        "encoder_sha256": sha256_file(encoder),
+        "index_digest": need_shards(shards),
+        "precision": precision,
+    } | ({"resize": resize} if resize else {})
+
+    def is_done() -> bool:
+        from maect.evaluate.store import open_record
+
+        return out.exists() and wanted.items() <= open_record(out).items()
+
+    where.run(
+        "features",
+        out.with_suffix(".job"),
+        "maect.evaluate.features:extract",
+        is_done,
+        fixed_nodes(where.nodes),
+        encoder=str(encoder.absolute()),
+        shards=str(shards.absolute()),
+        out=str(out.absolute()),
+        precision=precision,
+        resize=resize,
+    )
+
+
+def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
+    """Evaluate as a resolved file says, the result beside it.
+
+    Args:
+        config: the file.
+        path: its path.
+        where: devices, on a fixed number of nodes.
+
+    Raises:
+        UserError: an input that is missing, or ranks that the protocol cannot use.
+    """
+    nodes = fixed_nodes(where.nodes)
+    config.settings.check_ranks(nodes * where.resources.devices)
+    need(config.run / "encoder.safetensors", "encoder")
+    for name in config.settings.inputs():
+        if name not in config.inputs:
+            raise UserError(f"{path}: inputs: {name!r} is missing")
+        for given in config.paths(name):
+            need(given, f"input {name!r}")
+    where.run(
+        "evaluate",
+        path.with_suffix(".job"),
+        "maect.evaluate.run:evaluate",
+        completion(path),
+        nodes,
+        config=str(path.absolute()),
+        digest=config.digest,
+    )
