@@ -1,5 +1,6 @@
 """The launcher: submit or re-attach, wait, judge, resubmit, until the completion record exists."""
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ def launch(
     if is_done():
         return
     folder = Path(folder).absolute()
+    if re.search(r"[\x00-\x1f\x7f]", str(folder)):  # sbatch reads its options line by line
+        raise LaunchError(f"{str(folder)!r}: no job runs in a folder with a line break in its name")
     if resources.cluster == "slurm":
         submit.check_shell()
     with own(folder), Interruption(detach) as interruption:

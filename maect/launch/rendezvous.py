@@ -108,6 +108,8 @@ class Rendezvous:
     def _open(self, attempt: int, hosts: list[str]) -> Meeting:
         secret = secrets.token_hex(16)
         if len(hosts) == 1:
+            if self.size > 1:
+                _check_loopback()
             self._folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
             return Meeting(attempt, "127.0.0.1", secret, file=f"{self._folder}/store")
         # A site's script may name the fast interface.
@@ -126,6 +128,24 @@ def remove_folder(folder: Path, name: str) -> None:
     meeting = read_mapping(rank_file(folder, name, 0)).get("meeting")
     if meeting and meeting["file"]:
         shutil.rmtree(Path(meeting["file"]).parent, ignore_errors=True)
+
+
+def _check_loopback() -> None:
+    """Make sure that ranks on one node reach each other: they would wait for the time limit.
+
+    Raises:
+        UserError: they do not.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME", "lo") != "lo":
+        return
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            any_socket.connect(("127.0.0.1", 9))  # a route is looked for, nothing is sent
+    except OSError as error:
+        raise UserError(
+            f"127.0.0.1: {error.strerror}: ranks of a node talk through its interface lo, which "
+            "is down (ip link set lo up); GLOO_SOCKET_IFNAME names another one"
+        ) from None
 
 
 def _listen(address: str) -> socket.socket:

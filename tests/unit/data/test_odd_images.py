@@ -78,6 +78,7 @@ KEPT = {
     "new.avif": lambda: encode(photo(), "AVIF", quality=100),
     "wavelets.jp2": lambda: encode(photo(), "JPEG2000"),
     "phone.HEIC": heic,
+    "commented.ppm": lambda: encode(photo(), "PPM").replace(b"P6\n", b"P6\n# by hand\n#\n"),
 }
 
 REFUSED = {
@@ -88,6 +89,7 @@ REFUSED = {
     "text.jpg": lambda: b"<html>404 not found</html>",
     "float.tif": lambda: encode(Image.new("F", (4, 4), 0.5), "TIFF"),
     "bomb.png": lambda: bomb(),
+    "chatty.ppm": lambda: encode(photo(), "PPM").replace(b"P6\n", b"P6\n" + 10**4 * b"# blah\n"),
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -164,6 +165,19 @@ def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(UserError, match="all nodes share"):
         Rendezvous(tmp_path, "job", 1, 1, 2, ["here"])
     old.close()
+
+
+def test_ranks_of_a_node_without_its_loopback_interface_do_not_wait(tmp_path: Path) -> None:
+    alone = ["unshare", "--map-root-user", "--net"]  # in a network whose only interface is down
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
+        pytest.skip("no network of one's own here")
+    code = f"from {Rendezvous.__module__} import Rendezvous as R; from pathlib import Path; "
+    for size, said in ((1, ""), (2, "which is down (ip link set lo up)")):
+        meet = code + f"R(Path({str(tmp_path)!r}), 'job', 0, 0, {size}, ['here']).close()"
+        done = subprocess.run(
+            [*alone, sys.executable, "-c", meet], capture_output=True, text=True, check=False
+        )
+        assert said in done.stderr and bool(said) == bool(done.returncode), done.stderr
 
 
 def test_a_folder_that_others_may_write_is_refused(tmp_path: Path) -> None:
