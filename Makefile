@@ -16,8 +16,9 @@ install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
 
 # uv installs the lock file in seconds where pip takes minutes; pip brings uv, itself from the lock.
 # Compiling to bytecode takes half a minute once and saves four seconds at every start of a process.
-# The scripts of an environment name their interpreter in full: in a clone that was moved it is made anew.
-MOVED := $(filter-out $(CURDIR)/$(VENV),$(shell sed -n 's/^command = .* //p' $(VENV)/pyvenv.cfg 2> /dev/null))
+# The scripts of an environment name their interpreter in full: in a clone that was moved it is made again.
+# One that is a link is somebody else's.
+MOVED := $(filter-out $(CURDIR)/$(VENV),$(shell test -L $(VENV) || sed -n 's/^command = .* //p' $(VENV)/pyvenv.cfg 2> /dev/null))
 $(VENV)/.installed: $(LOCK) pyproject.toml $(if $(MOVED),moved)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 		{ echo "maect needs Python 3.11 to 3.13; say which: make install PYTHON=python3.12" >&2; exit 1; }

@@ -1,4 +1,4 @@
-"""The longest files first, the cluster's tests on one worker, and a limit on every teardown."""
+"""The longest files first, some together on one worker, and a limit on every teardown."""
 
 import faulthandler
 import os
@@ -13,8 +13,17 @@ FIRST = (
     "tests/cluster",
     "tests/unit/launch/test_launch_local.py",
     "tests/unit/test_extending.py",
+    "tests/unit/answers/test_notebooks.py",
     "tests/unit/train",
 )
+TOGETHER = {
+    "the test cluster": ("tests/cluster/",),
+    "UMAP, which Numba compiles at its first use": (
+        "tests/unit/answers/test_notebooks.py",
+        "tests/unit/evaluate/test_explore.py",
+        "tests/unit/evaluate/test_run.py",
+    ),
+}
 TEARDOWN_SECONDS = 240
 # The workers share the cores: more threads would only make the tests slower.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,17 +43,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
-class OneCluster(LoadFileScheduling):
-    """A worker takes a file at a time, and one of them all that needs the test cluster."""
+class Together(LoadFileScheduling):
+    """A worker takes a file at a time, or all of a group that shares what is made once."""
 
     def _split_scope(self, nodeid: str) -> str:
         # Not by marks: xdist's groups do not reach the scheduler with pytest 9.
         file = super()._split_scope(nodeid)
-        return "tests/cluster" if file.startswith("tests/cluster/") else file
+        return next((group for group in TOGETHER if file.startswith(TOGETHER[group])), file)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneCluster:
-    return OneCluster(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Together:
+    return Together(config, log)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
