@@ -18,6 +18,20 @@ FIRST = (
 )
 TOGETHER = {
     "the test cluster": ("tests/cluster/",),
+    "trainings compared with the same three": (
+        "tests/unit/train/test_computed.py",
+        "tests/unit/train/test_damage.py",
+        "tests/unit/train/test_exchange.py",
+        "tests/unit/train/test_fence.py",
+        "tests/unit/train/test_plain_loop.py",
+        "tests/unit/train/test_replicas.py",
+        "tests/unit/train/test_resume.py",
+        "tests/unit/train/test_staged.py",
+        "tests/unit/train/test_stages.py",
+        "tests/unit/train/test_straggler.py",
+        "tests/unit/train/test_watchdog.py",
+        "tests/unit/train/test_world_size.py",
+    ),
     "UMAP, which Numba compiles at its first use": (
         "tests/unit/answers/test_notebooks.py",
         "tests/unit/evaluate/test_explore.py",
