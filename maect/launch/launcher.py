@@ -18,7 +18,8 @@ from maect.launch.state import STOPPED, Cluster, Look, State, meaning, state_of
 
 TICK = 0.5  # seconds between two looks at the files
 ATTEMPTS = 3  # attempts without progress before giving up
-STOP_PATIENCE = 60.0  # seconds that a job has for saving after Ctrl-C
+STOP_PATIENCE = 60.0  # seconds that a job has for saving after Ctrl-C, at least
+STOP_STEPS = 5  # as long as so many steps: it hears of it in one, and computes the next meanwhile
 
 
 def launch(
@@ -97,6 +98,8 @@ class _Launch:
         failures, ours = 0, False  # failures: attempts without progress, one after another
         if job is not None and job.state != "ended":
             self.line.say(f"re-attached to {job.cluster} job {job.id or job.name}")
+            if job.request.get("identity", "") not in ("", self.task.identity):
+                self.replace(job)
         while True:
             if job is None or job.state == "ended":
                 self.leave_before_submission()
@@ -114,6 +117,20 @@ class _Launch:
             self.close(job, end.look.text)
             if ours or seen:  # how a job ended while nobody watched is not held against it
                 failures = self.judge(job, end, failures)
+
+    def replace(self, job: Job) -> None:
+        """Let a job whose result nobody asks for any more save and stop."""
+        self.line.say("it computes what the settings were before they changed")
+        how = ""
+        while not how:
+            record.learn_id(self.folder, job)
+            look = state_of(self.folder, job, self.clusters).look
+            self.obey(job, look)
+            how = self.stop(job, look)
+            time.sleep(TICK)
+        self.asked_at = None
+        self.close(job, "its settings have changed")
+        self.line.say(f"{how} at step {job.saved}")
 
     def leave_before_submission(self) -> None:
         reason = self.interruption.reason_to_leave()
@@ -189,7 +206,7 @@ class _Launch:
                 if job.id is not None and job.state == "submitting":
                     job.state = "submitted"
                     record.write_job(self.folder, job)
-            self.obey(job, cluster, look)
+            self.obey(job, look)
             ended = min(ended, now) if look.phase == "ended" else float("inf")
             # What is left of it must not run beside the next job.
             if now - ended >= look.grace and cluster.end(self.folder, job):
@@ -208,7 +225,7 @@ class _Launch:
             return progress.describe(report) or look.text or "running", progress.part(report)
         return "saving and stopping" if self.asked_at else look.text, None
 
-    def obey(self, job: Job, cluster: Cluster, look: Look) -> None:
+    def obey(self, job: Job, look: Look) -> None:
         """Leave the job running, or stop it, if that was asked for."""
         if reason := self.interruption.reason_to_leave():
             name = f"{job.cluster} job {job.id or job.name}"
@@ -216,32 +233,33 @@ class _Launch:
             raise SystemExit(130)
         if not self.interruption.stops:
             return
+        if how := self.stop(job, look, at_once=self.interruption.stops > 1):
+            self.close(job, STOPPED)
+            self.line.say(f"{how} at step {job.saved}; start again to resume")
+            raise SystemExit(130)
+
+    def stop(self, job: Job, look: Look, at_once: bool = False) -> str:
+        """Ask a job to save and stop: how it ended, or "" as long as it has not."""
         if self.asked_at is None:
             self.asked_at = time.monotonic()
             job.stop = True
             record.write_job(self.folder, job)
             self.line.say("asked the job to save and stop; interrupt again to cancel it at once")
-        waited = time.monotonic() - self.asked_at
-        saved = record.verdict(self.folder, job) == "stopped"
-        if saved:
+        cluster = self.clusters[job.cluster]
+        if record.verdict(self.folder, job) == "stopped":
             cluster.finish(self.folder, job)
-        elif (
-            self.interruption.stops > 1
-            or waited > STOP_PATIENCE
-            or look.phase in ("pending", "ended")
-        ):
-            if not cluster.end(self.folder, job):
-                self.line.say(
-                    f"SLURM does not answer: job {job.id or job.name} was not cancelled; when it "
-                    "runs, it will save and stop; start again to re-attach to it"
-                )
-                raise SystemExit(130)
-        else:
-            return
-        self.close(job, STOPPED)
-        how = "saved and stopped" if saved else "cancelled"
-        self.line.say(f"{how} at step {job.saved}; start again to resume")
-        raise SystemExit(130)
+            return "saved and stopped"
+        step = progress.seconds_a_step(record.progress(self.folder, job)) or 0.0
+        late = time.monotonic() - self.asked_at > max(STOP_PATIENCE, STOP_STEPS * step)
+        if not (at_once or late or look.phase in ("pending", "ended")):
+            return ""
+        if not cluster.end(self.folder, job):
+            self.line.say(
+                f"SLURM does not answer: job {job.id or job.name} was not cancelled; when it "
+                "runs, it will save and stop; start again to re-attach to it"
+            )
+            raise SystemExit(130)
+        return "cancelled"
 
     def completes(self, job: Job, end: State, ours: bool) -> bool:
         """Whether a job that has ended is complete after all."""

@@ -39,12 +39,20 @@ def describe(progress: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def seconds_left(progress: dict[str, Any]) -> float | None:
-    """Seconds until the last step at the mean speed of this attempt, or None if unknown."""
+def seconds_a_step(progress: dict[str, Any]) -> float | None:
+    """Mean seconds of this attempt's steps, or None if unknown."""
     try:
         done = progress["step"] - progress["first_step"]
-        rest = progress["steps"] - progress["step"]
-        return float(progress["seconds"]) / done * rest if done > 0 else None
+        return float(progress["seconds"]) / done if done > 0 else None
+    except (KeyError, TypeError):
+        return None
+
+
+def seconds_left(progress: dict[str, Any]) -> float | None:
+    """Seconds until the last step at the mean speed of this attempt, or None if unknown."""
+    step = seconds_a_step(progress)
+    try:
+        return None if step is None else step * (progress["steps"] - progress["step"])
     except (KeyError, TypeError):
         return None
 

@@ -44,7 +44,8 @@ class Job:
     Attributes:
         name: unique; it is the SLURM job name and, here, in the environment of each process.
         step: last step that was saved before its submission.
-        request: function, arguments, cpus, GPUs or not, visible devices, submitit's parameters.
+        request: function, arguments, identity, cpus, GPUs or not, visible devices, parameters of
+            submitit.
         attempt: number of this job since the run was begun or last completed.
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.

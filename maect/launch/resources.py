@@ -41,10 +41,12 @@ class Task:
     Attributes:
         function: `package.module:function`; called as `function(context=..., **arguments)`.
         arguments: keyword arguments; they travel as JSON.
+        identity: of the result that they ask for: a live job of another one is not waited for.
     """
 
     function: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    identity: str = ""
 
     def __post_init__(self) -> None:
         module, _, name = self.function.partition(":")

@@ -36,6 +36,7 @@ OVER |= {"RECONFIG_FAIL"}
 BY_A_PERSON = {"CANCELLED", "DEADLINE"}
 TEARDOWN = 30.0  # seconds for the ranks to return after the completion record was written
 BROKEN_GRACE = 60.0  # seconds for SLURM to end a job that has lost a rank
+BEGUN = re.compile(rf"^{ATTEMPT} (\d+)".encode(), re.MULTILINE)
 TASK_ENDED = re.compile(rb"^srun: error: (?P<node>\S+): tasks? [\d,-]+: ", re.MULTILINE)
 FORGOTTEN = 600.0  # seconds after which sacct is no longer waited for
 FORMAT = "%i|%T|%r|%j"
@@ -56,7 +57,7 @@ class Slurm(Cluster):
     """SLURM, and what it has said about the jobs that one process looks after."""
 
     interval = 2.0  # of looks at the shared answer
-    record_patience = 30.0
+    record_patience = 90.0  # a client of NFS may believe for a minute that it is not there
 
     def __init__(self) -> None:
         self._squeue = Squeue()
@@ -95,7 +96,7 @@ class Slurm(Cluster):
             word, reason, _ = answer.jobs[job.id]
             if word == "RUNNING" and _lost_a_rank(folder, job):
                 since = self._broken_since.setdefault(job.id, time.monotonic())
-                if answer.time - since > BROKEN_GRACE:
+                if answer.time - since > BROKEN_GRACE and self._is_that_attempt(folder, job):
                     return Look("ended", "it lost a rank, and SLURM did not end it")
             else:
                 self._broken_since.pop(job.id, None)
@@ -211,6 +212,14 @@ class Slurm(Cluster):
         if not self._is_its_cluster(job):
             return None
         return Look("ended", "unknown to SLURM", grace=squeue_seconds())
+
+    def _is_that_attempt(self, folder: Path, job: Job) -> bool:
+        """Whether the attempt that the log ends with runs: a new one may wait for its prolog."""
+        assert job.id is not None
+        _, out, _ = command("scontrol", "--oneliner", "show", "job", job.id)
+        restarts = re.search(rf" JobName={re.escape(job.name)} .* Restarts=(\d+)", out)
+        attempts = BEGUN.findall(record.log(folder, job, 0).read_bytes())
+        return bool(restarts and attempts and int(restarts[1]) <= int(attempts[-1]))
 
     def _is_its_cluster(self, job: Job) -> bool:
         """Whether the cluster that does not know a job is the one that took it.

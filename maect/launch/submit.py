@@ -43,6 +43,7 @@ def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[st
     return {
         "function": task.function,
         "arguments": task.arguments,
+        "identity": task.identity,
         "cpus": resources.cpus,
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "gpus": gpus,

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from maect.core.errors import UserError
 from maect.core.files import need, read_json, sha256_file, write_json
+from maect.core.settings import digest
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.run import completion
 from maect.launch import Resources, Task, launch
+from maect.launch.launcher import clusters
 from maect.launch.record import read_job
 from maect.launch.resources import fixed_nodes, gpu_here, training_nodes
 from maect.recipes.flops import relative_speed
@@ -54,6 +56,7 @@ class Where:
         task: str,
         is_done: Callable[[], bool],
         nodes: int,
+        identity: str,
         **arguments: Any,
     ) -> None:
         """Run a function on every rank until what it was asked for is there.
@@ -64,13 +67,14 @@ class Where:
             task: `package.module:function`.
             is_done: whether it is there.
             nodes: how many.
+            identity: of what it was asked for.
             arguments: of the function, as JSON has them.
         """
         name = folder.name
         if name.endswith(".job"):  # beside those of other runs
             name = f"{folder.parent.name} {name.removesuffix('.job')}"
         launch(
-            Task(task, arguments), folder, replace(self.resources, nodes=nodes),
+            Task(task, arguments, identity), folder, replace(self.resources, nodes=nodes),
             is_done=is_done, describe=f"{what} {name}", detach=self.detach,
         )  # fmt: skip
 
@@ -132,6 +136,7 @@ def train(
         "maect.stages.run:train",
         lambda: is_finished(path.parent, identity),
         nodes,
+        identity,
         config=str(path.absolute()),
         digest=config.digest,
         save_every_minutes=save_every_minutes,
@@ -162,6 +167,8 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Comp
     path = need(run / "config.yaml", "resolved file of a run")
     config = RunConfig.read(path)
     stage, shards = config.training(path)
+    if where.detach:
+        raise UserError("--detach: the job of a replay ends with its command")
     told = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
     given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
     if fingerprint(run, *given) != told:
@@ -184,18 +191,25 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Comp
         copy_run(run, copy, states)
         config = config.named(copy / path.name)
         config.write(copy / path.name)
-        where.run(
-            "replay",
-            copy,
-            "maect.stages.run:train",
-            (copy / REPORT).exists,
-            nodes,
-            config=str(copy / path.name),
-            digest=config.digest,
-            # As its last job was told: settings that were fitted to the devices' memory.
-            computed=job.request.get("arguments", {}).get("computed") if job else None,
-            replay=step,
-        )
+        try:
+            where.run(
+                "replay",
+                copy,
+                "maect.stages.run:train",
+                (copy / REPORT).exists,
+                nodes,
+                told,
+                config=str(copy / path.name),
+                digest=config.digest,
+                # As its last job was told: settings that were fitted to the devices' memory.
+                computed=job.request.get("arguments", {}).get("computed") if job else None,
+                replay=step,
+            )
+        except BaseException:  # nobody could look after a job whose folder is gone
+            left = read_job(copy)
+            if left is not None and left.state != "ended":
+                clusters()[left.cluster].end(copy, left)
+            raise
         result = compare(run, copy)
     if out:
         write_json(out, result.report)
@@ -242,6 +256,7 @@ def extract_features(
         "maect.evaluate.features:extract",
         is_done,
         fixed_nodes(where.nodes),
+        digest(wanted),
         encoder=str(encoder.absolute()),
         shards=str(shards.absolute()),
         out=str(out.absolute()),
@@ -275,6 +290,7 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
         "maect.evaluate.run:evaluate",
         completion(path),
         nodes,
+        config.digest,
         config=str(path.absolute()),
         digest=config.digest,
     )

@@ -128,7 +128,7 @@ class Saver:
                     if not is_complete(folder):  # what an earlier save of this step has left
                         shutil.rmtree(folder, ignore_errors=True)
                 else:
-                    (folder / f"rank-{self.rank:04d}.safetensors").unlink(missing_ok=True)
+                    # Its file stays: it may be of a save of this step that is complete.
                     note = {"error": str(error), "save": self._number}
                     write_record(folder / f"rank-{self.rank:04d}.json", note)
             except OSError:

@@ -157,8 +157,11 @@ def train(
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     step = reader.step if reader else 0
+    record: dict[str, Any] = {}
     if reader:
         engine.restore(reader.restore, step)
+        # Its mapped files would stay on the disk after the state is removed.
+        record, reader = reader.record, None
 
     # ---- the steps
     steps = stage.total_steps(images.n)
@@ -177,14 +180,14 @@ def train(
         step=step,
         steps=steps,
         images=images.n,
-        saver=Saver(folder, context, fence, resumed=reader.step if reader else None),
+        saver=Saver(folder, context, fence, resumed=step if record else None),
         metrics=metrics,
         watchdog=Watchdog(folder, context),
         save_seconds=60 * save_every_minutes,
         record={"fingerprint": identity},
-        losses=reader.record.get("losses") if reader else [],
-        useful_seconds=reader.record.get("useful_seconds", 0.0) if reader else 0.0,
-        scores=scores.resumed(reader.record.get("scores")) if scores and reader else scores,
+        losses=record.get("losses") if record else [],
+        useful_seconds=record.get("useful_seconds", 0.0),
+        scores=scores.resumed(record.get("scores")) if scores and record else scores,
         looker=looker,
         replay=repeat,
     )
@@ -359,12 +362,12 @@ class Trainer:
         The device leaves the weights as they are if loss or gradient is not finite, which the host
         learns when it settles the step.
         """
-        flags = [self.context.stop_requested(), self._is_due(), self.saver.error is not None]
+        flags = [self.context.stop_requested(), self._is_due()]
         squared_norm = self.engine.squared_norm()
         total = sum_on_device([squared_norm, *map(float, flags), *sums.values], self.device)
         if self.replay and self.replay.step == number:
             self.replay.gradients = self._gradient_norms()
-        spoilt = (~(total[0] + total[4]).isfinite()).float()
+        spoilt = (~(total[0] + total[3]).isfinite()).float()
         self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), spoilt)
         self.objective.after_update(self.engine.gathered)
         self._forwarded = False
@@ -395,8 +398,8 @@ class Trainer:
         self._unread = None
         self.watchdog.stepped(sum(map(seconds_between, marks[::2], marks[1::2])))
         norm = math.sqrt(total[0])
-        stop, save_now, failed = (value > 0 for value in total[1:4])
-        means = [value / self.context.world_size for value in total[4:]]
+        stop, save_now = (value > 0 for value in total[1:3])
+        means = [value / self.context.world_size for value in total[3:]]
         named = dict(zip(names, means, strict=True))
         if self.replay and self.replay.step == self.step + 1:
             self.replay.values = named | {"grad_norm": norm}
@@ -413,11 +416,14 @@ class Trainer:
         # ---- log
         if self.scores is not None and self._ends_an_epoch(self.step):
             named["accuracy"] = self._score(self.scores)
+        fault = None
         if self.step % HEALTH_INTERVAL == 0:
-            named |= self._check_health()
-        self._log(named | self._look(), norm)
-        if failed:
-            self.saver.error = None
+            health, fault = self.objective.health(self.stage.batch_size)
+            named |= health
+        self._log(named | self._look(), norm, always=fault is not None)
+        if fault:
+            self.save(wait=True)
+            raise TrainingFault(f"step {self.step}: {fault}", "the state is saved")
         if save_now and not stop and self.step < self.steps:
             self.save()
         return stop
@@ -498,7 +504,7 @@ class Trainer:
         self._knn = found.get("look_knn")
         return found
 
-    def _log(self, values: dict[str, float], norm: float) -> None:
+    def _log(self, values: dict[str, float], norm: float, always: bool = False) -> None:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
         now, size, stage = time.monotonic(), self.stage.batch_size, self.stage
         done = self.step * size
@@ -523,7 +529,7 @@ class Trainer:
         every = log_interval(self.steps)
         looked = "look_rank_me" in values
         due = self.step % every == 0 or self.step == self.steps or looked or "accuracy" in values
-        if self.metrics is None or not due:
+        if self.metrics is None or not (due or always):
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
@@ -537,14 +543,6 @@ class Trainer:
         flops = stage.flops_per_image(self.encoder) * mean_speed / self.context.world_size
         timing |= usage(flops, stage.precision, self.device)
         self.metrics.log(self.step, values | more, timing)
-
-    def _check_health(self) -> dict[str, float]:
-        """Stop when the embedding has collapsed."""
-        values, fault = self.objective.health(self.stage.batch_size)
-        if fault:
-            self.save(wait=True)
-            raise TrainingFault(f"step {self.step}: {fault}", "the state is saved")
-        return values
 
     def _compare_replicas(self) -> None:
         """Stop before a state is saved if ranks hold other bits of what all should hold alike.

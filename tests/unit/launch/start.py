@@ -13,10 +13,11 @@ def main() -> int:
     folder = Path(sys.argv[1])
     arguments, resources = json.loads(sys.argv[2]), json.loads(sys.argv[3])
     function = arguments.pop("function", "counting:count")
+    identity = arguments.pop("identity", "")
     try:
         with command_log():
             launch(
-                Task(function, {"folder": str(folder), **arguments}),
+                Task(function, {"folder": str(folder), **arguments}, identity),
                 folder,
                 Resources(**{**resources, "sbatch": tuple(resources.get("sbatch", ()))}),
                 is_done=(folder / "done.json").exists,

@@ -74,6 +74,19 @@ def test_killed_launcher_is_followed_by_one_that_reattaches(run, moment):
     assert len({start["name"] for start in run.starts()}) == 1
 
 
+def test_a_live_job_of_what_the_settings_were_is_stopped(run):
+    first = run.start(steps=400, save_every=1000, identity="before")
+    run.reaches(5)
+    run.kill(first)
+    words = finish(run.start(steps=40, identity="after"))
+    said = words.split("re-attached to local job")[1]
+    order = ["what the settings were", "asked the job to save", "saved and stopped", "submitted"]
+    assert [said.index(part) for part in order] == sorted(said.index(part) for part in order)
+    assert_undisturbed(run)
+    (earlier,) = run.job().earlier
+    assert earlier["ending"] == "its settings have changed"
+
+
 def test_launcher_killed_while_it_submits(run):
     launcher = run.start()
     wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())

@@ -188,6 +188,8 @@ def test_submitter_whose_clock_was_ahead_is_answered(tmp_path, commands, job):
             "ended",
         ),
         ("maect: attempt 0 on n1\nsrun: error: n1: task 3: Killed\nmaect: attempt 1\n", "running"),
+        # Attempt 2 runs, and its node's prolog has not ended.
+        ("maect: attempt 1 on n1\nsrun: error: n1: task 0: Terminated\n", "running"),
         ("maect: attempt 0 on n1\ntasks 3: srun: error: of mine\n", "running"),
     ],
 )
@@ -195,6 +197,9 @@ def test_job_that_lost_a_rank_and_is_not_ended(tmp_path, commands, job, log, pha
     cluster = Slurm()
     monkeypatch.setattr(slurm, "BROKEN_GRACE", 0.2)
     commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
+    (commands.folder / "scontrol.fails").unlink()
+    restarts = 2 if "attempt 1 on" in log else 0
+    commands.says("scontrol", f"JobId=7 JobName=maect-a-1 Requeue=1 Restarts={restarts} Reboot=0")
     record.make_job_folder(tmp_path, job.name)
     record.log(tmp_path, job, 0).write_text(log)
     assert cluster.look(tmp_path, job).phase == "running"
@@ -213,6 +218,8 @@ def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, monkeypatch, word
     commands.says("squeue", f"7|{word}|None|maect-a-1\n")
     record.make_job_folder(tmp_path, job.name)
     record.log(tmp_path, job, 0).write_text("maect: attempt 0\nsrun: error: n1: task 3: Killed\n")
+    (commands.folder / "scontrol.fails").unlink()
+    commands.says("scontrol", "JobId=7 JobName=maect-a-1 Requeue=1 Restarts=0 Reboot=0")
     cluster.look(tmp_path, job)
     commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     for _ in range(4):

@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from maect.core.errors import UserError
 from maect.models.vit import build_encoder, flash_kernel, mixed_precision, seeded, use_attention
 from maect.stages import load_recipe
+from maect.train import checkpoint
 from maect.train.checkpoint import Saver, saved
 from maect.train.engine import compile_blocks
 from maect.train.fence import Fence
@@ -192,7 +193,34 @@ def test_a_collapsed_embedding_stops_the_run_with_a_saved_state(job, tmp_path):
     assert "step 10: all embeddings lie on a line" in message
     folder = Path(jobs[1]["folder"])
     assert [place.name for place in saved(folder / "state")] == ["step-000000010"]
-    assert len(losses(folder)) == 9 == len(metrics(folder))
+    assert len(losses(folder)) == 10 == len(metrics(folder))  # the last one shows the collapse
+
+
+def test_a_second_save_of_a_step_that_fails_spoils_nothing(tmp_path, monkeypatch):
+    """Step 2 was spoilt: step 1 is saved once more, and the disk of rank 1 is full by then."""
+    places = [Place(rank, rank, 2) for rank in range(2)]
+    fence = Fence(tmp_path / "state", places[0])
+    savers = [Saver(tmp_path, places[0], fence), Saver(tmp_path, places[1], None)]
+    real = checkpoint.save_file
+
+    def save():
+        for rank in (1, 0):
+            savers[rank].save(1, {f"param|{3 * rank}|x": torch.ones(3)}, {"fingerprint": "ours"})
+        for saver in savers:
+            saver.wait()
+
+    def full(tensors, path):
+        if "param|3|x" in tensors:
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    save()
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    save()
+    assert all("No space left" in saver.error for saver in savers)
+    (state,) = saved(tmp_path / "state")
+    for rank in range(2):
+        checkpoint.check_files(state, checkpoint.read_record(state, "ours"), rank, 2)
 
 
 def test_training_does_not_wait_for_a_save(tmp_path):

@@ -11,6 +11,8 @@ import ranks
 from conftest import ENCODER, HEAD, STAGE
 
 from maect import cli
+from maect.launch.local import Local
+from maect.launch.record import new_job, write_job
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig, train
 from maect.tools import jobs
@@ -67,6 +69,22 @@ def run(finished, tmp_path) -> Path:
     """A copy of the run that a test may damage."""
     shutil.copytree(finished, tmp_path / "runs" / "mae")
     return tmp_path / "runs" / "mae"
+
+
+def test_a_job_that_the_launcher_leaves_does_not_run_on(finished, monkeypatch, capsys):
+    ended = []
+
+    def left(task, folder, *_, **__):
+        write_job(folder, new_job(folder, "local", 2, None))
+        raise SystemExit(130)
+
+    monkeypatch.setattr(jobs, "launch", left)
+    monkeypatch.setattr(Local, "end", lambda self, folder, job: ended.append(job.name))
+    words = ["replay", str(finished), "--step", "12", "--devices", "2"]
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    assert len(ended) == 1 and not list(finished.parent.parent.glob(".replay-*"))
+    assert cli.main([*words, "--detach"]) == 2
 
 
 def test_a_step_is_what_the_log_says(finished, replay, tmp_path):

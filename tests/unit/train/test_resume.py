@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENCODER, losses, metrics
-from ranks import Ranks, run
+from ranks import Ranks, run, train
 from safetensors.torch import load_file
 
 from maect.stages.pretrain import Pretrain
@@ -53,6 +53,24 @@ def test_killed_and_restarted(job, tmp_path, whole, zero):
         assert run(2, broken, log=log) == ["done"]
         assert "resuming from step" in log.read_text()
         identical(undisturbed, broken["folder"])
+
+
+def train_and_look_at_its_maps(context, **job):
+    """A training that fails at a save if it still holds files that have been removed."""
+
+    def saved(step):
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        assert not [line for line in maps if "/state/step-" in line and "(deleted)" in line]
+
+    context.saved = saved
+    return train(context, **job)
+
+
+def test_a_resumed_run_lets_go_of_the_state_that_it_came_from(job, tmp_path):
+    log, value = tmp_path / "log", job("mae", "mae") | ALWAYS
+    assert run(1, value, log=log, stop_at=3) == ["requeue"]
+    assert run(1, value | {"function": train_and_look_at_its_maps}, log=log) == ["done"]
+    assert "not saved" not in log.read_text()
 
 
 @pytest.mark.slow
