@@ -35,7 +35,7 @@ def test_pages_are_what_the_tables_say(name: str) -> None:
         assert text == committed, f"run docs/results/publish.py page {name}"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", [path.parent.name for path in RESULTS.glob("*/pilots.yaml")])
 def test_pilots_are_an_experiment(name: str) -> None:
     pilots = RESULTS / name / "pilots.yaml"
     listed = pd.read_csv(RESULTS / name / "recipes.csv")["run"]
