@@ -4,6 +4,7 @@ import itertools
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -290,6 +291,7 @@ class Trainer:
         self._beside = torch.cuda.Stream() if self.device.type == "cuda" else None
         self._unread: _Sums | None = None
         self._looking = 0.0  # seconds so far
+        self._recent = deque[float](maxlen=8)  # seconds of steps
         self._knn: float | None = None
 
     def run(self, batches: Iterator[Batch]) -> bool:
@@ -508,7 +510,10 @@ class Trainer:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
         now, size, stage = time.monotonic(), self.stage.batch_size, self.stage
         done = self.step * size
-        speed = size / self._clock.step()  # a loader that is too slow shows
+        # Of the last few: a step that is read at once, to be looked at, makes the next seem longer.
+        # A loader that is too slow shows.
+        self._recent.append(self._clock.step())
+        speed = size * len(self._recent) / sum(self._recent)
         self.context.report(
             {
                 "epoch": min(done // self.images + 1, stage.epochs),
