@@ -139,7 +139,7 @@ class Protocol(Settings):
     encoder_input: ClassVar[bool] = False
     """Whether `encoder.safetensors` itself is read."""
     minutes: ClassVar[float] = 10.0
-    """Assumed for a plan where `flops` is not known."""
+    """Assumed for a plan where `flops` is not known: of 50,000 test images."""
     test_data: ClassVar[str | None] = None
     """What the test split was used for beside the score; goes into the result."""
 

@@ -29,6 +29,8 @@ from maect.recipes.flops import encode_flops, peak_flops, relative_speed
 from maect.recipes.memory import GIB, gpu_memory
 from maect.stages import STAGES, Training
 
+IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
+LEAST = 10.0  # seconds of any of them; assumed
 START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
 START_HERE = 15.0  # likewise on one machine
 SAMPLES = 100  # images whose size is looked at
@@ -402,7 +404,11 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
     if flops is not None:
         return _on_devices(job, title, flops, exact, device, **more)
     priced = _on_devices(job, title, 0.0, exact, device, **more)
-    return replace(priced, seconds=60 * settings.minutes, source="assumed")
+    try:
+        part = min(1.0, images(settings.test_split) / IMAGENET_VAL)
+    except KeyError:
+        part = 1.0
+    return replace(priced, seconds=LEAST + part * 60 * settings.minutes, source="assumed")
 
 
 def _on_devices(

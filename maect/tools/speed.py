@@ -1,5 +1,6 @@
 """How fast this machine trains: a step or two of each stage, measured when somebody asks."""
 
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from maect.tools.plan import Device
 
 SECONDS = 1.0
 """For which a step is repeated; at least once, after one that is not counted."""
+CPU_RANKS = 2
+"""Of a training without a GPU (`devices: auto` of the local profile)."""
 STEP_FLOPS = 4e10
 """Operations of a step that is measured, which bound its batch: seconds on two cores."""
 
@@ -50,6 +53,8 @@ class Machine(Device):
         if key not in self._speeds:
             flops = stage.flops_per_image(encoder)
             speed = measure(stage, encoder, int(STEP_FLOPS / flops))
+            if self.name == "cpu":
+                speed *= CPU_RANKS
             self._speeds[key] = speed, speed * flops
         return self._speeds[key]
 
@@ -62,7 +67,10 @@ def this_machine() -> Machine:
 
 
 def measure(stage: SelfSupervised, encoder: Encoder, batch: int) -> float:
-    """Images per second of a training step with random weights and images.
+    """Images per second of one rank's training step with random weights and images.
+
+    A CPU's rank has its share of the cores, as in a training: with all of them, and others at work
+    beside it, each operation would wait for the slowest. The fastest step counts.
 
     Args:
         stage: its settings.
@@ -73,17 +81,24 @@ def measure(stage: SelfSupervised, encoder: Encoder, batch: int) -> float:
 
     from maect.evaluate.throughput import stage_step
 
+    threads = torch.get_num_threads()
+
     # A part of the training's batch, so that it divides the queue as that does.
     parts = [n for n in range(2, stage.batch_size + 1) if stage.batch_size % n == 0] or [2]
     batch = max([n for n in parts if n <= batch], default=parts[0])
     cuda = torch.cuda.is_available()
     objective = stage.objective(encoder, 0)
     step = stage_step(stage, objective, batch, torch.device("cuda" if cuda else "cpu"))
-    step()
-    steps, start = 0, time.perf_counter()
-    while not steps or time.perf_counter() - start < SECONDS:
+    fastest, start = float("inf"), time.perf_counter()
+    try:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS))
         step()
-        if cuda:
-            torch.cuda.synchronize()
-        steps += 1
-    return steps * batch / (time.perf_counter() - start)
+        while fastest == float("inf") or time.perf_counter() - start < SECONDS:
+            began = time.perf_counter()
+            step()
+            if cuda:
+                torch.cuda.synchronize()
+            fastest = min(fastest, time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
+    return batch / fastest

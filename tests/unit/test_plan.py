@@ -210,15 +210,15 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maect.tools.speed.measure", measure)
     machine, encoder = Machine("cpu"), load_encoder("tiny")
     mae, tune = load_recipe("mae", "tiny"), load_recipe("ct_min", "tiny")
-    # Two processes share the cores that were measured; two GPUs are two.
-    assert machine.images_per_second(mae, encoder, 2) == 10.0
-    assert machine.images_per_second(tune, encoder, 2) == 10.0
+    # Two processes share the cores, and each was measured with its share; two GPUs are two.
+    assert machine.images_per_second(mae, encoder, 2) == 20.0
+    assert machine.images_per_second(tune, encoder, 2) == 20.0
     assert Machine("H100").images_per_second(mae, encoder, 2) == 20.0
     assert asked == ["pretrain", "tune", "pretrain"]
     assert (
         machine.together(2)
         == machine.rate
-        == 10.0 * max(stage.flops_per_image(encoder) for stage in (mae, tune))
+        == 20.0 * max(stage.flops_per_image(encoder) for stage in (mae, tune))
     )
     labelled = next(run.settings for run in load("digits").runs.values() if run.scored_by)
     assert isinstance(labelled, Training)
@@ -292,7 +292,8 @@ def test_operations_of_evaluations(here: Path) -> None:
     turned = passes("effective_invariance", evaluation="effective_invariance")
     assert turned == pytest.approx(7 * 500)
     (planned,) = plan_of(experiment, device, "knn", run="mae_tiny", evaluation="knn").jobs
-    assert (planned.seconds, planned.source) == (600, "assumed")
+    # Ten minutes of 50,000 images.
+    assert (planned.seconds, planned.source) == (pytest.approx(600 * 500 / 50_000 + 10), "assumed")
     plan = plan_of(
         unknown_images(here), device, "linear_probe", run="mae_tiny", evaluation="linear_probe"
     )
