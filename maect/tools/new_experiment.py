@@ -47,6 +47,9 @@ ENOUGH = 500_000  # images from which on the paper's own lengths are kept
 QUICK = 2400.0  # seconds of training with --quick: evaluations and starts take the rest of an hour
 SMALLER = (("small", 64), ("small", 32), ("tiny", 32), ("tiny", 16))
 """Encoders and pixels that are tried in turn until the time is enough for some epochs."""
+AVERAGED = 2.5
+"""Steps of tuning over those that its average spans: as in the paper, 25,000 over 10,000."""
+FEWEST_STEPS = 100  # with which tuning changes an encoder at all
 FEWEST_EPOCHS, FEWEST_SHOWN = 40, 1_000_000  # of pre-training: one of the two has to fit in
 
 
@@ -225,11 +228,16 @@ def runs_of(
             "  # digits), add `flip: 0.0` here and below.",
             f"  {mae}: {flow({'recipe': 'mae'} | at | {'set': changed})}",
         ]
+    steps = epochs["ct_min"] * n // batch
+    average = min(recipe.encoder_ema, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
     shared = {"batch_size": batch, "head": {"queue_size": queue}}
     tune = {"batch_size": batch, "head": {"queue_size": queue, "topk": topk}}
+    tune |= {"encoder_ema": average} if average < recipe.encoder_ema else {}
     each = {"aug": [*augmentations]}
+    too_few = f"Tuning has {steps} steps and will hardly change the encoder: give it more epochs."
     lines += [
         f"  # A queue of {queue} fits into {n:,} images and holds {queue // batch} batches.",
+        *([f"  # {too_few}"] if steps < FEWEST_STEPS else []),
         *([] if images.colored else ["  # Only minimal augmentation: the images have no colours."]),
     ]
     for name, recipe_name, source, settings, length in (

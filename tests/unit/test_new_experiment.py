@@ -58,6 +58,7 @@ def test_folders_of_classes_with_a_split(digits, tmp_path):
     assert (mae.settings.epochs, mae.encoder.image_size) == (1600, 16)
     ct = experiment.runs["ct_min_tiny"].settings
     assert (ct.batch_size, ct.head.queue_size, ct.head.topk) == (128, 1024, 20)
+    assert ct.encoder_ema == 0.99 and "hardly change" not in text
     assert "ct_aug_tiny" not in experiment.runs and "the images have no colours" in text
     assert "1,297 images to train on in 10 classes" in text and "resize: 16" in text
     assert {name for _, name in experiment.evaluations} >= {"knn", "low_shot", "clustering"}
@@ -199,6 +200,15 @@ def test_what_it_takes_and_what_comes_out(digits, tmp_path):
     assert "trainings take about" in takes and "GFLOP/s" in takes and "--quick" not in takes
     assert "encoders ct_min_tiny in results/mine/runs" in comes
     assert "low_shot, clustering, umap" in comes and "results/mine/report.html" in comes
+
+
+def test_few_steps_have_a_short_average_and_a_warning(digits, tmp_path, monkeypatch):
+    monkeypatch.setattr("maect.tools.new_experiment.QUICK", 0.1)
+    out = tmp_path / "mine.yaml"
+    text = new_experiment(digits, out, quick=Device("cpu"))
+    assert "Tuning has 10 steps and will hardly change the encoder" in text
+    # The average spans the same part of the steps as the paper's.
+    assert load(str(out)).runs["ct_min_tiny"].settings.encoder_ema == 0.75
 
 
 def test_mistakes_are_named(digits, tmp_path):
