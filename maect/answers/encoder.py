@@ -31,8 +31,9 @@ ENCODER = "encoder.safetensors"
 ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[Any]
 """A file, the bytes of one, a Pillow image, or uint8 [H, W] (grey) or [H, W, 3] (RGB).
 
-Files are read as the encoder's data set says; where it says something, an array may be of any type
-and has its channels last, and pictures and arrays are upright."""
+Files and pictures are read as the encoder's data set says, turned as their EXIF says if it says
+`orientation: exif`; where it says something, an array may be of any type and has its channels last.
+Arrays are upright."""
 
 
 class ImageEncoder:

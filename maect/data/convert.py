@@ -202,11 +202,13 @@ def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
 
 
 def ready_picture(image: Image.Image, pixels: Pixels) -> Ready:
-    """The same of a picture of Pillow, which is upright."""
+    """The same of a picture of Pillow, turned as the EXIF that it carries says."""
+    image.load()  # some formats are upright once they are decoded
+    code = orientation(image) if pixels.orientation == "exif" else 1
     changed = _to_eight_bits(image, pixels)
     if isinstance(changed, Image.Image):
         changed = _flat(changed, pixels)
-    return ready_array(changed, pixels)
+    return ready_array(_upright(changed, code), pixels)
 
 
 def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:

@@ -89,14 +89,16 @@ def check_weights(folder: Path) -> None:
 
 
 def replaced(folder: Path, identity: str) -> str | None:
-    """What a start will do to the state of another recipe that lies in the folder, in words."""
+    """What a start will do to what another recipe left in the folder, in words."""
     known = folder / "recipe.json"
     if not known.exists() or (other := read_json(known).get("fingerprint")) == identity:
         return None
     back = (folder / f"stale-{identity}/state").exists()
+    saved = any(folder.glob("state/*"))  # `maect clean` may have removed it
     return (
-        f"{folder}: recipe, seed, data or source changed since its state was saved, which is kept "
-        f"in stale-{other}; training "
+        f"{folder}: recipe, seed, data or source changed since "
+        + ("its state was saved, which is" if saved else "it was trained; its logs are")
+        + f" kept in stale-{other}; training "
         + (f"resumes what stale-{identity} kept" if back else "starts from step 0")
     )
 

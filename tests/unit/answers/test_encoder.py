@@ -17,6 +17,7 @@ import maect
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.evaluate.store import open_features
+from maect.recipes import Pixels
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -61,6 +62,21 @@ def test_other_batches_and_other_forms_of_an_image(
     arrays = [np.asarray(image) for image in images]
     np.testing.assert_array_equal(encoder.encode(arrays), vectors[lossless])
     assert encoder.encode([]).shape == (0, encoder.width)
+
+
+def test_pictures_are_turned_where_files_are(
+    run: Path, photographs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, exif, encoder = tmp_path / "turned.png", Image.Exif(), maect.load(run)
+    exif[0x0112] = 6
+    Image.open(next(photographs.rglob("*.png"))).save(file, exif=exif)
+    stored, shown = encoder.encode([file, Image.open(file)])
+    np.testing.assert_array_equal(shown, stored)  # this run's data set says nothing
+    upright = encoder.encoding.settings.model_copy(update={"pixels": Pixels(orientation="exif")})
+    monkeypatch.setattr(encoder.encoding, "settings", upright)
+    turned, shown = encoder.encode([file, Image.open(file)])
+    np.testing.assert_array_equal(shown, turned)
+    assert np.abs(turned - stored).max() > 0.01
 
 
 def test_an_exported_folder_is_the_same_encoder(

@@ -15,7 +15,7 @@ from sample_images import jpeg, photographs
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.data.convert import make_ready, picture_of, ready_array, render_ready
+from maect.data.convert import make_ready, picture_of, ready_array, ready_picture, render_ready
 from maect.data.decode import UnreadableError, open_rgb
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
@@ -72,6 +72,11 @@ def test_every_orientation_is_cropped_as_if_it_were_upright(code: int) -> None:
     render_ready(encode(upright, "PNG"), geometries, expected, False)
     assert abs(made.astype(int) - expected).max() <= 3  # another order of rounding
     assert np.array_equal(np.asarray(picture_of(data, EXIF)), np.asarray(upright))
+    with Image.open(io.BytesIO(data)) as image:  # and as a picture, where the data set says so
+        shown = picture_of(ready_picture(image, EXIF).data, EXIF)
+        assert np.array_equal(np.asarray(shown), np.asarray(upright))
+        stored = ready_picture(image, Pixels(background=(0, 0, 0)))
+        assert (stored.width, stored.height) == image.size
     if code > 1:  # a format without loss is turned for good
         png = make_ready(turned(code, "PNG"), EXIF)
         with Image.open(io.BytesIO(turned(code, "PNG"))) as image:
