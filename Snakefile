@@ -25,6 +25,7 @@ include: "workflow/rules/report.smk"
 rule report:
     default_target: True
     input:
+        LOST_SHARDS,
         rules.report_html.output,
         [] if {"tables", "figures"} & changes.keys() else rules.evaluations.input,
     localrule: True

@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from maect import __version__
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import PIPELINE, need, read_json
 from maect.core.log import command_log
 from maect.data.sources import BUNDLED, SOURCES
@@ -504,6 +504,10 @@ def run_experiment(options: argparse.Namespace) -> int:
     from maect import experiment
 
     experiment.load(options.experiment, **changes_of(options.config))
+    if options.arguments:
+        from maect.tools.dry_run import check_words
+
+        check_words(options.arguments, own=("--config", "--profile"))
     return snakemake(options.experiment, options.profile, options.config, options.arguments)
 
 
@@ -734,8 +738,7 @@ def vectors_of(options: argparse.Namespace, encoder: "ImageEncoder") -> tuple["V
     found, left_out = vectors(encoder, options.images, options.kind, options.batch_size)
     for name, why in left_out.items():
         log.warning("%s: left out: %s", name, why)
-    size = f"{len(found.files)} image{'s' if len(found.files) > 1 else ''}"
-    return found, f"{size}, {len(left_out)} left out"
+    return found, f"{counted(len(found.files), 'image')}, {len(left_out)} left out"
 
 
 def cluster(options: argparse.Namespace) -> None:
@@ -767,8 +770,8 @@ def audit(options: argparse.Namespace) -> None:
     write_audit(run.name, pairs, splits, options.threshold, out)
     if options.out is None:
         write_text(run.parents[1] / AUDIT, (out / "pairs.json").read_text(encoding="utf-8"))
-    exact = sum(pair.exact for pair in pairs)
-    print(f"{out}: {len(pairs)} pairs, {exact} of equal files; open {out / 'index.html'}")
+    count, exact = counted(len(pairs), "pair"), sum(pair.exact for pair in pairs)
+    print(f"{out}: {count}, {exact} of equal files; open {out / 'index.html'}")
 
 
 def search(options: argparse.Namespace) -> None:
@@ -898,7 +901,12 @@ def status(options: argparse.Namespace) -> None:
     if not roots:
         raise UserError("results: no experiment has started here; name its results folder")
     for root in roots:
-        show_status(root)
+        try:
+            show_status(root)
+        except UserError:
+            if options.root:
+                raise
+            print(f"{root}: no run has started yet")
 
 
 def sync(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from maect.answers.vectors import unit, write_rows
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import read_mapping, write_json, write_text
 from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
 from maect.data.shards import image_names
@@ -89,6 +89,14 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
     found = next(iter(splits.values()), {})
     if len(found) < 2:
         where = root / "features" / folder
+        made = {file.stem for file in where.glob("*.safetensors")}
+        known = {f"{name}-{split}" for name, of in splits.items() for split in of}
+        start = f"{dataset}-" if dataset else ""
+        if lost := sorted(stem for stem in made - known if stem.startswith(start)):
+            raise UserError(
+                f"{where}: the shards of {' and '.join(lost)} are not in {root / 'shards'}; "
+                "maect run makes them again"
+            )
         raise UserError(
             f"{where}: features of {', '.join(found) or 'no'} split alone, so nothing can be "
             f"compared; make others: maect features {run} --shards "
@@ -213,8 +221,8 @@ def write_audit(
     about = {
         "run": run,
         "threshold": f"{threshold:g}",
-        "pairs": len(pairs),
-        "exact": sum(pair.exact for pair in pairs),
+        "pairs": counted(len(pairs), "pair"),
+        "exact": counted(sum(pair.exact for pair in pairs), "pair"),
         "splits": " and ".join(f"{split.name} ({split.index.n:,} images)" for split in splits),
     }
     write_text(out / "index.html", render_page("audit.html", pairs=shown, about=about))

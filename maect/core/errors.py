@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this", and the hints of its messages."""
+"""The one exception that means "the user can fix this", and words of its messages."""
 
 import difflib
 from collections.abc import Iterable
@@ -13,6 +13,11 @@ class UserError(Exception):
 
 class SupersededError(Exception):
     """Another job has taken this one's folder over: it ends, and leaves everything as it is."""
+
+
+def counted(count: int, thing: str) -> str:
+    """How many of a thing whose plural ends in s: `1 run`, `20 runs`."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def did_you_mean(name: str, known: Iterable[str], label: str = "known") -> str:

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import atomic_write, read_json, sha256_file, write_record, write_text
 from maect.data import random, shard_name
 from maect.data.convert import Ready, is_turned, make_ready, ready_size, upright_rgb
@@ -134,7 +134,7 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
             _write(out, number, threads)
     except _FaultyError as error:
         # A file of its own: other jobs may be writing theirs.
-        raise _refusal(out / f"unreadable-{number:06d}.txt", error.faults) from None
+        raise _refusal(out, f"unreadable-{number:06d}.txt", error.faults) from None
     return out / shard_name(read_plan(out)["split"], number)
 
 
@@ -171,7 +171,7 @@ def _write_all(out: Path, shards: int, threads: int) -> None:
         except _FaultyError as error:
             faults += error.faults
     if faults:
-        raise _refusal(out / "unreadable.txt", faults)
+        raise _refusal(out, "unreadable.txt", faults)
 
 
 @contextmanager
@@ -264,7 +264,7 @@ def planned(
             "first": listing.ignored[:10],
         },
         "excluded": sorted(unwanted),
-        **({"unlisted": unlisted} if only is not None else {}),
+        **({"unlisted": unlisted, "only": str(only)} if only is not None else {}),
         **({"skip_unreadable": True, "gone": [*missing, *gone]} if skip_unreadable else {}),
         **({"tars": tars} if tars else {}),
         "options": ({} if shorter_side is None else {"shorter_side": shorter_side})
@@ -616,15 +616,17 @@ def _add(file: _Hashed, name: str, data: bytes) -> int:
     return offset
 
 
-def _refusal(report: Path, faults: list[str]) -> UserError:
+def _refusal(out: Path, name: str, faults: list[str]) -> UserError:
+    report, listed = out / name, read_plan(out).get("only")
     write_text(report, "".join(f"{fault}\n" for fault in faults))
     first = [fault.partition("\t") for fault in faults[:3]]
     shown = ", ".join(f"{name} ({why})" for name, _, why in first)
+    unlist = f", and their names from {listed}," if listed else ""
     return UserError(
-        f"{len(faults)} unreadable image(s): {shown}{', …' if len(faults) > 3 else ''}; all are "
-        f"listed in {report}. Repair them; or have them left out: skip_unreadable: true in an "
-        f"experiment, --skip-unreadable of maect shard; or remove them and have the folder listed "
-        f"again: rm -r {shlex.quote(str(report.parent))}"
+        f"{counted(len(faults), 'unreadable image')}: {shown}{', …' if len(faults) > 3 else ''}; "
+        f"all are listed in {report}. Repair them; or have them left out: skip_unreadable: true in "
+        f"an experiment, --skip-unreadable of maect shard; or remove them{unlist} and have the "
+        f"folder listed again: rm -r {shlex.quote(str(out))}"
     )
 
 
@@ -642,7 +644,9 @@ def _index(out: Path) -> int:
     index = open_index(out)
     write_pixels(index)
     if left := index.record.get("unreadable"):
-        log.warning("%s: %d unreadable images are left out, see its index.json", out, len(left))
+        log.warning(
+            "%s: left out: %s, see its index.json", out, counted(len(left), "unreadable image")
+        )
     if warning := index.record.get("warning"):
         log.warning("%s: %s", out, warning)
     # Of steps that were killed, or refused images that have been repaired since.

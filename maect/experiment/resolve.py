@@ -325,6 +325,37 @@ def changed_images(experiment: Experiment) -> list[str]:
     return [note for note in notes if note]
 
 
+def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
+    """(dataset, split) whose shards are gone though something finished was made of them.
+
+    Not where the images are gone as well: such results stay as they are.
+    """
+    read: set[Path] = set()
+    for run, about in experiment.runs.items():
+        if about.settings.trains and (experiment.folder(run) / "run.json").exists():
+            read.update(read_by_run(experiment, run))
+    default = experiment.default_dataset
+    for run, name in experiment.evaluations:
+        made = experiment.root / "evaluations" / run / f"{name}.json"
+        for kind in experiment.evaluation(run, name).inputs().values():
+            if isinstance(kind, Features):
+                made = features_file(experiment, run, default, kind.split)
+            if isinstance(kind, Features | Shards) and made.exists():
+                read.add(experiment.shards(default, kind.split) / "index.json")
+    lost: dict[tuple[str, str], None] = {}
+    for dataset, split in experiment.splits:
+        if experiment.shards(dataset, split) / "index.json" not in read:
+            continue
+        splits = experiment.datasets[dataset].splits
+        of = splits[split].of or split  # a view lies in the shards of its split
+        given = is_there(experiment.images(dataset, of))
+        given = given and all(Path(file).exists() for file in splits[of].files())
+        for part in (of, split):
+            if given and not (experiment.shards(dataset, part) / "index.json").exists():
+                lost[dataset, part] = None
+    return list(lost)
+
+
 def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -> list[str]:
     """Likewise, a sentence a file of weights that is to be imported, for runs or for all."""
     chosen = [experiment.runs[name] for name in (experiment.runs if runs is None else runs)]

@@ -17,7 +17,7 @@ import yaml
 import yte
 from yte.exceptions import YteError
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import read_json
 from maect.evaluate import Features
 from maect.experiment import Experiment
@@ -306,7 +306,7 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
     result = folder / "probe.json"
-    where = f"{_nodes(wanted.nodes)} x {wanted.devices}"
+    where = f"{counted(wanted.nodes, 'node')} x {wanted.devices}"
     try:
         launch(
             Task("maect.tools.probe:probe", {"folder": str(folder.absolute())}),
@@ -320,15 +320,11 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     return findings
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count > 1 else ''}"
-
-
 def judge(seen: dict[str, Any]) -> list[Finding]:
     """What the ranks' reports mean."""
     ranks, count = seen["ranks"], len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
-    where = _nodes(len({r["node"] for r in ranks}))
+    where = counted(len({r["node"] for r in ranks}), "node")
     out = [Finding("ok", f"job on {where}, {count} ranks: {versions}")]
     # Where srun binds a device to each rank, a rank sees only its own.
     nodes = [{d for r in ranks if r["node"] == node for d in r["devices"]} for node in

@@ -1,8 +1,9 @@
-"""What is left to run, asked of Snakemake: what it logs of a dry run in this process.
+"""What Snakemake makes of words for it, and what is left to run: what it logs of a dry run here.
 
-Imports Snakemake, which no other command but `maect plan` waits for.
+Imports Snakemake, which only `maect plan`, and `maect run` with words for it, wait for.
 """
 
+import difflib
 import io
 import logging
 import sys
@@ -11,16 +12,51 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from snakemake.cli import args_to_api, parse_args
+from snakemake.cli import args_to_api, get_argument_parser, parse_args
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.common import LogEvent
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
 from maect.tools.plan import RuleJob
 
 SNAKEFILE = PIPELINE / "Snakefile"
+
+
+TARGETS = (
+    "report", "tables", "figures", "evaluations", "encoders", "shards",
+    "claims", "images", "summary", "report_html",
+)  # fmt: skip
+"""Rules that may be asked for by name; anything else is a file."""
+
+
+def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
+    """What `maect run` passes to Snakemake is known there.
+
+    Args:
+        words: targets and options.
+        own: options that `maect run` takes itself, for the hint.
+
+    Raises:
+        UserError: an unknown option or target, or an option without its value.
+    """
+    parser, stderr = get_argument_parser(), io.StringIO()
+    try:
+        with redirect_stderr(stderr):
+            options, unknown = parser.parse_known_args(list(words))
+    except SystemExit as end:
+        if not end.code:  # --version
+            raise
+        raise UserError(stderr.getvalue().splitlines()[-1].partition("error: ")[2]) from None
+    known = [name for action in parser._actions for name in action.option_strings]
+    for word in unknown:
+        near = difflib.get_close_matches(word.partition("=")[0], [*own, *known], n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else "see maect run --help and snakemake --help"
+        raise UserError(f"unknown option {word}; {hint}")
+    for target in options.targets:
+        if "/" not in target and "." not in target and target not in TARGETS:
+            raise UserError(f"unknown target {target!r}; {did_you_mean(target, TARGETS)}")
 
 
 def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) -> list[RuleJob]:

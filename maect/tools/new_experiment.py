@@ -396,7 +396,8 @@ def new_experiment(
     text = "\n".join(
         [
             "# Written by `maect new-experiment`; change what you know better.",
-            f"# {n:,} {' '.join(described)}.",
+            # Not all of them have been opened.
+            f"# {'Up to ' if skip_unreadable else ''}{n:,} {' '.join(described)}.",
             *(
                 [
                     f"# No labels are used: {images.loose} images lie beside the class folders in",

@@ -182,6 +182,11 @@ def look_at(
     pixels, remarks = _pixels(folder, looks)
     if faults:
         remarks.append(f"{len(faults)} of {len(chosen)} images looked at cannot be read: left out")
+    if len(chosen) < len(entries):
+        remarks.append(
+            f"{len(chosen):,} of {len(entries):,} images were opened: sharding opens all, "
+            "and names those that cannot be read"
+        )
     if listing.ignored:
         ends = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())
         remarks.append(f"Files left out, by suffix: {ends}")
@@ -230,7 +235,8 @@ def _pixels(folder: Path, looks: list[Look]) -> tuple[Pixels, list[str]]:
         )
     (channels,) = counts
     if turned := sum(one.turned for one in looks):
-        remarks.append(f"{turned} of {len(looks)} images looked at are turned, as their EXIF says")
+        are = "is turned, as its" if turned == 1 else "are turned, as their"
+        remarks.append(f"{turned} of {len(looks)} images looked at {are} EXIF says")
     if any(one.transparent for one in looks):
         made["background"] = (255, 255, 255)
         remarks.append("What is transparent gets a white background")

@@ -9,7 +9,7 @@ from typing import Literal
 
 import yaml
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import json_lines, read_mapping
 from maect.experiment import load
 from maect.launch import clusters, record
@@ -104,8 +104,8 @@ def status(root: Path) -> tuple[str, list[Status]]:
     counts = Counter(line.state for line in lines)
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
     ready = len(list(root.glob("evaluations/*/*.json")))
-    more = f"; {ready} evaluations done" if ready or jobs else ""
-    return f"{root}: {len(lines)} runs: {total}{more}", [*lines, *jobs]
+    more = f"; {counted(ready, 'evaluation')} done" if ready or jobs else ""
+    return f"{root}: {counted(len(lines), 'run')}: {total}{more}", [*lines, *jobs]
 
 
 def planned(root: Path) -> dict[str, str]:

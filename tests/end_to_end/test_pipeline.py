@@ -104,6 +104,18 @@ def test_killed_and_started_again(
     wait_for(lambda: not pipeline.processes(), 20, "every process to be gone")
 
 
+def test_lost_shards_and_all_that_was_made_of_them_are_asked_for(undisturbed: Pipeline) -> None:
+    shards = undisturbed.results / "shards/digits/train"
+    shards.rename(undisturbed.folder / "aside")
+    try:
+        plan = undisturbed.complete("-n", "evaluations")
+    finally:
+        (undisturbed.folder / "aside").rename(shards)
+    assert "the shards of digits train are gone: they are made again" in plan
+    for job in ("Indexing", "Pre-training", "Initialising", "Contrastive tuning", "Evaluating"):
+        assert job in plan
+
+
 def test_a_changed_recipe_re_runs_what_depends_on_it(undisturbed: Pipeline) -> None:
     changed = copy.deepcopy(MINI)
     changed["runs"]["ct_min_tiny"]["set"]["head"] = {"topk": 2}

@@ -72,6 +72,10 @@ def test_hidden_devices(
         (["features", "/no", "--shards", "/no", "--out", "x.npy"], "maect embed writes"),
         (["plan", "digits"], "digits is an experiment, not a target: --experiment digits"),
         (["run", "digits", "--profile", "jewels"], "did you mean 'juwels'?"),
+        (["run", "digits", "--confg", "seeds=2"], "unknown option --confg; did you mean --config?"),
+        (["run", "digits", "--nonsense"], "unknown option --nonsense; see maect run --help"),
+        (["run", "digits", "--cores"], "argument --cores"),
+        (["run", "digits", "tabels", "-n"], "unknown target 'tabels'; did you mean 'tables'?"),
         (["clean", "OUT"], "OUT: no runs there"),
         (["show", "OUT"], "no such results folder"),
         (["retrieve", "digits", "OUT"], "OUT: "),
@@ -93,6 +97,19 @@ def test_mistakes_are_one_line(
     _, stderr = capfd.readouterr()
     assert len(stderr.splitlines()) == 1, stderr
     assert stderr.startswith(f"maect {words[0]}: ") and message in stderr
+
+
+def test_status_of_all_experiments_names_those_without_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("results/early/runs").mkdir(parents=True)
+    Path("results/later/runs/mae").mkdir(parents=True)
+    Path("results/later/runs/mae/run.json").write_text("{}")
+    assert cli.main(["status"]) == 0
+    told = capsys.readouterr().out
+    assert "results/early: no run has started yet\n" in told and "results/later: 1 run: " in told
+    assert cli.main(["status", "results/early"]) == 2
 
 
 def test_options_that_do_not_exist_are_named(capfd: pytest.CaptureFixture[str]) -> None:

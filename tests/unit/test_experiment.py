@@ -212,6 +212,31 @@ def test_missing_images_are_named(tmp_path: Path) -> None:
     assert "/images/train" in missing[0]
 
 
+def test_lost_shards_are_those_that_something_finished_was_made_of(tmp_path: Path) -> None:
+    dogs = tmp_path / "dogs.txt"
+    dogs.touch()
+    splits = {name: {"images": str(tmp_path / name)} for name in ("train", "val", "other")}
+    splits["dogs"] = {"kind": "view", "of": "val", "classes": str(dogs)}
+    protocols = {"knn": {"test_split": "dogs"}}
+    datasets = {"mine": {"splits": splits}}
+    storage = str(tmp_path / "r")
+    found = load(write(tmp_path, datasets=datasets, protocols=protocols, storage=storage))
+    for folder in ("train", "val", "other"):
+        (tmp_path / folder).mkdir()
+    assert resolve.lost_shards(found) == [], "nothing is finished"
+    features = resolve.features_file(found, "mae_tiny", "mine", "dogs")
+    for made in (found.folder("mae_tiny") / "run.json", features):
+        made.parent.mkdir(parents=True)
+        made.touch()
+    assert resolve.lost_shards(found) == [("mine", name) for name in ("train", "val", "dogs")]
+    index = found.shards("mine", "train") / "index.json"
+    index.parent.mkdir(parents=True)
+    index.touch()
+    assert resolve.lost_shards(found) == [("mine", "val"), ("mine", "dogs")]
+    (tmp_path / "val").rmdir()
+    assert resolve.lost_shards(found) == [], "there is nothing to shard"
+
+
 @pytest.mark.parametrize(
     "module", ["maect.experiment", "maect.cli", "maect.recipes", "maect.launch"]
 )

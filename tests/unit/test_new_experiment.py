@@ -405,6 +405,8 @@ def test_images_that_sharding_would_refuse_are_named(own, tmp_path, what):
     text = new_experiment(own, tmp_path / "mine.yaml", skip_unreadable=True)
     assert "skip_unreadable: true" in text
     assert "# 1 of 110 images looked at cannot be read: left out.\n" in text
+    assert "# 110 of 220 images were opened: sharding opens all, and names those" in text
+    assert "# Up to 198 images to train on" in text
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,19 @@ import json
 
 from parsed_workflow import parsed
 
+from maect.tools.dry_run import TARGETS
+
 
 def test_every_rule_with_a_command_has_a_log_and_a_benchmark() -> None:
     rules = {name: rule for name, rule in parsed()["rules"].items() if rule["command"]}
     assert {"pretrain", "features", "table"} <= set(rules)
     for name, rule in rules.items():
         assert rule["log"] and rule["benchmark"], name
+
+
+def test_targets_that_may_be_asked_for_by_name() -> None:
+    rules = parsed()["rules"].items()
+    assert {name for name, rule in rules if rule["target"]} == {*TARGETS}
 
 
 def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:

@@ -132,6 +132,17 @@ def shard_index(dataset, split):
     return str(experiment.shards(dataset, split) / "index.json")
 
 
+# Snakemake does not miss what lies between images and results that are there: targets name it.
+LOST = resolve.lost_shards(experiment)
+LOST_SHARDS = [shard_index(*split) for split in LOST]
+if workflow.is_main_process:
+    for dataset, split in LOST:
+        print(
+            f"maect: the shards of {dataset} {split} are gone: they are made again",
+            file=sys.stderr,
+        )
+
+
 def split_of(wildcards):
     return experiment.datasets[wildcards.dataset].splits[wildcards.split]
 

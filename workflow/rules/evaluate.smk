@@ -63,6 +63,7 @@ for protocol in PROTOCOLS.values():
 
 rule evaluations:
     input:
+        LOST_SHARDS,
         [
             f"{ROOT}/evaluations/{run}/{name}.json"
             for run, name in experiment.evaluations

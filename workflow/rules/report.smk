@@ -146,12 +146,14 @@ rule summary:
 
 rule tables:
     input:
+        LOST_SHARDS,
         expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
     localrule: True
 
 
 rule figures:
     input:
+        LOST_SHARDS,
         expand(f"{ROOT}/figures/{{figure}}.png", figure=FIGURES),
     localrule: True
 
@@ -159,7 +161,7 @@ rule figures:
 rule report_html:
     input:
         expand(f"{ROOT}/tables/{{table}}.html", table=TABLES),
-        rules.figures.input,
+        expand(f"{ROOT}/figures/{{figure}}.png", figure=FIGURES),
         rules.claims.output if COMPARES else [],
         rules.images.output if resolve.explored(experiment) else [],
         rules.summary.output,

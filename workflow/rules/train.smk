@@ -64,6 +64,7 @@ for stage in filter(lambda stage: not stage.trains, STAGES.values()):
 
 rule encoders:
     input:
+        LOST_SHARDS,
         expand(
             f"{RUN}/encoder.safetensors",
             run=[name for name, run in experiment.runs.items() if not run.scored_by],

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import read_mapping, write_text
 from maect.data.sources import Entry, ImageSource, open_source
 from maect.data.sources.archives import Archive
@@ -60,11 +60,17 @@ def changes_since(out: Path) -> str | None:
     added, gone = sorted(now.keys() - before.keys()), sorted(before.keys() - now.keys())
     edited = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])
     kinds = {"added": added, "removed": gone, "changed": edited}
-    told = [f"{len(names)} {how} ({names[0]} …)" for how, names in kinds.items() if names]
+    told = [
+        f"{counted(len(names), 'file')} {how} ({names[0]}{' …' if len(names) > 1 else ''})"
+        for how, names in kinds.items()
+        if names
+    ]
     if not told:
         return None
-    lists = "the lists of a split have to name new ones; " if "unlisted" in plan else ""
+    named = plan.get("only", "that of a split")
+    lists = f"new ones count once a list such as {named} names them; "
+    lists = lists if added and "unlisted" in plan else ""
     return (
-        f"{plan['source']}: since it was sharded, files were {', '.join(told)}; the shards are as "
-        f"they were; {lists}to shard again: rm -r {shlex.quote(str(out))}"
+        f"{plan['source']}: {', '.join(told)} since it was sharded; the shards are as they were; "
+        f"{lists}the same command shards again after: rm -r {shlex.quote(str(out))}"
     )

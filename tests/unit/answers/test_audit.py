@@ -95,6 +95,9 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
     for folder in (own, tmp_path / "other/shards/theirs/train"):
         write_record(folder / "asked.json", {"images": "/birds"})
     assert len(audit(open_splits(tmp_path / "r/runs/ct"))) == 2
+    shutil.rmtree(tmp_path / "r/shards/mine/val")
+    with pytest.raises(UserError, match=r"the shards of mine-val are not in .*/shards; maect run"):
+        open_splits(tmp_path / "r/runs/ct")
     (tmp_path / "r/features/ct/mine-val.safetensors").unlink()
     with pytest.raises(
         UserError, match=r"features of train split alone.* make others: maect features"

@@ -308,6 +308,9 @@ def test_unreadable_images_can_be_left_out(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"only\.txt: 'c1/gone\.jpg' is not in the source"):
         shard(source, out, "folder", 2, only=tmp_path / "only.txt")
+    (tmp_path / "listed.txt").write_text("c0/001.jpg\nc0/002.jpg\n")
+    with pytest.raises(UserError, match=r"and their names from .*/listed\.txt, and have"):
+        shard(source, tmp_path / "refused", "folder", 1, only=tmp_path / "listed.txt")
     how = {"only": tmp_path / "only.txt", "skip_unreadable": True}
     assert shard(source, out, "folder", 2, **how) == 20
     index = open_index(out)

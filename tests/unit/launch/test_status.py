@@ -67,7 +67,7 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
     (root / "evaluations" / "mae_tiny" / "knn.json").write_text("{}")
     head, lines = status(root)
     count = len(load("digits").runs)
-    assert f"{count} runs: {count} not started; 1 evaluations done" in head
+    assert f"{count} runs: {count} not started; 1 evaluation done" in head
     assert len(lines) == count
     assert any((line.name, line.stage) == ("ct_min_tiny", "tune") for line in lines)
 
