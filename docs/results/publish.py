@@ -192,7 +192,7 @@ def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
         parts.append("## Figures")
         for figure in drawn:
             entry = FIGURES[figure]
-            parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.caption}")
+            parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.about(True)}")
     machine = read_json(folder / "machine.json")
     parts += [
         "## Runs",

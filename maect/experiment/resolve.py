@@ -216,8 +216,11 @@ def summary_config(experiment: Experiment) -> SummaryConfig:
     if own and not experiment.spec.compare_with_paper:
         given["run"] = experiment.folder(own[-1])
         given["images"] = experiment.images(experiment.default_dataset, "train")
+    classifies = "run" in given and (own[-1], "linear_probe") in experiment.evaluations
     description = experiment.spec.description
-    return SummaryConfig(name=experiment.name, description=description, **given)
+    return SummaryConfig(
+        name=experiment.name, description=description, classifies=classifies, **given
+    )
 
 
 def read_by_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]:

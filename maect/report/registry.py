@@ -76,7 +76,9 @@ class SummaryConfig(SettingsFile):
     images: LocalPath | None = None
     """who has them here,"""
     explored: LocalPath | None = None
-    """and what the protocol `explore` left of it."""
+    """what the protocol `explore` left of it,"""
+    classifies: bool = later(False)
+    """and whether it has a linear probe, which names classes."""
 
 
 class ImagesConfig(SettingsFile):
@@ -144,6 +146,8 @@ class Table:
     metrics: tuple[Metric, ...]
     caption: str
     """What the report says of it."""
+    compared: str = ""
+    """What it adds where the paper is compared with; empty: where it is in the paper."""
     evaluations: Mapping[str, str] = field(default_factory=dict)
     """Rows (by method) that are evaluated by another evaluation than their column's."""
     details: tuple[Detail, ...] = ()
@@ -186,11 +190,14 @@ class Table:
         """Whether it also reads the records of all runs behind its rows."""
         return bool(self.details)
 
-    @property
-    def label(self) -> dict[str, str]:
-        """How the report lists it."""
+    def label(self, compare: bool) -> dict[str, str]:
+        """How the report lists it, `compare`: beside the paper's."""
         beyond = f"Tables beyond the paper: {self.title}"  # sorted behind `Table 21`
-        return {"table": _label(self.title, self.paper) or beyond}
+        return {"table": (_label(self.title, self.paper) or beyond) if compare else self.title}
+
+    def about(self, compare: bool) -> str:
+        """What the report says of it, `compare`: beside the paper's."""
+        return _about(self.caption, self.compared, self.paper if compare else "")
 
 
 @dataclass(frozen=True)
@@ -204,6 +211,8 @@ class Figure:
     """`MODULE:FUNCTION` of `maect.report.figures`: a `ShownConfig` to a matplotlib figure."""
     caption: str
     """What the report says of it."""
+    compared: str = ""
+    """What it adds where the paper is compared with; empty: where it is in the paper."""
     needs: tuple[str, ...] = ()
     """The evaluations that it shows: it can be drawn of rows that have one of them,"""
     besides: tuple[str, ...] = ()
@@ -222,11 +231,14 @@ class Figure:
         """Every evaluation that a row reads."""
         return (*self.needs, *self.besides)
 
-    @property
-    def label(self) -> dict[str, str]:
-        """How the report lists it."""
+    def label(self, compare: bool) -> dict[str, str]:
+        """How the report lists it, `compare`: beside the paper's."""
         beyond = f"{self.title} (not in the paper)"
-        return {"figure": _label(self.title, self.paper) or beyond}
+        return {"figure": (_label(self.title, self.paper) or beyond) if compare else self.title}
+
+    def about(self, compare: bool) -> str:
+        """What the report says of it, `compare`: beside the paper's."""
+        return _about(self.caption, self.compared, self.paper if compare else "")
 
 
 def can_show(
@@ -263,6 +275,15 @@ def _label(title: str, paper: str) -> str:
     kind, _, number = paper.partition(" ")
     # A space sorts before a digit.
     return f"{kind} {number:>2}: {title}" if number.isdecimal() else ""
+
+
+def _about(caption: str, compared: str, paper: str) -> str:
+    """A caption, and what is compared with; `paper`: where that is, empty for nothing."""
+    if not paper:
+        return caption
+    number = paper.partition(" ")[2]
+    where = paper.lower() if number.isdecimal() else paper
+    return f"{caption} {compared or f'Paper: {where}.'}"
 
 
 _SCORES = {"accuracy": "ACC", "nmi": "NMI", "ami": "AMI", "ari": "ARI"}
@@ -321,16 +342,18 @@ TABLES: dict[str, Table] = {
         "Table 1",
         (*_LOW_SHOT, *_FEATURES),
         caption=(
-            "Low-shot classification with 1, 2 and 5 labels a class (logistic regression on "
-            "frozen features, mean of the label subsets) and with 1 % and 10 % of the labels "
-            "(fine-tuning), and evaluations of the frozen features with all labels. k-NN is given "
-            "for the features as they are and standardised with the training set's mean and "
-            "standard deviation: the paper does not say which it used, its code standardises. Of "
-            "other methods' checkpoints it is the best over k, and the linear probe the best of "
-            "several forms, as the paper reports them. The paper's row MAE is in part that of the "
-            "public weights (probe of ViT-B; probe and k-NN of ViT-L): these numbers stand beside "
-            "those, not beside the MAE trained here. Fine-tuning is scored at its best epoch on "
-            "the test split, as by the authors. Paper: table 1."
+            "Low-shot classification with 1, 2 and 5 labels a class (logistic regression on frozen "
+            "features, mean of the label subsets) and with 1 % and 10 % of the labels "
+            "(fine-tuning, at its best epoch on the test split), and evaluations of the frozen "
+            "features with all labels. k-NN is given for the features as they are and standardised "
+            "with the training set's mean and standard deviation."
+        ),
+        compared=(
+            "Which k-NN the paper used, it does not say; its code standardises. Of other methods' "
+            "checkpoints it is the best over k, and the linear probe the best of several forms, as "
+            "the paper reports them. The paper's row MAE is in part that of the public weights "
+            "(probe of ViT-B; probe and k-NN of ViT-L): these numbers stand beside those, not "
+            "beside the MAE trained here. Fine-tuning is scored as by the authors. Paper: table 1."
         ),
         of_public={"base": ("linear_probe",), "large": ("linear_probe", "knn")},
     ),
@@ -344,8 +367,7 @@ TABLES: dict[str, Table] = {
         caption=(
             "Accuracy of mini-batch k-means on the standardised features of the evaluation split, "
             "with as many clusters as classes, for the run of lowest inertia; and the silhouette "
-            "score of the true classes (from -100 to 100; below 0 the classes overlap). Paper: "
-            "table 2."
+            "score of the true classes (from -100 to 100; below 0 the classes overlap)."
         ),
     ),
     "ablation": Table(
@@ -355,7 +377,7 @@ TABLES: dict[str, Table] = {
         caption=(
             "What each component of contrastive tuning is worth: with masked inputs, with a head "
             "that was not trained first, with the sample's own second view in place of its "
-            "neighbour. ViT-L/16, k = 1. Paper: table 3."
+            "neighbour. ViT-L/16, k = 1."
         ),
     ),
     "combined": Table(
@@ -365,7 +387,7 @@ TABLES: dict[str, Table] = {
         caption=(
             "MAE and NNCLR trained together, without and with contrastive tuning afterwards, "
             "against one after the other. ViT-L/16, k = 1. The paper's row MAE is that of the "
-            "public weights. Paper: table 4."
+            "public weights."
         ),
         of_public={"large": ("linear_probe", "knn")},
     ),
@@ -385,7 +407,7 @@ TABLES: dict[str, Table] = {
             "The linear probe, trained on ImageNet, on four shifted test sets, for several k of "
             "the top-k lookup. V2 is the threshold-0.7 variant, whose difficulty fits the paper's "
             "numbers; the paper does not name its variant. ViT-L/16. Other test sets are columns "
-            "under their own names. Paper: table 5."
+            "under their own names."
         ),
         others=r"(?P<set>(?!imagenet_)\w+)",
     ),
@@ -395,7 +417,7 @@ TABLES: dict[str, Table] = {
         _FEATURES,
         caption=(
             "MAE as published and as trained here (800 epochs of two views), and each after "
-            "contrastive tuning. ViT-L/16, k = 1. Paper: table 6."
+            "contrastive tuning. ViT-L/16, k = 1."
         ),
     ),
     "sensitivity": Table(
@@ -404,8 +426,7 @@ TABLES: dict[str, Table] = {
         tuple(replace(metric, digits=2) for metric in _FEATURES),
         caption=(
             "One hyper-parameter changed at a time, from 20 epochs, 12 trainable blocks, encoder "
-            "EMA 0.9999, temperature 0.2, k = 1 and projector EMA 0.99. ViT-L/16. Paper: table "
-            "11."
+            "EMA 0.9999, temperature 0.2, k = 1 and projector EMA 0.99. ViT-L/16."
         ),
     ),
     "concat_probe": Table(
@@ -419,8 +440,8 @@ TABLES: dict[str, Table] = {
             Metric("concat_cls_mean", "CLS and mean", "linear_probe_concat"),
         ),
         caption=(
-            "Linear probing on the concatenated CLS tokens of the last blocks, and on CLS and "
-            "mean of the patch tokens of the last. Paper: table 12."
+            "Linear probing on the concatenated CLS tokens of the last blocks, and on CLS and mean "
+            "of the patch tokens of the last."
         ),
     ),
     "fine_tune": Table(
@@ -434,7 +455,7 @@ TABLES: dict[str, Table] = {
         ),
         caption=(
             "Fine-tuning of the whole encoder with all labels, at each training's best epoch on "
-            "the test split, as the authors score it, and after its last. Paper: table 13."
+            "the test split, as the authors score it, and after its last."
         ),
     ),
     "huge14": Table(
@@ -444,7 +465,7 @@ TABLES: dict[str, Table] = {
         caption=(
             "ViT-H with patches of 16 and of 14 pixels. MAE with 14, from which the tuned ones "
             "begin, is the published one. Fine-tuning is scored at its best epoch on the test "
-            "split. Paper: table 14."
+            "split."
         ),
     ),
     "effective_invariance": Table(
@@ -456,7 +477,7 @@ TABLES: dict[str, Table] = {
         ),
         caption=(
             "Effective invariance, from 0 (no prediction survives the change of the image) to 1, "
-            "to rotations and to changes of colour. Paper: table 15."
+            "to rotations and to changes of colour."
         ),
     ),
     "oracle": Table(
@@ -466,8 +487,7 @@ TABLES: dict[str, Table] = {
         caption=(
             "Linear probing after tuning with an oracle, whose neighbours are always of the same "
             "class, against fine-tuning with more and more augmentation and regularisation: every "
-            "line adds to the one above, each at its best epoch on the test split. ViT-L/16. "
-            "Paper: table 16."
+            "line adds to the one above, each at its best epoch on the test split. ViT-L/16."
         ),
         evaluations={
             "crop_flip": "fine_tune_crop_flip",
@@ -486,7 +506,7 @@ TABLES: dict[str, Table] = {
             "Linear probing and k-NN beside published models: epochs (of pre-training; of tuning), "
             "global and local views and passes of a teacher for each image, and the share of "
             "patches left out. * I-JEPA sees one context block and four target blocks, which "
-            "overlap. † iBOT masks every other time, between 10 and 50 %. Paper: table 17."
+            "overlap. † iBOT masks every other time, between 10 and 50 %."
         ),
         details=(
             Detail("epochs", "Epochs"),
@@ -501,7 +521,7 @@ TABLES: dict[str, Table] = {
         _clustering(),
         caption=(
             "Cluster accuracy, normalised and adjusted mutual information and adjusted Rand index "
-            "of k-means, for the run of lowest inertia. Paper: table 18."
+            "of k-means, for the run of lowest inertia."
         ),
     ),
     "clustering_mean": Table(
@@ -510,18 +530,19 @@ TABLES: dict[str, Table] = {
         (*_clustering(suffix="_mean"), _deviation()),
         caption=(
             "The same measures, as the mean over all runs of k-means, and the standard deviation "
-            "of the accuracy over them: 0.2 to 0.7 in the paper. Paper: table 19."
+            "of the accuracy over them."
         ),
+        compared="The deviation is 0.2 to 0.7 in the paper. Paper: table 19.",
     ),
     "dogs15_best": Table(
         "Clustering of Dogs15, the run with the lowest inertia",
         "Table 20",
         _clustering("dogs15_"),
         caption=(
-            "Clustering of some of the classes, for the run of lowest inertia: in the paper the "
-            "15 dog breeds of ImageNet-Dogs15; another subset is named in its columns. Paper: "
-            "table 20."
+            "Clustering of some of the classes, for the run of lowest inertia; the subset is named "
+            "in its columns."
         ),
+        compared="Where none is named, it is ImageNet-Dogs15, 15 breeds of dogs. Paper: table 20.",
         others=_SUBSET,
         other_title="Clustering of some of the classes, the run with the lowest inertia",
     ),
@@ -530,10 +551,12 @@ TABLES: dict[str, Table] = {
         "Table 21",
         (*_clustering("dogs15_", "_mean"), _deviation("dogs15_")),
         caption=(
-            "Clustering of some of the classes, as the mean over all runs of k-means: in the "
-            "paper the 15 dog breeds of ImageNet-Dogs15; another subset is named in its columns. "
-            "The standard deviation of the accuracy over the runs is 0.6 to 4.3 in the paper. "
-            "Paper: table 21."
+            "Clustering of some of the classes, as the mean over all runs of k-means; the subset "
+            "is named in its columns. The deviation is that of the accuracy over the runs."
+        ),
+        compared=(
+            "Where no subset is named, it is the 15 dog breeds of ImageNet-Dogs15, for which the "
+            "deviation is 0.6 to 4.3 in the paper. Paper: table 21."
         ),
         others=rf"{_SUBSET}_(?P<form>mean|(?<=accuracy_)std)",
         other_title="Clustering of some of the classes, mean of runs",
@@ -544,9 +567,12 @@ TABLES: dict[str, Table] = {
         (_PROBE, Metric("efficient_probe", "Efficient probing", "efficient_probe"), *_KNN[:1]),
         caption=(
             "Attentive probing of the patch tokens beside linear probing: what a masked "
-            "autoencoder knows is in its patches, where a probe of one token misses it. The "
-            "numbers to compare with are those of Psomas et al. 2026 for the public MAE, by their "
-            "own linear probe and k-NN; the paper of MAE-CT has none. Paper: Psomas et al. 2026."
+            "autoencoder knows is in its patches, where a probe of one token misses it."
+        ),
+        compared=(
+            "The numbers to compare with are those of Psomas et al. 2026 for the public MAE, by "
+            "their own linear probe and k-NN; the paper of MAE-CT has none. Paper: Psomas et al. "
+            "2026."
         ),
     ),
     # Figures only, in the paper; as tables for the claims.
@@ -566,8 +592,9 @@ TABLES: dict[str, Table] = {
             "each model, beside its linear probing accuracy: the numbers behind figure 2. And what "
             "the text says of cost: by how much fused attention speeds up pre-training, what Layer "
             "Grafting takes after MAE against head initialisation and tuning, and how much of the "
-            "batch of tuning fits on one device. Paper: figure 2, sections 2 and 4.4, appendix A.1."
+            "batch of tuning fits on one device."
         ),
+        compared="Paper: figure 2, sections 2 and 4.4, appendix A.1.",
         printed="extended",
         all_of_paper=True,
     ),
@@ -575,10 +602,7 @@ TABLES: dict[str, Table] = {
         "Nearest neighbours of the query's class",
         "Figure 11",
         (Metric("query_precision", "Neighbours of the class, %", "retrieval"),),
-        caption=(
-            "Percent of the nearest neighbours of the images in figure 11 that are of the same "
-            "class. Paper: figure 11."
-        ),
+        caption="Percent of the nearest neighbours of the query images that are of the same class.",
     ),
     "color_histogram": Table(
         "Error of predicting the colour histogram",
@@ -588,11 +612,11 @@ TABLES: dict[str, Table] = {
             Metric("error_mean", "Mean of blocks", "color_histogram"),
         ),
         caption=(
-            "Error of a linear probe that predicts an image's colour histogram from the CLS "
-            "token, after the last block and as the mean over blocks, in percent of the error of "
-            "a uniform prediction. The numbers behind figure 5, which the paper does not print. "
-            "Paper: figure 5."
+            "Error of a linear probe that predicts an image's colour histogram from the CLS token, "
+            "after the last block and as the mean over blocks, in percent of the error of a "
+            "uniform prediction."
         ),
+        compared="The numbers behind figure 5, which the paper does not print. Paper: figure 5.",
     ),
 }
 
@@ -604,7 +628,7 @@ FIGURES: dict[str, Figure] = {
         caption=(
             "UMAP embeddings of all classes before and after contrastive tuning: coarse groups "
             "come apart into classes. Colours are groups of classes, where the dataset has any "
-            "(for ImageNet by WordNet). Paper: figure 1."
+            "(for ImageNet by WordNet)."
         ),
         needs=("umap_all", "umap"),  # where `umap` shows some classes only, there is one of all
         besides=("clustering",),
@@ -618,7 +642,7 @@ FIGURES: dict[str, Figure] = {
         caption=(
             "Linear probing accuracy against the device hours of all training behind a model: by a "
             "short benchmark, extrapolated to the epochs of each model, as in the paper, and as "
-            "recorded where a model was trained here. Paper: figure 2."
+            "recorded where a model was trained here."
         ),
         needs=(_PROBE.evaluation, *_PROBE.instead),
         besides=("throughput",),
@@ -632,7 +656,7 @@ FIGURES: dict[str, Figure] = {
         "lines:label_efficiency",
         caption=(
             "Fine-tuning accuracy with 1 %, 10 % and all labels, each training at its best epoch "
-            "on the test split. Paper: figure 3."
+            "on the test split."
         ),
         needs=(
             *(
@@ -656,8 +680,7 @@ FIGURES: dict[str, Figure] = {
         caption=(
             "Error of a linear probe that predicts an image's colour histogram from the CLS token "
             "after each block, in percent of the error of a uniform prediction. A lower error "
-            "means that more of the colours is kept: a sign of shortcut features. Paper: figure "
-            "5."
+            "means that more of the colours is kept: a sign of shortcut features."
         ),
         needs=("color_histogram",),
     ),
@@ -669,8 +692,9 @@ FIGURES: dict[str, Figure] = {
             "UMAP embeddings of the evaluation split's features, coloured by true class, with the "
             "accuracy of k-means on the features themselves (not on the picture). Distances "
             "between groups and their sizes mean little in such an embedding; whether a class is "
-            "one group, does. Paper: figures 6 and 8."
+            "one group, does."
         ),
+        compared="Paper: figures 6 and 8.",
         needs=("umap",),
         besides=("clustering",),
         names_classes=True,
@@ -680,8 +704,8 @@ FIGURES: dict[str, Figure] = {
         "Figure 9",
         "grids:confusion",
         caption=(
-            "Clusters of k-means (columns, matched to the classes one to one) against true "
-            "classes (rows), in percent of the class. Paper: figure 9."
+            "Clusters of k-means (columns, matched to the classes one to one) against true classes "
+            "(rows), in percent of the class."
         ),
         needs=("clustering",),
         names_classes=True,
@@ -692,8 +716,9 @@ FIGURES: dict[str, Figure] = {
         "grids:cluster_retrieval",
         caption=(
             "The images nearest to each cluster's centre, one row a cluster. A frame marks images "
-            "that are not of the class that the cluster was matched to. Paper: figures 7 and 10."
+            "that are not of the class that the cluster was matched to."
         ),
+        compared="Paper: figures 7 and 10.",
         needs=("retrieval",),
         names_classes=True,
     ),
@@ -703,7 +728,7 @@ FIGURES: dict[str, Figure] = {
         "grids:neighbor_retrieval",
         caption=(
             "The nearest neighbours of an image (first column) by cosine similarity, one row a "
-            "model. A frame marks images of another class. Paper: figure 11."
+            "model. A frame marks images of another class."
         ),
         needs=("retrieval",),
         names_classes=True,
@@ -742,8 +767,8 @@ FIGURES: dict[str, Figure] = {
         "",
         "lines:knn_compute",
         caption=(
-            "k-NN accuracy against the operations of all training behind a model, counted from "
-            "its settings. Markers: on the test images, with the deviation over seeds. Lines: on a "
+            "k-NN accuracy against the operations of all training behind a model, counted from its "
+            "settings. Markers: on the test images, with the deviation over seeds. Lines: on a "
             "part of the training images, while the first seed was trained; with fewer images to "
             "compare with they lie lower."
         ),

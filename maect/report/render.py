@@ -126,12 +126,16 @@ def columns_shown(frame: pd.DataFrame, table: Table) -> list[Metric]:
 
 
 def printed(
-    frame: pd.DataFrame, name: str, rows: Sequence[Row] = (), evaluations: Path = Path()
+    frame: pd.DataFrame,
+    name: str,
+    rows: Sequence[Row] = (),
+    evaluations: Path = Path(),
+    compare: bool = True,
 ) -> Printed:
     """A table as text.
 
     With the rows it was built from it also has every result behind it, and each number leads to its
-    own.
+    own. With `compare` it says where it is in the paper.
 
     Raises:
         UserError: unknown table, or a result or completion record that cannot be read.
@@ -155,7 +159,7 @@ def printed(
     stand_ins = metrics and not any(metric in table.metrics for metric in metrics)
     return Printed(
         title=table.other_title if stand_ins and table.other_title else table.title,
-        paper=table.paper,
+        paper=table.paper if compare else "",
         legend=_legend(metrics, frame),
         columns=[*(detail.title for detail in details), *(metric.title for metric in metrics)],
         lines=[
@@ -284,7 +288,8 @@ def for_terminal(table: Printed) -> Group:
         for number, line in enumerate(lines):
             first = "" if number else architecture
             grid.add_row(*map(Text, (first, line.method, *map(str, line.cells))))
-    return Group(Text(f"{table.title} (paper: {table.paper})"), Text(table.legend), grid)
+    where = f" (paper: {table.paper})" if table.paper else ""
+    return Group(Text(table.title + where), Text(table.legend), grid)
 
 
 def make_table(path: Path) -> None:
@@ -294,7 +299,8 @@ def make_table(path: Path) -> None:
         config.name, config.rows, config.evaluations, config.compare_with_paper, config.runs
     )
     write_table(frame, path.with_suffix(".csv"))
-    text = printed(frame, config.name, config.rows, config.evaluations)
+    asked = config.rows, config.evaluations, config.compare_with_paper
+    text = printed(frame, config.name, *asked)
     for form in ("md", "tex", "html"):
         write_text(path.with_suffix(f".{form}"), render(text, form))
 
@@ -307,7 +313,9 @@ def show(root: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 1000)
     for path in sorted(root.glob("tables/*.csv")):
         print(path)
-        console.print(for_terminal(printed(read_table(path), path.stem)))
+        told = path.with_suffix(".yaml")
+        compare = not told.exists() or ShownConfig.read(told).compare_with_paper
+        console.print(for_terminal(printed(read_table(path), path.stem, compare=compare)))
     for path in [*sorted(root.glob("figures/*.png")), root / "report.html"]:
         if path.exists():
             print(path)

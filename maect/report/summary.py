@@ -77,7 +77,7 @@ def next_steps(config: SummaryConfig) -> list[tuple[str, str]]:
         return []
     run, images = (shlex.quote(str(path)) for path in (config.run, config.images))
     name = config.name
-    return [
+    steps = [
         (
             "Vectors of these or any other images, as a table",
             f"maect embed {run} {images} --out {name}.parquet",
@@ -87,6 +87,18 @@ def next_steps(config: SummaryConfig) -> list[tuple[str, str]]:
             f"maect cluster {name}.parquet --out {name}-clusters",
         ),
         ("What looks like an image", f"maect search {run} {name}.parquet IMAGE"),
+    ]
+    if config.explored is not None:  # so there are features of what it compares
+        steps.append(("Images that are there twice, or nearly", f"maect audit {run}"))
+    if config.classifies:
+        steps.append(
+            (
+                "Classes of these or any other images, by the linear probe",
+                f"maect predict {run} {images} --out {name}-classes.csv",
+            )
+        )
+    return [
+        *steps,
         (
             "The encoder for timm, transformers and the Hugging Face hub",
             f"maect export {run} {name}-encoder",

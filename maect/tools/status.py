@@ -21,10 +21,10 @@ WIDTH = 100
 BAR = 10
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
 TITLES = (
-    "run", "stage", "state", "progress", "images/s", "left", "loss", "k-NN", "useful", "job"
+    "run", "stage", "state", "progress", "images/s", "left", "loss", "look k-NN", "useful", "job"
 )  # fmt: skip
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow"}
-RIGHT = {"images/s", "left", "loss", "k-NN", "useful"}
+RIGHT = {"images/s", "left", "loss", "look k-NN", "useful"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Status:
         state: done, running, waiting (in the queue), starting, stopped (by a person, or saved and
             returned), interrupted (its job is gone), failed, not started, unknown.
         part: of its steps that is done, or None.
-        knn: accuracy in percent at the last look at its encoder, or None.
+        knn: accuracy in percent on training images at the last look at its encoder, or None.
         useful: part of the device time held so far that led to steps that are kept, or None.
         note: the cluster's reason, or what went wrong.
     """
@@ -105,6 +105,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
     ready = len(list(root.glob("evaluations/*/*.json")))
     more = f"; {counted(ready, 'evaluation')} done" if ready or jobs else ""
+    more += "; look k-NN: on training images" if any(line.knn is not None for line in lines) else ""
     return f"{root}: {counted(len(lines), 'run')}: {total}{more}", [*lines, *jobs]
 
 
@@ -188,9 +189,9 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
 
 
 def shown_titles(lines: list[Status]) -> list[str]:
-    """All but k-NN where no encoder was looked at, and useful where no run says it."""
+    """All but look k-NN where no encoder was looked at, and useful where no run says it."""
     known = {
-        "k-NN": any(line.knn is not None for line in lines),
+        "look k-NN": any(line.knn is not None for line in lines),
         "useful": any(line.useful is not None for line in lines),
     }
     return [title for title in TITLES if known.get(title, True)]

@@ -238,7 +238,11 @@ def test_the_report_in_a_browser(report: Path, tmp_path: Path, dark: bool, width
         # The map of images works within the report: a page of up to 2 MB does.
         pages = show(browser, "1 Summary")
         assert pages == ["Claims", "Images", "Summary"]
-        browser.script(SHOW, 1)
+        # It is listed, and the first page leads to it.
+        browser.script("app.setView({content: 'rulegraph'})")
+        browser.wait_for("return document.querySelector('.prose a[onclick]') !== null")
+        browser.screenshot(tmp_path / "first.png")
+        browser.script("document.querySelector('.prose a[onclick]').click()")
         browser.wait_for("return document.querySelector('iframe') !== null")
         browser.frame("iframe")
         look_through(browser, "ct_min_tiny")
@@ -269,7 +273,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     make_images(root / "images.yaml")
     summary = {"run": root / "runs/ct_min", "images": root / "my birds", "explored": explored}
-    SummaryConfig(name="birds", **summary).write(root / "summary.yaml")
+    SummaryConfig(name="birds", classifies=True, **summary).write(root / "summary.yaml")
     make_summary(root / "summary.yaml")
     photos = root / "photos"
     photos.mkdir()
@@ -293,7 +297,7 @@ def test_pages_of_somebodys_own_images(own: Path, dark: bool, width: int) -> Non
             assert (back == "rgb(18, 22, 28)") == dark
             text = browser.script("return document.body.textContent").lower()
             assert "paper" not in text and "claim" not in text
-            assert browser.script("return document.querySelectorAll('[onclick]').length") == 0
+            assert browser.script("return document.querySelectorAll('b[onclick]').length") == 0
             images = "return [...document.images].filter(i => !i.hidden).map(i => i.naturalWidth)"
             shown = browser.script(images)
             if page == "images.html":
@@ -303,6 +307,9 @@ def test_pages_of_somebodys_own_images(own: Path, dark: bool, width: int) -> Non
             elif page == "summary.html":
                 assert shown == [32] * 4 * 8
                 assert "maect embed" in text and "my birds' --out birds.parquet" in text
+                assert "maect audit" in text and "my birds' --out birds-classes.csv" in text
+                browser.script("document.querySelector('a').click()")
+                browser.wait_for("return document.body.dataset.ready === 'yes'")
             else:
                 assert shown == [40] * 8 and NASTY.replace("/", "").lower() in text
             assert browser.errors() == []

@@ -1,4 +1,5 @@
 TABLES, FIGURES = resolve.tables(experiment), resolve.figures(experiment)
+COMPARE = experiment.spec.compare_with_paper
 COMPARES = "claims" in resolve.read_by_summary(experiment)
 
 
@@ -13,7 +14,7 @@ rule table:
             f"{ROOT}/tables/{{table}}.html",
             caption="../report/table.rst",
             category="2 Tables",
-            labels=lambda w: registry.TABLES[w.table].label,
+            labels=lambda w: registry.TABLES[w.table].label(COMPARE),
         ),
     log:
         f"{LOGS}/tables/{{table}}.log",
@@ -27,7 +28,8 @@ rule table:
     params:
         config=f"{ROOT}/tables/{{table}}.yaml",
         digest=lambda w: resolve.shown_config(experiment, w.table, figure=False).digest,
-        caption=lambda w: registry.TABLES[w.table].caption,
+        caption=lambda w: registry.TABLES[w.table].about(COMPARE),
+        compare=COMPARE,
     message:
         "Table {wildcards.table}"
     shell:
@@ -42,8 +44,8 @@ rule figure:
         report(
             f"{ROOT}/figures/{{figure}}.png",
             caption="../report/figure.rst",
-            category="3 Figures",
-            labels=lambda w: registry.FIGURES[w.figure].label,
+            category=f"{2 + bool(TABLES)} Figures",
+            labels=lambda w: registry.FIGURES[w.figure].label(COMPARE),
         ),
     log:
         f"{LOGS}/figures/{{figure}}.log",
@@ -57,7 +59,7 @@ rule figure:
     params:
         config=f"{ROOT}/figures/{{figure}}.yaml",
         digest=lambda w: resolve.shown_config(experiment, w.figure, figure=True).digest,
-        caption=lambda w: registry.FIGURES[w.figure].caption,
+        caption=lambda w: registry.FIGURES[w.figure].about(COMPARE),
     message:
         "Figure {wildcards.figure}"
     shell:

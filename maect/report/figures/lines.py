@@ -1,6 +1,7 @@
 """Accuracy against cost and labels, error by block (paper, figures 2, 3 and 5), training curves."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from maect.core.errors import UserError
-from maect.report.figures import COLORS, LINES, MARKERS, panels
+from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, panels
 from maect.report.figures.data import (
     finished_runs,
     read_metrics_lines,
@@ -39,7 +40,8 @@ LABELS = {
     "low_shot_10pct": "10 %",
     "fine_tune": "100 %",
 }
-LOOKS = ", k-NN"
+LOOKS = ", look k-NN"
+LETTERS = 13  # an inch of a title, at its size
 POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
 _PAPER = Line2D([], [], color="#777777", marker="o", fillstyle="none", linestyle="", label="paper")
@@ -262,6 +264,14 @@ def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarra
     return values[:, 0], values[:, 1]
 
 
+def shortened(name: str, letters: int) -> str:
+    """A name with its middle left out where it is longer: names of runs differ at their ends."""
+    if len(name) <= letters:
+        return name
+    end = (letters - 1) // 2
+    return f"{name[: letters - 1 - end]}…{name[-end:]}"
+
+
 def training_curves(shown: ShownConfig) -> Figure:
     """Loss over epochs of every run behind the rows, one panel a stage.
 
@@ -295,20 +305,23 @@ def training_curves(shown: ShownConfig) -> Figure:
         raise UserError("training curves: no run to draw")
     columns = min(len(drawn), 3)
     figure, axes = panels(-(-len(drawn) // columns), columns, height=2.5)
+    letters = int(LETTERS * WIDTH / columns)
     for ax in axes[len(drawn) :]:
         ax.remove()
     for position, (ax, (title, runs)) in enumerate(zip(axes, drawn.items(), strict=False)):
         for number, (name, (horizontal, vertical)) in enumerate(runs.items()):
             ax.plot(
-                horizontal, vertical, label=name,
+                horizontal, vertical, label=shortened(name, letters),
                 color=COLORS[number % len(COLORS)], linestyle=LINES[number // len(COLORS) % 4],
+                marker="o" if len(horizontal) == 1 else "",
             )  # fmt: skip
-        ax.set_title(title)
+        words = textwrap.wrap(title, letters)
         ax.set_xlabel("epoch")
         if len(runs) > 1:
             ax.legend()
         else:
-            ax.set_title(f"{title}: {next(iter(runs))}")
+            words.append(shortened(next(iter(runs)), letters))
+        ax.set_title("\n".join(words))
         if title.endswith(LOOKS):
             ax.set_ylabel("accuracy on training images (%)")
         elif position % columns == 0:

@@ -80,8 +80,10 @@ def test_the_last_look_at_an_encoder(tmp_path):
     assert "k-NN" not in columns(status(tmp_path / "experiment")[1])[0]
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"loss": 1.0, "look_knn": 42.25}\n{"loss": 0.5}\n')
-    head, line = columns(status(tmp_path / "experiment")[1])
-    assert "k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
+    about, lines = status(tmp_path / "experiment")
+    assert about.endswith("look k-NN: on training images")
+    head, line = columns(lines)
+    assert "look k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
 
 
 def test_useful_time_and_stragglers(run, tmp_path):

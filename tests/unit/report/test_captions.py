@@ -26,8 +26,8 @@ def rendered(name: str, **names: object) -> str:
     return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
 
 
-def caption(name: str, shown: Table | Figure) -> str:
-    params = SimpleNamespace(caption=shown.caption)
+def caption(name: str, shown: Table | Figure, compare: bool = True) -> str:
+    params = SimpleNamespace(caption=shown.about(compare), compare=compare)
     return rendered(name, snakemake=SimpleNamespace(params=params))
 
 
@@ -35,6 +35,28 @@ def caption(name: str, shown: Table | Figure) -> str:
 def test_every_table_has_a_caption(table):
     text = caption("table.rst", table)
     assert f"Paper: {table.paper}".lower() in text.replace("&nbsp;", " ").lower()
+
+
+def test_nothing_is_said_of_the_paper_beside_other_images():
+    for name in ("low_shot", "clustering", "neighbor_retrieval", "clustering_mean"):
+        text = caption("table.rst", TABLES[name], compare=False) + str(TABLES[name].label(False))
+        assert "paper" not in text.lower() and "Table" not in text
+        assert "several. Empty: not run." in " ".join(text.split())
+    for shown in FIGURES.values():
+        text = caption("figure.rst", shown, compare=False) + str(shown.label(False))
+        assert "Paper:" not in text and "(not in" not in text and "Figure" not in text
+
+
+@pytest.mark.parametrize("kinds", [(), ("figures",), ("tables", "figures")])
+def test_the_first_page_names_what_the_report_has(kinds):
+    files = [SimpleNamespace(path=Path("results/birds", kind, "x.html")) for kind in kinds]
+    own = rendered("workflow.rst", files=files)
+    assert all(
+        (f"<em>{kind.title()}</em>" in own) == (kind in kinds) for kind in ("tables", "figures")
+    )
+    assert "paper" not in own and ("Every number of a table" in own) == ("tables" in kinds)
+    claims = SimpleNamespace(path=Path("results/digits/claims.html"))
+    assert "beside it" in rendered("workflow.rst", files=[*files, claims])
 
 
 def test_figures_claims_and_the_workflow_have_one():
@@ -70,6 +92,7 @@ def test_whoever_has_other_images_reads_what_to_do_and_no_claims(tmp_path):
     text = unescape(summary_page(config))
     assert f"maect embed {tmp_path}/runs/ct_min '{tmp_path}/my birds' --out birds.parquet" in text
     assert "Claims" not in text and "paper" not in text.lower()
+    assert "maect audit" not in text and "maect predict" not in text  # which have nothing to read
 
 
 def test_classes_are_printed_as_a_reader_knows_them():

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from sklearn.datasets import load_digits
 from maect.core.errors import UserError
 from maect.recipes import load_encoder
 from maect.report import registry
-from maect.report.figures import draw
+from maect.report.figures import draw, styled
 from maect.report.figures.data import Node
 from maect.report.figures.embedding import read_points, umap
 from maect.report.figures.grids import WRONG
@@ -186,10 +187,10 @@ def test_every_figure_reads_what_some_table_or_evaluation_leaves():
 def test_the_report_lists_in_the_papers_order():
     """Sorted as text, which is how Snakemake's report does it."""
     tables = [
-        table.label["table"] for name, table in registry.TABLES.items() if name not in FIGURES
+        table.label(True)["table"] for name, table in registry.TABLES.items() if name not in FIGURES
     ]
     assert tables == sorted(tables) and len(set(tables)) == len(tables)
-    figures = [figure.label["figure"] for figure in FIGURES.values()]
+    figures = [figure.label(True)["figure"] for figure in FIGURES.values()]
     assert figures == sorted(figures)
     assert [text.split()[1] for text in figures[:3]] == ["1:", "2:", "3:"]
 
@@ -406,10 +407,32 @@ def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):
     drawn = {ax.get_title(): {line.get_label(): line for line in ax.lines} for ax in figure.axes}
     assert list(drawn["Pre-training"]) == ["mae_tiny", "combined", "detached"]
     assert list(drawn["Pre-training, NNCLR"]) == ["combined", "detached"]
-    assert "Contrastive tuning: ct_tiny" in drawn
+    assert "Contrastive tuning\nct_tiny" in drawn
     # MAE's part beside MAE: sums with another loss are not comparable.
     assert set(drawn["Pre-training"]["detached"].get_ydata()) == {1.0}
     assert set(drawn["Pre-training, NNCLR"]["combined"].get_ydata()) == {5.0}
+
+
+def test_titles_of_panels_do_not_meet(results):
+    runs, long = (
+        results.parent / "runs",
+        "head_min_of_photographs_from_the_north-s1.fine_tune.seed0",
+    )
+    for run, stage in (("mae_tiny", "pretrain"), (long, "head"), ("ct_min_of_photographs", "tune")):
+        (runs / run).mkdir(exist_ok=True)
+        record = {"run": run, "stage": stage, "source": None, "device_hours": 0.5}
+        (runs / run / "run.json").write_text(json.dumps(record))
+        log = [{"epoch": n, "loss": 1.0, "look_knn": 40.0} for n in (1, 2)]
+        (runs / run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in log))
+    rows = [Row("tiny", run, [run]) for run in ("mae_tiny", long, "ct_min_of_photographs")]
+    with styled():
+        figure = training_curves(shown("training_curves", results, rows))
+        figure.canvas.draw()
+        boxes = [ax.title.get_window_extent() for ax in figure.axes]
+    assert len(boxes) == 6 and "…" in figure.axes[1].get_title()
+    for left, right in pairwise(boxes):
+        assert left.x1 < right.x0 or left.y0 > right.y1
+    assert max(box.x1 for box in boxes) <= figure.bbox.x1
 
 
 def test_looks_at_the_encoder_have_a_panel_of_their_own(results):
@@ -420,6 +443,7 @@ def test_looks_at_the_encoder_have_a_panel_of_their_own(results):
     axes = training_curves(shown("training_curves", results)).axes
     assert len(axes) == before + 1 and "accuracy" in axes[-1].get_ylabel()
     assert axes[-1].lines[0].get_xydata().tolist() == [[1, 40]]
+    assert axes[-1].lines[0].get_marker() == "o"  # of one point there is no line
 
 
 def test_wrong_logs_are_named(results, out):
