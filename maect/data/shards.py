@@ -371,8 +371,8 @@ def _named(entries: list[Entry], path: Path | None, skip: bool) -> tuple[set[str
     if gone and not skip:
         more = f", nor are {len(gone) - 1} others of its lines" if len(gone) > 1 else ""
         raise UserError(
-            f"{path}: {gone[0]!r} is not in the source{more}; correct them, or have what is gone "
-            "or unreadable left out (skip_unreadable: true, or --skip-unreadable)"
+            f"{path}: {gone[0]!r} is not in the source{more}; correct the list, or have what is "
+            "gone or unreadable left out (skip_unreadable: true, or --skip-unreadable)"
         )
     return names & there, gone
 

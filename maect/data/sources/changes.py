@@ -67,9 +67,12 @@ def changes_since(out: Path) -> str | None:
     ]
     if not told:
         return None
-    named = plan.get("only", "that of a split")
-    lists = f"new ones count once a list such as {named} names them; "
-    lists = lists if added and "unlisted" in plan else ""
+    lists = ""
+    if "unlisted" in plan and (added or gone):
+        such = f" such as {plan['only']}" if "only" in plan else ""
+        how = ["name new ones"] if added else []
+        how += ["leave out removed ones"] if gone else []
+        lists = f"lists of images{such} have to {' and '.join(how)}; "
     return (
         f"{plan['source']}: {', '.join(told)} since it was sharded; the shards are as they were; "
         f"{lists}the same command shards again after: rm -r {shlex.quote(str(out))}"

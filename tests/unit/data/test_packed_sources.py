@@ -248,6 +248,13 @@ def test_images_that_changed_are_noticed(tmp_path: Path) -> None:
         "1 file changed (c1/002.jpg) since it was sharded",
     ):
         assert part in note
+    assert "lists of images" not in note
+    (tmp_path / "only.txt").write_text("c0/000.jpg\n")
+    shard(own, tmp_path / "listed", "folder", 1, only=tmp_path / "only.txt")
+    (own / "c1/003.jpg").write_bytes((own / "c0/000.jpg").read_bytes())
+    listed = str(changes_since(tmp_path / "listed"))
+    assert f"lists of images such as {tmp_path}/only.txt have to name new ones; the" in listed
+    (own / "c1/003.jpg").unlink()
     subprocess.run(note.partition("shards again after: ")[2], shell=True, check=True)
     assert shard(own, out, "folder", 1) == 6 and changes_since(out) is None
     shutil.move(own, tmp_path / "elsewhere")
