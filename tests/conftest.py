@@ -32,6 +32,7 @@ TOGETHER = {
         "tests/unit/train/test_watchdog.py",
         "tests/unit/train/test_world_size.py",
     ),
+    "other trainings, forked from one process": ("tests/unit/train/",),
     "UMAP, which Numba compiles at its first use": (
         "tests/unit/answers/test_notebooks.py",
         "tests/unit/evaluate/test_explore.py",

@@ -20,7 +20,7 @@ from maect.launch.resources import LaunchError
 def assert_undisturbed(run, steps: int = 40) -> None:
     """The result of a run that was never disturbed, and nothing left behind."""
     assert run.read("done.json") == expected(steps)
-    assert run.processes() == [] and run.meetings() == []
+    wait_for(lambda: not run.processes() and not run.meetings(), 20)
     job = run.read("job.json")
     assert job["state"] == "ended" and job["ending"] == "done"
 
@@ -75,8 +75,8 @@ def test_killed_launcher_is_followed_by_one_that_reattaches(run, moment):
 
 
 def test_a_live_job_of_what_the_settings_were_is_stopped(run):
-    first = run.start(steps=400, save_every=1000, identity="before")
-    run.reaches(5)
+    first = run.start(steps=400, seconds=2.0, save_every=1000, identity="before")
+    run.reaches(2)
     run.kill(first)
     words = finish(run.start(steps=40, identity="after"))
     said = words.split("re-attached to local job")[1]
