@@ -54,7 +54,16 @@ def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
         near = difflib.get_close_matches(word.partition("=")[0], [*own, *known], n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "see maect run --help and snakemake --help"
         raise UserError(f"unknown option {word}; {hint}")
-    for target in options.targets:
+    check_targets(options.targets)
+
+
+def check_targets(targets: Sequence[str]) -> None:
+    """Targets are rules or files.
+
+    Raises:
+        UserError: one that is neither, with a hint.
+    """
+    for target in targets:
         if "/" not in target and "." not in target and target not in TARGETS:
             raise UserError(f"unknown target {target!r}; {did_you_mean(target, TARGETS)}")
 
@@ -70,6 +79,7 @@ def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) ->
     Raises:
         UserError: Snakemake refuses; its own last line.
     """
+    check_targets(targets)
     LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", sys.modules[__name__])
     words = ["--snakefile", str(SNAKEFILE), *targets, "--profile", str(profile), "--dry-run"]
     logging.getLogger("snakemake").propagate = False  # our own handlers would print it

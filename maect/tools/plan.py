@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import read_mapping
 from maect.data.sources import open_source
 from maect.evaluate.throughput import Throughput
@@ -475,7 +475,7 @@ def _makers(files: Iterable[Path]) -> tuple[Path, ...]:
 def lines(plan: Plan) -> list[str]:
     """Table by stage, total, storage, critical path, and what is not known."""
     if not plan.jobs:
-        rest = f"; {plan.others} commands on this machine" if plan.others else ""
+        rest = f"; {counted(plan.others, 'command')} on this machine" if plan.others else ""
         return [f"no job to run{rest}"]
     groups: dict[str, list[PlannedJob]] = defaultdict(list)
     for job in plan.jobs:
@@ -491,7 +491,9 @@ def lines(plan: Plan) -> list[str]:
     out += ["", *_storage(plan), *_path(plan)]
     out += _fitting(plan)
     if plan.others:
-        out.append(f"on this machine: {plan.others} short commands (shards, tables, figures)")
+        out.append(
+            f"on this machine: {counted(plan.others, 'short command')} (shards, tables, figures)"
+        )
     out += [f"not known, and not counted: {what}" for what in sorted(plan.unknown)]
     return out
 

@@ -98,7 +98,11 @@ def test_what_waits_for_what_through_features_and_other_evaluations(here: Path) 
 
 @pytest.mark.parametrize(
     ("target", "profile", "words"),
-    [("nosuch", PROFILE, "No rule to produce nosuch"), (HEAD, Path("/no/such"), "/no/such")],
+    [
+        ("tabels", PROFILE, "unknown target 'tabels'; did you mean 'tables'"),
+        ("no/such", PROFILE, "No rule to produce no/such"),
+        (HEAD, Path("/no/such"), "/no/such"),
+    ],
 )
 def test_snakemakes_refusal_is_one_line(
     here: Path, target: str, profile: Path, words: str, capfd: pytest.CaptureFixture[str]
