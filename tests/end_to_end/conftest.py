@@ -70,7 +70,7 @@ class Pipeline:
             start_new_session=True,
         )  # fmt: skip
 
-    def run(self, *targets: str, timeout: float = 400) -> "subprocess.CompletedProcess[str]":
+    def run(self, *targets: str, timeout: float = 550) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
             self.command(*targets), capture_output=True, text=True, cwd=ROOT, timeout=timeout,
             check=False,
