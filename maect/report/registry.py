@@ -874,5 +874,8 @@ def method_title(method: str) -> str:
 
 
 def architecture_title(architecture: str) -> str:
-    """How an architecture is printed."""
+    """How an architecture is printed; `tiny_32` is one that sees other images than its own."""
+    size, _, pixels = architecture.rpartition("_")
+    if architecture not in ARCHITECTURES and size in ARCHITECTURES and pixels.isdecimal():
+        return f"{ARCHITECTURES[size]} ({pixels} px)"
     return ARCHITECTURES.get(architecture, architecture)

@@ -11,7 +11,14 @@ from jinja2 import Environment, StrictUndefined
 
 from maect.report.claims import claims_table, write_claims
 from maect.report.figures.data import class_titles
-from maect.report.registry import FIGURES, TABLES, Figure, SummaryConfig, Table
+from maect.report.registry import (
+    FIGURES,
+    TABLES,
+    Figure,
+    SummaryConfig,
+    Table,
+    architecture_title,
+)
 from maect.report.statements import STATEMENTS
 from maect.report.summary import make_summary, summary_page
 from maect.report.tables import printed_tables, write_table
@@ -93,6 +100,11 @@ def test_whoever_has_other_images_reads_what_to_do_and_no_claims(tmp_path):
     assert f"maect embed {tmp_path}/runs/ct_min '{tmp_path}/my birds' --out birds.parquet" in text
     assert "Claims" not in text and "paper" not in text.lower()
     assert "maect audit" not in text and "maect predict" not in text  # which have nothing to read
+
+
+def test_sizes_are_printed_as_a_reader_knows_them():
+    said = [architecture_title(name) for name in ("tiny_32", "huge_448", "large7_bn", "mine_32")]
+    assert said == ["ViT-Tiny/4 (32 px)", "ViT-H/16 (448 px)", "ViT-L/7-BN", "mine_32"]
 
 
 def test_classes_are_printed_as_a_reader_knows_them():
