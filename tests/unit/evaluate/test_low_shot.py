@@ -1,4 +1,5 @@
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from maect.evaluate.low_shot import LowShot
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, blobs, given, store
+
+CYANURE = pytest.mark.skipif(find_spec("cyanure") is None, reason="no cyanure for this Python")
 
 
 def problem(n: int = 60, width: int = 10, classes: int = 4, seed: int = 0):
@@ -40,6 +43,7 @@ def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
         np.testing.assert_allclose(weights, expected, atol=1e-3 * np.abs(expected).max())
 
 
+@CYANURE
 @pytest.mark.parametrize("n,width,classes", [(60, 10, 4), (12, 30, 6), (400, 20, 40)])
 @pytest.mark.parametrize("penalty", [1e-2, 1e-4])
 def test_cyanure_keeps_its_tolerance(n: int, width: int, classes: int, penalty: float) -> None:
@@ -59,7 +63,7 @@ def test_objective_by_hand() -> None:
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("solver", ["cyanure", "lbfgs"])
+@pytest.mark.parametrize("solver", [pytest.param("cyanure", marks=CYANURE), "lbfgs"])
 def test_two_classes_with_gaps_between(solver) -> None:
     features, labels = problem(classes=2)
     weights, _ = low_shot.fit(features, 3 * labels + 1, 6, 1e-3, solver)
@@ -70,7 +74,7 @@ def test_two_classes_with_gaps_between(solver) -> None:
     )
 
 
-@pytest.mark.parametrize("solver", ["cyanure", "lbfgs"])
+@pytest.mark.parametrize("solver", [pytest.param("cyanure", marks=CYANURE), "lbfgs"])
 def test_duplicates_and_constant_features_are_no_problem(solver) -> None:
     same = low_shot.prepare(np.full((6, 5), 0.1, np.float32))
     assert not same.any()
@@ -89,6 +93,7 @@ def test_one_class_is_refused() -> None:
         low_shot.fit(np.ones((3, 2)), np.zeros(3, np.int64), 5, 1.0, "lbfgs")
 
 
+@CYANURE
 def test_prepare_is_cyanures_preprocess() -> None:
     from cyanure.data_processing import preprocess
 
@@ -217,6 +222,7 @@ def test_official_lists_fit_imagenets_names(tmp_path: Path) -> None:
             assert np.array_equal(np.bincount(train.labels[ids]), np.full(1000, shots))
 
 
+@CYANURE
 def test_two_classes_have_the_optimum_of_the_binary_problem() -> None:
     features, labels = problem(classes=2)
     best, _ = low_shot.fit(features, labels, 2, 1e-3, "lbfgs")
