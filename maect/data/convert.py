@@ -11,7 +11,7 @@ it what upright crops show.
 
 import io
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,7 @@ class Ready:
         values: the values of an image of more than 8 bits, before they were scaled.
         levels: bit n is set if one of those became n of 255.
         converted: whether `data` is no longer the original.
+        lost: whether something shows through that no background is stated for.
     """
 
     data: bytes
@@ -72,6 +73,7 @@ class Ready:
     values: tuple[float, float] | None = None
     levels: int = 0
     converted: bool = False
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,7 @@ def look(data: bytes) -> Look:
             if image.mode.startswith("I;16") or image.mode in ("I", "F"):
                 values = np.asarray(_to_eight_bits(image, Pixels()))
             else:
-                if image.has_transparency_data:
-                    transparent = np.asarray(image.convert("RGBA"))[..., 3].min() < 255
+                transparent = _shows_through(image)
                 rgb = to_rgb(image)
                 values = np.asarray(rgb)
                 colors = int(np.ptp(np.asarray(rgb.resize((8, 8)), np.int16), axis=2).max())
@@ -159,12 +160,20 @@ def make_ready(data: bytes, pixels: Pixels) -> Ready:
         changed = _to_eight_bits(image, pixels)
         if isinstance(changed, np.ndarray):
             return ready_array(_upright(changed, code), pixels)
+        lost = pixels.background is None and _shows_through(image)
         if changed is image and code not in _TURNS:
-            return Ready(data, extension, *image.size)
+            return Ready(data, extension, *image.size, lost=lost)
         if changed is image and extension == "jpg":
             size = image.size[::-1] if _TURNS[code][0] else image.size
             return Ready(data, extension, *size, turned=True)
-        return ready_array(_upright(_flat(changed, pixels), code), pixels)
+        return replace(ready_array(_upright(_flat(changed, pixels), code), pixels), lost=lost)
+
+
+def _shows_through(image: Image.Image) -> bool:
+    """Whether any pixel of a loaded picture is transparent, if only a little."""
+    if not image.has_transparency_data:
+        return False
+    return int(np.asarray(image.convert("RGBA").getchannel("A")).min()) < 255
 
 
 def _flat(image: Image.Image, pixels: Pixels) -> NDArray[np.uint8]:
@@ -182,7 +191,7 @@ def _as_it_is(data: bytes) -> Ready:
             upper = np.asarray(rgb)
             found = (256.0 * int(upper.min()), 256.0 * int(upper.max()) + 255)
         else:
-            return Ready(data, extension, *rgb.size)
+            return Ready(data, extension, *rgb.size, lost=_shows_through(image))
         levels = sum(1 << int(level) for level in np.unique(np.asarray(rgb)))
         return Ready(data, extension, *rgb.size, values=found, levels=levels)
 
@@ -356,11 +365,9 @@ def _to_eight_bits(image: Image.Image, pixels: Pixels) -> Image.Image | NDArray[
     if pixels.channels not in (1, 3):
         return np.asarray(image.convert("RGB") if image.mode == "P" else image)
     changed = image
-    if pixels.background is not None and image.has_transparency_data:
-        picture = image.convert("RGBA")
-        if np.asarray(picture.getchannel("A")).min() < 255:
-            behind = Image.new("RGBA", image.size, (*pixels.background, 255))
-            changed = Image.alpha_composite(behind, picture).convert("RGB")
+    if pixels.background is not None and _shows_through(image):
+        behind = Image.new("RGBA", image.size, (*pixels.background, 255))
+        changed = Image.alpha_composite(behind, image.convert("RGBA")).convert("RGB")
     if pixels.channels == 1 and changed.mode not in ("L", "1"):
         return changed.convert("RGB").convert("L")
     return changed

@@ -3,13 +3,13 @@
 import mmap
 import os
 import threading
-import zlib
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
@@ -164,7 +164,7 @@ class Index:
             raise UserError(f"{path}: cannot read sample {i}: {error.strerror}") from None
         if len(data) != size:
             raise UserError(f"{path}: ends inside sample {i}; check it with maect shard --verify")
-        if self.checksums is not None and zlib.crc32(data) != self.checksums[sample]:
+        if self.checksums is not None and isal_zlib.crc32(data) != self.checksums[sample]:
             raise UserError(
                 f"{path}: sample {i} ({self.key(i)}) is damaged: its checksum is not that of when "
                 "it was sharded; check the shards with maect shard --verify"

@@ -20,7 +20,6 @@ import os
 import shlex
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from isal import isal_zlib
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -456,7 +456,7 @@ def _write(out: Path, number: int, threads: int) -> None:
             rows.append((start + position, *where, size, entry.label, image.width, image.height))
             hashes.append(_content(key, entry.label, image.data, image.turned))
             found.add(image)
-            checksums.append(zlib.crc32(image.data))
+            checksums.append(isal_zlib.crc32(image.data))
         if faults and not skip:
             raise _FaultyError(faults)
         if file is not None:
@@ -483,9 +483,11 @@ def _write(out: Path, number: int, threads: int) -> None:
 
 @dataclass
 class _Found:
-    """What was made ready: how many turned images, and the values of those of more than 8 bits."""
+    """What was made ready: turned and transparent images, values of those of more than 8 bits."""
 
     turned: int = 0
+    transparent: int = 0
+    """Of which no background is known, so that what their files hide is seen."""
     deep: int = 0
     least: float = math.inf
     greatest: float = -math.inf
@@ -494,6 +496,7 @@ class _Found:
 
     def add(self, image: Ready) -> None:
         self.turned += image.turned
+        self.transparent += image.lost
         if image.values is not None:
             self.deep += 1
             self.least = min(self.least, image.values[0])
@@ -503,6 +506,7 @@ class _Found:
     def merge(self, known: dict[str, Any]) -> None:
         """Add what the record of a shard says."""
         self.turned += known.get("turned", 0)
+        self.transparent += known.get("transparent", 0)
         if "deep" in known:
             deep = known["deep"]
             self.deep += deep["images"]
@@ -514,20 +518,26 @@ class _Found:
         """For a record; nothing of ordinary images."""
         values = [self.least, self.greatest]
         deep = {"images": self.deep, "values": values, "levels": f"{self.levels:x}"}
-        return ({"turned": self.turned} if self.turned else {}) | (
-            {"deep": deep} if self.deep else {}
-        )
+        counts = {"turned": self.turned, "transparent": self.transparent}
+        return {name: n for name, n in counts.items() if n} | ({"deep": deep} if self.deep else {})
 
     def warning(self) -> str | None:
-        """What is lost of deep images, if much is, and what to do."""
+        """What is lost of deep and of transparent images, if much is, and what to do."""
+        said = []
         levels = self.levels.bit_count()
-        if not self.deep or levels >= FEWEST_LEVELS:
-            return None
-        return (
-            f"{self.deep} images of more than 8 bits have become {levels} grey levels: their "
-            f"values go from {self.least:g} to {self.greatest:g}; state that in the data set: "
-            f"pixels: {{range: [{self.least:g}, {self.greatest:g}]}}"
-        )
+        if self.deep and levels < FEWEST_LEVELS:
+            said.append(
+                f"{self.deep} images of more than 8 bits have become {levels} grey levels: their "
+                f"values go from {self.least:g} to {self.greatest:g}; state that in the data set: "
+                f"pixels: {{range: [{self.least:g}, {self.greatest:g}]}}"
+            )
+        if self.transparent:
+            said.append(
+                f"{counted(self.transparent, 'image')} with transparent parts, of which the "
+                "colours that their files hide there are used, often black; state what is behind "
+                "them in the data set: pixels: {background: [255, 255, 255]}"
+            )
+        return "; ".join(said) or None
 
 
 @contextmanager

@@ -139,6 +139,23 @@ def test_transparent_images_get_a_background() -> None:
     assert np.asarray(open_rgb(make_ready(shown, white).data)[0])[0, 0].tolist() == [255, 250, 240]
 
 
+def test_transparency_without_a_background_is_said(tmp_path: Path) -> None:
+    logo = Image.new("RGBA", (8, 8), (0, 0, 0, 0))
+    opaque = Image.new("RGBA", (8, 8), (9, 8, 7, 255))
+    palette = encode(Image.new("P", (4, 4)), "GIF", transparency=0)
+    files = {"a__png": encode(logo, "PNG"), "b__png": encode(opaque, "PNG"), "c__gif": palette}
+    images = folder(tmp_path / "in", **files)
+    for name, pixels in (("plain", None), ("turned", EXIF)):
+        shard(images, tmp_path / name, "folder", 2, pixels=pixels)
+        record = open_index(tmp_path / name).record
+        assert record["transparent"] == 2
+        assert record["warning"].startswith("2 images with transparent parts")
+    hint = record["warning"].partition("pixels: ")[2]
+    assert hint == "{background: [255, 255, 255]}"
+    shard(images, tmp_path / "white", "folder", 2, pixels=Pixels(background=(255, 255, 255)))
+    assert not {"transparent", "warning"} & open_index(tmp_path / "white").record.keys()
+
+
 def scan(seed: int, high: int = 4095) -> np.ndarray:
     values = np.random.default_rng(seed).integers(100, high + 1, (24, 30)).astype(np.uint16)
     values[0, :2] = 100, high
