@@ -329,6 +329,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     for name, kinds in TAKES.items():
         subparsers.choices[name].kinds = kinds
+    for name, example in EXAMPLES.items():
+        subparsers.choices[name].example = example
     return parser
 
 
@@ -356,12 +358,41 @@ TAKES = {
     "new-experiment": ("recipes", "sizes", "evaluations"),
 }
 """Names that a command takes, or that the files name which it reads or writes."""
+EXAMPLES = {
+    "run": "run digits --cores 2",
+    "shard": "shard photos/train shards/train --shards 4",
+    "retrieve": "retrieve mae_base weights",
+    "resolve": "resolve digits",
+    "train": "train runs/mae/config.yaml settings.epochs=10 --out runs/mae10/config.yaml",
+    "replay": "replay results/digits/runs/mae_tiny --step 100",
+    "import": "import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base",
+    "export": "export results/digits/runs/ct_min_tiny exported",
+    "publish": "publish results/digits/runs/ct_min_tiny repository --repository USER/NAME",
+    "features": "features results/birds/runs/ct_min --shards shards/val --out val.safetensors",
+    "embed": "embed results/birds/runs/ct_min new_photos --out birds.parquet",
+    "cluster": "cluster birds.parquet --out groups",
+    "search": "search results/birds/runs/ct_min birds.parquet photo.jpg --count 5",
+    "audit": "audit results/birds/runs/ct_min",
+    "predict": "predict results/birds/runs/ct_min new_photos --out classes.csv",
+    "evaluate": "evaluate evaluations/mae/knn.yaml settings.k=[5] --out evaluations/mae/k5.yaml",
+    "table": "table results/digits/tables/low_shot.yaml",
+    "figure": "figure results/digits/figures/umap.yaml",
+    "status": "status results/digits",
+    "sync": "sync wandb results/digits/runs/mae_tiny",
+    "new-experiment": "new-experiment --images photos --out birds.yaml --quick",
+    "plan": "plan --experiment digits --profile juwels",
+    "doctor": "doctor --profile juwels --experiment paper",
+    "show": "show results/digits",
+    "clean": "clean results/digits --remove",
+}
+"""What a help ends with."""
 
 
 class Parser(argparse.ArgumentParser):
     """Lists names at the end of a command's help: they are looked up when it is asked for."""
 
     kinds: Sequence[str] = ()
+    example: str | None = None
 
     def format_help(self) -> str:
         """The help, as printed."""
@@ -370,7 +401,8 @@ class Parser(argparse.ArgumentParser):
             names = resolve_name(KNOWN[kind])
             lists.append(f"{kind}: {', '.join(names() if callable(names) else names)}")
         self.epilog = ". ".join(lists) or self.epilog
-        return super().format_help()
+        example = f"\nexample:\n  maect {self.example}\n" if self.example else ""
+        return super().format_help() + example
 
 
 def change_options() -> argparse.ArgumentParser:

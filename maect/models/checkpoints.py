@@ -131,9 +131,8 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     """
     fitting = [name for name in LAYOUTS if _fits(checkpoint, LAYOUTS[name])]
     if not fitting:
-        entries = ", ".join(list(checkpoint)[:5])
         raise UserError(
-            f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; its first entries: {entries}"
+            f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; {_described(checkpoint)}"
         )
     if "mae_ct" in fitting:
         if file.startswith("maect"):
@@ -146,6 +145,27 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
                 f"{shape.ct_pooling}); say which with --layout"
             )
     return fitting[0]
+
+
+def _described(checkpoint: Mapping[str, Any]) -> str:
+    """What is in a checkpoint of unknown names: its entries, and of each mapping the first names.
+
+    With the shapes of tensors, by which their owner recognises the model.
+    """
+
+    def one(name: str, value: Any) -> str:
+        return f"{name} {list(value.shape)}" if isinstance(value, Tensor) else name
+
+    def first(values: Mapping[str, Any]) -> str:
+        shown = ", ".join(one(str(name), value) for name, value in list(values.items())[:5])
+        return shown + (", ..." if len(values) > 5 else "")
+
+    inside = [
+        f"in {name!r}: {first(values)}"
+        for name, values in checkpoint.items()
+        if isinstance(values, Mapping) and any(isinstance(v, Tensor) for v in values.values())
+    ]
+    return "; ".join([f"its first entries: {first(checkpoint)}", *inside[:3]])
 
 
 def _locate(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from maect.core.errors import UserError
 from maect.core.files import need, read_json, sha256_file, write_json
 from maect.core.settings import digest
+from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.run import completion
 from maect.launch import Resources, Task, launch
@@ -128,6 +129,8 @@ def train(
     )
     if is_finished(path.parent, identity):
         check_weights(path.parent)
+    else:
+        stage.training_images(open_index(shards))  # before a job waits for a GPU
     if change := replaced(path.parent, identity):
         log.warning("%s", change)
     where.run(

@@ -17,7 +17,6 @@ from maect.launch.progress import duration, part, seconds_left
 from maect.launch.record import Job
 from maect.launch.state import STOPPED, Cluster, state_of
 
-WIDTH = 100
 BAR = 10
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
 TITLES = (
@@ -198,31 +197,23 @@ def shown_titles(lines: list[Status]) -> list[str]:
 
 
 def columns(lines: list[Status]) -> list[str]:
-    """A table of at most `WIDTH` characters; notes stand below their line."""
+    """A table for programs and files: names and notes whole, notes below their line."""
     titles, rows = shown_titles(lines), [_cells(line) for line in lines]
     table = [dict(zip(TITLES, TITLES, strict=True)), *rows]
     widths = {title: max(len(row[title]) for row in table) for title in titles}
-    others = sum(widths.values()) - widths["run"] + 2 * (len(titles) - 1)
-    widths["run"] = min(widths["run"], max(12, WIDTH - others))
 
     def text(row: dict[str, str]) -> str:
-        cells = []
-        for title, width in widths.items():
-            cell = row[title]
-            if len(cell) > width:
-                # Names of runs differ at their ends.
-                kept = width - 2
-                end = kept // 2 if title == "run" else 0
-                cell = f"{cell[: kept - end]}..{cell[len(cell) - end :]}"
-            cells.append(cell.rjust(width) if title in RIGHT else cell.ljust(width))
-        return "  ".join(cells)[:WIDTH].rstrip()
+        cells = (
+            row[title].rjust(width) if title in RIGHT else row[title].ljust(width)
+            for title, width in widths.items()
+        )
+        return "  ".join(cells).rstrip()
 
     printed = [text(table[0])]
     for row, line in zip(rows, lines, strict=True):
         printed.append(text(row))
         if line.note:
-            note = " ".join(line.note.split())
-            printed.append(f"    {note if len(note) <= WIDTH - 4 else note[: WIDTH - 6] + '..'}")
+            printed.append(f"    {' '.join(line.note.split())}")
     return printed
 
 

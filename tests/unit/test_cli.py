@@ -137,6 +137,15 @@ def test_help_lists_names(command: str, words: str, capsys: pytest.CaptureFixtur
     assert words in " ".join(capsys.readouterr().out.split())
 
 
+def test_help_ends_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["embed", "--help"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split()[:2] == ["maect", "embed"]
+    for name, example in cli.EXAMPLES.items():
+        assert cli.build_parser().parse_known_args(example.split())[0].command == name
+
+
 def test_help_waits_for_nothing() -> None:
     code = "import sys; from maect import cli; cli.build_parser().format_help();"
     code += "assert not {'torch', 'numpy', 'pydantic', 'yaml'} & set(sys.modules)"

@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import write_json
+from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.experiment.load import load
 from maect.experiment.resolve import resize, run_config
@@ -236,6 +238,25 @@ def test_a_file_that_was_edited_is_checked_as_in_an_experiment(
     assert main(["train", str(run)]) == 2
     error = capsys.readouterr().err
     assert f"{run}: " in error and fault in error
+
+
+def test_a_batch_that_is_larger_than_the_data_is_refused_before_a_job_is_queued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "images").mkdir()
+    for number in range(5):
+        Image.new("RGB", (8, 8), (9 * number, 0, 0)).save(tmp_path / f"images/{number}.png")
+    shard(tmp_path / "images", tmp_path / "shards", "unlabelled", 1)
+    settings = load_recipe("mae", "tiny")
+    run = RunConfig(
+        run="mae", stage="pretrain", recipe="mae", size="tiny", shards=tmp_path / "shards",
+        encoder=load_encoder("tiny"), settings=settings,
+    )  # fmt: skip
+    run.write(tmp_path / "runs/mae/config.yaml")
+    assert main(["train", str(tmp_path / "runs/mae/config.yaml")]) == 2
+    fault = f"batch_size {settings.batch_size} is larger than the train split's 5 images"
+    assert fault in capsys.readouterr().err
+    assert not (tmp_path / "runs/mae/job.json").exists()
 
 
 def test_a_change_that_asks_for_other_inputs_must_name_them(

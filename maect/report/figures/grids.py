@@ -1,5 +1,6 @@
 """Confusion matrices and retrieved images (paper, figures 7, 9, 10 and 11)."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,7 @@ def _frame(axes: Axes, x: float, y: float, size: int) -> None:
 
 
 def cluster_retrieval(shown: ShownConfig) -> Figure:
-    """The images nearest to each cluster's centre, one row a cluster, the first two models.
+    """The images nearest to each cluster's centre, one row a cluster, two models beside each other.
 
     Reads `retrieval.safetensors`: `cluster_images` uint8 [k, n, S, S, 3], `cluster_labels` int64
     [k, n] and `cluster_classes` int64 [k], the class that a cluster was matched to, -1 for none.
@@ -101,7 +102,7 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
     Raises:
         UserError: nothing to draw, or a file that cannot be read.
     """
-    results = dict(list(result_files(shown, ".safetensors").items())[:2])
+    results = result_files(shown, ".safetensors")
     titles = Classes(shown)
     if not results:
         raise UserError("cluster_retrieval figure: no run has the retrieval evaluation")
@@ -109,9 +110,11 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
     read = {title: read_tensors(path, arrays_of) for title, path in results.items()}
     rows = max(len(arrays["cluster_images"]) for arrays in read.values())
     count = min(arrays["cluster_images"].shape[1] for arrays in read.values())
-    side = (WIDTH / len(read) - 0.9) / count
-    figure, axes = panels(1, len(read), height=rows * side + 0.3)
-    for ax, (title, arrays) in zip(axes, read.items(), strict=True):
+    across = min(COLUMNS, len(read))
+    side = (WIDTH / across - 0.9) / count
+    figure, axes = panels(math.ceil(len(read) / across), across, height=rows * side + 0.3)
+    blank(axes)
+    for ax, (title, arrays) in zip(axes, read.items(), strict=False):
         matches = arrays["cluster_classes"].tolist()
         size = arrays["cluster_images"].shape[2]
         step = size + max(1, size // 12)
@@ -123,7 +126,6 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
                 canvas[y : y + size, x : x + size] = arrays["cluster_images"][row, rank]
                 if arrays["cluster_labels"][row, rank] != label:
                     _frame(ax, x, y, size)
-        blank(ax)
         ax.imshow(canvas, interpolation="auto")
         ax.set_title(title)
         names = [titles[n] if n >= 0 else "no class" for n in matches]

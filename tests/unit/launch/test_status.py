@@ -14,7 +14,7 @@ from launching import ROOT, Run, finish, wait_for
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.launch import record
-from maect.tools.status import WIDTH, columns, status
+from maect.tools.status import Status, columns, status
 
 
 @pytest.fixture
@@ -27,7 +27,6 @@ def run(tmp_path):
 def line_of(run) -> str:
     """The run's line and its note."""
     lines = columns(status(run.folder.parents[1])[1])
-    assert all(len(line) <= WIDTH for line in lines)
     first = next(i for i, line in enumerate(lines) if line.startswith("count"))
     return "\n".join(lines[first:])
 
@@ -70,6 +69,14 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
     assert f"{count} runs: {count} not started; 1 evaluation done" in head
     assert len(lines) == count
     assert any((line.name, line.stage) == ("ct_min_tiny", "tune") for line in lines)
+
+
+def test_names_and_notes_are_whole_for_programs():
+    names = [f"ct_min_of_an_encoder_with_{'x' * 90}_{n}" for n in range(2)]
+    head, *lines = columns([Status(name, "tune", "failed", note="why " * 40) for name in names])
+    assert head.startswith("run")
+    assert [line.split()[0] for line in lines[::2]] == names
+    assert lines[1].split() == ["why"] * 40
 
 
 def test_the_last_look_at_an_encoder(tmp_path):

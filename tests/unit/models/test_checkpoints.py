@@ -219,6 +219,15 @@ def test_an_encoder_of_no_known_size():
         convert(checkpoint, "mae", "x")
 
 
+def test_names_that_fit_nothing_are_shown_with_their_shapes():
+    inside = {f"layers.{n}.weight": torch.zeros(3, n + 1) for n in range(6)}
+    with pytest.raises(
+        UserError, match=r"first entries: epoch, net; in 'net': layers.0.weight "
+    ) as e:
+        find_layout({"epoch": 3, "net": inside}, "x.pth")
+    assert str(e.value).endswith("layers.4.weight [3, 5], ...")
+
+
 class Evil:
     """Runs a command when it is unpickled."""
 

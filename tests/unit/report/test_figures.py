@@ -17,9 +17,9 @@ from maect.core.errors import UserError
 from maect.recipes import load_encoder
 from maect.report import registry
 from maect.report.figures import draw, styled
-from maect.report.figures.data import Node
+from maect.report.figures.data import Node, result_files
 from maect.report.figures.embedding import read_points, umap
-from maect.report.figures.grids import WRONG
+from maect.report.figures.grids import WRONG, cluster_retrieval
 from maect.report.figures.lines import (
     POINTS,
     curve,
@@ -205,6 +205,15 @@ def test_wrong_retrievals_are_framed(results, out):
         save_file(arrays | {"cluster_labels": np.ascontiguousarray(same)}, path)
     draw(shown("cluster_retrieval", results), *out)
     assert WRONG not in colors_in(out[1])
+
+
+def test_all_models_have_their_nearest_images(results):
+    (results / "ct_aug").mkdir()
+    (results / "ct_aug/retrieval.safetensors").symlink_to(results / "ct_tiny/retrieval.safetensors")
+    given = shown("cluster_retrieval", results, [*ROWS, Row("tiny", "ct_aug", ["ct_aug"])])
+    drawn = [axes for axes in cluster_retrieval(given).axes if axes.images]
+    titles = list(result_files(given, ".safetensors"))
+    assert len(titles) == 3 and [axes.get_title() for axes in drawn] == titles
 
 
 def test_other_queries_are_refused(results, out):
