@@ -1,6 +1,7 @@
 """The command line: settings, devices, the log beside the terminal, exit statuses."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,20 @@ def test_help_ends_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert last.split()[:2] == ["maect", "embed"]
     for name, example in cli.EXAMPLES.items():
         assert cli.build_parser().parse_known_args(example.split())[0].command == name
+
+
+def test_ctrl_c_before_the_first_job_is_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "maect", "run", "digits", "-n"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        assert "Using profile" in process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read()
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "maect: interrupted before any job began"
+    assert "Traceback" not in said
 
 
 def test_help_waits_for_nothing() -> None:
