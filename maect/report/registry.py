@@ -377,8 +377,9 @@ TABLES: dict[str, Table] = {
         caption=(
             "What each component of contrastive tuning is worth: with masked inputs, with a head "
             "that was not trained first, with the sample's own second view in place of its "
-            "neighbour. ViT-L/16, k = 1."
+            "neighbour."
         ),
+        compared="ViT-L/16, k = 1. Paper: table 3.",
     ),
     "combined": Table(
         "MAE and NNCLR combined, and tuned afterwards",
@@ -386,8 +387,10 @@ TABLES: dict[str, Table] = {
         _FEATURES,
         caption=(
             "MAE and NNCLR trained together, without and with contrastive tuning afterwards, "
-            "against one after the other. ViT-L/16, k = 1. The paper's row MAE is that of the "
-            "public weights."
+            "against one after the other."
+        ),
+        compared=(
+            "ViT-L/16, k = 1. The paper's row MAE is that of the public weights. Paper: table 4."
         ),
         of_public={"large": ("linear_probe", "knn")},
     ),
@@ -404,10 +407,12 @@ TABLES: dict[str, Table] = {
             Metric("imagenet_v2_top", "V2, top images", "robustness"),
         ),
         caption=(
-            "The linear probe, trained on ImageNet, on four shifted test sets, for several k of "
-            "the top-k lookup. V2 is the threshold-0.7 variant, whose difficulty fits the paper's "
-            "numbers; the paper does not name its variant. ViT-L/16. Other test sets are columns "
-            "under their own names."
+            "The linear probe on shifted test sets, for several k of the top-k lookup: four of "
+            "ImageNet, and others under their own names."
+        ),
+        compared=(
+            "V2 is the threshold-0.7 variant, whose difficulty fits the paper's numbers; the paper "
+            "does not name its variant. ViT-L/16. Paper: table 5."
         ),
         others=r"(?P<set>(?!imagenet_)\w+)",
     ),
@@ -415,18 +420,17 @@ TABLES: dict[str, Table] = {
         "Public MAE and our own",
         "Table 6",
         _FEATURES,
-        caption=(
-            "MAE as published and as trained here (800 epochs of two views), and each after "
-            "contrastive tuning. ViT-L/16, k = 1."
-        ),
+        caption=("MAE as published and as trained here, and each after contrastive tuning."),
+        compared="Trained for 800 epochs of two views. ViT-L/16, k = 1. Paper: table 6.",
     ),
     "sensitivity": Table(
         "Sensitivity to hyper-parameters",
         "Table 11",
         tuple(replace(metric, digits=2) for metric in _FEATURES),
-        caption=(
-            "One hyper-parameter changed at a time, from 20 epochs, 12 trainable blocks, encoder "
-            "EMA 0.9999, temperature 0.2, k = 1 and projector EMA 0.99. ViT-L/16."
+        caption="One hyper-parameter of contrastive tuning changed at a time.",
+        compared=(
+            "From 20 epochs, 12 trainable blocks, encoder EMA 0.9999, temperature 0.2, k = 1 and "
+            "projector EMA 0.99. ViT-L/16. Paper: table 11."
         ),
     ),
     "concat_probe": Table(
@@ -455,17 +459,20 @@ TABLES: dict[str, Table] = {
         ),
         caption=(
             "Fine-tuning of the whole encoder with all labels, at each training's best epoch on "
-            "the test split, as the authors score it, and after its last."
+            "the test split, and after its last."
         ),
+        compared="The authors score the best epoch. Paper: table 13.",
     ),
     "huge14": Table(
         "ViT-H with 16 and 14 pixel patches",
         "Table 14",
         (*_LOW_SHOT, *_FEATURES),
         caption=(
-            "ViT-H with patches of 16 and of 14 pixels. MAE with 14, from which the tuned ones "
-            "begin, is the published one. Fine-tuning is scored at its best epoch on the test "
-            "split."
+            "ViT-H with patches of 16 and of 14 pixels. Fine-tuning is scored at its best epoch on "
+            "the test split."
+        ),
+        compared=(
+            "MAE with 14, from which the tuned ones begin, is the published one. Paper: table 14."
         ),
     ),
     "effective_invariance": Table(
@@ -641,8 +648,8 @@ FIGURES: dict[str, Figure] = {
         "lines:gpu_hours",
         caption=(
             "Linear probing accuracy against the device hours of all training behind a model: by a "
-            "short benchmark, extrapolated to the epochs of each model, as in the paper, and as "
-            "recorded where a model was trained here."
+            "short benchmark, extrapolated to the epochs of each model, and as recorded where a "
+            "model was trained here."
         ),
         needs=(_PROBE.evaluation, *_PROBE.instead),
         besides=("throughput",),

@@ -54,6 +54,19 @@ def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
     log = (undisturbed.results / "logs/ct_min_tiny/tune.log").read_text()
     # Looks at a run of seconds may miss all of it; the last line says how far it came.
     assert "done: epoch " in log and "images/s" in log
+    # Evaluations that run beside each other say whose a line is.
+    for line in (undisturbed.results / "logs/ct_min_tiny/knn.log").read_text().splitlines():
+        assert "] evaluate ct_min_tiny knn: " in line
+
+
+def test_what_is_evaluated_is_made_though_nothing_shows_it(undisturbed: Pipeline) -> None:
+    file = undisturbed.results / "evaluations/ct_min_tiny/knn.json"
+    file.rename(undisturbed.folder / "aside")
+    try:
+        plan = undisturbed.complete("-n")
+    finally:
+        (undisturbed.folder / "aside").rename(file)
+    assert "Evaluating" in plan and "Report " in plan
 
 
 @pytest.mark.parametrize(

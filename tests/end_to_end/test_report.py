@@ -141,6 +141,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert set(jobs) == made | {"report_html", "report", "total"}, jobs
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    where = f"maect: the report is {folder}/results/report.html; open it in a browser"
+    assert where in done.stderr.splitlines()[-3:]
     return folder / "results/report.html"
 
 

@@ -73,6 +73,7 @@ def test_hidden_devices(
         (["features", "/no", "--shards", "/no", "--out", "x.npy"], "maect embed writes"),
         (["plan", "digits"], "digits is an experiment, not a target: --experiment digits"),
         (["run", "digits", "--profile", "jewels"], "did you mean 'juwels'?"),
+        (["doctor", "--profile", "jewels"], "did you mean 'juwels'?"),
         (["run", "digits", "--confg", "seeds=2"], "unknown option --confg; did you mean --config?"),
         (["run", "digits", "--nonsense"], "unknown option --nonsense; see maect run --help"),
         (["run", "digits", "--cores"], "argument --cores"),

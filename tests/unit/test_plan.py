@@ -155,13 +155,13 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     assert "ct_aug_tiny/run.json" in planned.source
 
 
-def unknown_images(folder: Path) -> Experiment:
+def unknown_images(folder: Path, runs: dict[str, Any] | None = None) -> Experiment:
     splits = {split: {"images": str(folder)} for split in ("train", "val")}
     file = folder / "x.yaml"
     values = {
         "datasets": {"mine": {"splits": splits}},
-        "runs": {"mae_tiny": {"recipe": "mae", "size": "tiny"}},
-        "evaluate": [{"runs": ["mae_tiny"], "protocols": ["linear_probe"]}],
+        "runs": runs or {"mae_tiny": {"recipe": "mae", "size": "tiny"}},
+        "evaluate": [{"runs": list(runs or ["mae_tiny"]), "protocols": ["linear_probe"]}],
     }
     file.write_text(yaml.safe_dump(values))
     return load(str(file))
@@ -202,6 +202,17 @@ def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
     assert [fault.split("; ")[0] for fault in missing(jobs, experiment)] == [
         f"{images}/x.yaml: datasets: mine: no images at {images} (split train)"
     ]
+
+
+def test_weights_that_are_missing_are_named(here: Path) -> None:
+    weights = here / "mae.pth"
+    imported = {"mae": {"weights": str(weights), "size": "tiny"}}
+    experiment = unknown_images(here, imported)
+    jobs = [RuleJob("import", {"run": "mae"}, HERE)]
+    (fault,) = missing(jobs, experiment)
+    assert f"runs: mae: no weights at {weights}; " in fault
+    weights.touch()
+    assert missing(jobs, experiment) == []
 
 
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

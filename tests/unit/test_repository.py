@@ -61,3 +61,18 @@ def test_git_has_no_large_files() -> None:
     for name in filter(None, listed.stdout.split("\0")):
         file = ROOT / name
         assert not file.exists() or file.stat().st_size < 2**21, name
+
+
+def test_a_clone_that_was_moved_gets_a_new_environment(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "envs/requirements.lock"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/.installed").touch()
+    make = ["make", "--dry-run", "--directory", str(tmp_path), ".venv/.installed"]
+    for place, again in ((tmp_path, False), ("/elsewhere", True)):
+        command = f"command = /usr/bin/python3 -m venv {place}/.venv\n"
+        (tmp_path / ".venv/pyvenv.cfg").write_text(command)
+        done = subprocess.run(make, capture_output=True, text=True, check=True)
+        assert ("the clone was moved from /elsewhere/.venv" in done.stdout) == again
+        assert ("-m venv --clear" in done.stdout) == again

@@ -14,11 +14,13 @@ from sample_images import jpeg, photographs
 
 from maect.core.errors import UserError
 from maect.data import decode
+from maect.data.convert import make_ready
 from maect.data.decode import UnreadableError, open_rgb, read_rgb, render
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.data.shards import shard
 from maect.data.transforms import center_crops
+from maect.recipes import Pixels
 
 
 def encode(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -101,6 +103,12 @@ def bomb() -> bytes:
 
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     return bytes(data)
+
+
+def test_reasons_have_no_addresses_in_memory() -> None:
+    with pytest.raises(UnreadableError) as caught:
+        make_ready(b"<html>404 not found</html>", Pixels(orientation="exif"))
+    assert "cannot identify image file" in str(caught.value) and "0x" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import json
 from functools import cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from maect.recipes import load_encoder
 from maect.report import registry
 from maect.report.figures import draw, styled
 from maect.report.figures.data import Node, result_files
-from maect.report.figures.embedding import read_points, umap
+from maect.report.figures.embedding import moved_apart, read_points, umap
 from maect.report.figures.grids import WRONG, cluster_retrieval
 from maect.report.figures.lines import (
     POINTS,
@@ -214,6 +214,18 @@ def test_all_models_have_their_nearest_images(results):
     drawn = [axes for axes in cluster_retrieval(given).axes if axes.images]
     titles = list(result_files(given, ".safetensors"))
     assert len(titles) == 3 and [axes.get_title() for axes in drawn] == titles
+
+
+def test_names_of_classes_do_not_cover_each_other():
+    dice = np.random.default_rng(0)
+    sizes = np.column_stack([dice.uniform(0.05, 0.2, 12), np.full(12, 0.04)])
+    spots = moved_apart(dice.uniform(0.4, 0.6, (12, 2)), sizes)
+    assert (spots >= sizes / 2 - 1e-9).all() and (spots <= 1 - sizes / 2 + 1e-9).all()
+    for i, j in combinations(range(12), 2):
+        gap = np.abs(spots[i] - spots[j]) - (sizes[i] + sizes[j]) / 2
+        assert gap.max() > -1e-6
+    apart = np.array([[0.2, 0.2], [0.8, 0.8]])
+    assert np.array_equal(moved_apart(apart, sizes[:2]), apart)
 
 
 def test_other_queries_are_refused(results, out):

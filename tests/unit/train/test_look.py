@@ -55,6 +55,17 @@ def runs(tmp_path_factory, shards):
     return root / "runs"
 
 
+def test_pictures_of_looks_are_in_tensorboard(runs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for recipe, names in (("mae", ["neighbors", "reconstructions"]), ("ct_min", ["neighbors"])):
+        events = EventAccumulator(str(runs / f"{recipe}-looked/tensorboard"))
+        events.Reload()
+        assert sorted(events.Tags()["images"]) == [f"look/{name}" for name in names]
+        steps = [entry["step"] for entry in looks(runs / f"{recipe}-looked")]
+        assert [picture.step for picture in events.Images("look/neighbors")] == steps
+
+
 def test_a_look_changes_no_bit_of_any_stage(runs):
     for recipe in STAGES:
         plain, looked = runs / recipe, runs / f"{recipe}-looked"
