@@ -550,8 +550,9 @@ def snakemake(
     from maect.experiment.profile import find_profile
 
     process = subprocess.Popen([
-        sys.executable, "-m", "maect.tools.start", "--snakefile", PIPELINE / "Snakefile", *arguments,
-        "--profile", find_profile(profile), "--config", f"experiment={experiment}", *config,
+        sys.executable, "-m", "maect.tools.start", "--snakefile", PIPELINE / "Snakefile",
+        *arguments, "--profile", find_profile(profile),
+        "--config", f"experiment={experiment}", *config,
     ])  # fmt: skip
     # Ctrl-C reaches it, too: it lets the trainings save, which takes its time.
     before = signal.signal(signal.SIGINT, lambda *_: None)
