@@ -146,6 +146,25 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "results/report.html"
 
 
+def test_an_ro_crate_has_every_job_and_its_files(report: Path) -> None:
+    folder = report.parents[1]
+    crate = folder / "crate/ro-crate-metadata.json"
+    crate.parent.mkdir()
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
+    command += ["--directory", str(folder), "--reporter", "fairscape"]
+    command += ["--report-fairscape-path", str(crate), "report"]
+    command += ["--config", f"experiment={folder}/small.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    entries = json.loads(crate.read_text())["@graph"]
+    (described,) = (entry for entry in entries if entry["@id"] == "ro-crate-metadata.json")
+    assert "w3id.org/ro/crate" in described["conformsTo"]["@id"]
+    jobs = {e["name"] for e in entries if "EVI#Computation" in str(e["@type"])}
+    files = {e["name"] for e in entries if "EVI#Dataset" in str(e["@type"])}
+    assert {"table (table=low_shot)", "figure (figure=umap)", "claims", "report_html"} <= jobs
+    assert {"low_shot.csv", "umap.pdf", "knn.json", "run.json", "report.html"} <= files
+
+
 LISTED = "return [...document.querySelectorAll('#app nav tbody tr')].map(row => row.innerText)"
 SHOW = "document.querySelectorAll('#app nav tbody tr')[arguments[0]].querySelector('a').click()"
 
