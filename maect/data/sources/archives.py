@@ -214,6 +214,11 @@ def tar_members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int
                     links.append((member.name, posixpath.normpath(path)))
                 elif member.islnk():
                     links.append((member.name, member.linkname))
+            # Where another member could begin and nothing does, tarfile sees no fault.
+            if not os.pread(file.fileno(), 1, tar.offset):
+                raise tarfile.ReadError(
+                    "no blocks of zeros at its end; if nothing is missing, truncate -s +1024 it"
+                )
     except (tarfile.TarError, ValueError, OverflowError, OSError, RecursionError) as error:
         raise UserError(f"{where}: not a complete tar ({error}); download it again") from None
     lies = {posixpath.normpath(name): (start, size) for name, start, size in members if links}

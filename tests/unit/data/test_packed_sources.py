@@ -143,6 +143,7 @@ def test_a_webdataset_is_indexed_where_it_lies(dataset: Path, shards: Path, tmp_
     view = open_index(tmp_path / "view")
     (batch,) = evaluation_batches(view, image_size=8, rows=range(8), batch_size=8, threads=1)
     assert batch[1].tolist() == [0] * 8
+    assert verify(tmp_path / "view") == 8
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     finish_index(out)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before

@@ -135,6 +135,23 @@ def test_members_that_repeat_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_a_tar_that_was_cut_between_two_images_is_refused(images: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        for number in range(3):
+            tar.add(images / f"c0/00{number}.jpg", f"{number}.jpg")
+    with tarfile.open(tmp_path / "x.tar") as tar:
+        cut = tar.getmembers()[2].offset
+    whole = (tmp_path / "x.tar").read_bytes()
+    (tmp_path / "x.tar").write_bytes(whole[:cut])
+    with pytest.raises(
+        UserError, match=r"x\.tar: not a complete tar \(no blocks of zeros"
+    ) as fault:
+        shard(tmp_path / "x.tar", tmp_path / "out", "webdataset", 1)
+    assert "truncate -s +1024" in str(fault.value)
+    (tmp_path / "x.tar").write_bytes(whole[:cut] + bytes(1024))
+    assert shard(tmp_path / "x.tar", tmp_path / "out", "webdataset", 1) == 2
+
+
 @pytest.mark.parametrize(
     "size",
     [
