@@ -5,9 +5,8 @@ from functools import partial
 import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from maect.models.vit import initialize, sincos_2d, take_tokens, use_attention
+from maect.models.vit import initialize, run_block, sincos_2d, take_tokens, use_attention
 from maect.recipes import Encoder
 
 
@@ -56,18 +55,13 @@ class Decoder(nn.Module):
         """
         if self.registers:
             tokens = torch.cat([tokens[:, :1], tokens[:, 1 + self.registers :]], dim=1)
-        x = self.embed(tokens)
-        hidden = ids_shuffle.shape[1] - (x.shape[1] - 1)
-        mask = self.mask_token.to(x.dtype).expand(len(x), hidden, -1)
-        x_shuffled = torch.cat([x[:, 1:], mask], dim=1)
-        ids_restore = ids_shuffle.argsort(dim=1)
-        x_patches = take_tokens(x_shuffled, ids_restore)
-        x = torch.cat([x[:, :1], x_patches], dim=1) + self.pos_embed
+        cls, visible = self.embed(tokens).tensor_split([1], dim=1)
+        hidden = ids_shuffle.shape[1] - visible.shape[1]
+        mask = self.mask_token.to(visible.dtype).expand(len(visible), hidden, -1)
+        (patches,) = take_tokens(ids_shuffle.argsort(dim=1), torch.cat([visible, mask], dim=1))
+        x = torch.cat([cls, patches], dim=1) + self.pos_embed
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = run_block(block, x, self.checkpointing)
         return self.pred(self.norm(x))[:, 1:]
 
 
@@ -105,9 +99,9 @@ def reconstruction_loss(
     """
     exact = torch.promote_types(prediction.dtype, torch.float32)
     patch_size = round((prediction.shape[2] / images.shape[1]) ** 0.5)
-    masked = ids_shuffle[:, visible:]
-    target = take_tokens(patchify(images.to(exact), patch_size), masked)
+    target = patchify(images.to(exact), patch_size)
+    target, prediction = take_tokens(ids_shuffle[:, visible:], target, prediction.to(exact))
     if normalize:
         variance, mean = torch.var_mean(target, dim=2, keepdim=True)
         target = (target - mean) / (variance + 1e-6).sqrt()
-    return (take_tokens(prediction.to(exact), masked) - target).square().mean()
+    return (prediction - target).square().mean()

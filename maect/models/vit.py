@@ -83,18 +83,16 @@ class VisionEncoder(VisionTransformer):
             x = embed_patches(self.patch_embed, images)
             x = x + self.pos_embed[:, self.num_prefix_tokens :]
             if ids_keep is not None:
-                x = take_tokens(x, ids_keep)
+                (x,) = take_tokens(ids_keep, x)
             if self.num_prefix_tokens:
-                prefix = torch.cat(self._prefix(), dim=1)
+                tokens = self._prefix()
+                prefix = torch.cat(tokens, dim=1) if len(tokens) > 1 else tokens[0]
                 prefix = prefix + self.pos_embed[:, : self.num_prefix_tokens]
                 x = torch.cat([prefix.expand(len(x), -1, -1), x], dim=1)
             for block in self.blocks[: self.frozen_blocks]:
                 x = block(x)
         for block in self.blocks[self.frozen_blocks :]:
-            if self.checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
+            x = run_block(block, x, self.checkpointing)
         return self.norm(x)
 
     def pool(self, tokens: Tensor, how: Pooling) -> Tensor:  # type: ignore[override]
@@ -131,6 +129,13 @@ def build_encoder(settings: Encoder) -> VisionEncoder:
     return VisionEncoder(settings)
 
 
+def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
+    """A block on tokens [b, N, D]; `checkpointing`: computed again in the backward pass."""
+    if checkpointing and torch.is_grad_enabled():
+        return checkpoint(block, x, use_reentrant=False)
+    return block(x)
+
+
 def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
     """timm's patch embedding as a matrix product, [b, C, S, S] to [b, L, D].
 
@@ -144,14 +149,14 @@ def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
     return F.linear(x, embed.proj.weight.flatten(1), embed.proj.bias)
 
 
-def take_tokens(x: Tensor, ids: Tensor) -> Tensor:
-    """Tokens [b, K, D] with the numbers `ids`, int64 [b, K], out of x, [b, N, D].
+def take_tokens(ids: Tensor, *tokens: Tensor) -> list[Tensor]:
+    """Tokens [b, K, D] with the numbers `ids`, int64 [b, K], out of each of `tokens`, [b, N, D].
 
     By whole rows: `gather` would read an index for every number, and take twice as long on a CPU.
     """
-    b, n, width = x.shape
-    rows = ids + n * torch.arange(b, device=ids.device)[:, None]
-    return x.reshape(b * n, width).index_select(0, rows.flatten()).view(b, -1, width)
+    b, n = tokens[0].shape[:2]
+    rows = (ids + torch.arange(0, b * n, n, device=ids.device)[:, None]).flatten()
+    return [x.reshape(b * n, -1).index_select(0, rows).view(*ids.shape, -1) for x in tokens]
 
 
 class FusedAttention(Attention):
@@ -176,6 +181,11 @@ def fused_attention(qkv: Tensor) -> Tensor:
     if qkv.device.type == "cpu":
         # In bfloat16 its backward pass takes six times as long as in float32.
         qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
+    return attend(qkv)
+
+
+def attend(qkv: Tensor) -> Tensor:
+    """The same in the type that it is given."""
     query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
     with torch.autocast(qkv.device.type, enabled=False):
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from maect.core.context import Context
 from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
-from maect.models.vit import use_attention
+from maect.models.decoder import Decoder
+from maect.models.vit import VisionEncoder, mixed_precision, use_attention
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.exchange import Exchange, Piece
 from maect.train.stage import Training
@@ -104,7 +105,12 @@ class Engine:
         elements = sum(p.numel() for p in trained)
         self._exchange: Exchange | None = None
         if settings.zero_stage < 2:
-            self._exchange = Exchange(module, groups, sharded=settings.zero_stage == 1)
+            self._exchange = Exchange(
+                module,
+                groups,
+                settings.zero_stage == 1,
+                _cast_by_autocast(module, settings, device),
+            )
             groups = _as_updated(groups, self._exchange)
         self._adam = GuardedAdamW(
             groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=device.type == "cuda"
@@ -138,7 +144,9 @@ class Engine:
         self._find_shards(trained, names)
 
     def __call__(self, inputs: Any) -> Any:
-        """Forward pass of the module."""
+        """Forward pass of the module; the backward pass of its loss has to follow."""
+        if self._exchange is not None:
+            self._exchange.lend()
         return self._engine(inputs)
 
     def mark(self) -> Mark:
@@ -153,12 +161,14 @@ class Engine:
         """Accumulate gradients; the last pass of an update averages them over the ranks."""
         self._backwards -= 1
         last = self._backwards == 0
+        parts = self._accumulation > 1  # dividing by one takes kernels, too
         if self._exchange is None:
-            self._engine.backward(loss)
+            self._engine.backward(loss, scale_wrt_gas=parts)
         else:
             if last:
                 self._exchange.begin()
-            self._engine.backward(loss)
+            self._engine.backward(loss, scale_wrt_gas=parts)
+            self._exchange.take_back()
             if last:
                 self._exchange.finish()
         if last:
@@ -329,6 +339,21 @@ class GuardedAdamW(torch.optim.AdamW):
         elif self.spoilt is not None and self.spoilt:
             return
         super().step(closure)
+
+
+def _cast_by_autocast(
+    module: nn.Module, settings: Training, device: torch.device
+) -> list[nn.Module]:
+    """Layers of which autocast casts the weights, where gradients add up in their own type.
+
+    Parts of a batch add up in float32: there autocast does it.
+    """
+    wanted = mixed_precision(device, settings.precision)._enabled
+    if not wanted or settings.accumulation > 1:
+        return []
+    models = [part for part in module.modules() if isinstance(part, VisionEncoder | Decoder)]
+    layers = (layer for model in models for layer in model.modules())
+    return [layer for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d)]
 
 
 def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[str, Any]]:

@@ -8,9 +8,13 @@ ZeRO 0 every rank gets and updates all.
 
 DeepSpeed's ZeRO 1 waits for the whole device in each backward pass when it overlaps, and makes two
 exchanges and some dozens of kernels for each group of parameters, of which fine-tuning has 52.
+
+Autocast takes a kernel to cast each weight, and one for each of their gradients: a quarter of a
+block's. Here all weights of a bucket are cast at once, and lent to their layers for a forward and
+backward pass; the bits are the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +38,8 @@ class Bucket:
         averaged: gradients over all ranks: of this rank's slice (ZeRO 1), or of all.
         runs: number of a parameter group and where its parameters begin and end; no gaps between.
         own: this rank's slice.
-        zeros: what fills gaps between gradients.
+        lent: what layers compute with in place of parameters, by the parameters' numbers.
+        cast: all weights in the type of those, [n]; none if nothing is lent.
         missing: parameters whose gradients are still to come.
         work: the exchange under way.
     """
@@ -44,9 +49,25 @@ class Bucket:
     averaged: Tensor
     runs: list[tuple[int, int, int]]
     own: slice
-    zeros: Tensor
+    lent: dict[int, "Lent"]
+    cast: Tensor | None
     missing: int = 0
     work: Any = None
+
+
+@dataclass
+class Lent:
+    """A parameter in another type, a leaf with a gradient of its own.
+
+    Attributes:
+        layer: whose it is.
+        name: there.
+        weight: a view of the bucket's cast weights.
+    """
+
+    layer: nn.Module
+    name: str
+    weight: Tensor
 
 
 @dataclass
@@ -77,14 +98,25 @@ class Exchange:
         pieces: what this rank updates, as large as can be.
     """
 
-    def __init__(self, module: nn.Module, groups: list[dict[str, Any]], sharded: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: list[dict[str, Any]],
+        sharded: bool,
+        layers: Sequence[nn.Module] = (),
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         """Move trained parameters into buckets.
 
         Args:
             module: on its device.
             groups: trained parameters, as AdamW takes them.
             sharded: ZeRO 1 instead of 0.
+            layers: of the module, whose parameters autocast would cast.
+            dtype: to which.
         """
+        self._dtype = dtype
+        self._owners = {id(p): (m, name) for m in layers for name, p in m._parameters.items()}
         self._sharded, self._ranks = sharded, dist.get_world_size()
         self._scattered = sharded and self._ranks > 1
         self._next: int | None = None  # bucket to exchange; None: gradients only add up
@@ -102,9 +134,9 @@ class Exchange:
         self.buckets = [self._bucket(sorted(b, key=lambda entry: entry[2])) for b in bundles]
         self.pieces = [piece for bucket in self.buckets for piece in self._pieces(bucket)]
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+            leaf.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self.buckets
-            for _, parameter, _ in bucket.parameters
+            for leaf in self._leaves(bucket)
         ]
 
     @torch.no_grad()
@@ -129,8 +161,36 @@ class Exchange:
         averaged = weights.new_zeros(part if self._scattered else len(weights))
         own = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
         groups = [(group, start, end) for group, start, end in runs]
-        zeros = weights.new_zeros(max(ALIGNED, len(weights) - length + ALIGNED))
-        return Bucket(parameters, weights, averaged, groups, own, zeros)
+        cast = None
+        if any(id(parameter) in self._owners for _, parameter, _ in parameters):
+            cast = weights.to(self._dtype)
+        lent = {}
+        for number, (_, parameter, start) in enumerate(parameters):
+            if cast is not None and id(parameter) in self._owners:
+                view = cast[start : start + parameter.numel()].view(parameter.shape).detach()
+                lent[number] = Lent(*self._owners[id(parameter)], view.requires_grad_())
+        return Bucket(parameters, weights, averaged, groups, own, lent, cast)
+
+    def _leaves(self, bucket: Bucket) -> Iterator[Tensor]:
+        """What gets the gradients of the parameters of a bucket."""
+        for number, (_, parameter, _) in enumerate(bucket.parameters):
+            lent = bucket.lent.get(number)
+            yield parameter if lent is None else lent.weight
+
+    def lend(self) -> None:
+        """Cast the weights, and let their layers compute with that."""
+        for bucket in self.buckets:
+            if bucket.cast is not None:
+                bucket.cast.copy_(bucket.weights)
+            for lent in bucket.lent.values():
+                # Found before the parameter, which stays what it is for everyone else.
+                lent.layer.__dict__[lent.name] = lent.weight
+
+    def take_back(self) -> None:
+        """Let the layers have their parameters again."""
+        for bucket in self.buckets:
+            for lent in bucket.lent.values():
+                del lent.layer.__dict__[lent.name]
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """What this rank updates of a bucket."""
@@ -179,6 +239,8 @@ class Exchange:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
+        if self._ranks > 1:
+            torch._foreach_div_([bucket.averaged for bucket in self.buckets], self._ranks)
 
     def gather(self) -> None:
         """Get the other ranks' slices of the weights."""
@@ -213,23 +275,27 @@ class Exchange:
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Join gradients, and start their exchange."""
-        parts, end = [], 0
-        for _, parameter, start in bucket.parameters:
-            if start > end:
-                parts.append(bucket.zeros[: start - end])
-            gradient = parameter.grad
-            parts.append(
-                (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1)
-            )
-            parameter.grad = None
-            end = start + parameter.numel()
-        parts.append(bucket.zeros[: len(bucket.weights) - end])
-        if not self._scattered:
-            torch.cat(parts, out=bucket.averaged)
-            if self._ranks > 1:
-                bucket.averaged.div_(self._ranks)
-                bucket.work = dist.all_reduce(bucket.averaged, async_op=True)
-            return
         # Let go of as soon as it is exchanged: of other ranks' slices no gradients are kept.
-        gradients = torch.cat(parts).div_(self._ranks)
-        bucket.work = dist.reduce_scatter_tensor(bucket.averaged, gradients, async_op=True)
+        gradients = torch.empty_like(bucket.weights) if self._scattered else bucket.averaged
+        starts = [start for *_, start in bucket.parameters[1:]]
+        empty: list[Tensor] = []
+        # Tensors of one type and where they go: a kernel each.
+        found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        parts = gradients.tensor_split(starts)
+        for part, leaf in zip(parts, self._leaves(bucket), strict=True):
+            used = leaf.numel() if leaf.grad is not None else 0
+            if used < len(part):
+                empty.append(part[used:])
+            if leaf.grad is not None:
+                given, places = found.setdefault(leaf.grad.dtype, ([], []))
+                given.append(leaf.grad.reshape(-1))
+                places.append(part[:used])
+                leaf.grad = None
+        if empty:
+            torch._foreach_zero_(empty)
+        for given, places in found.values():
+            torch._foreach_copy_(places, given)
+        if self._scattered:
+            bucket.work = dist.reduce_scatter_tensor(bucket.averaged, gradients, async_op=True)
+        elif self._ranks > 1:
+            bucket.work = dist.all_reduce(bucket.averaged, async_op=True)

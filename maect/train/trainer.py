@@ -289,6 +289,7 @@ class Trainer:
         self._before, self._earlier = ([b.clone() for b in self._changing] for _ in range(2))
         self._forwarded = False  # a forward pass has run since the last update
         self._beside = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self._flags = torch.arange(2, dtype=torch.float64, device=self.device)
         self._unread: _Sums | None = None
         self._looking = 0.0  # seconds so far
         self._recent = deque[float](maxlen=8)  # seconds of steps
@@ -329,8 +330,7 @@ class Trainer:
         if self._changing:
             torch._foreach_copy_(self._before, self._changing)
         self._forwarded = True
-        scalars: dict[str, Any] = {}
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        means: dict[str, Any] = {}
         pieces, marks = self.stage.accumulation, list[Mark]()
         for number in range(pieces):
             inputs = self._prepare(_piece(batch, number, pieces))
@@ -338,12 +338,13 @@ class Trainer:
             loss, values = self.engine(inputs)
             marks.append(self.engine.mark())
             self.engine.backward(loss)
-            loss_sum += loss.detach() / pieces
-            for name, value in values.items():
-                scalars[name] = scalars.get(name, 0) + value / pieces
+            for name, value in {"loss": loss.detach(), **values}.items():
+                part = value if pieces == 1 else value / pieces
+                part = part.double() if name == "loss" else part
+                means[name] = means[name] + part if number else part
             if number < pieces - 1:
                 self.engine.step(0.0)
-        return _Sums(["loss", *scalars], [loss_sum, *scalars.values()], marks)
+        return _Sums([*means], [*means.values()], marks)
 
     def _prepare(self, batch: Batch) -> Any:
         """What the objective is called with; a GPU makes it while it computes the step before."""
@@ -366,10 +367,11 @@ class Trainer:
         """
         flags = [self.context.stop_requested(), self._is_due()]
         squared_norm = self.engine.squared_norm()
-        total = sum_on_device([squared_norm, *map(float, flags), *sums.values], self.device)
+        raised = [self._flags[int(flag)] for flag in flags]
+        total = sum_on_device([squared_norm, *raised, *sums.values], self.device)
         if self.replay and self.replay.step == number:
             self.replay.gradients = self._gradient_norms()
-        spoilt = (~(total[0] + total[3]).isfinite()).float()
+        spoilt = ((total[0] + total[3]) * 0 != 0).float()  # no number is, times 0
         self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), spoilt)
         self.objective.after_update(self.engine.gathered)
         self._forwarded = False

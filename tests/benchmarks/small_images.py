@@ -60,9 +60,9 @@ def noise(folder: Path, count: int) -> Path:
     return folder
 
 
-def gather(x: Tensor, ids: Tensor) -> Tensor:
+def gather(ids: Tensor, *tokens: Tensor) -> list[Tensor]:
     """Tokens, as they were taken before."""
-    return x.gather(1, ids[:, :, None].expand(-1, -1, x.shape[2]))
+    return [x.gather(1, ids[:, :, None].expand(-1, -1, x.shape[2])) for x in tokens]
 
 
 def attention(self: vit.FusedAttention, x: Tensor, **_: object) -> Tensor:

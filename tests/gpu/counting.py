@@ -28,8 +28,9 @@ COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", 
 VIEWS = {
     "_reshape_alias", "_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty",
     "empty_like", "empty_strided", "expand", "flatten", "is_same_size", "lift_fresh", "narrow",
-    "new_empty", "permute", "reshape", "select", "slice", "split", "split_with_sizes", "squeeze",
-    "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "view_as",
+    "new_empty", "permute", "promote_types", "reshape", "select", "slice", "split",
+    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view",
+    "view_as",
 }  # fmt: skip
 
 
@@ -188,7 +189,7 @@ def main() -> None:
     os.environ.update(RANK=str(options.rank), LOCAL_RANK="0", WORLD_SIZE=str(options.ranks))
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
-    vit.bfloat16_on = lambda kind: kind  # as on a GPU
+    vit.bfloat16_on, vit.fused_attention = lambda kind: kind, vit.attend  # as on a GPU
     context = Alone(options.rank, options.ranks, meeting=options.meeting)
     context.cpus = 1
     here = Here(start(context), False, Path(tempfile.mkdtemp()))

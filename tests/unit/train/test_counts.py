@@ -19,7 +19,7 @@ def counts(context, recipe):
     from maect.models import vit
     from maect.train.engine import start
 
-    vit.bfloat16_on = lambda kind: kind  # as on a GPU
+    vit.bfloat16_on, vit.fused_attention = lambda kind: kind, vit.attend  # as on a GPU
     here = Here(start(context), True, Path(context.meeting).parent)
     stage, encoder = stage_of(here, recipe, "large", 8)
     with trainer_of(here, *narrow(stage, encoder), 8, context) as trainer:
@@ -45,3 +45,5 @@ def test_a_step(recipe, tmp_path):
     assert found["total"] == sum(expected.values())
     # AdamW and its counts of steps: a few kernels a group, none a parameter.
     assert table["kernels"]["update"] <= 6 * groups + 10
+    # Of ViT-L, whose weights lie in up to 14 buckets: each casts, fills, and copies of two types.
+    assert table["kernels"]["total"] + 13 * 4 <= 1300

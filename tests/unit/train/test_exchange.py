@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ENCODER
 from ranks import run
 
+from maect.models import vit
 from maect.train import engine, exchange
 
 RANKS, ROWS, STEPS = 3, 2, 3
@@ -29,8 +31,9 @@ def groups(layers):
 class Settings:
     compile, attention, beta1, beta2 = False, "sdpa", 0.9, 0.95
 
-    def __init__(self, zero_stage, accumulation):
+    def __init__(self, zero_stage, accumulation, precision="fp32"):
         self.zero_stage, self.accumulation = zero_stage, accumulation
+        self.precision = precision
         self.batch_size = RANKS * ROWS * accumulation
 
 
@@ -106,3 +109,59 @@ def test_ranks_update_as_one_would(zero, accumulation, tmp_path):
     assert found == {name: p.numel() for name, p in layers.named_parameters()}
     # And another start gives the same bits.
     assert run(RANKS, job, log=tmp_path / "log")[0][0] == weights
+
+
+class Encoded(torch.nn.Module):
+    """An encoder under autocast, as objectives run it."""
+
+    def __init__(self, checkpointing, frozen):
+        super().__init__()
+        with vit.seeded(0):
+            self.encoder = vit.build_encoder(ENCODER)
+        self.encoder.checkpointing = checkpointing
+        self.encoder.freeze(frozen)
+
+    def forward(self, images):
+        with vit.mixed_precision(images.device, "bf16"):
+            return self.encoder(images).square().mean()
+
+
+def encoded(context, lending, zero_stage, checkpointing, frozen):
+    """Bits of the weights after some steps, and how many weights were lent."""
+    engine.start(context)
+    vit.bfloat16_on = lambda kind: kind
+    exchange.BUCKET = 2000  # not all in one
+    if not lending:
+        engine._cast_by_autocast = lambda *_: []
+    module = Encoded(checkpointing, frozen)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "peak_lr": 1e-2, "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim == 1], "peak_lr": 1e-2, "weight_decay": 0.0},
+    ]
+    ours = engine.Engine(module, Settings(zero_stage, 1, "bf16"), groups, torch.device("cpu"))
+    side = ENCODER.image_size
+    for number in range(STEPS):
+        noise = torch.Generator().manual_seed(10 * number + context.rank)
+        ours.backward(ours(torch.randn(ROWS, 3, side, side, generator=noise)))
+        layer = module.encoder.blocks[-1].mlp.fc1
+        assert isinstance(layer.weight, torch.nn.Parameter) and layer.weight.grad is None
+        ours.step(1.0)
+    lent = sum(len(bucket.lent) for bucket in ours._exchange.buckets)
+    flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+    ours.close()
+    return flat.numpy().tobytes(), lent
+
+
+@pytest.mark.parametrize(
+    ("zero", "checkpointing", "frozen"), [(1, False, 0), (1, True, 1), (0, False, 1)]
+)
+def test_weights_that_are_lent_give_autocasts_bits(zero, checkpointing, frozen, tmp_path):
+    job = {"function": encoded, "zero_stage": zero, "checkpointing": checkpointing}
+    found = [
+        run(2, job | {"frozen": frozen, "lending": lending}, log=tmp_path / "log")[0]
+        for lending in (True, False)
+    ]
+    assert found[0][0] == found[1][0] and found[1][1] == 0
+    # Weight and bias of the four layers of a block, and of the patches where they learn.
+    assert found[0][1] == 8 * (ENCODER.depth - frozen) + (0 if frozen else 2)
