@@ -61,7 +61,8 @@ def be_deterministic() -> None:
     """
     if not uses_gpus():
         return
-    workspaces, sums = (":4096:8", ":16:8"), ("Ring", "Tree")
+    # What gathers and scatters, NCCL does in rings alone.
+    workspaces, sums = (":4096:8", ":16:8"), ("Ring",)
     for name, allowed in (("CUBLAS_WORKSPACE_CONFIG", workspaces), ("NCCL_ALGO", sums)):
         said = os.environ.setdefault(name, allowed[0])
         if said not in allowed:
@@ -153,10 +154,35 @@ def process_group(context: Context) -> Iterator[None]:
         yield
         return
     join(context, "cpu:gloo,cuda:nccl" if uses_gpus() else "gloo", SHARE_TIMEOUT)
+    with left_in_peace():
+        yield
+
+
+@contextmanager
+def left_in_peace() -> Iterator[None]:
+    """Leave the process group at the end of the block, but not where this rank fails on a GPU.
+
+    Others may wait for it in an exchange, and NCCL's end waits for them: the error would never be
+    told. Without that, it ends the process and with it their exchange.
+    """
     try:
         yield
-    finally:
-        dist.destroy_process_group()
+    except Exception:
+        if not uses_gpus():
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def moved(values: Tensor, device: torch.device) -> Tensor:
+    """On a device, which may still be at it: by way of pinned memory, which lives until then.
+
+    Memory that is not pinned may be copied while somebody else has it already, where a GPU reads
+    the host's by itself (Grace Hopper).
+    """
+    if device.type == "cuda" and values.device.type == "cpu":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)
 
 
 def keep_freed_memory() -> None:

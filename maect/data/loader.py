@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from maect.core.distributed import moved
 from maect.core.errors import UserError
 from maect.data.decode import UnreadableError, crops
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
@@ -54,7 +55,7 @@ class Batch:
             return self.packed.on(device)
         values = {"images": self.images, **_numbers(self.ids, self.labels)}
         values |= draw(self.epochs, self.ids)
-        return {name: value.to(device, non_blocking=True) for name, value in values.items()}
+        return {name: moved(value, device) for name, value in values.items()}
 
 
 def _numbers(ids: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -132,7 +133,8 @@ def fill(batch: Batch, draw: Draw) -> None:
     """Put beside a batch's images what they are and what is drawn for them."""
     assert batch.packed is not None
     for name, value in (_numbers(batch.ids, batch.labels) | draw(batch.epochs, batch.ids)).items():
-        batch.packed.tensors[name].copy_(value)
+        # PyTorch would copy by a team of threads for each of the decoding ones.
+        np.copyto(batch.packed.tensors[name].numpy(), value.numpy())
 
 
 def view_parts(

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 from torch import Tensor
 
+from maect.core.distributed import moved
 from maect.data import random
 from maect.recipes import IMAGENET, Pixels, View
 
@@ -230,7 +231,7 @@ def _change(
     """Put `change(images, rows)` in place of the chosen rows, which are known without waiting."""
     rows = np.flatnonzero(chosen)
     if len(rows):
-        index = torch.from_numpy(rows).to(x.device, non_blocking=True)
+        index = moved(torch.from_numpy(rows), x.device)
         x.index_copy_(0, index, change(x.index_select(0, index), rows))
 
 
@@ -269,8 +270,8 @@ def jitter(
         ],
         axis=1,
     )
-    index = torch.from_numpy(rows).to(x.device, non_blocking=True)
-    told = torch.from_numpy(table.astype(np.float32)).to(x.device, non_blocking=True)
+    index = moved(torch.from_numpy(rows), x.device)
+    told = moved(torch.from_numpy(table.astype(np.float32)), x.device)
     told = told[:, :, None, None, None]
     y = x.index_select(0, index)
     late = [int((before[rows] > number).sum()) for number in range(3)]
@@ -338,7 +339,7 @@ _REACH = int(np.ceil(4 * SIGMA[1]))
 
 def _blur_matrix(sigma: NDArray[np.float64], size: int, device: torch.device) -> Tensor:
     """[b, size, size]: row i holds the weights of output pixel i."""
-    table = _blur_table(sigma).to(device, non_blocking=True)
+    table = moved(_blur_table(sigma), device)
     return table.index_select(1, _blur_index(size, device)).view(-1, size, size)
 
 
@@ -471,12 +472,12 @@ def erase(
             # On the CPU, so that the noise does not depend on the device.
             noise.append(torch.randn(channels * height * width, generator=generator))
     if noise:
-        ends = torch.from_numpy(boxes).to(images.device, non_blocking=True)
+        ends = moved(torch.from_numpy(boxes), images.device)
         top, bottom, left, right = ends.T[..., None, None]
         down, across = (torch.arange(side, device=images.device) for side in (rows, columns))
         inside = (down >= top) & (down < bottom)
         inside = inside.transpose(1, 2) & (across >= left) & (across < right)
-        filling = torch.cat(noise).to(images.device, non_blocking=True)
+        filling = moved(torch.cat(noise), images.device)
         images.masked_scatter_(inside[:, None], filling)  # row by row, as the noise was drawn
     return images
 

@@ -110,7 +110,7 @@ class Encoding:
         Returns:
             float32 [b, width] on the encoder's device.
         """
-        images = images.to(self.device, non_blocking=True)
+        images = distributed.moved(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
         self._earlier.clear()
@@ -132,7 +132,7 @@ class Encoding:
         Returns:
             [b, patches, width] on the encoder's device, in the precision that the blocks run in.
         """
-        images = images.to(self.device, non_blocking=True)
+        images = distributed.moved(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
         last: list[Tensor] = []

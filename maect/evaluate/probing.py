@@ -135,11 +135,11 @@ class Probing:
             threads=self.context.cpus,
         )
         for batch in loader:
-            images = batch.images[0].to(device, non_blocking=True)
+            images = distributed.moved(batch.images[0], device)
             x = self.encode(
                 augment(images, view, 0, settings.seed, batch.epochs, batch.ids, pixels)
             )
-            y = targets(batch, images).to(device, non_blocking=True)
+            y = distributed.moved(targets(batch, images), device)
             loss = update(x, y, schedule(self.step, self.steps, self.warmup))
             self.step += 1
             stop = distributed.any_rank(self.context.stop_requested())

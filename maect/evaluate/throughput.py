@@ -228,15 +228,18 @@ class Throughput(Protocol):
         self, encoder: Encoder, file: Path, published: Sequence[Published], device: torch.device
     ) -> Iterator[tuple[str, Callable[[int], Step]]]:
         """What is measured, one after the other: its name, and its step for a batch of so many."""
+
+        def step_of(stage: Training, **how: Any) -> Callable[[int], Step]:
+            # Kept by what is yielded alone: another model beside it would take its memory.
+            return partial(stage_step, stage, _built(stage, encoder, file), device=device, **how)
+
         for name, recipe in RECIPES.items():
-            stage = load_recipe(recipe, self.size)
-            yield name, partial(stage_step, stage, _built(stage, encoder, file), device=device)
-        stage = load_recipe("mae", self.size)
-        objective = _built(stage, encoder, file)
-        plain = partial(stage_step, stage, objective, device=device, plain_attention=True)
-        yield "pretrain_plain_attention", plain
-        stage = load_recipe("ct_min", self.size, {"mask_ratio": MASKED})
-        yield "tune_masked", partial(stage_step, stage, _built(stage, encoder, file), device=device)
+            yield name, step_of(load_recipe(recipe, self.size))
+        yield (
+            "pretrain_plain_attention",
+            step_of(load_recipe("mae", self.size), plain_attention=True),
+        )
+        yield "tune_masked", step_of(load_recipe("ct_min", self.size, {"mask_ratio": MASKED}))
         for method, passes in METHODS.items():
             yield method, partial(method_step, passes, encoder, device=device)
         done = {*METHODS}

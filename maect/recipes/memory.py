@@ -134,9 +134,7 @@ def footprint(
     worst = kept = 0.0
     for part in parts:
         kept += images * part.kept
-        forward, backward = copies + images * part.forward, images * part.backward
-        # The copies go with the forward pass where the backward pass makes them again.
-        backward += 0 if computed.activation_checkpointing else copies
+        forward, backward = copies + images * part.forward, copies + images * part.backward
         worst = max(worst, kept + forward, kept + backward)
     inputs = images * FLOAT * pixels(encoder)
     coloured = any(view.jitter or view.blur for view in computed.view_settings())

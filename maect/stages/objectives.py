@@ -115,6 +115,11 @@ class ViewsObjective(Objective):
             with gathered(self.head.projector):
                 self.head.update_ema()
 
+    @property
+    def has_health(self) -> bool:
+        """With a head."""
+        return self.head is not None
+
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:
         """Spread of the newest vectors of the queue, which is the same on every rank."""
         if self.head is None:

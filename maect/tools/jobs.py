@@ -119,7 +119,8 @@ def train(
     stage.check_ranks(nodes * devices)
     memory, computed = gpu_memory(gpu), {}
     if memory is not None:
-        fitted = stage.fitted(config.encoder, nodes, devices, memory)
+        looked = config.look is not None
+        fitted = stage.fitted(config.encoder, nodes, devices, memory, looked)
         computed = {key: value for key, value in fitted if value != getattr(stage, key)}
         if computed:
             said = ", ".join(f"{key}: {value}" for key, value in computed.items())

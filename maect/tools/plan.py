@@ -327,7 +327,8 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     gpu = str(resources.get("gpu") or "")
     asked, relative = str(resources["nodes"]), relative_speed(gpu)
     nodes = training_nodes(asked, devices, stage.batch_size, step, relative)
-    stage, fitted = _fitted(stage, encoder, nodes, devices, gpu)
+    looked = experiment.spec.look is not None
+    stage, fitted = _fitted(stage, encoder, nodes, devices, gpu, looked)
     shards = plan.shards(folder)
     speed = measured(experiment.root, stage.name, run.size, encoder)
     left = 1 - part_done(experiment.folder(run.name))
@@ -353,14 +354,14 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
 
 
 def _fitted(
-    stage: Training, encoder: Encoder, nodes: int, devices: int, gpu: str
+    stage: Training, encoder: Encoder, nodes: int, devices: int, gpu: str, looked: bool
 ) -> tuple[Training, str]:
     """A training as it would be computed on its GPUs, and what that changes."""
     memory = gpu_memory(gpu)
     if memory is None:
         return stage, ""
     try:
-        chosen = stage.fitted(encoder, nodes, devices, memory)
+        chosen = stage.fitted(encoder, nodes, devices, memory, looked)
     except UserError as error:
         return stage, f"does not fit: {error}"
     changed = [f"{key}: {value}" for key, value in chosen if value != getattr(stage, key)]

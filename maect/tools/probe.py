@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from maect.core.distributed import left_in_peace
 from maect.core.files import write_json
 from maect.stages import load_recipe
 
@@ -27,7 +28,7 @@ def probe(context: Any, folder: str) -> str:
 
     device = start(context)
     cuda = device.type == "cuda"
-    try:
+    with left_in_peace():
         own = torch.full((1,), float(context.rank), device=device)
         dist.all_reduce(own)
         seen = {
@@ -41,8 +42,6 @@ def probe(context: Any, folder: str) -> str:
             "trained": _trained(context, device),
         }
         everyone = _gather(seen, device)
-    finally:
-        dist.destroy_process_group()
     if context.rank == 0:
         write_json(Path(folder) / "probe.json", {"ranks": everyone, **_about(torch)})
     return "done"

@@ -29,7 +29,7 @@ def share(
         batch_size=BATCH,
         threads=max(1, context.cpus),
     ):
-        yield images.to(device, non_blocking=True), labels, ids
+        yield distributed.moved(images, device), labels, ids
 
 
 def accuracy(

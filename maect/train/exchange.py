@@ -275,7 +275,8 @@ class Exchange:
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Join gradients, and start their exchange."""
-        # Let go of as soon as it is exchanged: of other ranks' slices no gradients are kept.
+        # Let go of once it is exchanged, by NCCL once that is waited for: of other ranks' slices no
+        # gradients are kept.
         gradients = torch.empty_like(bucket.weights) if self._scattered else bucket.averaged
         starts = [start for *_, start in bucket.parameters[1:]]
         empty: list[Tensor] = []

@@ -22,6 +22,11 @@ class Objective(nn.Module):
 
     encoder: VisionEncoder
 
+    @property
+    def has_health(self) -> bool:
+        """Whether `health` has anything to say; to ask it is to wait for the device."""
+        return False
+
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
         """What is drawn for samples before they reach the device, by name; in a thread."""
         return {}

@@ -11,7 +11,7 @@ from maect.core.errors import UserError
 from maect.core.settings import Settings, later
 from maect.recipes import Encoder, View
 from maect.recipes.flops import parameters
-from maect.recipes.memory import GIB, Footprint
+from maect.recipes.memory import FLOAT, GIB, Footprint
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
@@ -202,7 +202,9 @@ class Training(Updates, Stage):
         images = self.batch_size // (ranks * self.accumulation)
         return self.footprint(encoder, images).peak(self.zero_stage, ranks, self.accumulation)
 
-    def fitted(self, encoder: Encoder, nodes: int, devices: int, memory: float) -> Self:
+    def fitted(
+        self, encoder: Encoder, nodes: int, devices: int, memory: float, looked: bool = False
+    ) -> Self:
         """The same, computed so that each device's memory is enough, at the least cost.
 
         More passes per update cost nearly nothing, checkpointing a third of the time.
@@ -212,11 +214,13 @@ class Training(Updates, Stage):
             nodes: of the job.
             devices: ranks on a node, each with a device.
             memory: bytes of a device.
+            looked: whether looks at the run have copies of the weights there.
 
         Raises:
             UserError: it is not enough in any way; with the numbers, and what would be.
         """
         ranks = nodes * devices
+        memory -= FLOAT * self.footprint(encoder, 1).weights if looked else 0
         if chosen := self._fitting(encoder, ranks, memory):
             return chosen
         more = range(nodes + 1, 8 * nodes + 1)

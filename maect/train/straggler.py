@@ -3,7 +3,7 @@
 All ranks leave an exchange together, so the time of a whole step says nothing. What a rank does
 before it does: it waits for its batch, and runs the forward pass. A slow link makes no rank slower
 than another in either, and is not found. Nor is a slow device where ranks exchange in the forward
-pass itself (ZeRO 3; the heads' batch statistics on a CPU).
+pass itself: under ZeRO 3, and with a head, whose forward passes are not compared.
 """
 
 from collections.abc import Mapping

@@ -384,7 +384,7 @@ class Trainer:
         last = number == self.steps
         return (
             last
-            or number % HEALTH_INTERVAL == 0
+            or (self.objective.has_health and number % HEALTH_INTERVAL == 0)
             or (self.scores is not None and self._ends_an_epoch(number))
             or (
                 self.looker is not None
@@ -400,7 +400,9 @@ class Trainer:
         assert self._unread is not None
         total, names, marks = self._unread.numbers(), self._unread.names, self._unread.marks
         self._unread = None
-        self.watchdog.stepped(sum(map(seconds_between, marks[::2], marks[1::2])))
+        # With a head, whoever is early waits for the others in its forward pass.
+        passes = [] if self.objective.has_health else map(seconds_between, marks[::2], marks[1::2])
+        self.watchdog.stepped(sum(passes))
         norm = math.sqrt(total[0])
         stop, save_now = (value > 0 for value in total[1:3])
         means = [value / self.context.world_size for value in total[3:]]

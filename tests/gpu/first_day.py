@@ -242,6 +242,8 @@ def step_times(here: Here, stage: Any, encoder: Any, steps: int) -> dict[str, fl
 
     batch, times = random_batch(stage, encoder, stage.batch_size), []
     if here.cuda:
+        gc.collect()  # engines before this one are held in circles
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def batches() -> Iterator[Any]:
@@ -1035,6 +1037,9 @@ def main() -> int:
     path = [str(options.packages.resolve())] if options.packages else []
     path += [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    # As jobs have it.
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if options.device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     wanted = [int(n) for n in options.only.split(",")] if options.only else list(FIRST)
