@@ -86,7 +86,7 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
     blocks = encoder.depth + (encoder.decoder_depth if isinstance(stage, Pretrain) else 0)
     frozen = encoder.depth if isinstance(stage, Head) else getattr(stage, "frozen_blocks", 0)
     # As tests/gpu/counting.py counts them, without compilation.
-    kernels = 20 * frozen + 50 * (blocks - frozen) + (550 if getattr(stage, "head", None) else 250)
+    kernels = 20 * frozen + 37 * (blocks - frozen) + (430 if getattr(stage, "head", None) else 90)
     others = (ranks - 1) / ranks
     bus = m.inside if ranks <= m.node else m.between
     latency = m.latency * math.log2(ranks) if ranks > 1 else 0.0

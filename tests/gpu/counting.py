@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import ceil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -184,6 +185,8 @@ def main() -> None:
     from first_day import Alone, Here, packed, random_batch, stage_of, trainer_of
 
     from maect.models import vit
+    from maect.recipes.memory import BUCKET
+    from maect.train import exchange
     from maect.train.engine import start
 
     os.environ.update(RANK=str(options.rank), LOCAL_RANK="0", WORLD_SIZE=str(options.ranks))
@@ -196,7 +199,10 @@ def main() -> None:
     for recipe in options.recipes:
         stage, encoder = stage_of(here, recipe, options.size, 4 * options.ranks)
         stage = stage.model_copy(update={"zero_stage": options.zero})
-        with trainer_of(here, *narrow(stage, encoder), 8, context) as trainer:
+        full, (stage, encoder) = (stage, encoder), narrow(stage, encoder)
+        # As many buckets as the weights that learn fill at full width.
+        exchange.BUCKET = ceil(learning(stage, encoder) / ceil(learning(*full) / BUCKET))
+        with trainer_of(here, stage, encoder, 8, context) as trainer:
             batch = random_batch(trainer.stage, trainer.encoder, 4)
             batch = packed(batch, trainer.objective.draw, pinned=False)
             counts = counted(trainer, [batch] * 8, 7)
@@ -205,6 +211,11 @@ def main() -> None:
             print(f"{recipe} {options.size}: {groups} groups, {buckets} buckets here")
             for kind, numbers in counts.table().items():
                 print(f"  {kind:<12}", numbers)
+
+
+def learning(stage: Any, encoder: Any) -> float:
+    """Number of weights that a training changes."""
+    return stage.footprint(encoder, 1).trained
 
 
 def narrow(stage: Any, encoder: Any) -> tuple[Any, Any]:
