@@ -10,7 +10,7 @@ import pytest
 from ranks import run
 
 GPU = Path(__file__).parents[2] / "gpu"
-HERE = (0, 2, 3, 4, 5, 7, 9, 10, 12, 13, 14)
+HERE = (0, 2, 3, 4, 5, 7, 9, 10, 12, 13, 14, 16)
 
 
 def checks(context, out):
@@ -28,7 +28,16 @@ def test_checks_on_a_cpu(tmp_path):
         assert line["status"] in ("passed", "missed"), line.get("error", line)
     # What is not a matter of speed.
     by_name = {line["name"]: line for line in lines}
-    for name in ("environment", "numerics", "attention", "augmentation", "audit", "resume", "leak"):
+    for name in (
+        "environment",
+        "numerics",
+        "attention",
+        "augmentation",
+        "audit",
+        "resume",
+        "leak",
+        "same_bits",
+    ):
         assert by_name[name]["status"] == "passed", by_name[name]
     assert by_name["resume"]["values"]["tiny"] == {"twice": 0.0, "resumed": 0.0}
 
