@@ -23,7 +23,7 @@ from maect.data.native import SOURCE, source_hash
 from maect.data.native.build import compile_c
 
 SANITIZERS = ("-g", "-O1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
-              "-fno-sanitize-recover=all", "-DPLAIN")  # fmt: skip
+              "-fno-sanitize-recover=all")  # fmt: skip
 
 
 def write_seeds(folder: Path) -> list[Path]:

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 SOURCE = Path(__file__).with_name("jpeg_crop.c")
+KERNELS = Path(__file__).with_name("kernels.h")
 LIBRARY = Path(__file__).with_name("libmaect_jpeg.so")
 _OK = 0
 
 
 def source_hash() -> str:
     """Identity of the C source; a library of another source is not used."""
-    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(SOURCE.read_bytes() + KERNELS.read_bytes()).hexdigest()[:16]
 
 
 @cache

@@ -32,6 +32,7 @@ enum { OK = 0, UNREADABLE = 1, UNSUPPORTED = 2, BAD_GEOMETRY = 3, NO_MEMORY = 4 
 #define PRECISION 22
 #define LANES 8                 /* int32 lanes handled at once */
 #define HALF (1 << (PRECISION - 1))
+#define SPLIT 12                /* bits of a weight's lower half */
 #define CHANNELS 3
 #define ROWS LANES              /* source rows resampled together */
 #define VECTORS 4               /* as many as an int32 has bytes */
@@ -49,16 +50,6 @@ typedef int32_t lanes_t __attribute__((vector_size(4 * LANES)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lanes_t){__VA_ARGS__})
 #endif
 
-/* The hot loops are compiled once more for wider vectors; the loader picks at run time. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute) && !defined(PLAIN)
-#if __has_attribute(target_clones)
-#define WIDE __attribute__((target_clones("avx2", "default")))
-#endif
-#endif
-#ifndef WIDE
-#define WIDE
-#endif
-
 typedef struct {
   void *start;
   size_t size;
@@ -68,11 +59,24 @@ typedef struct {
   buffer_t pixels, strip, ring, weights[2], bounds[2];
 } workspace_t;
 
-/* Where `n` outputs read: from[i] is the first source pixel, count[i] how many. */
+/* Of two values: two weights in the halves of each word, low and, 2^SPLIT times as much, high. */
+typedef struct {
+  int32_t low, high;
+} weight_t;
+
+/* Where `n` outputs read: from[i] is the first pair of source pixels, count[i] how many. */
 typedef struct {
   int taps;
-  const int32_t *from, *count, *weight; /* weight[i * taps + j] */
+  const int32_t *from, *count;
+  const weight_t *weight; /* weight[i * taps + j] */
 } filter_t;
+
+typedef struct {
+  void (*to_strip)(const uint8_t *const *, int, lanes_t *);
+  void (*resample_rows)(const lanes_t *, const filter_t *, int, int32_t *, size_t, size_t);
+  void (*resample_column)(const int32_t *, size_t, int, int, const weight_t *, int, size_t,
+                          uint8_t *);
+} kernels_t;
 
 typedef struct {
   int x, y, w, h, full_w, full_h, left, top;
@@ -126,42 +130,50 @@ static double bicubic(double x) { /* a = -0.5 */
   return 0.0;
 }
 
-/* Weights of outputs [first, first + n) when `in` pixels become `out`. */
-static int make_filter(workspace_t *space, int axis, int in, int out, int first, int n,
+/* A weight of two halves; what a sum of products loses above 32 bits is the same either way. */
+static int32_t halves(int32_t first, int32_t second) {
+  return (int32_t)((uint32_t)(first & 0xffff) | (uint32_t)second << 16);
+}
+
+/* Weights of outputs [first, first + n) when `in` pixels become `out`; pixels count from `origin`. */
+static int make_filter(workspace_t *space, int axis, int in, int out, int first, int n, int origin,
                        filter_t *filter) {
   double scale = (double)in / out, stretch = scale < 1.0 ? 1.0 : scale;
   double support = 2.0 * stretch, inverse = 1.0 / stretch;
-  int taps = (int)ceil(support) * 2 + 1;
+  int most = (int)ceil(support) * 2 + 1, taps = (most + 2) / 2;
   int32_t *bounds = reserve(&space->bounds[axis], (size_t)n * 2 * sizeof(int32_t));
-  /* The doubles of one output are kept behind the integers of all. */
-  size_t integers = ((size_t)n * taps * sizeof(int32_t) + 15) / 16 * 16;
-  int32_t *weight = reserve(&space->weights[axis], integers + (size_t)taps * sizeof(double));
+  /* The doubles of one output are kept behind the weights of all, and then its integers. */
+  size_t weights = (size_t)n * taps * sizeof(weight_t);
+  weight_t *weight = reserve(&space->weights[axis], weights + (size_t)most * sizeof(double) +
+                                                        (size_t)(2 * taps) * sizeof(int32_t));
   if (!bounds || !weight) return NO_MEMORY;
-  double *exact = (double *)((char *)weight + integers);
+  double *exact = (double *)((char *)weight + weights);
+  int32_t *whole = (int32_t *)(exact + most);
   for (int i = 0; i < n; i++) {
     double center = (first + i + 0.5) * scale, total = 0.0;
     int from = (int)(center - support + 0.5), to = (int)(center + support + 0.5);
     if (from < 0) from = 0;
     if (to > in) to = in;
-    int count = to - from;
+    int count = to - from, odd = (from - origin) & 1, pairs = (odd + count + 1) / 2;
     for (int j = 0; j < count; j++) total += exact[j] = bicubic((j + from - center + 0.5) * inverse);
+    whole[0] = whole[2 * pairs - 1] = 0;
     for (int j = 0; j < count; j++) {
       double value = exact[j] / total * (1 << PRECISION);
-      weight[(size_t)i * taps + j] = (int32_t)(value < 0 ? value - 0.5 : value + 0.5);
+      whole[odd + j] = (int32_t)(value < 0 ? value - 0.5 : value + 0.5);
     }
-    bounds[i] = from;
-    bounds[n + i] = count;
+    for (int j = 0; j < pairs; j++) {
+      int32_t low[2], high[2];
+      for (int k = 0; k < 2; k++) {
+        low[k] = (int32_t)((uint32_t)whole[2 * j + k] << (32 - SPLIT)) >> (32 - SPLIT);
+        high[k] = (whole[2 * j + k] - low[k]) >> SPLIT;
+      }
+      weight[(size_t)i * taps + j] = (weight_t){halves(low[0], low[1]), halves(high[0], high[1])};
+    }
+    bounds[i] = (from - origin) / 2;
+    bounds[n + i] = pairs;
   }
   *filter = (filter_t){taps, bounds, bounds + n, weight};
   return OK;
-}
-
-/* Sums to pixel values; by address, as wide vectors have no calling convention of old. */
-static inline void to_pixels(lanes_t *sum) {
-  lanes_t value = *sum >> PRECISION;
-  value &= ~(value < 0);
-  lanes_t over = value > 255;
-  *sum = (value & ~over) | (over & 255);
 }
 
 /* Rows to columns. */
@@ -182,78 +194,37 @@ static inline void transpose(lanes_t v[LANES]) {
   }
 }
 
-/* ROWS rows of RGBX bytes to vectors of one channel of one pixel of all rows. */
-WIDE static void to_strip(const uint8_t *const source[ROWS], int width, lanes_t *strip) {
-  for (int x = 0; x < width; x += LANES) {
-    lanes_t pixels[LANES];
-    int n = width - x < LANES ? width - x : LANES;
-    for (int r = 0; r < ROWS; r++) {
-      pixels[r] = (lanes_t){0};
-      if (n == LANES)
-        memcpy(&pixels[r], source[r] + 4 * (size_t)x, sizeof pixels[r]);
-      else
-        memcpy(&pixels[r], source[r] + 4 * (size_t)x, 4 * (size_t)n);
-    }
-    transpose(pixels);
-    for (int i = 0; i < LANES; i++, strip += CHANNELS)
-      for (int c = 0; c < CHANNELS; c++) strip[c] = pixels[i] >> (8 * c) & 255;
-  }
+/* The weights of a pair. */
+static inline int32_t first_of(const weight_t *w) {
+  return (int16_t)w->low + (int16_t)w->high * (1 << SPLIT);
 }
 
-/* A strip to ROWS rows of n pixels: target[row * pitch + channel * plane + pixel]. The pixels of a
- * block stand in the order 0 4 8 ... 1 5 9 ...: so four vectors of them are packed to bytes in order
- * by shifts alone. */
-WIDE static void resample_rows(const lanes_t *strip, const filter_t *filter, int n, int first_column,
-                               int32_t *target, size_t plane, size_t pitch) {
-  lanes_t block[CHANNELS][VECTORS][LANES];
-  memset(block, 0, sizeof block);
-  for (int i = 0; i < n; i++) {
-    const int32_t *weight = filter->weight + (size_t)i * filter->taps;
-    const lanes_t *source = strip + (size_t)(filter->from[i] - first_column) * CHANNELS;
-    lanes_t sum[CHANNELS];
-    for (int c = 0; c < CHANNELS; c++) sum[c] = (lanes_t){0} + HALF;
-    for (int j = 0; j < filter->count[i]; j++, source += CHANNELS)
-      for (int c = 0; c < CHANNELS; c++) sum[c] += source[c] * weight[j];
-    for (int c = 0; c < CHANNELS; c++) {
-      to_pixels(&sum[c]);
-      block[c][i % VECTORS][i % BLOCK / VECTORS] = sum[c];
-    }
-    if (i % BLOCK < BLOCK - 1 && i < n - 1) continue;
-    int32_t *corner = target + i / BLOCK * BLOCK;
-    for (int c = 0; c < CHANNELS; c++)
-      for (int k = 0; k < VECTORS; k++) {
-        transpose(block[c][k]);
-        for (int r = 0; r < ROWS; r++)
-          memcpy(corner + r * pitch + c * plane + k * LANES, &block[c][k][r], sizeof(lanes_t));
-      }
-  }
+static inline int32_t second_of(const weight_t *w) {
+  return (w->low >> 16) + (w->high >> 16) * (1 << SPLIT);
 }
 
-/* Rows of a ring of so many slots, from `slot` on, to one row of n bytes. */
-WIDE static void resample_column(const int32_t *ring, size_t pitch, int slots, int slot,
-                                 const int32_t *weight, int count, size_t n, uint8_t *target) {
-  for (size_t x = 0; x < n; x += BLOCK) {
-    lanes_t sum[VECTORS];
-    for (int k = 0; k < VECTORS; k++) sum[k] = (lanes_t){0} + HALF;
-    for (int j = 0, row = slot; j < count; j++) {
-      const int32_t *source = ring + (size_t)row * pitch + x;
-      for (int k = 0; k < VECTORS; k++) {
-        lanes_t values;
-        memcpy(&values, source + k * LANES, sizeof values);
-        sum[k] += values * weight[j];
-      }
-      if (++row == slots) row = 0;
-    }
-    lanes_t bytes = {0};
-    for (int k = 0; k < VECTORS; k++) {
-      to_pixels(&sum[k]);
-      bytes |= sum[k] << (8 * k);
-    }
-    if (n - x >= BLOCK)
-      memcpy(target + x, &bytes, BLOCK);
-    else
-      memcpy(target + x, &bytes, n - x);
-  }
+#define KERNEL(name) name
+#define TARGET
+#define PAIRED 0
+#include "kernels.h"
+
+#if defined(__x86_64__) && !defined(PLAIN)
+#include <immintrin.h>
+
+#define WIDE
+
+#define KERNEL(name) name##_avx2
+#define TARGET __attribute__((target("avx2")))
+#define PAIRED 1
+#include "kernels.h"
+#endif
+
+/* The fastest that this processor has. */
+static const kernels_t *best(void) {
+#ifdef WIDE
+  if (__builtin_cpu_supports("avx2")) return &kernels_avx2;
+#endif
+  return &kernels;
 }
 
 /* Source pixels [begin, end) of an axis that outputs [first, first + n) read. */
@@ -272,16 +243,18 @@ static int make_view(workspace_t *space, const uint8_t *pixels, size_t pitch, in
   needed(g->w, g->full_w, g->left, size, &x0, &x1);
   needed(g->h, g->full_h, g->top, size, &y0, &y1);
   filter_t across, down;
-  int status = make_filter(space, 0, g->w, g->full_w, g->left, size, &across);
-  if (!status) status = make_filter(space, 1, g->h, g->full_h, g->top, size, &down);
+  int status = make_filter(space, 0, g->w, g->full_w, g->left, size, x0, &across);
+  if (!status) status = make_filter(space, 1, g->h, g->full_h, g->top, size, y0, &down);
   if (status) return status;
   int width = x1 - x0, height = y1 - y0;
-  /* A row of the ring is three planes, each a whole number of blocks. */
+  const kernels_t *run = best();
+  /* A slot of the ring is a pair of rows of three planes, each a whole number of blocks. */
   size_t plane = ((size_t)size + BLOCK - 1) / BLOCK * BLOCK, pitch_out = CHANNELS * plane;
-  int slots = ((down.taps < height ? down.taps : height) + 2 * ROWS) / ROWS * ROWS;
+  int pairs = (height + 1) / 2;
+  int slots = ((down.taps < pairs ? down.taps : pairs) + ROWS) / (ROWS / 2) * (ROWS / 2);
   int32_t *ring = reserve(&space->ring, pitch_out * (size_t)slots * sizeof(int32_t));
   size_t columns = ((size_t)width + LANES - 1) / LANES * LANES;
-  lanes_t *strip = reserve(&space->strip, columns * CHANNELS * sizeof(lanes_t));
+  lanes_t *strip = reserve(&space->strip, columns / 2 * CHANNELS * sizeof(lanes_t));
   if (!ring || !strip) return NO_MEMORY;
   if (plane > (size_t)size) memset(ring, 0, pitch_out * (size_t)slots * sizeof(int32_t));
   const uint8_t *corner =
@@ -290,17 +263,17 @@ static int make_view(workspace_t *space, const uint8_t *pixels, size_t pitch, in
     const uint8_t *source[ROWS];
     for (int r = 0; r < ROWS; r++)
       source[r] = corner + (size_t)(y + r < height ? y + r : height - 1) * pitch;
-    to_strip(source, width, strip);
-    resample_rows(strip, &across, size, x0, ring + (size_t)(y % slots) * pitch_out, plane,
-                  pitch_out);
+    run->to_strip(source, width, strip);
+    run->resample_rows(strip, &across, size, ring + (size_t)(y / 2 % slots) * pitch_out, plane,
+                       pitch_out);
     int ready = done; /* output rows whose last source row is in the ring */
-    while (ready < size && down.from[ready] - y0 + down.count[ready] <= y + ROWS) ready++;
+    while (ready < size && 2 * (down.from[ready] + down.count[ready]) <= y + ROWS) ready++;
     /* Channel by channel, so that a third of the ring is in use at a time. */
     for (int c = 0; c < CHANNELS; c++)
       for (int i = done; i < ready; i++)
-        resample_column(ring + c * plane, pitch_out, slots, (down.from[i] - y0) % slots,
-                        down.weight + (size_t)i * down.taps, down.count[i], (size_t)size,
-                        out + ((size_t)c * size + i) * size);
+        run->resample_column(ring + c * plane, pitch_out, slots, down.from[i] % slots,
+                             down.weight + (size_t)i * down.taps, down.count[i], (size_t)size,
+                             out + ((size_t)c * size + i) * size);
     done = ready;
   }
   return OK;
