@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -155,8 +156,13 @@ def test_ctrl_c_before_the_first_job_is_a_line(tmp_path: Path) -> None:
     ) as process:
         assert process.stderr is not None
         assert "Using profile" in process.stderr.readline()
-        os.killpg(process.pid, signal.SIGINT)
-        said = process.stderr.read()
+        said = ""
+        while not said:  # Python drops an interrupt that comes while it tidies up
+            os.killpg(process.pid, signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                said = process.communicate(timeout=10)[1]
+            if process.returncode == 0:
+                pytest.skip("it was done before it took notice")
     assert process.returncode == 130
     assert said.splitlines()[-1] == "maect: interrupted before any job began"
     assert "Traceback" not in said
