@@ -339,8 +339,9 @@ def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
             read.update(read_by_run(experiment, run))
     default = experiment.default_dataset
     for run, name in experiment.evaluations:
-        made = experiment.root / "evaluations" / run / f"{name}.json"
+        result = experiment.root / "evaluations" / run / f"{name}.json"
         for kind in experiment.evaluation(run, name).inputs().values():
+            made = result
             if isinstance(kind, Features):
                 made = features_file(experiment, run, default, kind.split)
             if isinstance(kind, Features | Shards) and made.exists():
