@@ -41,11 +41,13 @@ def test_a_frozen_rank_is_named_and_the_run_goes_on_from_its_state(job, tmp_path
 LAUNCH = """
 import json, sys
 from pathlib import Path
+from maect.core.log import command_log
 from maect.launch import Resources, Task, launch
 job = json.loads(sys.argv[1])
 folder = Path(job["folder"])
-launch(Task("ranks:train", job), folder, Resources("local", devices=2, cpus=1),
-       is_done=(folder / "run.json").exists, describe="stalled")
+with command_log():
+    launch(Task("ranks:train", job), folder, Resources("local", devices=2, cpus=1),
+           is_done=(folder / "run.json").exists, describe="stalled")
 """
 
 
