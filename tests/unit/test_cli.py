@@ -160,7 +160,7 @@ def test_ctrl_c_before_the_first_job_is_a_line(tmp_path: Path) -> None:
         while not said:  # Python drops an interrupt that comes while it tidies up
             os.killpg(process.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                said = process.communicate(timeout=10)[1]
+                said = process.communicate(timeout=3)[1]
             if process.returncode == 0:
                 pytest.skip("it was done before it took notice")
     assert process.returncode == 130

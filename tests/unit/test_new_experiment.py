@@ -445,6 +445,7 @@ def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_walk_through_on_cifar10(cifar10, tmp_path):
     """What docs/experiments.md tells, up to the shards: `maect new-experiment`, -n, `shards`."""
     out = tmp_path / "mine.yaml"
