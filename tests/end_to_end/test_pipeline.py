@@ -72,8 +72,8 @@ def test_what_is_evaluated_is_made_though_nothing_shows_it(undisturbed: Pipeline
 @pytest.mark.parametrize(
     "ends",
     [
-        # Other kills are also in tests/unit/launch and tests/cluster, without training; kills of all
-        # kinds in random_kills.py.
+        # Other kills are also in tests/unit/launch and tests/cluster, without training;
+        # random_kills.py has all of them.
         pytest.param({"ct_min_tiny": "interrupt"}, marks=pytest.mark.slow),
         pytest.param(
             {"mae_tiny": "everything", "head_min_tiny": "snakemake", "ct_min_tiny": "interrupt"},
