@@ -104,7 +104,6 @@ class Exchange:
         groups: list[dict[str, Any]],
         sharded: bool,
         layers: Sequence[nn.Module] = (),
-        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         """Move trained parameters into buckets.
 
@@ -112,10 +111,8 @@ class Exchange:
             module: on its device.
             groups: trained parameters, as AdamW takes them.
             sharded: ZeRO 1 instead of 0.
-            layers: of the module, whose parameters autocast would cast.
-            dtype: to which.
+            layers: of the module, whose parameters autocast would cast to bfloat16.
         """
-        self._dtype = dtype
         self._owners = {id(p): (m, name) for m in layers for name, p in m._parameters.items()}
         self._sharded, self._ranks = sharded, dist.get_world_size()
         self._scattered = sharded and self._ranks > 1
@@ -163,7 +160,7 @@ class Exchange:
         groups = [(group, start, end) for group, start, end in runs]
         cast = None
         if any(id(parameter) in self._owners for _, parameter, _ in parameters):
-            cast = weights.to(self._dtype)
+            cast = weights.bfloat16()
         lent = {}
         for number, (_, parameter, start) in enumerate(parameters):
             if cast is not None and id(parameter) in self._owners:

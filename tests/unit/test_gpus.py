@@ -180,3 +180,18 @@ def test_a_device_that_is_too_small_says_what_to_do(
     message = str(refusal.value)
     assert "8 images on each of 8 ranks, where 2 GiB were expected: Tried to allocate" in message
     assert "activation_checkpointing" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+def test_a_rank_that_fails_on_a_gpu_does_not_wait_for_the_others(
+    on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(distributed, "uses_gpus", lambda: on_gpus)
+    monkeypatch.setattr(distributed.dist, "destroy_process_group", lambda: left.append("left"))
+    with distributed.left_in_peace():
+        pass
+    assert left == ["left"]
+    with pytest.raises(UserError, match="broken"), distributed.left_in_peace():
+        raise UserError("broken")
+    assert len(left) == (1 if on_gpus else 2)
