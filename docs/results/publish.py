@@ -3,8 +3,9 @@
     python docs/results/publish.py collect cifar10    # from results/cifar10, beside this file
     python docs/results/publish.py page cifar10       # README.md and recipes.md, from these
 
-`collect` takes what there is: the page of an unfinished experiment says so. That of a complete one
-has a headline, which also goes into the project's README between two comments of its name.
+`collect` takes what there is: the page of an unfinished experiment says so. Once the tables of the
+main models are there it has a headline, which also goes into the project's README between two
+comments of its name.
 """
 
 import argparse
@@ -155,8 +156,8 @@ def pages(folder: Path) -> dict[str, str]:
     made = {"README.md": _page(folder, runs, complete)}
     if (folder / "recipes.csv").exists():
         made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
-    if complete:
-        made["headline.md"] = _headline(folder, runs)
+    if headline := _headline(folder, runs):
+        made["headline.md"] = headline
     return made
 
 
@@ -174,8 +175,8 @@ def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
             f"**Unfinished: {done} of {len(runs)} runs.** Numbers below are of what is finished; "
             "no claim is decided before all of it is."
         )
-    if complete:
-        parts.append(_headline(folder, runs))
+    if headline := _headline(folder, runs):
+        parts.append(headline)
     parts.append((folder / "notes.md").read_text(encoding="utf-8").strip())
     if (folder / "recipes.csv").exists():
         parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
@@ -207,9 +208,11 @@ def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
 
 
 def _headline(folder: Path, runs: pd.DataFrame) -> str:
-    """The main models in a few columns, and what tuning costs."""
-    probed = read_table(folder / "tables/low_shot.csv")
-    clusters = read_table(folder / "tables/clustering.csv")
+    """The main models and what tuning costs; empty before their tables are made."""
+    made = [folder / f"tables/{table}.csv" for table in ("low_shot", "clustering")]
+    if not all(path.exists() for path in made):
+        return ""
+    probed, clusters = map(read_table, made)
     frame = probed.merge(clusters, on=["architecture", "method"], suffixes=("", "_clusters"))
     columns = (*HEADLINE, "accuracy")
     costs = {
