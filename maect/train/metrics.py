@@ -46,7 +46,7 @@ class StepClock:
 
     def start(self) -> None:
         """Begin the first step of an attempt."""
-        self._stepped = self._logged = time.monotonic()
+        self._stepped = time.monotonic()
 
     @contextmanager
     def aside(self, useful: bool) -> Iterator[None]:
@@ -54,7 +54,7 @@ class StepClock:
         began = time.monotonic()
         yield
         spent = time.monotonic() - began
-        self._stepped, self._logged = self._stepped + spent, self._logged + spent
+        self._stepped += spent
         self.useful += spent if useful else 0.0
 
     def step(self) -> float:
@@ -63,12 +63,6 @@ class StepClock:
         seconds, self._stepped = now - self._stepped, now
         self._steps += 1
         self.useful += (0.0, 2.0, 1.0)[min(self._steps, 3) - 1] * seconds
-        return max(seconds, 1e-9)
-
-    def log(self) -> float:
-        """How long the steps took since the last call."""
-        now = time.monotonic()
-        seconds, self._logged = now - self._logged, now
         return max(seconds, 1e-9)
 
 

@@ -282,7 +282,6 @@ class Trainer:
     def __post_init__(self) -> None:
         self._began = self._saved_at = time.monotonic()
         self._clock = StepClock(self.useful_seconds / self.context.world_size)
-        self._logged = self.step
         self._spent = self.metrics.device_seconds if self.metrics else 0.0
         self._changing = self.objective.changing_buffers()
         # As the last two forward passes found them.
@@ -292,7 +291,7 @@ class Trainer:
         self._flags = torch.arange(2, dtype=torch.float64, device=self.device)
         self._unread: _Sums | None = None
         self._looking = 0.0  # seconds so far
-        self._recent = deque[float](maxlen=8)  # seconds of steps
+        self._recent = deque[float](maxlen=max(8, log_interval(self.steps)))  # seconds of steps
         self._knn: float | None = None
 
     def run(self, batches: Iterator[Batch]) -> bool:
@@ -316,6 +315,7 @@ class Trainer:
                 break
             self.watchdog.at(UPDATING, number)
             self._update(sums, number)
+            self._recent.append(self._clock.step())
             if self._is_looked_at(number) and self._settle():
                 break
             self.watchdog.at(READING, number + 1)
@@ -514,9 +514,7 @@ class Trainer:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
         now, size, stage = time.monotonic(), self.stage.batch_size, self.stage
         done = self.step * size
-        # Of the last few: a step that is read at once, to be looked at, makes the next seem longer.
-        # A loader that is too slow shows.
-        self._recent.append(self._clock.step())
+        # Of several steps, whose reading is not even; a loader that is too slow shows.
         speed = size * len(self._recent) / sum(self._recent)
         self.context.report(
             {
@@ -542,14 +540,12 @@ class Trainer:
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
-        mean_speed = (self.step - self._logged) * size / self._clock.log()
-        self._logged = self.step
         device_seconds = self._spent + (now - self._began) * self.context.world_size
-        timing = {"images_per_second": mean_speed, "device_seconds": device_seconds}
+        timing = {"images_per_second": speed, "device_seconds": device_seconds}
         timing |= {"held_seconds": self.context.held_seconds(), "useful_seconds": self.useful}
         if looked:
             timing["look_part"] = self._looking / max(now - self._began, 1e-9)
-        flops = stage.flops_per_image(self.encoder) * mean_speed / self.context.world_size
+        flops = stage.flops_per_image(self.encoder) * speed / self.context.world_size
         timing |= usage(flops, stage.precision, self.device)
         self.metrics.log(self.step, values | more, timing)
 
