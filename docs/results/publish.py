@@ -22,7 +22,7 @@ from maect.core.files import json_lines, read_json, write_json, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import figures, run_config, tables
 from maect.report.registry import FIGURES, TABLES, method_title
-from maect.report.render import printed, render
+from maect.report.render import MISSING, printed, render, verdicts
 from maect.report.tables import read_table
 
 HERE = Path(__file__).parent
@@ -45,7 +45,14 @@ def collect(name: str) -> None:
         _copy(experiment.root / "tables" / f"{table}.csv", out / "tables")
     for figure in figures(experiment):
         _copy(experiment.root / "figures" / f"{figure}.png", out / "figures")
-    _copy(experiment.root / "claims.csv", out)
+    results = [experiment.root / "evaluations" / r / f"{n}.json" for r, n in experiment.evaluations]
+    made = [path for path in results if path.exists()]
+    write_json(out / "evaluations.json", {"asked": len(results), "made": len(made)})
+    claims = experiment.root / "claims.csv"
+    (out / "claims.csv").unlink(missing_ok=True)
+    # Decided when some seeds were not there yet, they would be of another experiment.
+    if len(made) == len(results) and claims.exists() and _newer(claims, made):
+        _copy(claims, out)
     for run in experiment.runs:
         folder = experiment.folder(run)
         if (folder / "run.json").exists():
@@ -56,6 +63,10 @@ def collect(name: str) -> None:
     if (out / PILOTS).exists():
         _write(_pilots(load(str(out / PILOTS))), out / "recipes.csv")
     write_json(out / "machine.json", _machine())
+
+
+def _newer(path: Path, others: list[Path]) -> bool:
+    return path.stat().st_mtime >= max(other.stat().st_mtime for other in others)
 
 
 def _copy(path: Path, folder: Path) -> None:
@@ -152,8 +163,7 @@ def _machine() -> dict[str, Any]:
 def pages(folder: Path) -> dict[str, str]:
     """The pages of a published experiment, by file name; `headline.md` is for the README."""
     runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
-    complete = bool(runs["finished"].all())
-    made = {"README.md": _page(folder, runs, complete)}
+    made = {"README.md": _page(folder, runs)}
     if (folder / "recipes.csv").exists():
         made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
     if headline := _headline(folder, runs):
@@ -161,7 +171,7 @@ def pages(folder: Path) -> dict[str, str]:
     return made
 
 
-def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
+def _page(folder: Path, runs: pd.DataFrame) -> str:
     name = folder.name
     parts = [
         f"# {name}",
@@ -169,25 +179,25 @@ def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
         f"    python docs/results/publish.py collect {name}\n"
         f"    python docs/results/publish.py page {name}",
     ]
-    if not complete:
-        done = int(runs["finished"].sum())
+    missing = _missing(folder, runs)
+    if missing:
         parts.append(
-            f"**Unfinished: {done} of {len(runs)} runs.** Numbers below are of what is finished; "
-            "no claim is decided before all of it is."
+            f"**Unfinished: {missing}.** Numbers below are of what is finished; no claim is "
+            "decided before all of it is."
         )
     if headline := _headline(folder, runs):
         parts.append(headline)
     parts.append((folder / "notes.md").read_text(encoding="utf-8").strip())
     if (folder / "recipes.csv").exists():
         parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
-    if (folder / "claims.csv").exists() and complete:
+    if (folder / "claims.csv").exists() and not missing:
         parts += ["## Claims", _claims(pd.read_csv(folder / "claims.csv", keep_default_na=False))]
     shown = [name for name in TABLES if (folder / "tables" / f"{name}.csv").exists()]
     if shown:
         parts.append("## Tables")
         for table in shown:
             frame = read_table(folder / "tables" / f"{table}.csv")
-            parts.append(render(printed(frame, table), "md").strip())
+            parts += [render(printed(frame, table), "md").strip(), TABLES[table].about(False)]
     drawn = [name for name in FIGURES if (folder / "figures" / f"{name}.png").exists()]
     if drawn:
         parts.append("## Figures")
@@ -205,6 +215,15 @@ def _page(folder: Path, runs: pd.DataFrame, complete: bool) -> str:
         _runs_table(runs),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _missing(folder: Path, runs: pd.DataFrame) -> str:
+    """How much of the experiment there is; empty for all of it."""
+    trained, results = int(runs["finished"].sum()), read_json(folder / "evaluations.json")
+    if trained == len(runs) and results["made"] == results["asked"]:
+        return ""
+    done = f"{trained} of {len(runs)} trainings"
+    return f"{done}, {results['made']} of {results['asked']} evaluations"
 
 
 def _headline(folder: Path, runs: pd.DataFrame) -> str:
@@ -236,10 +255,14 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
         cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
         cells.append(f"{costs[line['architecture'], line['method']] / unit:.2f}")
         lines.append(f"| {method_title(str(line['method']))} | {' | '.join(cells)} |")
+    if missing := _missing(folder, runs):
+        lines.append(f"\nNot all there yet: {missing}.")
     return "\n".join(lines)
 
 
 def _spread(value: float, std: float) -> str:
+    if pd.isna(value):
+        return MISSING
     return f"{value:.1f}" if pd.isna(std) else f"{value:.1f} ± {std:.1f}"
 
 
@@ -253,14 +276,13 @@ def _operations_behind(run: str, runs: pd.DataFrame) -> float:
 
 
 def _claims(frame: pd.DataFrame) -> str:
-    counts = ", ".join(f"{n} {verdict}" for verdict, n in frame["verdict"].value_counts().items())
-    decided = frame[frame["verdict"] != "not measured"]
-    rows = [
-        f"| {line['statement']} | {line['verdict']} | {line['numbers']} |"
-        for line in decided.to_dict("records")
-    ]
+    said = verdicts(frame)
+    rows = []
+    for line in said["decided"]:
+        verdict = "; ".join([line["verdict"], *line["notes"]])
+        rows.append(f"| {line['statement']} | {verdict} | {line['numbers']} |")
     head = "| statement | verdict | differences ± standard deviation |\n| --- | --- | --- |"
-    return f"{len(frame)} statements: {counts}.\n\n{head}\n" + "\n".join(rows)
+    return f"{len(frame)} statements: {said['summary']}.\n\n{head}\n" + "\n".join(rows)
 
 
 def _runs_table(runs: pd.DataFrame) -> str:

@@ -6,7 +6,7 @@ discrimination has learnt the shortcut of comparing colours.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -36,6 +36,9 @@ class ColorHistogram(Encodes):
 
     epochs: int = Field(default=10, gt=0)
     batch_size: int = Field(default=1024, gt=0)
+    pooling: Literal["cls", "mean"] = "cls"
+    """What the probes read of each block: [CLS], as in the paper, or the mean of the patch tokens,
+    for encoders whose contrastive head read that."""
     learning_rate: float = Field(default=0.1, gt=0)
     """Multiplied by batch_size / 256."""
     momentum: float = 0.9
@@ -61,7 +64,8 @@ class ColorHistogram(Encodes):
 
         Raises:
             Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
-            UserError: an encoder without [CLS] token, or a batch larger than all epochs together.
+            UserError: an encoder without the [CLS] token that is to be read, or a batch larger
+                than all epochs together.
         """
         from maect.core import distributed
         from maect.data.index import open_index
@@ -76,7 +80,7 @@ class ColorHistogram(Encodes):
         check(train, test, labelled=False)
         path = job.run / "encoder.safetensors"
         device = distributed.device_of(context)
-        encoding = Encoding(path, device, self.precision, blocks=10**9, pooling="cls")
+        encoding = Encoding(path, device, self.precision, blocks=10**9, pooling=self.pooling)
         identity = digest(self, sha256_file(path), train.digest, test.digest, str(job.resize))
         rank, size, blocks = context.rank, context.world_size, encoding.blocks
         mine = slice(blocks * rank // size, blocks * (rank + 1) // size)

@@ -40,6 +40,8 @@ class Comparison:
     difference: float
     std: float
     """Standard deviation of the difference over seeds; NaN where nothing says what it is."""
+    at_least: bool
+    """Whether that is of a part of the values only: no one knows it of the others."""
     missing: tuple[Key, ...]
     decimals: int = 2
     """To print the difference with."""
@@ -47,8 +49,10 @@ class Comparison:
     @property
     def significant(self) -> bool | None:
         """Whether the difference exceeds its standard deviation; None where that is not known."""
-        known = self.holds is not None and not math.isnan(self.std)
-        return abs(self.difference) > self.std if known else None
+        if self.holds is None or math.isnan(self.std):
+            return None
+        exceeds = abs(self.difference) > self.std
+        return None if exceeds and self.at_least else exceeds
 
 
 @dataclass(frozen=True)
@@ -83,19 +87,23 @@ class Verdict:
 
     @property
     def numbers(self) -> str:
-        """The comparisons in numbers, and which models of which tables are missing."""
+        """The comparisons in numbers, and what of which models in which tables is missing."""
         parts = []
-        missing: dict[str, dict[str, None]] = {}
+        missing: dict[str, dict[str, dict[str, None]]] = {}
         for one in self.comparisons:
-            for table, architecture, method, _ in one.missing:
-                missing.setdefault(table, {})[f"{architecture} {method}"] = None
+            for table, architecture, method, metric in one.missing:
+                of_table = missing.setdefault(table, {})
+                of_table.setdefault(f"{architecture} {method}", {})[metric] = None
             if one.holds is None:
                 continue
             spread = "" if math.isnan(one.std) else f" ± {one.std:.{one.decimals}f}"
+            spread += " or more" if one.at_least else ""
             mark = "" if one.holds else " (fails)"
             difference = f"{one.left - one.right:+.{one.decimals}f}"
             parts.append(f"{one.text}: {difference}{spread}{mark}")
-        parts += [f"needs {table}: {', '.join(models)}" for table, models in missing.items()]
+        for table, models in missing.items():
+            named = (f"{model} ({', '.join(metrics)})" for model, metrics in models.items())
+            parts.append(f"needs {table}: {', '.join(named)}")
         return "; ".join(parts)
 
 
@@ -113,12 +121,17 @@ def _look_up(tables: Tables, key: Key, suffix: str) -> float:
     return float(line[f"{metric}{suffix}"].iloc[0]) if len(line) else math.nan
 
 
-def _deviation(tables: Tables, key: Key) -> float:
-    """Standard deviation of a value over seeds, or what stands in for that of one seed; or NaN."""
+def _deviation(tables: Tables, key: Key) -> float | None:
+    """Standard deviation of a value over seeds, or what stands in for that of one seed.
+
+    NaN where it is not known, None for what was not trained here.
+    """
     own = _look_up(tables, key, "_std")
     _, architecture, method, metric = key
-    if not math.isnan(own) or method not in _methods(tables.get(COST), architecture):
+    if not math.isnan(own):
         return own
+    if method not in _methods(tables.get(COST), architecture):
+        return None
     column = f"{metric}_std"
     known = [
         f.loc[f["architecture"] == architecture, column] for f in tables.values() if column in f
@@ -152,9 +165,9 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     values = {key: _look_up(tables, key, suffix) for key in map(_key, VALUE.finditer(text))}
     missing = tuple(key for key, value in values.items() if math.isnan(value))
     spreads = {key: math.nan if suffix else _deviation(tables, key) for key in values}
-    known = not all(math.isnan(spread) for spread in spreads.values())
-    varying = {key: ufloat(values[key], spread) for key, spread in spreads.items() if spread > 0}
-    numbers = values | varying
+    varying = {key: spread for key, spread in spreads.items() if spread is not None}
+    known = {key: spread for key, spread in varying.items() if not math.isnan(spread)}
+    numbers = values | {key: ufloat(values[key], std) for key, std in known.items() if std}
 
     def number(side: str) -> Any:
         # Statements are our own text, so Python may read them.
@@ -165,13 +178,13 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     label = f"{_short(sides[0])} {sign.replace('>=', '≥').replace('<=', '≤')} {_short(sides[2])}"
     ends = nominal_value(left), nominal_value(right)
     if missing:
-        return Comparison(label, None, *ends, math.nan, math.nan, missing)
+        return Comparison(label, None, *ends, math.nan, math.nan, False, missing)
     difference = left - right if sign.startswith(">") else right - left
     margin = nominal_value(difference)
     holds = margin >= -TOLERANCE if sign.endswith("=") else margin > TOLERANCE
     std = std_dev(difference) if known else math.nan
     decimals = _decimals(margin, values.values())
-    return Comparison(label, holds, *ends, margin, std, (), decimals)
+    return Comparison(label, holds, *ends, margin, std, 0 < len(known) < len(varying), (), decimals)
 
 
 def _decimals(difference: float, values: Iterable[float]) -> int:

@@ -322,16 +322,18 @@ STATEMENTS: tuple[Statement, ...] = (
     ),
     Statement(
         "aug_is_robust",
-        "Extensive augmentation is more robust, by a factor that grows with the shift (V2, R, "
-        "Sketch, A).",
+        "Tuning with extensive augmentation is more robust than with minimal augmentation.",
         "section 4.4, table 5",
-        (
-            *each("robustness.*.ct_aug.{} > robustness.*.ct_min.{}", *SHIFTED),
-            *(
-                f"robustness.*.ct_aug.{far} / robustness.*.ct_min.{far}"
-                f" > robustness.*.ct_aug.{near} / robustness.*.ct_min.{near}"
-                for near, far in itertools.pairwise(SHIFTED)
-            ),
+        (f"robustness.*.ct_aug.{EACH_SHIFT} > robustness.*.ct_min.{EACH_SHIFT}",),
+    ),
+    Statement(
+        "aug_is_more_robust_to_larger_shifts",
+        "Its gain in robustness is a factor that grows with the shift (V2, R, Sketch, A).",
+        "section 4.4, table 5",
+        tuple(
+            f"robustness.*.ct_aug.{far} / robustness.*.ct_min.{far}"
+            f" > robustness.*.ct_aug.{near} / robustness.*.ct_min.{near}"
+            for near, far in itertools.pairwise(SHIFTED)
         ),
     ),
     Statement(

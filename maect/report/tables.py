@@ -78,14 +78,15 @@ def measured(
     Args:
         evaluations: folder of the results.
         runs: one a seed.
-        names: evaluations that may give the metric; of each run the first that does.
+        names: evaluations that may give the metric: the first that any run has, of all of them.
         key: the metric.
         std: metric that holds the standard deviation where there is one run.
 
     Raises:
         UserError: a value that is not a finite number.
     """
-    paths = [path for run in runs if (path := result_of(evaluations, run, names, key))]
+    of_each = ([result_of(evaluations, run, (name,), key) for run in runs] for name in names)
+    paths = next((found for one in of_each if (found := [*filter(None, one)])), [])
     values = [_finite(path, key) for path in paths]
     mean = round(statistics.fmean(values), DECIMALS) if values else None
     if len(values) > 1:

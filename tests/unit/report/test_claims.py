@@ -179,6 +179,19 @@ def test_one_seed_is_no_surer_than_three(tables, result, evaluations):
     assert compare(text.format("ibot", 0), tables).std == pytest.approx(1.0)
 
 
+def test_of_one_seed_that_nothing_stands_in_for_only_noise_is_sure(tables, result, evaluations):
+    """Four points more, where one side varies by 2 and nobody knows how much the other does."""
+    result("ct_k1", "linear_probe", linear_probe=64.0)
+    tables["oracle"] = build_table("oracle", [Row("tiny", "ct_k1", ["ct_k1"])], evaluations)
+    tables["cost"] = pd.DataFrame({"architecture": ["tiny"] * 2, "method": ["ct_k1", "ct_min"]})
+    text = "oracle.tiny.ct_k1.linear_probe > clustering.tiny.ct_min.accuracy + {}"
+    found = {more: verdict(tables, text.format(more)) for more in (-4, 1)}
+    assert [(one.result, one.significant) for one in found.values()] == [
+        ("holds", ""), ("within noise", "no"),
+    ]  # fmt: skip
+    assert found[1].numbers.endswith("+1.00 ± 2.00 or more")
+
+
 def test_an_imported_encoder_has_no_seeds_and_counts_as_exact(tables, result, evaluations):
     result("ibot", "clustering", accuracy=55.0, silhouette=1.0)
     imported = build_table("clustering", [Row("tiny", "ibot", ["ibot"])], evaluations)
@@ -234,7 +247,8 @@ def test_what_is_missing_is_named(tables):
         "fine_tune.*.ct_min.fine_tune > 80",
     )
     assert found.result == "not measured" and found.significant == ""
-    assert "needs clustering: tiny ibot; needs fine_tune: any ct_min" in found.numbers
+    needs = "needs clustering: tiny ibot (accuracy); needs fine_tune: any ct_min (fine_tune)"
+    assert needs in found.numbers
     decided = verdict(tables, "clustering.tiny.ct_min.accuracy > 99", "a.b.c.d > 0")
     assert decided.result == "fails"  # one comparison is enough for that
 

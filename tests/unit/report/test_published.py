@@ -64,8 +64,10 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
     ]
     pd.DataFrame(runs).to_csv(out / "runs.csv", index=False)
     claim = {"statement": "It helps.", "verdict": "holds", "numbers": "+2.00 ± 1.00"}
-    open_one = {"statement": "It is large.", "verdict": "not measured", "numbers": ""}
+    claim |= {"significant": "yes", "paper_verdict": "holds", "plain_knn": "fails"}
+    open_one = dict.fromkeys(claim, "") | {"verdict": "not measured", "statement": "It is large."}
     pd.DataFrame([claim, open_one]).to_csv(out / "claims.csv", index=False)
+    write_json(out / "evaluations.json", {"asked": 16, "made": 16})
     (out / "notes.md").write_text("What it means.\n")
     machine = {"cpu": "C", "cores": 2, "device": "none", "torch": "2", "python": "3"}
     write_json(out / "machine.json", machine)
@@ -78,9 +80,11 @@ def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     assert "| MAE-CT min | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 |" in made["headline.md"]
     page = made["README.md"]
     assert made["headline.md"] in page and "Unfinished" not in page
-    assert "2 statements: 1 holds, 1 not measured." in page
-    assert "| It helps. | holds | +2.00 ± 1.00 |" in page and "It is large" not in page
+    assert "2 statements: 1 hold, 1 not measured." in page
+    notes = "holds; beyond the standard deviation over seeds; fails by k-NN on features as they are"
+    assert f"| It helps. | {notes} | +2.00 ± 1.00 |" in page and "It is large" not in page
     assert "**Low-shot and feature evaluations**" in page
+    assert "(fine-tuning, at its best epoch on the test split)" in page
 
 
 def test_an_unfinished_one_says_so_and_decides_nothing(folder: Path) -> None:
@@ -88,7 +92,9 @@ def test_an_unfinished_one_says_so_and_decides_nothing(folder: Path) -> None:
     runs.loc[2, "finished"] = False
     runs.to_csv(folder / "runs.csv", index=False)
     page = publish.pages(folder)["README.md"]
-    assert "**Unfinished: 2 of 3 runs.**" in page and "It helps" not in page
+    missing = "2 of 3 trainings, 16 of 16 evaluations"
+    assert f"**Unfinished: {missing}.**" in page and "It helps" not in page
+    assert publish.pages(folder)["headline.md"].endswith(f"Not all there yet: {missing}.")
     (folder / "tables/clustering.csv").unlink()
     assert "headline.md" not in publish.pages(folder)
 
@@ -110,4 +116,5 @@ def test_what_there_is_is_collected(tmp_path: Path) -> None:
         subprocess.run(command, check=True, cwd=tmp_path)
     runs = pd.read_csv(copy / "cifar10/runs.csv")
     assert list(runs["run"]) == list(load("cifar10").runs) and not runs["finished"].any()
-    assert f"**Unfinished: 0 of {len(runs)} runs.**" in (copy / "cifar10/README.md").read_text()
+    missing = f"0 of {len(runs)} trainings, 0 of {len(load('cifar10').evaluations)} evaluations"
+    assert f"**Unfinished: {missing}.**" in (copy / "cifar10/README.md").read_text()

@@ -153,6 +153,20 @@ def test_rows_may_have_a_protocol_of_their_own(result, evaluations):
     rows = [Row("large", name, ["mae_large"]) for name in ("mixup", "randaugment")]
     frame = build_table("oracle", rows, evaluations).set_index("method")
     assert frame.fine_tune.to_dict() == {"mixup": 84.4, "randaugment": 85.5}
+    # The full recipe is `fine_tune` itself, where it was not trained again.
+    (evaluations / "mae_large/fine_tune_randaugment.json").unlink()
+    frame = build_table("oracle", rows, evaluations).set_index("method")
+    assert frame.fine_tune["randaugment"] == 85.4
+
+
+def test_seeds_are_averaged_within_one_protocol(result, evaluations):
+    result("ct", "fine_tune_10pct", low_shot_10pct=60.0)
+    for run, value in (("ct", 40.0), ("ct-s1", 41.0), ("ct-s2", 42.0)):
+        result(run, "low_shot_pct", low_shot_10pct=value, low_shot_1pct=value - 20)
+    rows = [Row("tiny", "ct_min", ["ct", "ct-s1", "ct-s2"])]
+    (line,) = build_table("low_shot", rows, evaluations).to_dict("records")
+    assert line["low_shot_10pct"] == 60.0 and math.isnan(line["low_shot_10pct_std"])
+    assert (line["low_shot_1pct"], line["low_shot_1pct_std"]) == (21.0, 1.0)
 
 
 def test_numbers_of_the_public_mae_stand_beside_the_public_mae(result, evaluations):
