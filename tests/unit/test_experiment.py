@@ -14,7 +14,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, write_record
 from maect.experiment import Experiment, load, resolve
 from maect.experiment.expand import names
-from maect.experiment.load import last_changes
+from maect.experiment.load import EXPERIMENTS, last_changes
 from maect.experiment.resolve import missing_images, run_config
 from maect.report.registry import Row
 from maect.stages import load_recipe
@@ -289,6 +289,14 @@ def test_cifar10_repeats_the_method_alone() -> None:
         assert set(experiment.evaluation(run, name).split_names) <= set(splits)
     shown = experiment.tables, experiment.figures
     assert all(experiment.rows(name) for names in shown for name in names)
+
+
+def test_cifar10_with_the_larger_encoder(tmp_path: Path) -> None:
+    text = (EXPERIMENTS / "cifar10.yaml").read_text(encoding="utf-8")
+    (tmp_path / "larger.yaml").write_text(text.replace("micro", "small"))
+    larger, own = load(str(tmp_path / "larger.yaml")), load("cifar10")
+    assert [name.replace("micro", "small") for name in own.runs] == list(larger.runs)
+    assert larger.runs["mae_small"].settings.epochs == 400
 
 
 def test_a_variant_of_a_protocol_has_a_name_of_its_own(tmp_path: Path) -> None:
