@@ -166,6 +166,9 @@ def pages(folder: Path) -> dict[str, str]:
     made = {"README.md": _page(folder, runs)}
     if (folder / "recipes.csv").exists():
         made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
+        if (folder / "replaced.csv").exists():
+            replaced = pd.read_csv(folder / "replaced.csv", dtype=str)
+            made["recipes.md"] += f"\n## Replaced\n\n{_markdown(replaced)}\n"
     if headline := _headline(folder, runs):
         made["headline.md"] = headline
     return made
@@ -312,6 +315,11 @@ def _recipes(pilots: pd.DataFrame) -> str:
         + "\n".join(rows)
         + "\n"
     )
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    lines = [list(frame), ["---", *["---:"] * (len(frame.columns) - 1)], *frame.to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def with_headline(readme: str, name: str, headline: str) -> str:
