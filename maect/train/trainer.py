@@ -315,7 +315,6 @@ class Trainer:
                 break
             self.watchdog.at(UPDATING, number)
             self._update(sums, number)
-            self._recent.append(self._clock.step())
             if self._is_looked_at(number) and self._settle():
                 break
             self.watchdog.at(READING, number + 1)
@@ -377,6 +376,7 @@ class Trainer:
         self._forwarded = False
         sums.read(total)
         self._unread = sums
+        self._recent.append(self._clock.step())
 
     def _is_looked_at(self, number: int) -> bool:
         """Whether the model is to be looked at between this step and the next one."""

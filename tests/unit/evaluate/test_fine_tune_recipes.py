@@ -138,7 +138,7 @@ def test_each_row_of_table_16_adds_its_component(size: str) -> None:
         "randaugment_layers": 2,
     }  # fmt: skip
     names = [
-        rows[row]
+        rows[row][0]
         for row in (
             "crop_flip", "label_smoothing", "mixup", "cutmix", "random_erasing", "randaugment",
         )
