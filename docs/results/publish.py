@@ -163,18 +163,23 @@ def _machine() -> dict[str, Any]:
 def pages(folder: Path) -> dict[str, str]:
     """The pages of a published experiment, by file name; `headline.md` is for the README."""
     runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
-    made = {"README.md": _page(folder, runs)}
+    headline, missing = _headline(folder, runs), _missing(folder, runs)
+    made = {"README.md": _page(folder, runs, headline, missing)}
     if (folder / "recipes.csv").exists():
         made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
         if (folder / "replaced.csv").exists():
             replaced = pd.read_csv(folder / "replaced.csv", dtype=str)
-            made["recipes.md"] += f"\n## Replaced\n\n{_markdown(replaced)}\n"
-    if headline := _headline(folder, runs):
-        made["headline.md"] = headline
+            told = (
+                "A run that was evaluated and then replaced, beside the others of its seed; on "
+                "test images where no training image is named."
+            )
+            made["recipes.md"] += f"\n## Replaced\n\n{told}\n\n{_markdown(replaced)}\n"
+    if headline:
+        made["headline.md"] = headline + (f"\n\nNot all there yet: {missing}." if missing else "")
     return made
 
 
-def _page(folder: Path, runs: pd.DataFrame) -> str:
+def _page(folder: Path, runs: pd.DataFrame, headline: str, missing: str) -> str:
     name = folder.name
     parts = [
         f"# {name}",
@@ -182,13 +187,12 @@ def _page(folder: Path, runs: pd.DataFrame) -> str:
         f"    python docs/results/publish.py collect {name}\n"
         f"    python docs/results/publish.py page {name}",
     ]
-    missing = _missing(folder, runs)
     if missing:
         parts.append(
             f"**Unfinished: {missing}.** Numbers below are of what is finished; no claim is "
             "decided before all of it is."
         )
-    if headline := _headline(folder, runs):
+    if headline:
         parts.append(headline)
     parts.append((folder / "notes.md").read_text(encoding="utf-8").strip())
     if (folder / "recipes.csv").exists():
@@ -258,8 +262,6 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
         cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
         cells.append(f"{costs[line['architecture'], line['method']] / unit:.2f}")
         lines.append(f"| {method_title(str(line['method']))} | {' | '.join(cells)} |")
-    if missing := _missing(folder, runs):
-        lines.append(f"\nNot all there yet: {missing}.")
     return "\n".join(lines)
 
 
