@@ -251,7 +251,8 @@ class _Launch:
             return "saved and stopped"
         step = progress.seconds_a_step(record.progress(self.folder, job)) or 0.0
         late = time.monotonic() - self.asked_at > max(STOP_PATIENCE, STOP_STEPS * step)
-        if not (at_once or late or look.phase in ("pending", "ended")):
+        waits = look.phase == "pending" and cluster.waits(self.folder, job)
+        if not (at_once or late or waits or look.phase == "ended"):
             return ""
         if not cluster.end(self.folder, job):
             self.line.say(

@@ -103,6 +103,11 @@ class Slurm(Cluster):
             return self._word(job.id, word, reason, answer.time)
         return self._missing(job, answer.time)
 
+    def waits(self, folder: Path, job: Job) -> bool:
+        """Whether a job that squeue listed as pending has not begun since."""
+        look = self._seldom(self._ask_controller, job)
+        return look is None or look.phase != "running"
+
     def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
         """The node of the rank that failed, or that srun says was lost; else a job's only one."""
         ranks = record.ranks(folder, job)

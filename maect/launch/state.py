@@ -49,6 +49,10 @@ class Cluster(ABC):
     def look(self, folder: Path, job: Job) -> Look:
         """Look at a job."""
 
+    def waits(self, folder: Path, job: Job) -> bool:
+        """Whether a job that a look found pending is so now: the look may be old."""
+        return self.look(folder, job).phase == "pending"
+
     @abstractmethod
     def finish(self, folder: Path, job: Job) -> None:
         """Wait for a job that has its completion record to leave, and end what is left of it."""

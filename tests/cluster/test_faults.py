@@ -156,6 +156,19 @@ def test_interrupt_saves_and_ends_the_job(run):
     assert len(run.jobs()) == 2 and run.starts()[1]["step"] >= 20
 
 
+def test_interrupt_of_a_job_that_began_after_squeue_was_asked(run, monkeypatch):
+    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "300")
+    run.resources["sbatch"] = ["begin=now+1hour"]
+    launcher = run.start(steps=150, save_every=1000)
+    assert any("PENDING" in line for line in launcher.stderr)
+    run.slurm.run("scontrol", "update", f"jobid={run.job().id}", "starttime=now")
+    run.reaches(20)
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130 and "saved and stopped" in words
+    assert run.job().saved >= 20
+
+
 @pytest.mark.slow
 def test_second_pipeline_is_told_who_owns_the_folder(run):
     run.resources["nodes"] = 1
