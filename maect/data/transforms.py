@@ -118,7 +118,7 @@ def _constant(values: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
-def normalize(images: Tensor, pixels: Pixels = PAPER) -> Tensor:
+def normalize(images: Tensor, pixels: Pixels) -> Tensor:
     """Remove the mean of each channel and divide by its standard deviation.
 
     Args:
@@ -185,7 +185,7 @@ def draw_changes(
     return Changes(flipped, jittered, blurred, grey, solarized, u[:, 1:5], u[:, 5:9], sigma)
 
 
-def apply_changes(images: Tensor, changes: Changes, pixels: Pixels = PAPER) -> Tensor:
+def apply_changes(images: Tensor, changes: Changes, pixels: Pixels) -> Tensor:
     """Flip, jitter, blur, grey and solarize cropped images, then normalize.
 
     Args:
@@ -206,7 +206,7 @@ def apply_changes(images: Tensor, changes: Changes, pixels: Pixels = PAPER) -> T
     return x.sub_(mean).div_(std)
 
 
-def denormalize(images: Tensor, pixels: Pixels = PAPER) -> Tensor:
+def denormalize(images: Tensor, pixels: Pixels) -> Tensor:
     """The uint8 pixels of normalized images [b, C, S, S], the nearest there are."""
     mean, std = (_constant(values, images.device) for values in pixels.statistics)
     return ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
@@ -219,7 +219,7 @@ def augment(
     seed: int,
     epochs: ArrayLike,
     ids: ArrayLike,
-    pixels: Pixels = PAPER,
+    pixels: Pixels,
 ) -> Tensor:
     """One view of cropped images, uint8 [b, C, S, S]: `draw_changes` and `apply_changes`."""
     return apply_changes(images, draw_changes([view], seed, epochs, ids, view_number), pixels)

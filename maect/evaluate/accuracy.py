@@ -201,7 +201,7 @@ class FineTuned:
         self.classifier = {name: value.to(device) for name, value in classifier.items()}
 
     def predict(self, images: Tensor) -> Tensor:
-        """Class of each normalized image [b, 3, S, S], int64 [b]."""
+        """Class of each normalized image [b, C, S, S], int64 [b]."""
         import torch
         from torch.nn import functional as F
 
@@ -219,7 +219,7 @@ class FineTuned:
         from maect.train.accuracy import accuracy
 
         def predict(images: Tensor) -> Tensor:
-            return self.predict(normalize(images))
+            return self.predict(normalize(images, self.encoder.settings.pixels))
 
         size = self.encoder.settings.image_size
         return accuracy(context, test, self.device, size, resize, predict)

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Left, Shards
-from maect.recipes import Encoder
+from maect.recipes import Encoder, Pixels
 from maect.recipes.flops import encode_flops
 
 if TYPE_CHECKING:
@@ -65,12 +65,13 @@ class EffectiveInvariance(Encodes):
         index.check_channels(3)  # it changes colours
         probe = TrainedProbe(job, distributed.device_of(context), self.precision)
         probe.check(index)
+        pixels = probe.encoding.settings.pixels
         # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.
         sums = torch.zeros(2, 4, dtype=torch.float64)
         with distributed.process_group(context):
             for images, _, ids in probe.share(context, job, index):
                 plain = probe(images)
-                for change, changed in _changed(images, ids, self):
+                for change, changed in _changed(images, ids, pixels, self):
                     values = invariance(plain, probe(changed))
                     sums[CHANGES.index(change), :3] += torch.stack(values).double().sum(dim=1).cpu()
                     sums[CHANGES.index(change), 3] += len(images)
@@ -99,7 +100,7 @@ def invariance(plain: Tensor, changed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _changed(
-    images: Tensor, ids: NDArray[np.int64], settings: EffectiveInvariance
+    images: Tensor, ids: NDArray[np.int64], pixels: Pixels, settings: EffectiveInvariance
 ) -> Iterator[tuple[str, Tensor]]:
     import numpy as np
 
@@ -112,4 +113,4 @@ def _changed(
     for draw in range(settings.draws):
         u = random.uniform(settings.seed, draw, ids, 0, random.COLOR, 8)
         colored = jitter(images.float() / 255, everyone, u[:, :4], u[:, 4:])
-        yield "color", normalize(colored)
+        yield "color", normalize(colored, pixels)

@@ -460,7 +460,7 @@ def augmentation(here: Here) -> Outcome:
     import numpy as np
     import torch
 
-    from maect.data.transforms import augment
+    from maect.data.transforms import PAPER, augment
     from maect.recipes import AUGMENTATIONS
 
     count, side = (8, 32) if here.small else (64, 224)
@@ -469,13 +469,13 @@ def augmentation(here: Here) -> Outcome:
     ids, worst, same = np.arange(count), 0.0, True
     spent = {}
     for number, view in enumerate(AUGMENTATIONS["aug"]):
-        there = augment(raw, view, number, 0, ids * 0, ids)
+        there = augment(raw, view, number, 0, ids * 0, ids, PAPER)
         moved = raw.to(here.device)
-        found = [augment(moved, view, number, 0, ids * 0, ids) for _ in range(2)]
+        found = [augment(moved, view, number, 0, ids * 0, ids, PAPER) for _ in range(2)]
         same &= torch.equal(*found)
         worst = max(worst, float((found[0].cpu() - there).abs().max()))
         spent[f"view {number} ms"] = 1e3 * seconds(
-            here, lambda v=view, n=number, m=moved: augment(m, v, n, 0, ids * 0, ids), 3
+            here, lambda v=view, n=number, m=moved: augment(m, v, n, 0, ids * 0, ids, PAPER), 3
         )
     # A value beside the threshold of solarization may fall on its other side: count what is far.
     return Outcome(

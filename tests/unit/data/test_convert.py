@@ -21,7 +21,7 @@ from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.shards import shard, verify
 from maect.data.subsets import class_view
-from maect.data.transforms import augment, center_crops, normalize, random_crops
+from maect.data.transforms import PAPER, augment, center_crops, normalize, random_crops
 from maect.models.checkpoints import PATCHES, convert
 from maect.models.decoder import patchify, reconstruction_loss
 from maect.models.vit import build_encoder
@@ -291,7 +291,7 @@ def test_own_mean_and_deviation() -> None:
     x = torch.rand(2, 1, 4, 4)
     torch.testing.assert_close(normalize(x, DEEP), (x - 0.4) / 0.2)
     y = torch.rand(2, 3, 4, 4)
-    torch.testing.assert_close(normalize(y), normalize(y, Pixels(mean=IMAGENET[0])))
+    torch.testing.assert_close(normalize(y, PAPER), normalize(y, Pixels(mean=IMAGENET[0])))
 
 
 def test_pixels_are_part_of_an_encoder_only_where_they_are_stated() -> None:

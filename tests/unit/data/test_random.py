@@ -16,6 +16,11 @@ def test_first_words_follow_splitmix64() -> None:
     ]
 
 
+def test_streams_differ() -> None:
+    streams = [value for name, value in vars(random).items() if name.isupper() and name[0] != "_"]
+    assert len(streams) > 10 and len(set(streams)) == len(streams)
+
+
 def test_bits_are_pinned() -> None:
     # A change of these values changes every run: never update them.
     words = random.bits(5, [0, 1], [7, 8], 1, random.CROP, 2)

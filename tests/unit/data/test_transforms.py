@@ -8,7 +8,7 @@ from torchvision.transforms import ColorJitter
 
 from maect.data import random
 from maect.data import transforms as ours
-from maect.data.transforms import augment, normalize
+from maect.data.transforms import PAPER, augment, normalize
 from maect.recipes import AUGMENTATIONS, View
 
 
@@ -28,8 +28,8 @@ def column(values: list[float]) -> torch.Tensor:
 
 def test_normalize_is_torchvisions(pieces: torch.Tensor) -> None:
     expected = F.normalize(pieces.float() / 255, list(ours.MEAN), list(ours.STD))
-    torch.testing.assert_close(normalize(pieces), expected)
-    torch.testing.assert_close(normalize(pieces.float() / 255), expected)
+    torch.testing.assert_close(normalize(pieces, PAPER), expected)
+    torch.testing.assert_close(normalize(pieces.float() / 255, PAPER), expected)
 
 
 def blended(contrast: float, saturation: float):  # type: ignore[no-untyped-def]
@@ -112,10 +112,10 @@ def test_grey_and_solarize_are_pillows() -> None:
     photo = photographs()[0]
     x = tensor([photo])
     view = View(crop_scale=(0.2, 1), flip=0, gray=1)
-    pixels = undo(augment(x, view, 0, 0, [0], [0]))[0]
+    pixels = undo(augment(x, view, 0, 0, [0], [0], PAPER))[0]
     assert np.abs(pixels - np.asarray(ImageOps.grayscale(photo), np.float32)).max() <= 1
     view = View(crop_scale=(0.2, 1), flip=0, solarize=1)
-    pixels = undo(augment(x, view, 0, 0, [0], [0]))[0]
+    pixels = undo(augment(x, view, 0, 0, [0], [0], PAPER))[0]
     expected = np.asarray(ImageOps.solarize(photo, 128), np.float32).transpose(2, 0, 1)
     assert np.abs(pixels - expected).max() < 1e-2
 
@@ -134,7 +134,7 @@ def test_order_is_jitter_blur_grey_solarize() -> None:
     y = ours.blur(y, 0.1 + 1.9 * u[:, 10])
     y = ours.luma(y).expand(-1, 3, -1, -1)
     y = torch.where(y >= 128 / 255, 1 - y, y)
-    torch.testing.assert_close(augment(x, view, 1, 7, [3], [11]), normalize(y))
+    torch.testing.assert_close(augment(x, view, 1, 7, [3], [11], PAPER), normalize(y, PAPER))
 
 
 def test_probabilities_and_asymmetry_of_the_two_views() -> None:
@@ -148,7 +148,7 @@ def test_probabilities_and_asymmetry_of_the_two_views() -> None:
         }
         only["flip"] = View(crop_scale=(1, 1), flip=view.flip)
         for name, one in only.items():
-            same = augment(x, one, number, 0, np.zeros(n, int), ids) == normalize(x)
+            same = augment(x, one, number, 0, np.zeros(n, int), ids, PAPER) == normalize(x, PAPER)
             share = 1 - same.all(3).all(2).all(1).float().mean().item()
             p = getattr(view, name)
             # Of all blurs, the weakest 3 % change no bit of a float.
@@ -159,11 +159,11 @@ def test_probabilities_and_asymmetry_of_the_two_views() -> None:
 def test_sample_does_not_depend_on_its_batch(pieces: torch.Tensor) -> None:
     view = AUGMENTATIONS["aug"][1]
     ids, epochs = np.arange(24) + 100, np.arange(24) % 2
-    together = augment(pieces, view, 1, 9, epochs, ids)
+    together = augment(pieces, view, 1, 9, epochs, ids, PAPER)
     for i in (0, 5, 23):
-        alone = augment(pieces[i : i + 1], view, 1, 9, epochs[i : i + 1], ids[i : i + 1])
+        alone = augment(pieces[i : i + 1], view, 1, 9, epochs[i : i + 1], ids[i : i + 1], PAPER)
         torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=0)
-    again = augment(pieces, view, 1, 9, epochs, ids)
+    again = augment(pieces, view, 1, 9, epochs, ids, PAPER)
     assert torch.equal(together, again)
 
 
@@ -193,5 +193,5 @@ def test_edges_of_a_blur_are_summed_in_one_order() -> None:
 
 def test_input_is_left_alone(pieces: torch.Tensor) -> None:
     before = pieces.clone()
-    augment(pieces, AUGMENTATIONS["aug"][0], 0, 0, np.zeros(24, int), np.arange(24))
+    augment(pieces, AUGMENTATIONS["aug"][0], 0, 0, np.zeros(24, int), np.arange(24), PAPER)
     assert torch.equal(before, pieces)

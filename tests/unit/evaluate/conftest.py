@@ -124,7 +124,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from maect.data.shards import shard
     from maect.models.vit import build_encoder, seeded
     from maect.models.weights import save_encoder
-    from maect.recipes import Encoder
+    from maect.recipes import Encoder, Pixels
 
     root = tmp_path_factory.mktemp("images")
     digits = load_digits()
@@ -147,6 +147,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
         decoder_heads=1,
         mae_pooling="mean",
         ct_pooling="mean",
+        # Not ImageNet's, so that whoever forgets them is found.
+        pixels=Pixels(mean=(0.5, 0.3, 0.4), std=(0.3, 0.2, 0.25)),
     )
     with seeded(0):
         encoder = build_encoder(settings)

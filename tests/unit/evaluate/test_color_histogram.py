@@ -8,7 +8,7 @@ from torch import nn
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
-from maect.data.transforms import augment
+from maect.data.transforms import PAPER, augment
 from maect.evaluate.base import Interrupted
 from maect.evaluate.color_histogram import ColorHistogram, histograms
 from maect.evaluate.features import Encoding
@@ -41,7 +41,7 @@ def test_histograms_count_pixels() -> None:
     assert np.array_equal(found, flipped)
     # De-normalised floats, as the authors count them, are in the same bins (up to rounding).
     view = View(crop_scale=(1, 1), flip=0.0)
-    normal = augment(torch.from_numpy(images), view, 0, 0, np.zeros(5, int), np.arange(5))
+    normal = augment(torch.from_numpy(images), view, 0, 0, np.zeros(5, int), np.arange(5), PAPER)
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     levels = (normal * std.view(3, 1, 1) + mean.view(3, 1, 1)) * 255
     assert np.array_equal(histograms(levels.round().byte()).numpy(), found)
@@ -107,7 +107,9 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
         train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
         start_step=0, steps=steps, threads=1,
     ):  # fmt: skip
-        x = encoding(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids)).clone()
+        x = encoding(
+            augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels)
+        ).clone()
         y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0].numpy()]))
         for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.param_groups[0]["lr"] = 10 * schedule(batch.step, steps, 150 / 32)

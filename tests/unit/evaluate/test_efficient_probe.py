@@ -155,7 +155,7 @@ def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) ->
     still = View(crop_scale=(1, 1), flip=0.0)
     zeros = np.zeros(test.n, int)
     pictures = torch.cat([images for images, _, _ in parts])
-    x_test = tokens(augment(pictures, still, 0, 0, zeros, zeros))
+    x_test = tokens(augment(pictures, still, 0, 0, zeros, zeros, encoding.settings.pixels))
     y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
     probe = Probe(16, 10, SETTINGS, CPU)
     view = View(crop_scale=(0.6, 1.0), flip=0.0)
@@ -164,7 +164,9 @@ def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) ->
         train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
         start_step=0, steps=steps, threads=1,
     ):  # fmt: skip
-        x = tokens(augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids))
+        x = tokens(
+            augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels)
+        )
         cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
         factor = (batch.step + 1) / (warmup + 1) if batch.step < warmup else cosine
         probe.step(x, torch.from_numpy(batch.labels), factor)

@@ -93,7 +93,7 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
     """The last look, again from the file: of MAE its weights, of tuning their average."""
     from maect.data.index import ID, open_index
     from maect.data.loader import evaluation_batches
-    from maect.data.transforms import normalize
+    from maect.data.transforms import PAPER, normalize
     from maect.models.weights import load_encoder_weights
     from maect.train.look import Looker
 
@@ -114,13 +114,16 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
         )
         with torch.no_grad():
             features = torch.cat(
-                [encoder.pool(encoder(normalize(images)), pooling) for images, _, _ in batches]
+                [
+                    encoder.pool(encoder(normalize(images, PAPER)), pooling)
+                    for images, _, _ in batches
+                ]
             )
         assert looks(folder)[-1]["look_rank_me"] == pytest.approx(rank_me(features), rel=1e-5)
 
 
 def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
-    from maect.data.transforms import denormalize, normalize
+    from maect.data.transforms import PAPER, denormalize, normalize
     from maect.models.decoder import Decoder, patchify, unpatchify
     from maect.models.vit import build_encoder
     from maect.recipes import load_encoder
@@ -135,8 +138,8 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
         normalize_pixels=True, detached=False, weight=0.0,
     )  # fmt: skip
     raw = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
-    images = normalize(raw)
-    assert torch.equal(denormalize(images), raw)
+    images = normalize(raw, PAPER)
+    assert torch.equal(denormalize(images, PAPER), raw)
     assert torch.equal(unpatchify(patchify(images, 4), 4), images)
     order = torch.stack([torch.randperm(16) for _ in range(3)])
     parts = nn.ModuleDict(objective.parts_read()).eval()

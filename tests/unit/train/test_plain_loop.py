@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.random import ids_shuffle, lookup_numbers
-from maect.data.transforms import augment
+from maect.data.transforms import PAPER, augment
 from maect.recipes import Encoder
 from maect.stages.objectives import Views
 from maect.stages.pretrain import Pretrain
@@ -41,7 +41,7 @@ def plain(value, kind, rates):
     for step, batch in enumerate(batches):
         images = torch.stack(
             [
-                augment(batch.images[i], v, i, seed, batch.epochs, batch.ids)
+                augment(batch.images[i], v, i, seed, batch.epochs, batch.ids, PAPER)
                 for i, v in enumerate(views)
             ]
         )
