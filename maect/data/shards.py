@@ -34,6 +34,7 @@ from PIL import Image
 
 from maect.core.errors import UserError, counted
 from maect.core.files import atomic_write, read_json, sha256_file, write_record, write_text
+from maect.core.kept import forget, put_back
 from maect.data import random, shard_name
 from maect.data.convert import Ready, is_turned, make_ready, ready_size, upright_rgb
 from maect.data.decode import UnreadableError
@@ -115,7 +116,9 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
     out = Path(out)
     plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
+        put_back([out / "plan.json"], lambda: read_plan(out) == plan)
         _store(out, plan, listings, note)
+    forget([out / "plan.json"])
     return plan
 
 
@@ -129,13 +132,16 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
         UserError: no such shard, or unreadable images, named.
     """
     out = Path(out)
+    tar = out / shard_name(read_plan(out)["split"], number)
     try:
         with _locked(out, alone=False):
+            put_back([tar], lambda: is_finished(out, number))
             _write(out, number, threads)
     except _FaultyError as error:
         # A file of its own: other jobs may be writing theirs.
         raise _refusal(out, f"unreadable-{number:06d}.txt", error.faults) from None
-    return out / shard_name(read_plan(out)["split"], number)
+    forget([tar])
+    return tar
 
 
 def finish_index(out: Path, *, threads: int = 1) -> int:
@@ -151,11 +157,14 @@ def finish_index(out: Path, *, threads: int = 1) -> int:
         UserError: shards are missing, by number.
     """
     out = Path(out)
-    plan = read_plan(out)
+    plan, index = read_plan(out), [out / "index.json", out / "index.npy"]
     with _locked(out, alone=True):
+        put_back(index, lambda: _is_indexed(out, plan))
         if "tars" in plan:
             _write_all(out, plan["shards"], threads)
-        return _index(out)
+        n = _index(out)
+    forget(index)
+    return n
 
 
 def _write_all(out: Path, shards: int, threads: int) -> None:

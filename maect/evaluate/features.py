@@ -23,6 +23,7 @@ from maect.core import distributed
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
+from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
@@ -220,6 +221,7 @@ def extract(
         keys = index.keys()
         width, labels = model.width, np.array(index.labels)
         write_features(out, map(_read, files), width=width, labels=labels, keys=keys, record=record)
+        keep([out])
         shutil.rmtree(folder)
     return "done"
 

@@ -13,7 +13,7 @@ from typing import Any
 from typing import Protocol as Interface
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from maect.data.loader import Batch, train_batches
 from maect.data.transforms import augment
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.features import Encoding
+from maect.models.weights import open_tensors
 from maect.recipes import View
 from maect.train.optimizer import schedule
 
@@ -262,16 +263,20 @@ def check(train: Index, test: Index, *, labelled: bool = True) -> None:
 
 
 def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
-    """What a state file says about itself, or why a training cannot resume from it."""
+    """What a state file says about itself, or why a training cannot resume from it.
+
+    Raises:
+        OSError: it cannot be read at present.
+    """
     if not file.exists():
         return None, ""
     try:
-        with safe_open(file, framework="pt") as handle:
+        with open_tensors(file) as handle:
             record: dict[str, Any] = json.loads(handle.metadata()["record"])
         if record["format"] != FORMAT:
             return None, "saved by another version of maect"
         if record["identity"] != identity:
             return None, "of another encoder, other images or other settings"
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+    except (SafetensorError, KeyError, TypeError, ValueError):
         return None, "not a saved training, or damaged"
     return record, ""

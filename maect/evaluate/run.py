@@ -11,6 +11,7 @@ from maect import __version__
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_record
+from maect.core.kept import keep
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import (
@@ -77,8 +78,14 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
             | job.notes,
         }
         write_record(job.out, result)
+        keep(outputs(job.out, protocol))
         shutil.rmtree(job.state, ignore_errors=True)
     return "done"
+
+
+def outputs(out: Path, protocol: Protocol) -> list[Path]:
+    """The files that an evaluation leaves, the JSON `out` last."""
+    return [out.with_suffix(".safetensors"), out] if protocol.leaves else [out]
 
 
 def completion(config: str | Path) -> Callable[[], bool]:

@@ -150,7 +150,10 @@ class _Launch:
                 f"{self.folder}: another launcher has submitted job {known.id or known.name}: "
                 "start again to look after it"
             )
-        job = record.new_job(self.folder, self.resources.cluster, self.resources.ranks, previous)
+        cluster, ranks, identity = (
+            self.resources.cluster, self.resources.ranks, self.task.identity,
+        )  # fmt: skip
+        job = record.new_job(self.folder, cluster, ranks, previous, identity)
         if self.spare_nobody:
             job.excluded = []
         elif job.excluded:

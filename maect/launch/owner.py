@@ -20,7 +20,7 @@ from maect.launch.resources import LaunchError
 # Seconds; a launcher whose Snakemake was killed ends within two, unless SLURM keeps it waiting.
 PATIENCE = 75.0
 WARN_AFTER = 3.0
-SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and creation time of the Snakemake that began it all
+SNAKEMAKE = "MAECT_SNAKEMAKE"  # process id and beginning of the Snakemake that began it all
 
 log = logging.getLogger(__name__)
 
@@ -101,17 +101,25 @@ def _is_snakemake(process: psutil.Process) -> bool:
 
 def this_process() -> str:
     """This process as `MAECT_SNAKEMAKE` names it."""
-    return f"{os.getpid()} {psutil.Process().create_time()}"
+    return f"{os.getpid()} {_began(os.getpid())}"
+
+
+def _began(pid: int) -> str:
+    """When a process began, in ticks since the machine did: the clock may be set meanwhile.
+
+    Raises:
+        OSError: there is none.
+    """
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
 
 
 def _is_named_alive(named: str) -> bool:
     if not named:
         return True
-    pid, created = named.split()
+    pid, began = named.split()
     try:
-        process = psutil.Process(int(pid))
-        return abs(process.create_time() - float(created)) < 1 and _is_alive(process)
-    except psutil.Error:
+        return _began(int(pid)) == began and _is_alive(psutil.Process(int(pid)))
+    except (OSError, psutil.Error):
         return False
 
 
@@ -141,6 +149,9 @@ class Interruption(AbstractContextManager["Interruption"]):
             signal.SIGTERM: self._stop,
             signal.SIGHUP: self._leave,
         }
+        # Below nohup Snakemake goes on after a hang-up, and needs its launchers.
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            del handlers[signal.SIGHUP]
         self._before = {number: signal.signal(number, to) for number, to in handlers.items()}
         return self
 

@@ -98,11 +98,13 @@ class Failure:
     log: Path
 
 
-def new_job(folder: Path, cluster: str, ranks: int, previous: Job | None) -> Job:
+def new_job(
+    folder: Path, cluster: str, ranks: int, previous: Job | None, identity: str = ""
+) -> Job:
     """A job that is about to be submitted, with the history of those before it."""
     earlier, attempt, step, held = [], 1, 0, 0.0
-    # What a run has reported that was completed and begins again says nothing about this one.
-    if previous is not None and previous.ending != "done":
+    # What was reported of a run that was complete, or had other settings, says nothing of this one.
+    if previous is not None and _is_continued(previous, identity):
         attempt, step = previous.attempt + 1, saved_step(folder, previous)
         held = held_seconds(folder, previous)
     if previous is not None and not previous.request:
@@ -118,6 +120,12 @@ def new_job(folder: Path, cluster: str, ranks: int, previous: Job | None) -> Job
     return Job(
         cluster, name, ranks, step, attempt=attempt, held=held, excluded=excluded, earlier=earlier
     )
+
+
+def _is_continued(job: Job, identity: str) -> bool:
+    if "done" in (job.ending, job.verdict):
+        return False
+    return job.request.get("identity", "") in ("", identity)
 
 
 def read_job(folder: Path) -> Job | None:

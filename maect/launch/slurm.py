@@ -37,7 +37,7 @@ BY_A_PERSON = {"CANCELLED", "DEADLINE"}
 TEARDOWN = 30.0  # seconds for the ranks to return after the completion record was written
 BROKEN_GRACE = 60.0  # seconds for SLURM to end a job that has lost a rank
 BEGUN = re.compile(rf"^{ATTEMPT} (\d+)".encode(), re.MULTILINE)
-TASK_ENDED = re.compile(rb"^srun: error: (?P<node>\S+): tasks? [\d,-]+: ", re.MULTILINE)
+TASK_ENDED = re.compile(rb"^srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.*)", re.MULTILINE)
 FORGOTTEN = 600.0  # seconds after which sacct is no longer waited for
 FORMAT = "%i|%T|%r|%j"
 SUBMISSION_FAILURES_THAT_PASS = (
@@ -106,16 +106,18 @@ class Slurm(Cluster):
     def waits(self, folder: Path, job: Job) -> bool:
         """Whether a job that squeue listed as pending has not begun since."""
         look = self._seldom(self._ask_controller, job)
-        return look is None or look.phase != "running"
+        return look is not None and look.phase == "pending"
 
     def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
         """The node of the rank that failed, or that srun says was lost; else a job's only one."""
         ranks = record.ranks(folder, job)
         nodes = {str(rank["node"]) for rank in ranks.values() if rank.get("node")}
-        if failure.kind:
-            nodes = {str(ranks[failure.rank].get("node"))} & nodes
-        elif lost := TASK_ENDED.search(_attempt_log(folder, job)):
+        lost = TASK_ENDED.search(_attempt_log(folder, job))
+        # What a signal ended says nothing; those who waited for it raise.
+        if lost and not (failure.kind and lost["how"].startswith(b"Exited")):
             nodes = {lost["node"].decode(errors="replace")}
+        elif failure.kind:
+            nodes = {str(ranks[failure.rank].get("node"))} & nodes
         elif not nodes and job.id:
             _, out, _ = command("scontrol", "--oneliner", "show", "job", job.id)
             listed = re.search(rf" JobName={re.escape(job.name)} .* NodeList=([\w.-]+) ", out)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write
+from maect.core.files import atomic_write, patiently
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.recipes import Encoder
 
@@ -42,6 +42,28 @@ def _sort_metadata(path: Path) -> None:
             raise ValueError(f"{path}: header grew from {length} to {len(text)} bytes")
         file.seek(8)
         file.write(text.ljust(length))
+
+
+def open_tensors(path: str | Path) -> safe_open:
+    """A safetensors file, opened as patiently as other files: torch tensors.
+
+    Whatever a file system refuses, even for a moment, safetensors calls a file that is not there.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it is refused for a quarter of a minute.
+        SafetensorError: it is damaged.
+    """
+
+    def opened() -> safe_open:
+        with open(path, "rb"):
+            pass
+        try:
+            return safe_open(str(path), "pt")
+        except FileNotFoundError as error:
+            raise OSError(f"{path}: cannot be read at present ({error})") from None
+
+    return patiently(opened)
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

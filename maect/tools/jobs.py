@@ -2,17 +2,18 @@
 
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maect.core import kept
 from maect.core.errors import UserError
 from maect.core.files import need, read_json, sha256_file, write_json
 from maect.core.settings import digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
-from maect.evaluate.run import completion
+from maect.evaluate.run import completion, outputs
 from maect.launch import Resources, Task, launch
 from maect.launch.launcher import clusters
 from maect.launch.record import read_job
@@ -58,6 +59,7 @@ class Where:
         is_done: Callable[[], bool],
         nodes: int,
         identity: str,
+        outputs: Sequence[Path] = (),
         **arguments: Any,
     ) -> None:
         """Run a function on every rank until what it was asked for is there.
@@ -69,8 +71,10 @@ class Where:
             is_done: whether it is there.
             nodes: how many.
             identity: of what it was asked for.
+            outputs: files that Snakemake may have deleted although they are that.
             arguments: of the function, as JSON has them.
         """
+        kept.put_back(outputs, is_done)
         name = folder.name
         if name.endswith(".job"):  # beside those of other runs
             name = f"{folder.parent.name} {name.removesuffix('.job')}"
@@ -78,6 +82,7 @@ class Where:
             Task(task, arguments, identity), folder, replace(self.resources, nodes=nodes),
             is_done=is_done, describe=f"{what} {name}", detach=self.detach,
         )  # fmt: skip
+        kept.forget(outputs)
 
 
 def need_shards(folder: Path) -> str:
@@ -128,6 +133,8 @@ def train(
     identity = fingerprint(
         path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
     )
+    outputs = [path.parent / name for name in (*stage.leaves, "run.json")]
+    kept.put_back(outputs, lambda: is_finished(path.parent, identity))
     if is_finished(path.parent, identity):
         check_weights(path.parent)
     else:
@@ -141,6 +148,7 @@ def train(
         lambda: is_finished(path.parent, identity),
         nodes,
         identity,
+        outputs,
         config=str(path.absolute()),
         digest=config.digest,
         save_every_minutes=save_every_minutes,
@@ -261,6 +269,7 @@ def extract_features(
         is_done,
         fixed_nodes(where.nodes),
         digest(wanted),
+        [out],
         encoder=str(encoder.absolute()),
         shards=str(shards.absolute()),
         out=str(out.absolute()),
@@ -295,6 +304,7 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
         completion(path),
         nodes,
         config.digest,
+        outputs(path.with_suffix(".json"), config.settings),
         config=str(path.absolute()),
         digest=config.digest,
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from maect.core.files import (
     verified,
     write_record,
 )
+from maect.models.weights import open_tensors
 from maect.train.fence import Fence
 
 log = logging.getLogger(__name__)
@@ -265,8 +266,8 @@ class StateReader:
         for file in record["files"]:
             path = folder / f"{file}.safetensors"
             try:
-                opened = patiently(safe_open, str(path), "pt").__enter__()
-            except (OSError, SafetensorError) as error:
+                opened = open_tensors(path).__enter__()
+            except (FileNotFoundError, SafetensorError) as error:
                 raise UserError(f"{path}: damaged state ({error})") from None
             for key in opened.keys():  # noqa: SIM118
                 kind, start, name = key.split("|", 2)

@@ -10,7 +10,8 @@ from typing import Any
 
 import maect
 from maect.core.errors import UserError
-from maect.core.files import checked_sha256, read_json, write_record, write_text
+from maect.core.files import checked_sha256, read_json, read_mapping, write_record, write_text
+from maect.core.kept import kept, put_back
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
 from maect.recipes import Encoder
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = (
-    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "recipe.json", "run.json",
+    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "run.json", "recipe.json",
 )  # fmt: skip
 
 
@@ -65,12 +66,16 @@ def source_files(source: Path | None) -> dict[str, str]:
 
 def is_finished(folder: Path, identity: str) -> bool:
     """Whether the completion record of this very run, and what it promises, is there."""
+    if not _is_whole(folder) or replaced(folder, identity):
+        return False
+    return bool(read_json(folder / "run.json").get("fingerprint") == identity)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether there is a completion record with all files that it promises."""
     if not (folder / "run.json").exists():
         return False
-    record = read_json(folder / "run.json")
-    return record.get("fingerprint") == identity and all(
-        (folder / name).exists() for name in record["files"]
-    )
+    return all((folder / name).exists() for name in read_json(folder / "run.json")["files"])
 
 
 def remove_states(folder: Path) -> None:
@@ -93,18 +98,20 @@ def replaced(folder: Path, identity: str) -> str | None:
     known = folder / "recipe.json"
     if not known.exists() or (other := read_json(known).get("fingerprint")) == identity:
         return None
-    back = (folder / f"stale-{identity}/state").exists()
-    saved = any(folder.glob("state/*"))  # `maect clean` may have removed it
+    before = folder / f"stale-{identity}"
+    then = "training starts from step 0"
+    if _is_whole(before):
+        then = f"what stale-{identity} has is put back"
+    elif (before / "state").exists():
+        then = f"training resumes what stale-{identity} kept"
     return (
-        f"{folder}: recipe, seed, data or source changed since "
-        + ("its state was saved, which is" if saved else "it was trained; its logs are")
-        + f" kept in stale-{other}; training "
-        + (f"resumes what stale-{identity} kept" if back else "starts from step 0")
+        f"{folder}: recipe, seed, data or source changed since it was trained; "
+        f"what it left is kept in stale-{other}; {then}"
     )
 
 
 def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
-    """Make the folder that of this run: set aside another run's state, note the recipe.
+    """Make the folder that of this run: set aside what another run left, note the recipe.
 
     For rank 0, before anything is read.
     """
@@ -112,20 +119,22 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     known, told = folder / "recipe.json", {"fingerprint": identity, **recipe}
     if change := replaced(folder, identity):
         log.warning("%s", change)
-        aside = _unused(folder / f"stale-{read_json(known).get('fingerprint')}")
-        aside.mkdir()
+        other = read_json(known).get("fingerprint")
+        put_back(kept(folder), lambda: is_finished(folder, other))
+        aside = _unused(folder / f"stale-{other}")
+        aside.mkdir(exist_ok=True)
         _move(folder, aside)
-    kept = folder / f"stale-{identity}"
-    if kept.exists() and not known.exists():  # this very recipe's, set aside by another one
-        # Its record is about weights that the other may have replaced: they are written again.
-        (kept / "run.json").unlink(missing_ok=True)
-        _move(kept, folder)
-        shutil.rmtree(kept, ignore_errors=True)
+    before = folder / f"stale-{identity}"
+    if before.exists() and not known.exists():  # this very recipe's, set aside by another one
+        if not _is_whole(before):  # what its record is about is written again
+            (before / "run.json").unlink(missing_ok=True)
+        _move(before, folder)
+        shutil.rmtree(before, ignore_errors=True)
     if known.exists():
-        before = read_json(known)
-        _warn_of_changes(folder, before.get("recipe", {}), recipe["recipe"])
-        _warn_of_changes(folder, before.get("versions", {}), origin()["versions"])
-        began = before.get("began_with", before.get("recipe"))
+        noted = read_json(known)
+        _warn_of_changes(folder, noted.get("recipe", {}), recipe["recipe"])
+        _warn_of_changes(folder, noted.get("versions", {}), origin()["versions"])
+        began = noted.get("began_with", noted.get("recipe"))
         told |= {} if began == recipe["recipe"] else {"began_with": began}
     changes = _git("diff", "HEAD")
     if changes:
@@ -167,14 +176,15 @@ def origin() -> dict[str, Any]:
 
 
 def _move(folder: Path, to: Path) -> None:
-    for name in _MOVED:
+    """Move what a run left, its recipe last: a kill in between is made good by the next start."""
+    for name in [*read_mapping(folder / "run.json").get("files", []), *_MOVED]:
         if (folder / name).exists():
             (folder / name).rename(to / name)
 
 
 def _unused(path: Path) -> Path:
     number, free = 1, path
-    while free.exists():
+    while (free / "recipe.json").exists():  # without one, a kill interrupted the moving there
         number += 1
         free = path.with_name(f"{path.name}-{number}")
     return free

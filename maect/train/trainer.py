@@ -25,6 +25,7 @@ from maect.core.distributed import (
 )
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_record
+from maect.core.kept import keep
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
@@ -235,6 +236,7 @@ def train(
     if fence is not None:
         fence.check()
         _finish(run, identity, stage.training_images(split), trainer)
+        keep([folder / name for name in (*stage.leaves, "run.json")])
         if not stage.keeps_state:
             remove_states(folder)
     barrier()

@@ -118,6 +118,45 @@ def test_killed_and_started_again(
     wait_for(lambda: not pipeline.processes(), 20, "every process to be gone")
 
 
+def test_what_is_asked_for_is_there_and_not_computed_again(
+    undisturbed: Pipeline, tmp_path: Path
+) -> None:
+    """Shards that are made again are newer than all that was computed from the same images."""
+    pipeline = Pipeline(tmp_path / "again", copy.deepcopy(MINI))
+    pipeline.command()
+    for folder in ("images", "runs", "features", "evaluations"):
+        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
+    for run in ENCODERS:  # as `maect clean`
+        shutil.rmtree(pipeline.results / "runs" / run / "state", ignore_errors=True)
+    made = [
+        *pipeline.results.glob("runs/*/run.json"),
+        *pipeline.results.glob("evaluations/*/*.json"),
+    ]
+    made += [
+        *pipeline.results.glob("runs/*/*.safetensors"),
+        *pipeline.results.glob("features/*/*.s*"),
+    ]
+    before = {path: (path.stat().st_ino, path.read_bytes()) for path in made}
+    pipeline.complete("evaluations")
+    assert {path: (path.stat().st_ino, path.read_bytes()) for path in made} == before
+    assert not list(pipeline.results.rglob(".kept"))
+    # Asked for by name, it is computed.
+    pipeline.complete("evaluations", "--forcerun", "knn")
+    again = {path for path in made if path.stat().st_ino != before[path][0]}
+    assert again == {path for path in made if path.name == "knn.json"}
+    # One mistaken edit of the shards, and back.
+    plan = pipeline.results / "shards/digits/train/plan.json"
+    listed = plan.read_bytes()
+    mistaken = copy.deepcopy(MINI)
+    mistaken["datasets"]["digits"]["splits"]["train"]["shards"] = 5
+    assert Pipeline(pipeline.folder, mistaken).run("evaluations").returncode
+    Pipeline(pipeline.folder, MINI).complete("evaluations")
+    assert plan.read_bytes() == listed
+    assert all(
+        path.read_bytes() == before[path][1] for path in made if path.parent.parent.name == "runs"
+    )
+
+
 def test_lost_shards_and_all_that_was_made_of_them_are_asked_for(undisturbed: Pipeline) -> None:
     shards = undisturbed.results / "shards/digits/train"
     shards.rename(undisturbed.folder / "aside")

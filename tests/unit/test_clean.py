@@ -30,7 +30,9 @@ def test_only_what_no_resume_needs_is_removed(
     done, stopped = training(tmp_path, "mae"), training(tmp_path, "ct_min", finished=False)
     damaged = training(tmp_path, "head_min")
     (done / "recipe.json").write_text('{"fingerprint": "before"}')
-    assert "since its state was saved, which is kept in stale-before" in str(replaced(done, "now"))
+    assert "since it was trained; what it left is kept in stale-before" in str(
+        replaced(done, "now")
+    )
     (damaged / "encoder.safetensors").write_bytes(b"weighty")
     clean(tmp_path, remove=False)
     told = capsys.readouterr().out
@@ -42,7 +44,9 @@ def test_only_what_no_resume_needs_is_removed(
     assert "2 kB freed" in capsys.readouterr().out
     assert not (done / "state").exists() and not (done / "stale-abc").exists()
     assert (done / "encoder.safetensors").exists()
-    assert "since it was trained; its logs are kept in stale-before" in str(replaced(done, "now"))
+    assert "since it was trained; what it left is kept in stale-before" in str(
+        replaced(done, "now")
+    )
     for folder in (stopped, damaged):
         assert (folder / "state").exists() and (folder / "stale-abc").exists()
     clean(tmp_path, remove=False)

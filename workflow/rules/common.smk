@@ -11,6 +11,7 @@ from snakemake.logging import logger
 from maect import experiment as experiments
 from maect.core.errors import UserError
 from maect.core.files import read_mapping, write_record
+from maect.core.kept import keep
 from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
@@ -245,6 +246,13 @@ def finish():
         print(f"maect: the report is {page}; open it in a browser", file=sys.stderr)
 
 
+LOOKS_FIRST = {
+    *(name for name, stage in STAGES.items() if stage.trains),
+    *PROTOCOLS,
+    *("features", "plan_shards", "write_shard", "index_shards"),
+}
+
+
 def start():
     """Before the first job: refuse what would fail, own the folder, write the resolved files.
 
@@ -290,6 +298,9 @@ def start():
     for job in jobs:
         if told := resolved(job):
             told.write(job.params.config)
+        # What Snakemake deletes now, the job may find to be what it is asked for.
+        if job.rule.name in LOOKS_FIRST and not workflow.dag.reason(job).forced:
+            keep([Path(file) for file in job.output])
     for split in those_of("plan_shards", "dataset", "split"):
         folder = experiment.shards(*split)
         given = experiment.datasets[split[0]].splits[split[1]]

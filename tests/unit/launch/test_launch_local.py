@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from counting import expected
 from launching import finish, kill, wait_for
 
 from maect.launch import Resources, Task, launch
-from maect.launch.owner import own
+from maect.launch.owner import Ancestors, own, this_process
 from maect.launch.resources import LaunchError
 
 
@@ -256,8 +257,8 @@ def test_snakemake_killed(run, tmp_path):
 def test_snakemake_killed_before_its_launcher_looked(run, tmp_path, monkeypatch):
     """While the launcher was still importing: it finds no parent, but knows whom it works for."""
     gone = subprocess.Popen(["sleep", "60"])
-    created = psutil.Process(gone.pid).create_time()
-    monkeypatch.setenv("MAECT_SNAKEMAKE", f"{gone.pid} {created}")
+    began = Path(f"/proc/{gone.pid}/stat").read_text().split()[21]
+    monkeypatch.setenv("MAECT_SNAKEMAKE", f"{gone.pid} {began}")
     launcher = run.start(steps=300)
     run.reaches(5)
     gone.kill()
@@ -269,6 +270,31 @@ def test_snakemake_killed_before_its_launcher_looked(run, tmp_path, monkeypatch)
     finish(run.start(steps=300))
     assert_undisturbed(run, 300)
     assert len(run.starts()) == 1
+
+
+@pytest.mark.parametrize("seconds", [-3600, -1, 1, 3600])
+def test_a_clock_that_is_set_ends_nobody(monkeypatch, seconds):
+    """psutil adds the time of boot, which follows the clock, to when a process began."""
+    monkeypatch.setenv("MAECT_SNAKEMAKE", this_process())
+    before = psutil._pslinux.boot_time
+    monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: before() + seconds)
+    assert Ancestors().are_alive()
+    pid, began = this_process().split()
+    monkeypatch.setenv("MAECT_SNAKEMAKE", f"{pid} {int(began) + 1}")
+    assert not Ancestors().are_alive()
+
+
+def test_a_hang_up_that_snakemake_ignores(run, monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup, for those started below
+    try:
+        launcher = run.start(steps=60)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    run.reaches(5)
+    launcher.send_signal(signal.SIGHUP)
+    words = finish(launcher)
+    assert launcher.returncode == 0 and "detached" not in words
+    assert_undisturbed(run, 60)
 
 
 def test_found_job_whose_files_are_gone_runs_again(run):

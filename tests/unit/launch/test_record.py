@@ -86,6 +86,11 @@ def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:
     write_json(file, {"rank": 0, "progress": {"step": 77}, "saved": 60})
     assert saved_step(tmp_path, job) == 60
     assert new_job(tmp_path, "slurm", 2, job).step == 60
+    # Of a run with other settings it is none: the first job may queue itself again at its limit.
+    job.request["identity"] = "before"
+    assert new_job(tmp_path, "slurm", 2, job, "before").step == 60
+    other = new_job(tmp_path, "slurm", 2, job, "now")
+    assert (other.step, other.attempt, other.held) == (0, 1, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -353,6 +353,8 @@ def test_too_few_nodes_to_exclude_any(run, commands):
         ({0: "error", 1: None}, "", ["n0"]),
         ({0: None, 1: "error"}, "", ["n1"]),
         ({0: None, 1: None}, "srun: error: n1: task 1: Killed\n", ["n1"]),
+        ({0: "error", 1: None}, "srun: error: n1: task 1: Killed\n", ["n1"]),
+        ({0: "error", 1: None}, "srun: error: n1: task 1: Exited with exit code 1\n", ["n0"]),
         ({0: None, 1: None}, "", []),  # nobody knows which of the two
         ({0: None}, "", ["n0"]),
     ],

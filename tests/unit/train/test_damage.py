@@ -13,6 +13,7 @@ from ranks import Place
 from maect.core import files
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_json, write_record
+from maect.models import weights
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, StateReader, find_state, read_record, saved
 from maect.train.fence import Fence
@@ -112,7 +113,7 @@ def test_without_a_sound_state_nothing_begins_at_step_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
-@pytest.mark.parametrize("what", ["record", "tensors", "folder"])
+@pytest.mark.parametrize("what", ["record", "tensors", "folder", "mapped"])
 def test_what_cannot_be_read_now_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, what: str
 ) -> None:
@@ -124,6 +125,8 @@ def test_what_cannot_be_read_now_is_asked_for_again(
         def refused(path, *rest):
             if refusals[0] and str(path).startswith(str(newest)):
                 refusals[0] -= 1
+                if what == "mapped":  # as safetensors calls it
+                    raise FileNotFoundError(errno.ENOENT, "refused", str(path))
                 raise OSError(number, "refused", str(path))
             return call(path, *rest)
 
@@ -133,6 +136,7 @@ def test_what_cannot_be_read_now_is_asked_for_again(
         "record": (Path, "read_bytes"),
         "tensors": (checkpoint, "sha256_file"),
         "folder": (checkpoint.os, "listdir"),
+        "mapped": (weights, "safe_open"),
     }[what]
     monkeypatch.setattr(owner, name, refusing(getattr(owner, name)))
     monkeypatch.setattr(files, "WAITS", (0.0,) * 4)

@@ -1,6 +1,7 @@
 """A run that is stopped, killed or damaged ends with the bits of one that was not."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -144,7 +145,7 @@ def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
     assert run(1, old, log=log, stop_at=5) == ["requeue"]
     log.write_text("")
     assert run(1, new, log=log) == ["done"]
-    assert "changed since its state was saved" in log.read_text()
+    assert "since it was trained; what it left is kept in stale-" in log.read_text()
     assert "resuming" not in log.read_text()
     aside = next(Path(new["folder"]).glob("stale-*"))
     assert len(metrics(aside)) == 5 and steps_saved(aside) == [5]
@@ -157,6 +158,14 @@ def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
     undisturbed = job("undisturbed", "mae")
     assert run(1, undisturbed, log=log) == ["done"]
     identical(undisturbed["folder"], old["folder"])
+    # And forth: what had finished is put back as it was, also where its states were cleaned.
+    finished = next(Path(old["folder"]).glob("stale-*"))
+    shutil.rmtree(finished / "state")
+    node = (finished / "encoder.safetensors").stat().st_ino
+    assert run(1, new, log=log) == ["done"]
+    assert f"what {finished.name} has is put back" in log.read_text()
+    identical(fresh["folder"], new["folder"])
+    assert (Path(new["folder"]) / "encoder.safetensors").stat().st_ino == node
 
 
 def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, whole):

@@ -1,0 +1,58 @@
+"""Finished files that Snakemake deletes before a job starts, kept under a second name.
+
+A job runs when its inputs are newer, its arguments changed, or Snakemake was killed while it ran.
+What it is asked for may be what was there all the same: it is put back then, and hours of computing
+are not repeated.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from maect.core.files import make_folder
+
+FOLDER = ".kept"
+
+
+def keep(paths: Sequence[Path]) -> None:
+    """Give a job's files second names, if all of them are there."""
+    if not all(path.is_file() for path in paths):
+        return  # what was kept before is still the last whole set
+    for path in paths:
+        make_folder(path.parent / FOLDER)
+        _second(path).unlink(missing_ok=True)
+        with suppress(OSError):  # a file system without hard links: the job computes it again
+            os.link(path, _second(path))
+
+
+def kept(folder: Path) -> list[Path]:
+    """First names of what is kept of a folder."""
+    return sorted(folder / path.name for path in (folder / FOLDER).glob("*"))
+
+
+def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
+    """Put back the files that are gone and kept, if they are what the job is asked for."""
+    gone = [path for path in paths if not path.exists()]
+    if not gone or not all(_second(path).exists() for path in gone):
+        return
+    for path in gone:
+        with suppress(FileExistsError):  # by a job that nobody watched
+            os.link(_second(path), path)
+    if not is_finished():
+        for path in gone:
+            if path.samefile(_second(path)):
+                path.unlink()
+
+
+def forget(paths: Sequence[Path]) -> None:
+    """Give up the second names of files that are finished."""
+    for path in paths:
+        _second(path).unlink(missing_ok=True)
+    for folder in {path.parent / FOLDER for path in paths}:
+        with suppress(OSError):  # others' files are there, or it never was
+            folder.rmdir()
+
+
+def _second(path: Path) -> Path:
+    return path.parent / FOLDER / path.name
