@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command(
         "run", run_experiment,
-        "Run an experiment's pipeline, or go on with it. Everything else, such as a target, -n or "
+        "Run an experiment's pipeline, or resume it. Everything else, such as a target, -n or "
         "--cores 4, is passed to Snakemake.",
     )  # fmt: skip
     sub.add_argument("experiment", help="name or path")
@@ -130,7 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--skip-unreadable",
         action="store_true",
-        help="leave those images out; the index lists them",
+        help="leave out images that cannot be read; the index lists them",
     )
     sub.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
     sub.add_argument(
@@ -221,7 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--clusters", type=positive, help="how many; chosen by silhouette if not given"
     )
     sub.add_argument("--method", choices=["kmeans", "hdbscan"], default="kmeans")
-    sub.add_argument("--smallest", type=positive, help="least images of a cluster, for hdbscan")
+    sub.add_argument("--smallest", type=positive, help="images in a cluster at least, for hdbscan")
     sub.add_argument("--images", type=Path, help="where the images are, if they have moved")
 
     sub = command("search", search, "Print the images that are most similar to others.")
@@ -233,7 +233,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--device", help=DEVICE)
 
-    sub = command("audit", audit, "Find images that are in two splits, or nearly so.")
+    sub = command("audit", audit, "Find duplicates and near-duplicates across splits.")
     sub.add_argument("run", type=Path, help="folder of a run whose features were extracted")
     sub.add_argument(
         "--threshold", type=float, default=0.95,
@@ -266,7 +266,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, call, help in (
         ("table", table, "Build a table as its resolved file says."),
         ("figure", figure, "Draw a figure as its resolved file says."),
-        ("claims", claims, "Decide the paper's claims by the tables."),
+        ("claims", claims, "Check the paper's claims against the tables."),
         ("images", images, "Make the page to look through images."),
         ("summary", summary, "Make the first page of a report."),
     ):
@@ -427,12 +427,14 @@ def launch_options() -> argparse.ArgumentParser:
     group = parent.add_argument_group("where to run")
     group.add_argument("--cluster", choices=["local", "slurm"], default="local")
     group.add_argument(
-        "--nodes", default="1", help="1..16: as many of them as the batch of a training is worth"
+        "--nodes",
+        default="1",
+        help="a number, or a range such as 1..16: a training takes what its batch can use",
     )
     group.add_argument(
         "--devices",
         default="1",
-        help="ranks per node; auto or gpus: one per GPU, or 2 or 1 where there is none",
+        help="ranks per node; auto, gpus: one per GPU, and without GPUs two or one",
     )
     group.add_argument("--cpus", default="auto", help="CPUs per rank (auto: an equal share of all)")
     group.add_argument("--memory-mb", type=int, default=0, help="memory per node (0: any)")

@@ -163,8 +163,8 @@ def _machine() -> dict[str, Any]:
 def pages(folder: Path) -> dict[str, str]:
     """The pages of a published experiment, by file name; `headline.md` is for the README."""
     runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
-    headline, missing = _headline(folder, runs), _missing(folder, runs)
-    made = {"README.md": _page(folder, runs, headline, missing)}
+    headline, progress = _headline(folder, runs), _progress(folder, runs)
+    made = {"README.md": _page(folder, runs, headline, progress)}
     if (folder / "recipes.csv").exists():
         made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
         if (folder / "replaced.csv").exists():
@@ -175,11 +175,13 @@ def pages(folder: Path) -> dict[str, str]:
             )
             made["recipes.md"] += f"\n## Replaced\n\n{told}\n\n{_markdown(replaced)}\n"
     if headline:
-        made["headline.md"] = headline + (f"\n\nNot all there yet: {missing}." if missing else "")
+        made["headline.md"] = headline
+        if progress:
+            made["headline.md"] += f"\n\nIn progress: {progress} are finished."
     return made
 
 
-def _page(folder: Path, runs: pd.DataFrame, headline: str, missing: str) -> str:
+def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str:
     name = folder.name
     parts = [
         f"# {name}",
@@ -187,9 +189,9 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, missing: str) -> str:
         f"    python docs/results/publish.py collect {name}\n"
         f"    python docs/results/publish.py page {name}",
     ]
-    if missing:
+    if progress:
         parts.append(
-            f"**Unfinished: {missing}.** Numbers below are of what is finished; no claim is "
+            f"**Unfinished: {progress}.** Numbers below are of what is finished; no claim is "
             "decided before all of it is."
         )
     if headline:
@@ -197,7 +199,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, missing: str) -> str:
     parts.append((folder / "notes.md").read_text(encoding="utf-8").strip())
     if (folder / "recipes.csv").exists():
         parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
-    if (folder / "claims.csv").exists() and not missing:
+    if (folder / "claims.csv").exists() and not progress:
         parts += ["## Claims", _claims(pd.read_csv(folder / "claims.csv", keep_default_na=False))]
     shown = [name for name in TABLES if (folder / "tables" / f"{name}.csv").exists()]
     if shown:
@@ -224,7 +226,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, missing: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _missing(folder: Path, runs: pd.DataFrame) -> str:
+def _progress(folder: Path, runs: pd.DataFrame) -> str:
     """How much of the experiment there is; empty for all of it."""
     trained, results = int(runs["finished"].sum()), read_json(folder / "evaluations.json")
     if trained == len(runs) and results["made"] == results["asked"]:

@@ -94,7 +94,7 @@ def write_record(path: str | Path, value: dict[str, Any]) -> None:
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
     """`value` with its own checksum."""
-    return value | {CHECKSUM: _checksum(value)}
+    return value | {CHECKSUM: checksum(value)}
 
 
 def verified(value: Any) -> Any:
@@ -108,14 +108,15 @@ def verified(value: Any) -> Any:
     # The last key, whatever it is called now: its name may be what was damaged.
     *names, last = value
     rest = {name: value[name] for name in names}
-    if last != CHECKSUM and (not isinstance(value[last], str) or value[last] != _checksum(rest)):
+    if last != CHECKSUM and (not isinstance(value[last], str) or value[last] != checksum(rest)):
         return value
-    if last != CHECKSUM or value[last] != _checksum(rest):
+    if last != CHECKSUM or value[last] != checksum(rest):
         raise ValueError("its checksum differs")
     return rest
 
 
-def _checksum(value: dict[str, Any]) -> str:
+def checksum(value: dict[str, Any]) -> str:
+    """sha256 of a mapping as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

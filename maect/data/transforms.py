@@ -550,7 +550,7 @@ def partners(batch: Tensor) -> Tensor:
 
 
 def apply_mix(images: Tensor, mix: Mix) -> Tensor:
-    """Mix images [b, 3, S, S] with their partners; b is even unless nothing is mixed."""
+    """Mix images [b, C, S, S] with their partners; b is even unless nothing is mixed."""
     if mix.box is not None:
         top, bottom, left, right = mix.box
         mixed = images.clone()

@@ -72,7 +72,10 @@ def cluster(
     different = len(np.unique(rows, axis=0))
     wanted = count or 2
     if wanted < 2 or different < wanted + (count is None):
-        raise UserError(f"{wanted} clusters of {different} different images: too few of either")
+        raise UserError(
+            f"{different} distinct images cannot form {wanted} clusters: at least 2 clusters are "
+            "needed, and as many distinct images"
+        )
     scores: dict[int, float] = {}
     if method == "hdbscan":
         labels = _hdbscan(rows, smallest or max(5, len(rows) // 100))
@@ -102,7 +105,10 @@ def _hdbscan(rows: NDArray[np.float32], smallest: int) -> NDArray[np.int64]:
     from sklearn.decomposition import PCA
 
     if smallest < 2 or smallest > len(rows):
-        raise UserError(f"clusters of {smallest} images at least: of {len(rows)} give 2 or more")
+        raise UserError(
+            f"a smallest cluster of {smallest} images: must be between 2 and {len(rows)}, the "
+            "number of images"
+        )
     components = min(_COMPONENTS, *rows.shape)
     reduced = PCA(components, random_state=0).fit_transform(rows)
     labels: NDArray[np.int64] = HDBSCAN(min_cluster_size=smallest, copy=True).fit_predict(reduced)

@@ -106,7 +106,7 @@ class Encoding:
         """Features of images.
 
         Args:
-            images: uint8 [b, 3, S, S], or float32, normalized.
+            images: uint8 [b, C, S, S], or float32, normalized.
 
         Returns:
             float32 [b, width] on the encoder's device.
@@ -128,7 +128,7 @@ class Encoding:
         """Patch tokens that the last block gives, before the final norm.
 
         Args:
-            images: uint8 [b, 3, S, S], or float32, normalized.
+            images: uint8 [b, C, S, S], or float32, normalized.
 
         Returns:
             [b, patches, width] on the encoder's device, in the precision that the blocks run in.

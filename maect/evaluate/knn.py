@@ -15,6 +15,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, EvaluationJob, Features, Input, Positive, Protocol, idle_cpus
+from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,8 +38,8 @@ class Knn(Protocol):
         "standardisation; knn and knn_standardized choose nothing"
     )
 
-    k: int = Field(default=10, gt=0)
-    temperature: float = Field(default=0.07, gt=0)
+    k: int = Field(default=KNN_K, gt=0)
+    temperature: float = Field(default=KNN_TEMPERATURE, gt=0)
     sweep: tuple[Count, ...] = (1, 5, 10, 20, 50, 100, 200)
     temperatures: tuple[Positive, ...] = (0.02, 0.07, 0.2)
 

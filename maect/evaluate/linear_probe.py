@@ -307,7 +307,7 @@ class TrainedProbe:
         self.weight, self.bias = weight.to(device), bias.to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits float32 [b, classes] of images, uint8 [b, 3, S, S] or normalized float32.
+        """Logits float32 [b, classes] of images, uint8 [b, C, S, S] or normalized float32.
 
         Raises:
             UserError: logits that are not finite.
@@ -341,7 +341,7 @@ class TrainedProbe:
     def share(
         self, context: Context, job: EvaluationJob, index: Index
     ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-        """This rank's images uint8 [b, 3, S, S] on the device, labels [b] and ids [b]."""
+        """This rank's images uint8 [b, C, S, S] on the device, labels [b] and ids [b]."""
         from maect.train.accuracy import share
 
         size = self.encoding.settings.image_size

@@ -109,7 +109,7 @@ class Probing:
 
         Args:
             targets: what the heads learn from this rank's part of a batch, [b, ...], given also
-                its images on the device, uint8 [b, 3, S, S].
+                its images on the device, uint8 [b, C, S, S].
             update: train the heads on what this rank's part of the batch gives, features
                 [b, ...] and targets [b, ...], with the multiplier of the peak
                 learning rates; returns losses.

@@ -114,8 +114,8 @@ def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> 
 
     Args:
         test: features.
-        count: so many classes that are spread evenly,
-        names: unless these are given.
+        count: number of evenly spaced classes, if `names` is empty.
+        names: classes whose first image is a query.
 
     Raises:
         UserError: a class that the dataset does not have, or of which there is no image.

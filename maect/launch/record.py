@@ -14,7 +14,6 @@ A file has one writer; what would have two, on machines without a lock in common
 `jobs` is its owner's alone: whoever could write there would decide what the ranks execute.
 """
 
-import hashlib
 import json
 import os
 import socket
@@ -26,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import make_folder, patiently, read_mapping, write_json
+from maect.core.files import checksum, make_folder, patiently, read_mapping, write_json
 from maect.launch.resources import LaunchError
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
@@ -139,7 +138,7 @@ def read_job(folder: Path) -> Job | None:
         value = json.loads(patiently(path.read_text, "utf-8"))
         given = value.pop(CHECKSUM, None)
         # Older versions wrote no checksum, and neither request nor stop.
-        if given != (_checksum(value) if "request" in value else None):
+        if given != (checksum(value) if "request" in value else None):
             raise ValueError("its checksum differs")
         job = Job(**value)
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
@@ -160,11 +159,7 @@ def read_job(folder: Path) -> Job | None:
 def write_job(folder: Path, job: Job) -> None:
     """Write `job.json`, atomically; for the launcher that owns the folder."""
     value = asdict(job)
-    patiently(write_json, folder / "job.json", value | {CHECKSUM: _checksum(value)})
-
-
-def _checksum(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    patiently(write_json, folder / "job.json", value | {CHECKSUM: checksum(value)})
 
 
 def learn_id(folder: Path, job: Job) -> None:

@@ -18,6 +18,8 @@ from pydantic import Field, ValidationError, model_validator
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings, later, one_line
 
+KNN_K, KNN_TEMPERATURE = 10, 0.07
+"""Of the k-NN that is reported, while it trains and afterwards (paper, B)."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """ImageNet's mean and standard deviation, of values from 0 to 1."""
 Level = Annotated[int, Field(ge=0, le=255)]

@@ -66,19 +66,19 @@ class SummaryConfig(SettingsFile):
     """Of the experiment."""
     description: str = ""
     table: LocalPath | None = None
-    """CSV of the first table that is asked for,"""
+    """CSV of the first table that is asked for."""
     figure: LocalPath | None = None
     """PNG of the first figure."""
     claims: LocalPath | None = None
     """CSV of the claims; none: the images are not the paper's."""
     run: LocalPath | None = None
-    """Folder of the last run that is evaluated: of what a user of other images may do with it,"""
+    """Folder of the last run that is evaluated: the commands on the page use it."""
     images: LocalPath | None = None
-    """who has them here,"""
+    """Folder of the images that it was trained on, as the commands name it."""
     explored: LocalPath | None = None
-    """what the protocol `explore` left of it,"""
+    """Result of the protocol `explore` for that run."""
     classifies: bool = later(False)
-    """and whether it has a linear probe, which names classes."""
+    """Whether that run has a linear probe, which `maect predict` needs."""
 
 
 class ImagesConfig(SettingsFile):

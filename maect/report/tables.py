@@ -264,7 +264,7 @@ def trained_with(setting: str, row: Row, runs: Path) -> str | None:
     values = [
         str(record.get("recipe", {}).get(setting, UNKNOWN))
         for record in reversed(chain(row.runs[0], runs))
-        if record["stage"] != "head"
+        if STAGES[record["stage"]].trains_encoder
     ]
     values = [value.removesuffix(".0") for value in values]
     if set(values) == {UNKNOWN}:

@@ -18,7 +18,7 @@ from maect.train.stage import EVERY_OTHER, Training
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
     from maect.data.transforms import Change
-    from maect.stages.objectives import Classifier
+    from maect.stages.classifier import Classifier
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
 
@@ -103,7 +103,7 @@ class FineTune(Supervised, Training):
     ) -> "Classifier":
         """Put a classifier on the encoder of a run."""
         from maect.models.weights import load_encoder_weights
-        from maect.stages.objectives import Classifier
+        from maect.stages.classifier import Classifier
 
         vit, _, pooling = load_encoder_weights(self.need(source) / "encoder.safetensors")
         return Classifier(self, vit, len(classes), pooling, seed)

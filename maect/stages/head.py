@@ -31,6 +31,7 @@ class Head(SelfSupervised):
     name: ClassVar[str] = "head"
     title: ClassVar[str] = "Initialising the NNCLR head {run}"
     starts_from: ClassVar[tuple[str, ...]] = ("pretrain", "import", "tune")
+    trains_encoder: ClassVar[bool] = False
 
     head: Contrastive
 

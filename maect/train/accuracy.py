@@ -48,7 +48,7 @@ def accuracy(
         device: where images go.
         image_size: S.
         resize: shorter side before the centre crop; none: 256/224 of the image size.
-        predict: class of each image, uint8 [b, 3, S, S] on the device: int64 [b].
+        predict: class of each image, uint8 [b, C, S, S] on the device: int64 [b].
     """
     hits = 0
     for images, labels, _ in share(context, index, device, image_size, resize):

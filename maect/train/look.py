@@ -21,7 +21,7 @@ from maect.data import random
 from maect.data.index import ID, LABEL, Index
 from maect.data.loader import evaluation_parts, view_parts
 from maect.data.transforms import augment, denormalize, normalize
-from maect.recipes import AUGMENTATIONS, Look
+from maect.recipes import AUGMENTATIONS, KNN_K, KNN_TEMPERATURE, Look
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.objective import Objective
 
@@ -31,7 +31,6 @@ LEAST = 10  # images, of which two are queries
 QUERIES = 0.2  # part of the images
 BLOCK = 250  # images encoded together, whatever the number of ranks
 SEED = 0  # the same images and views for every run
-K, TEMPERATURE = 10, 0.07  # as the k-NN that evaluations report
 PICTURED, NEAREST = 8, 5  # images in pictures, and neighbours of each
 SIDE = 96  # pixels of an image in a picture, at most
 
@@ -216,8 +215,8 @@ def knn(queries: Tensor, bank: Tensor, labels: Tensor, bank_labels: Tensor) -> f
         labels: of the queries, int64 [q].
         bank_labels: int64 [m].
     """
-    similarity, ids = (queries @ bank.T).topk(min(K, len(bank)), dim=1)
-    weights = ((similarity - similarity[:, :1]) / TEMPERATURE).exp()
+    similarity, ids = (queries @ bank.T).topk(min(KNN_K, len(bank)), dim=1)
+    weights = ((similarity - similarity[:, :1]) / KNN_TEMPERATURE).exp()
     votes = torch.zeros(len(queries), int(bank_labels.max()) + 1)
     votes.scatter_add_(1, bank_labels[ids], weights)
     return 100 * float((votes.argmax(1) == labels).double().mean())

@@ -40,7 +40,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def predict(self, images: Tensor) -> Tensor:
-        """Class of each image, uint8 [b, 3, S, S]: int64 [b]; of a classifier only."""
+        """Class of each image, uint8 [b, C, S, S]: int64 [b]; of a classifier only."""
         raise NotImplementedError
 
     def parts_read(self) -> dict[str, nn.Module]:
@@ -48,7 +48,7 @@ class Objective(nn.Module):
         return {"encoder": self.encoder}
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
-        """What an evaluation would read of normalized images [b, 3, S, S], [b, D].
+        """What an evaluation would read of normalized images [b, C, S, S], [b, D].
 
         Args:
             parts: copies of `parts_read`.
@@ -59,7 +59,7 @@ class Objective(nn.Module):
     def reconstruct(
         self, parts: nn.ModuleDict, images: Tensor, ids_shuffle: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """What is visible of normalized images [b, 3, S, S], and what is made of that.
+        """What is visible of normalized images [b, C, S, S], and what is made of that.
 
         Args:
             parts: copies of `parts_read`.
@@ -67,7 +67,7 @@ class Objective(nn.Module):
             ids_shuffle: patch numbers, int64 [b, L], the visible ones first.
 
         Returns:
-            Normalized images [b, 3, S, S], twice; None: nothing is reconstructed.
+            Normalized images [b, C, S, S], twice; None: nothing is reconstructed.
         """
         return None
 

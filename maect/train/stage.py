@@ -33,6 +33,7 @@ class Stage(Settings):
         title: what a run of it is doing, for messages.
         starts_from: stages whose runs it may start from, or `EVERY_OTHER`; () starts from nothing.
         trains: whether it trains; else it only converts.
+        trains_encoder: whether it trains the encoder; else only what is on it.
         keeps_state: whether a finished run keeps its last states.
         labelled: whether it learns from labels.
     """
@@ -41,6 +42,7 @@ class Stage(Settings):
     title: ClassVar[str]
     starts_from: ClassVar[tuple[str, ...]] = ()
     trains: ClassVar[bool] = True
+    trains_encoder: ClassVar[bool] = True
     keeps_state: ClassVar[bool] = True
     labelled: ClassVar[bool] = False
 

@@ -560,9 +560,9 @@ class Trainer:
         held = itertools.chain(self.objective.parameters(), self._saved_buffers().values())
         if ranks := differing_ranks(held):
             raise ReplicaError(
-                f"after step {self.step} rank {', '.join(map(str, ranks))} of "
-                f"{self.context.world_size} holds other weights or buffers than the others: a "
-                "flipped bit, or a fault of its device; the state before is sound"
+                f"after step {self.step} the weights or buffers of rank "
+                f"{', '.join(map(str, ranks))} of {self.context.world_size} differ from the "
+                "others': a flipped bit, or a fault of a device; the state before is sound"
             )
 
     def _not_finite(self, what: str, value: float) -> None:

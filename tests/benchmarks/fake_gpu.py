@@ -33,8 +33,8 @@ from maect.recipes import Encoder, load_encoder
 from maect.recipes.memory import GIB
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised
+from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
-from maect.stages.objectives import Classifier
 from maect.train.stage import Training
 
 BLOCK = 512  # bytes: PyTorch's allocator rounds up to it

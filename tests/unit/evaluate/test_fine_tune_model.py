@@ -10,8 +10,8 @@ from timm.optim import param_groups_layer_decay
 
 from maect.core.errors import UserError
 from maect.models.weights import load_encoder_weights
+from maect.stages.classifier import Classifier, Examples, drop_rates
 from maect.stages.fine_tune import FineTune
-from maect.stages.objectives import Classifier, Examples, drop_rates
 
 CLASSES = 10
 PLAIN = FineTune(precision="fp32", drop_path=0, pooling="cls")

@@ -34,7 +34,7 @@ from .conftest import Rank, resolved
 ranks._server.set_forkserver_preload(
     [
         "maect.train.trainer",
-        "maect.stages.objectives",
+        "maect.stages.classifier",
         "deepspeed",
         "torch.utils.tensorboard",
         "maect.evaluate.accuracy",

@@ -94,7 +94,7 @@ def test_an_unfinished_one_says_so_and_decides_nothing(folder: Path) -> None:
     page = publish.pages(folder)["README.md"]
     missing = "2 of 3 trainings, 16 of 16 evaluations"
     assert f"**Unfinished: {missing}.**" in page and "It helps" not in page
-    assert publish.pages(folder)["headline.md"].endswith(f"Not all there yet: {missing}.")
+    assert publish.pages(folder)["headline.md"].endswith(f"In progress: {missing} are finished.")
     (folder / "tables/clustering.csv").unlink()
     assert "headline.md" not in publish.pages(folder)
 

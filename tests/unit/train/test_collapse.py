@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from maect.models.heads import NNCLRHead
 from maect.models.vit import seeded
 from maect.stages import load_recipe
-from maect.stages.objectives import collapse, effective_rank, newest, uniformity
+from maect.train.collapse import collapse, effective_rank, newest
+from maect.train.look import uniformity
 
 
 def test_uniformity_and_rank_against_their_formulas():

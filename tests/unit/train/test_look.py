@@ -196,8 +196,8 @@ def test_a_classifier_is_looked_at_as_it_pools(shards, pooling):
     from maect.data.index import open_index
     from maect.models.vit import build_encoder, seeded
     from maect.recipes import load_encoder
+    from maect.stages.classifier import Classifier
     from maect.stages.fine_tune import FineTune
-    from maect.stages.objectives import Classifier
     from maect.train.checkpoint import PARAM, Shard
     from maect.train.look import Looker
 

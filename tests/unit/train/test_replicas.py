@@ -33,7 +33,7 @@ def test_a_flipped_bit_stops_the_run_before_it_is_saved(
     log = tmp_path / "log"
     flipped = broken | {"function": train_with_a_flipped_bit, "where": where}
     message = run(2, flipped, log=log)
-    assert "ReplicaError: after step 4 rank 1 of 2 holds other weights" in message
+    assert "ReplicaError: after step 4 the weights or buffers of rank 1 of 2 differ" in message
     assert 1 <= steps_saved(broken["folder"])[-1] <= 3
     assert run(2, broken, log=log) == ["done"]
     identical(whole / "mae", broken["folder"])
