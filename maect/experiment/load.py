@@ -17,6 +17,7 @@ import yaml
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE, read_mapping, sha256_file
 from maect.core.settings import digest, validated
+from maect.data.sources.changes import Changes, changes
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
     CHANGES,
@@ -250,14 +251,51 @@ class Experiment:
 
         An image that is added or removed changes the time of its folder.
         """
-        given, images = self.datasets[dataset].splits[split], self.images(dataset, split)
-        pixels = self.datasets[dataset].pixels
-        lists = {name: sha256_file(name) for name in given.files()}
+        images = self.images(dataset, split)
         return {
             "images": str(images.resolve()),
             "changed": last_changes(images),
-            "arguments": [lists.get(word, word) for word in given.arguments(pixels)],
+            "arguments": self._arguments(dataset, split),
         }
+
+    def _arguments(self, dataset: str, split: str) -> list[str]:
+        """A split's arguments, with the content of lists in place of their names."""
+        given = self.datasets[dataset].splits[split]
+        lists = {name: sha256_file(name) for name in given.files()}
+        return [lists.get(word, word) for word in given.arguments(self.datasets[dataset].pixels)]
+
+    def said_otherwise(self, dataset: str, split: str) -> str:
+        """Where arguments and lists are not those that a split's shards were made by; empty: none.
+
+        Nothing is said of shards of before this was noted.
+        """
+        folder, given = self.shards(dataset, split), self.datasets[dataset].splits[split]
+        before = read_mapping(folder / "asked.json").get("arguments")
+        try:
+            now = self._arguments(dataset, split)
+        except OSError:  # a list is gone: finished shards do without
+            return ""
+        if before is None or before == now:
+            return ""
+        made, said = _options(before), _options(now)
+        if not read_mapping(folder / "index.json").get("unreadable"):  # nothing was left out by it
+            made.pop("--skip-unreadable", None)
+            said.pop("--skip-unreadable", None)
+        told = []
+        for option in sorted(o for o in made.keys() | said.keys() if made.get(o) != said.get(o)):
+            key = "only" if option == "--only-listed" else option[2:].replace("-", "_")
+            file = getattr(given, key, None) if key in ("labels", "only", "exclude") else None
+            if option not in said or option not in made:
+                how = "no longer stated" if option in made else "not stated then"
+            else:
+                how = "other content" if file else f"{said[option]}, made with {made[option]}"
+            told.append(f"{key} ({fill_path(file)}: {how})" if file else f"{key} ({how})")
+        return ", ".join(told)
+
+    @cache  # noqa: B019
+    def changes(self, dataset: str, split: str) -> Changes | None:
+        """How the images of a split differ from those in its shards, as far as it can be told."""
+        return changes(self.shards(dataset, split), self.images(dataset, split))
 
     def images(self, dataset: str, split: str) -> Path:
         """Folder of a split's images; of a view, that of the shards that it shows a part of."""
@@ -298,6 +336,12 @@ def finished_shards(results: Path, split: str) -> dict[Path, dict[str, Any]]:
     files = sorted(results.glob(f"*/shards/*/{split}/asked.json"))
     made = (file for file in files if (file.parent / "index.json").exists())
     return {file.parent: read_mapping(file) for file in made}
+
+
+def _options(arguments: list[str]) -> dict[str, str]:
+    """The values of options by their names; empty of those without one."""
+    pairs = itertools.pairwise([*arguments, "--"])
+    return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
 
 
 def last_changes(images: Path) -> str:

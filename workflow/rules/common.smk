@@ -260,10 +260,20 @@ def start():
             if job.rule.name == rule
         )
 
+    planned = those_of("plan_shards", "dataset", "split")
+    commands = [job for job in jobs if job.rule.shellcmd]  # others only name files
+    files = [str(file) for job in commands for file in (*job.input, *job.output)]
     faults = [
-        *resolve.missing_images(
-            experiment, those_of("plan_shards", "dataset", "split")
+        *resolve.other_shards(
+            experiment,
+            [
+                pair
+                for pair in resolve.shards_of(experiment, files)
+                # One that is planned again before it was finished is refused by its plan.
+                if pair not in planned or Path(shard_index(*pair)).exists()
+            ],
         ),
+        *resolve.missing_images(experiment, planned),
         *resolve.missing_weights(
             experiment,
             [run for name in STAGES for (run,) in those_of(name, "run")],
@@ -290,7 +300,7 @@ def start():
     for job in jobs:
         if told := resolved(job):
             told.write(job.params.config)
-    for split in those_of("plan_shards", "dataset", "split"):
+    for split in planned:
         folder = experiment.shards(*split)
         given = experiment.datasets[split[0]].splits[split[1]]
         # Beside a finished index it says what that was made of, which stays so if this plan fails.
