@@ -1,5 +1,6 @@
 """What the experiment says of a split against what its shards were made of."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import pytest
 import yaml
 from PIL import Image
 
-from maect.core.files import write_record
+from maect.core.files import read_json, write_record
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
 from maect.experiment import Experiment, load
+from maect.experiment.load import TAKEN, index_digest
 from maect.experiment.resolve import changed_images, other_shards, shards_of
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ def make(found: Experiment, split: str = "train", finish: bool = True) -> Path:
     """Shard as the pipeline does."""
     given = found.datasets["fruit"].splits[split]
     folder = found.own_shards("fruit", split)
-    write_record(folder / "asked.json", found.asked_of("fruit", split))
+    write_record(folder / "asked.json", found.asked_of("fruit", split) | {TAKEN: ""})
     only = Path(given.only) if given.only else None
     images = Path(str(given.images))
     (shard if finish else plan_shards)(
@@ -210,3 +212,40 @@ def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:
     move_names()
     refused = start("shards")
     assert refused.returncode == 2 and "train: not what its shards" in refused.stderr
+
+
+def test_an_image_that_was_edited_and_kept_its_size_is_noticed() -> None:
+    first = make(experiment("d1"))
+    assert experiment("d2").shards(*PAIR) == first
+    path = Path("fruit/a/0.ppm")
+    path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6"))
+    later = (first / "files.jsonl").stat().st_mtime + 1
+    os.utime(path, (later, later))
+    assert experiment("d2").shards(*PAIR) != first
+
+
+def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:
+    first = make(experiment("d1"))
+    assert experiment("d2").shards(*PAIR) == first
+    taken = read_json(first / "asked.json") | {TAKEN: index_digest(first)}
+    write_record(experiment("d2").own_shards(*PAIR) / "asked.json", taken)  # as when it starts
+    for path in Path("fruit").glob("*/*.ppm"):
+        path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6") + b"\n")
+    third = experiment("d3")
+    assert third.shards(*PAIR) == third.own_shards(*PAIR)
+    own = make(third)
+    assert index_digest(own) != index_digest(first)
+    # Who began with the first goes on with them, and is told; who begins now has the third's.
+    second, fourth = experiment("d2"), experiment("d4")
+    assert (second.shards(*PAIR), fourth.shards(*PAIR)) == (first, own)
+    (note,) = changed_images(second)
+    assert "8 files changed" in note and note.endswith(f"rm -r {second.own_shards(*PAIR)}")
+    taken = read_json(own / "asked.json") | {TAKEN: index_digest(own)}
+    write_record(fourth.own_shards(*PAIR) / "asked.json", taken)
+    assert experiment("d4").shards(*PAIR) == own
+    # Removed as told, it finds the new ones.
+    shutil.rmtree(second.own_shards(*PAIR))
+    assert experiment("d2").shards(*PAIR) == own
+    # One that was killed before its plan was there had not taken anything.
+    write_record(experiment("d5").own_shards(*PAIR) / "asked.json", read_json(first / "asked.json"))
+    assert experiment("d5").shards(*PAIR) == own

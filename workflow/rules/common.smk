@@ -16,6 +16,7 @@ from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
 from maect.evaluate import PROTOCOLS
 from maect.experiment import resolve
+from maect.experiment.load import TAKEN, index_digest
 from maect.experiment.schema import fill_path
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.report import registry
@@ -305,7 +306,8 @@ def start():
         given = experiment.datasets[split[0]].splits[split[1]]
         # Beside a finished index it says what that was made of, which stays so if this plan fails.
         if given.images is not None and not (folder / "index.json").exists():
-            write_record(folder / "asked.json", experiment.asked_of(*split))
+            asked = experiment.asked_of(*split) | {TAKEN: ""}
+            write_record(folder / "asked.json", asked)
     for dataset, split in experiment.splits:
         folder = experiment.shards(dataset, split)
         if Path(ROOT) not in folder.parents:
@@ -315,5 +317,6 @@ def start():
             )
             # What these were made of is from now on what this experiment asks for.
             own_folder = experiment.own_shards(dataset, split)
-            write_record(own_folder / "asked.json", read_mapping(folder / "asked.json"))
+            asked = read_mapping(folder / "asked.json") | {TAKEN: index_digest(folder)}
+            write_record(own_folder / "asked.json", asked)
     signal.signal(signal.SIGINT, interrupt)

@@ -147,20 +147,31 @@ def _relabelled(out: Path, plan: dict[str, Any], listing: Listing) -> list[str]:
     return sorted(different)
 
 
-def changes_since(out: Path, images: Path | None = None, again: Path | None = None) -> str | None:
-    """How the images differ from those in finished shards, and what to do; None: in nothing.
+def may_differ(out: Path, images: Path) -> bool:
+    """Whether the images may be others than those in finished shards, as far as it can be told.
 
-    Args:
-        out: the shards.
-        images: see `changes`.
-        again: what has to be removed so that they are made again; the shards by default.
+    That is more than `changes`: a picture that is edited may keep its size, as bitmaps do.
     """
-    found = changes(out, images) if (out / "index.json").exists() else None
-    return None if found is None else advice(out, found, again)
+    plan, known = read_mapping(out / "plan.json"), out / FILES
+    if changes(out, images) is not None:
+        return True
+    try:
+        listed = known.stat().st_mtime
+        source = open_source(plan["kind"], images)
+        names = _files(source, source.listing().entries)
+        return any((source.root / name).stat().st_mtime > listed for name in names)
+    except (UserError, KeyError, OSError):
+        return False
 
 
 def advice(out: Path, found: Changes, again: Path | None = None) -> str:
-    """What has changed of the images in finished shards, and what to do."""
+    """What has changed of the images in finished shards, and what to do.
+
+    Args:
+        out: the shards.
+        found: the changes.
+        again: what has to be removed so that they are made again; the shards by default.
+    """
     plan, lists = read_mapping(out / "plan.json"), ""
     if "unlisted" in plan and (found.added or found.removed):
         such = f" such as {plan['only']}" if "only" in plan else ""
