@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.core.settings import SettingsFile
 from maect.data.sources.base import is_there
@@ -77,6 +78,12 @@ def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
     """Shorter side of a dataset's images, where it says none that of what the run is trained on."""
     own = experiment.datasets[experiment.runs[run].dataset].resize
     return experiment.datasets[dataset].resize or own
+
+
+def resize_stated(experiment: Experiment, run: str, dataset: str) -> int:
+    """The same as a number, also where neither says one."""
+    default = experiment.runs[run].encoder.default_resize
+    return resize(experiment, run, dataset) or default
 
 
 def features_file(experiment: Experiment, run: str, dataset: str, split: str) -> Path:
@@ -288,6 +295,22 @@ def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
     if explored(experiment):
         yield experiment.root / "images.yaml", images_config(experiment)
     yield experiment.root / "summary.yaml", summary_config(experiment)
+
+
+def refresh_runs(experiment: Experiment) -> None:
+    """Write the resolved files of runs that are the same as before but are used otherwise now.
+
+    How images are resized is read from there by `maect embed`, `predict` and `export`, and is no
+    part of what is trained.
+    """
+    for name in experiment.runs:
+        path, told = experiment.folder(name) / "config.yaml", run_config(experiment, name)
+        try:
+            same = path.exists() and RunConfig.read(path).digest == told.digest
+        except UserError:  # of an older version, say; its own job will write it
+            continue
+        if same:
+            told.write(path)
 
 
 def missing_images(

@@ -17,7 +17,15 @@ from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
 from maect.experiment import Experiment, load
 from maect.experiment.load import TAKEN, index_digest
-from maect.experiment.resolve import changed_images, other_shards, shards_of
+from maect.experiment.resolve import (
+    changed_images,
+    other_shards,
+    refresh_runs,
+    resize_stated,
+    run_config,
+    shards_of,
+)
+from maect.stages.run import resize_of
 
 ROOT = Path(__file__).parents[2]
 PAIR = ("fruit", "train")
@@ -204,6 +212,32 @@ def test_a_job_that_would_read_them_is_refused() -> None:
     assert not Path("results/mine/logs").exists() and not Path("results/mine/runs").exists()
     alone = start("shards")  # what is not read does not matter
     assert alone.returncode == 0 and (made[1] / "index.json").exists(), alone.stderr
+
+
+def test_a_start_says_to_every_run_how_images_are_resized() -> None:
+    found = experiment()
+    config = found.folder("mae_tiny") / "config.yaml"
+    run_config(found, "mae_tiny").write(config)
+    for split in ("train", "val"):
+        make(found, split)
+    plain = Path("mine.yaml").read_text()
+    dataset = "datasets:\n  fruit:\n"
+    for resize in (20, None):
+        text = plain if resize is None else plain.replace(dataset, f"{dataset}    resize: 20\n")
+        Path("mine.yaml").write_text(text)
+        shutil.rmtree(found.own_shards("fruit", "val"))
+        done = start("shards")
+        assert done.returncode == 0 and resize_of(config.parent) == resize, done.stderr
+        stated = resize_stated(load("mine.yaml"), "mae_tiny", "fruit")
+        assert stated == resize or (resize is None and stated == 18)
+    # Another run, which is to be trained first, is left as it was.
+    Path("mine.yaml").write_text(
+        plain.replace("recipe: mae", "recipe: mae\n    set: {epochs: 7}").replace(
+            dataset, f"{dataset}    resize: 20\n"
+        )
+    )
+    refresh_runs(load("mine.yaml"))
+    assert resize_of(config.parent) is None
 
 
 def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:

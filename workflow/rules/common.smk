@@ -204,6 +204,11 @@ def resize_of(wildcards):
     return f"--resize {resize}" if resize else ""
 
 
+def stated_resize(wildcards):
+    """The number itself, passed as a resource: where nothing says one, features are not made again."""
+    return resolve.resize_stated(experiment, wildcards.run, wildcards.dataset)
+
+
 def precision_of(wildcards):
     """In which precision features are computed, as an argument."""
     precision = experiment.spec.features
@@ -298,6 +303,7 @@ def start():
         ownership.enter_context(own(Path(ROOT), patience=15))
     except UserError as error:
         stop(error)
+    resolve.refresh_runs(experiment)
     for job in jobs:
         if told := resolved(job):
             told.write(job.params.config)
