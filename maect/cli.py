@@ -843,7 +843,8 @@ def predict(options: argparse.Namespace) -> None:
         classifier = fit_classifier(options.labelled)
     else:
         classifier = read_classifier(path)
-    encoder = load(options.run, options.device)
+    # Evaluations may resize images otherwise than the run says: they are of another data set.
+    encoder = load(options.run, options.device, resize=classifier.resize)
     classifier.check(encoder, path)
     vectors, images = vectors_of(options, encoder)
     if options.labelled is not None:

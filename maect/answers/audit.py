@@ -16,12 +16,12 @@ from PIL import Image
 
 from maect.answers.vectors import unit, write_rows
 from maect.core.errors import UserError, counted
-from maect.core.files import read_mapping, write_json, write_text
+from maect.core.files import write_json, write_text
 from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
 from maect.data.shards import image_names
 from maect.data.transforms import center_crops
 from maect.evaluate.store import Array, FeatureFile, open_features
-from maect.experiment.load import finished_shards
+from maect.experiment.load import shards_taken
 from maect.report.render import render_page
 
 THRESHOLD = 0.95
@@ -109,9 +109,7 @@ def _shards(own: Path) -> Path | None:
     """Where the shards of a split are: in its folder, or in another experiment's."""
     if (own / "index.json").exists():
         return own
-    asked = read_mapping(own / "asked.json")
-    finished = finished_shards(own.parents[3], own.name)
-    return next((path for path, other in finished.items() if asked and other == asked), None)
+    return shards_taken(own)
 
 
 def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = False) -> list[Pair]:

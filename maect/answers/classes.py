@@ -31,6 +31,8 @@ class Classifier:
         class_names: of the columns.
         encoder_sha256: of the encoder whose vectors it reads.
         prepared: whether vectors are centred and scaled to length 1 first (logistic regression).
+        resize: shorter side of the images that the vectors are of, before the centre crop; none:
+            not known, that of the run.
     """
 
     weight: NDArray[np.float64]
@@ -38,6 +40,7 @@ class Classifier:
     class_names: list[str]
     encoder_sha256: str | None
     prepared: bool
+    resize: int | None = None
 
     def probabilities(self, vectors: Array) -> NDArray[np.float64]:
         """Softmax of the logits, float64 [n, classes]; 0 of classes without examples."""
@@ -52,12 +55,17 @@ class Classifier:
         """Refuse another encoder than that whose vectors the classifier was fitted to.
 
         Raises:
-            UserError: it is another one.
+            UserError: it is another one, or resizes images otherwise.
         """
         if self.encoder_sha256 != encoder.sha256:
             raise UserError(
                 f"{path}: fitted to the vectors of another encoder than {encoder.path}; fit it "
                 "again (--labelled)"
+            )
+        if self.resize not in (None, encoder.resize):
+            raise UserError(
+                f"{path}: fitted to images with a shorter side of {self.resize} pixels, not "
+                f"{encoder.resize}; load {encoder.path.parent} with resize={self.resize}"
             )
 
     def write(self, path: Path) -> None:
@@ -68,6 +76,7 @@ class Classifier:
             "maect": _KIND,
             "class_names": json.dumps(self.class_names),
             "encoder_sha256": str(self.encoder_sha256),
+            **({} if self.resize is None else {"resize": str(self.resize)}),
         }
         with atomic_write(path) as temporary:
             save_file({"weight": self.weight, "bias": self.bias}, temporary, texts)
@@ -96,17 +105,19 @@ def read_classifier(path: Path) -> Classifier:
             f"{path}: no such classifier; evaluate linear_probe, or give --labelled FEATURES"
         )
     tensors, texts = load_tensors(path)
+    resize = int(texts["resize"]) if "resize" in texts else None  # of before it was kept
     if texts.get("maect") == _KIND:
         weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
         names = json.loads(texts["class_names"])
-        return Classifier(weight, bias, names, texts["encoder_sha256"], prepared=True)
+        return Classifier(weight, bias, names, texts["encoder_sha256"], True, resize)
     if "classes" in texts:
         weight, bias = tensors["weight"].double().numpy().T, tensors["bias"].double().numpy()
         checked_sha256(path)
         encoder = encoder_checksum(path.parent)
         return Classifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
     slope, offset, names, sha256 = read_probe(path)
-    return Classifier(slope.double().numpy().T, offset.double().numpy(), names, sha256, False)
+    weight, bias = slope.double().numpy().T, offset.double().numpy()
+    return Classifier(weight, bias, names, sha256, False, resize)
 
 
 def fit_classifier(labelled: Path) -> Classifier:
@@ -124,16 +135,17 @@ def fit_classifier(labelled: Path) -> Classifier:
             raise UserError(f"{labelled}: no labels; embed folders of classes with --kind folder")
         names, labels = np.unique(vectors.labels, return_inverse=True)
         values, class_names = vectors.values, names.tolist()
-        sha256 = vectors.about["encoder_sha256"]
+        about = vectors.about
     else:
         features = open_features(labelled)
         check(features)
         values, labels = features.all(), features.labels
         class_names = [*features.record["class_names"]]
-        sha256 = features.record["encoder_sha256"]
+        about = features.record
     penalty = LowShot().l2 / len(labels)
     weight, _ = fit(prepare(values), labels, len(class_names), penalty, LowShot().solver)
-    return Classifier(weight, np.zeros(len(class_names)), class_names, sha256, prepared=True)
+    bias, made_by = np.zeros(len(class_names)), about["encoder_sha256"]
+    return Classifier(weight, bias, class_names, made_by, True, about.get("resize"))
 
 
 def write_classes(vectors: Vectors, classifier: Classifier, path: Path) -> None:

@@ -106,7 +106,11 @@ class LinearProbe(Encodes):
             probe = _Probe(context, job, self, train, encoding, identity)
             metrics = probe.run(*_test_features(context, job, test, encoding))
             if context.rank == 0:
-                texts = {"class_names": json.dumps(train.class_names), "encoder_sha256": sha256}
+                texts = {
+                    "class_names": json.dumps(train.class_names),
+                    "encoder_sha256": sha256,
+                    "resize": str(job.resize or encoding.settings.default_resize),
+                }
                 save_tensors(job.out.with_suffix(".safetensors"), probe.training.kept, texts)
         return metrics
 

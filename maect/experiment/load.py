@@ -17,6 +17,7 @@ import yaml
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE, read_mapping, sha256_file
 from maect.core.settings import digest, validated
+from maect.data.sources.changes import Changes, changes, may_differ
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
     CHANGES,
@@ -222,24 +223,33 @@ class Experiment:
         """Folder of a split's shards: another experiment's beside this one, if they are the same.
 
         What they were made of is in their `asked.json`; shards of its own an experiment keeps, and
-        those of another one as well: an image that is added later re-runs nothing.
+        those of another one as well: an image that is added later re-runs nothing. It does not
+        begin with those of images that have changed since.
         """
         own = self.own_shards(dataset, split)
         given = self.datasets[dataset].splits[split]
         kept = given.images is None or not given.source.sharded or given.source.in_place
         if kept or (own / "plan.json").exists():
             return own
-        images = str(self.images(dataset, split).resolve())
+        images = self.images(dataset, split).resolve()
         finished = finished_shards(self.root.parent, split)
-        made = {path: asked for path, asked in finished.items() if asked.get("images") == images}
+        made = {path: of for path, of in finished.items() if of.get("images") == str(images)}
         try:
             asked = self.asked_of(dataset, split) if made else {}
         except OSError:  # no such images: sharding will say so
             return own
-        before = read_mapping(own / "asked.json")
-        if before and before | {"changed": ""} == asked | {"changed": ""}:
-            asked = before
-        return next((folder for folder, other in made.items() if other == asked), own)
+        begun = shards_taken(own)
+        if begun in made and made[begun] | {"changed": ""} == asked | {"changed": ""}:
+            return begun
+        return next(
+            (
+                folder
+                for folder, other in made.items()
+                # A file that is edited in place leaves the times of folders as they are.
+                if other == asked and not may_differ(folder, images)
+            ),
+            own,
+        )
 
     def own_shards(self, dataset: str, split: str) -> Path:
         """Where a split's shards are if no other experiment has them."""
@@ -250,14 +260,51 @@ class Experiment:
 
         An image that is added or removed changes the time of its folder.
         """
-        given, images = self.datasets[dataset].splits[split], self.images(dataset, split)
-        pixels = self.datasets[dataset].pixels
-        lists = {name: sha256_file(name) for name in given.files()}
+        images = self.images(dataset, split)
         return {
             "images": str(images.resolve()),
             "changed": last_changes(images),
-            "arguments": [lists.get(word, word) for word in given.arguments(pixels)],
+            "arguments": self._arguments(dataset, split),
         }
+
+    def _arguments(self, dataset: str, split: str) -> list[str]:
+        """A split's arguments, with the content of lists in place of their names."""
+        given = self.datasets[dataset].splits[split]
+        lists = {name: _content(Path(name)) for name in given.files()}
+        return [lists.get(word, word) for word in given.arguments(self.datasets[dataset].pixels)]
+
+    def said_otherwise(self, dataset: str, split: str) -> str:
+        """Where arguments and lists are not those that a split's shards were made by; empty: none.
+
+        Nothing is said of shards of before this was noted.
+        """
+        folder, given = self.shards(dataset, split), self.datasets[dataset].splits[split]
+        before = read_mapping(folder / "asked.json").get("arguments")
+        try:
+            now = self._arguments(dataset, split)
+        except OSError:  # a list is gone: finished shards do without
+            return ""
+        if before is None or before == now:
+            return ""
+        made, said = _options(before), _options(now)
+        if not read_mapping(folder / "index.json").get("unreadable"):  # nothing was left out by it
+            made.pop("--skip-unreadable", None)
+            said.pop("--skip-unreadable", None)
+        told = []
+        for option in sorted(o for o in made.keys() | said.keys() if made.get(o) != said.get(o)):
+            key = "only" if option == "--only-listed" else option[2:].replace("-", "_")
+            file = getattr(given, key, None) if key in ("labels", "only", "exclude") else None
+            if option not in said or option not in made:
+                how = "no longer stated" if option in made else "not stated then"
+            else:
+                how = "other content" if file else f"{said[option]}, made with {made[option]}"
+            told.append(f"{key} ({fill_path(file)}: {how})" if file else f"{key} ({how})")
+        return ", ".join(told)
+
+    @cache  # noqa: B019
+    def changes(self, dataset: str, split: str) -> Changes | None:
+        """How the images of a split differ from those in its shards, as far as it can be told."""
+        return changes(self.shards(dataset, split), self.images(dataset, split))
 
     def images(self, dataset: str, split: str) -> Path:
         """Folder of a split's images; of a view, that of the shards that it shows a part of."""
@@ -293,11 +340,56 @@ class Experiment:
         return sorted(behind)
 
 
+TAKEN = "taken"
+"""In the `asked.json` of a split without shards of its own: the digest of those that are taken from
+another experiment; empty while its own are being made."""
+
+
 def finished_shards(results: Path, split: str) -> dict[Path, dict[str, Any]]:
     """Folders with all shards of a split, of every experiment, and what they were made of."""
     files = sorted(results.glob(f"*/shards/*/{split}/asked.json"))
     made = (file for file in files if (file.parent / "index.json").exists())
-    return {file.parent: read_mapping(file) for file in made}
+    return {file.parent: _without_taken(read_mapping(file)) for file in made}
+
+
+def shards_taken(own: Path) -> Path | None:
+    """The other experiment's folder that a split without shards of its own has begun with."""
+    noted = read_mapping(own / "asked.json")
+    asked, digest = _without_taken(noted), noted.get(TAKEN)
+    if not asked or digest == "":
+        return None
+    # Those of images that were edited in place are asked for by the same words.
+    return next(
+        (
+            folder
+            for folder, other in finished_shards(own.parents[3], own.name).items()
+            if other == asked and digest in (None, index_digest(folder))
+        ),
+        None,
+    )
+
+
+def index_digest(shards: Path) -> str | None:
+    """What identifies the content of finished shards."""
+    return read_mapping(shards / "index.json").get("digest")
+
+
+def _content(path: Path) -> str:
+    """sha256 of a list, or of what is in a folder such as the unpacked devkit of ImageNet."""
+    if not path.is_dir():
+        return sha256_file(path)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return digest({str(file.relative_to(path)): sha256_file(file) for file in files})
+
+
+def _without_taken(noted: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in noted.items() if key != TAKEN}
+
+
+def _options(arguments: list[str]) -> dict[str, str]:
+    """The values of options by their names; empty of those without one."""
+    pairs = itertools.pairwise([*arguments, "--"])
+    return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
 
 
 def last_changes(images: Path) -> str:

@@ -1,13 +1,15 @@
 """The jobs of an experiment: what each is told, reads and leaves, and what a start would miss."""
 
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.core.settings import SettingsFile
 from maect.data.sources.base import is_there
-from maect.data.sources.changes import changes_since
+from maect.data.sources.changes import advice
 from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trained
 from maect.evaluate.explore import Explore
 from maect.experiment.expand import Run, run_to_score
@@ -76,6 +78,12 @@ def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
     """Shorter side of a dataset's images, where it says none that of what the run is trained on."""
     own = experiment.datasets[experiment.runs[run].dataset].resize
     return experiment.datasets[dataset].resize or own
+
+
+def resize_stated(experiment: Experiment, run: str, dataset: str) -> int:
+    """The same as a number, also where neither says one."""
+    default = experiment.runs[run].encoder.default_resize
+    return resize(experiment, run, dataset) or default
 
 
 def features_file(experiment: Experiment, run: str, dataset: str, split: str) -> Path:
@@ -289,6 +297,22 @@ def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
     yield experiment.root / "summary.yaml", summary_config(experiment)
 
 
+def refresh_runs(experiment: Experiment) -> None:
+    """Write the resolved files of runs that are the same as before but are used otherwise now.
+
+    How images are resized is read from there by `maect embed`, `predict` and `export`, and is no
+    part of what is trained.
+    """
+    for name in experiment.runs:
+        path, told = experiment.folder(name) / "config.yaml", run_config(experiment, name)
+        try:
+            same = path.exists() and RunConfig.read(path).digest == told.digest
+        except UserError:  # of an older version, say; its own job will write it
+            continue
+        if same:
+            told.write(path)
+
+
 def missing_images(
     experiment: Experiment, splits: Iterable[tuple[str, str]] | None = None
 ) -> list[str]:
@@ -316,16 +340,64 @@ def missing_images(
 
 def changed_images(experiment: Experiment) -> list[str]:
     """A sentence for each split whose images are no longer those in its shards, or lost there."""
-    notes = []
-    for name, split in experiment.splits:
-        folder = experiment.shards(name, split)
-        given = experiment.datasets[name].splits[split].images is not None
-        # Of shards that are another experiment's, that one tells.
-        if given and folder == experiment.own_shards(name, split):
-            notes.append(changes_since(folder))
+    notes: list[str] = []
+    for pair in experiment.splits:
+        folder = experiment.shards(*pair)
+        if not (folder / "index.json").exists():
+            continue
+        if others := other_shards(experiment, [pair]):
+            notes += others
+        elif _is_sharded(experiment, *pair) and (found := experiment.changes(*pair)):
+            notes.append(advice(folder, found, experiment.own_shards(*pair)))
         if warning := read_mapping(folder / "index.json").get("warning"):
             notes.append(f"{folder}: {warning}")
-    return [note for note in notes if note]
+    return notes
+
+
+def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> list[str]:
+    """A sentence for each split that the file says otherwise than its shards were made by.
+
+    Images that were merely added, removed or edited where they lie are none of these.
+    """
+    notes = []
+    for name, split in splits:
+        folder = experiment.shards(name, split)
+        if not (_is_sharded(experiment, name, split) and (folder / "plan.json").exists()):
+            continue
+        found = experiment.changes(name, split)
+        told = [experiment.said_otherwise(name, split)]
+        if found and found.others:
+            moved = f"images ({found.now}, made of {found.before})"
+            told.append(f"{moved if found.moved else found.now}: {found}")
+        if differs := "; ".join(part for part in told if part):
+            again = shlex.quote(str(experiment.own_shards(name, split)))
+            notes.append(
+                f"{experiment.file}: datasets: {name}: {split}: not what its shards were made of: "
+                f"{differs}. To have them made anew: rm -r {again}; else put back what was changed"
+            )
+    return notes
+
+
+def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, str]]:
+    """(dataset, split) whose shards, or features of them, are among files of jobs.
+
+    Of a view it is the split whose images it shows.
+    """
+    paths = [Path(file) for file in files]
+    folders = {folder for path in paths for folder in path.parents}
+    features = {path.name for path in paths if experiment.root / "features" in path.parents}
+    found: dict[tuple[str, str], None] = {}
+    for dataset, split in experiment.splits:
+        made = f"{dataset}-{split}.safetensors" in features
+        if made or experiment.shards(dataset, split) in folders:
+            found[dataset, experiment.datasets[dataset].splits[split].of or split] = None
+    return list(found)
+
+
+def _is_sharded(experiment: Experiment, name: str, split: str) -> bool:
+    """Whether a split's shards are made of images of the user's."""
+    given = experiment.datasets[name].splits[split]
+    return given.images is not None and given.source.sharded
 
 
 def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:

@@ -30,7 +30,8 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
     computing = [name for name, rule in here["rules"].items() if "cluster" in rule["resources"]]
     for name in computing:
         known = {key for key in here["rules"][name]["resources"] if key[0] != "_"}
-        assert known - {"tmpdir"} == elsewhere.keys(), name
+        # (`resize` of features is also among their parameters, where anything says one.)
+        assert known - {"tmpdir", "resize"} == elsewhere.keys(), name
     there = parsed(json.dumps(dict.fromkeys(computing, elsewhere)))
     assert here["jobs"].keys() == there["jobs"].keys()
     for name, job in here["jobs"].items():
@@ -38,6 +39,14 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
         assert (moved["params"], moved["input"]) == (job["params"], job["input"]), name
         if "cluster" in job["resources"]:
             assert all(moved["resources"][key] == str(value) for key, value in elsewhere.items())
+
+
+def test_features_are_told_how_images_are_resized() -> None:
+    """Also where the experiment does not say it: what a run's file says may be of before."""
+    workflow = parsed()
+    assert "--resize {resources.resize}" in workflow["rules"]["features"]["command"]
+    jobs = [job for name, job in workflow["jobs"].items() if name.startswith("features ")]
+    assert jobs and {job["resources"]["resize"] for job in jobs} == {"16"}
 
 
 def test_reading_an_experiment_imports_no_torch() -> None:

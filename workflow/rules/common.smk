@@ -17,6 +17,7 @@ from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
 from maect.evaluate import PROTOCOLS
 from maect.experiment import resolve
+from maect.experiment.load import TAKEN, index_digest
 from maect.experiment.schema import fill_path
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.report import registry
@@ -204,6 +205,11 @@ def resize_of(wildcards):
     return f"--resize {resize}" if resize else ""
 
 
+def stated_resize(wildcards):
+    """The number itself, passed as a resource: where nothing says one, features are not made again."""
+    return resolve.resize_stated(experiment, wildcards.run, wildcards.dataset)
+
+
 def precision_of(wildcards):
     """In which precision features are computed, as an argument."""
     precision = experiment.spec.features
@@ -268,10 +274,20 @@ def start():
             if job.rule.name == rule
         )
 
+    planned = those_of("plan_shards", "dataset", "split")
+    commands = [job for job in jobs if job.rule.shellcmd]  # others only name files
+    files = [str(file) for job in commands for file in (*job.input, *job.output)]
     faults = [
-        *resolve.missing_images(
-            experiment, those_of("plan_shards", "dataset", "split")
+        *resolve.other_shards(
+            experiment,
+            [
+                pair
+                for pair in resolve.shards_of(experiment, files)
+                # One that is planned again before it was finished is refused by its plan.
+                if pair not in planned or Path(shard_index(*pair)).exists()
+            ],
         ),
+        *resolve.missing_images(experiment, planned),
         *resolve.missing_weights(
             experiment,
             [run for name in STAGES for (run,) in those_of(name, "run")],
@@ -295,18 +311,20 @@ def start():
         ownership.enter_context(own(Path(ROOT), patience=15))
     except UserError as error:
         stop(error)
+    resolve.refresh_runs(experiment)
     for job in jobs:
         if told := resolved(job):
             told.write(job.params.config)
         # What Snakemake deletes now, the job may find to be what it is asked for.
         if job.rule.name in LOOKS_FIRST and not workflow.dag.reason(job).forced:
             keep([Path(file) for file in job.output])
-    for split in those_of("plan_shards", "dataset", "split"):
+    for split in planned:
         folder = experiment.shards(*split)
         given = experiment.datasets[split[0]].splits[split[1]]
         # Beside a finished index it says what that was made of, which stays so if this plan fails.
         if given.images is not None and not (folder / "index.json").exists():
-            write_record(folder / "asked.json", experiment.asked_of(*split))
+            asked = experiment.asked_of(*split) | {TAKEN: ""}
+            write_record(folder / "asked.json", asked)
     for dataset, split in experiment.splits:
         folder = experiment.shards(dataset, split)
         if Path(ROOT) not in folder.parents:
@@ -316,5 +334,6 @@ def start():
             )
             # What these were made of is from now on what this experiment asks for.
             own_folder = experiment.own_shards(dataset, split)
-            write_record(own_folder / "asked.json", read_mapping(folder / "asked.json"))
+            asked = read_mapping(folder / "asked.json") | {TAKEN: index_digest(folder)}
+            write_record(own_folder / "asked.json", asked)
     signal.signal(signal.SIGINT, interrupt)

@@ -16,6 +16,7 @@ rule features:
         ENVIRONMENT
     resources:
         **CLUSTER,
+        resize=stated_resize,
     params:
         shards=lambda w: experiment.shards(w.dataset, w.split),
         resize=resize_of,
@@ -25,7 +26,7 @@ rule features:
     shell:
         on_devices(
             "maect features $(dirname {input.encoder:q}) --shards {params.shards:q}"
-            " --out {output:q} {params.resize} {params.precision}"
+            " --out {output:q} --resize {resources.resize} {params.precision}"
         )
 
 

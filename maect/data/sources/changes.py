@@ -1,14 +1,16 @@
-"""What has happened to images since they were sharded: added, removed, edited."""
+"""What has happened to images since they were sharded: added, removed, edited, relabelled."""
 
 import json
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from maect.core.errors import UserError, counted
 from maect.core.files import read_mapping, write_text
-from maect.data.sources import Entry, ImageSource, open_source
+from maect.data.sources import UNLABELLED, Entry, ImageSource, Listing, find_source, open_source
 from maect.data.sources.archives import Archive
 
 FILES = "files.jsonl"
@@ -43,37 +45,140 @@ def _sizes(source: ImageSource, names: Iterable[str]) -> dict[str, int]:
     return sizes
 
 
-def changes_since(out: Path) -> str | None:
-    """How the images differ from those in finished shards, and what to do; None: in nothing.
+@dataclass(frozen=True)
+class Changes:
+    """How images differ from those in finished shards: names, and where they lay and lie."""
 
-    Nothing is said of images that were moved away as a whole, nor of more than `MOST` files.
+    before: Path
+    now: Path
+    added: Sequence[str] = ()
+    removed: Sequence[str] = ()
+    edited: Sequence[str] = ()
+    relabelled: Sequence[str] = ()
+    """Images; those before are files."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether they are looked for elsewhere."""
+        return self.now != self.before
+
+    @property
+    def others(self) -> bool:
+        """Whether these are other images, and not those of before, some of which have changed."""
+        if self.relabelled or not self.moved:
+            return bool(self.relabelled)
+        # A folder that was moved as a whole may have grown since.
+        return bool(self.removed or self.edited or (self.added and self.before.exists()))
+
+    def __str__(self) -> str:
+        kinds = {
+            "file": {"added": self.added, "removed": self.removed, "changed": self.edited},
+            "image": {"relabelled": self.relabelled},
+        }
+        return ", ".join(
+            f"{counted(len(names), what)} {how} ({names[0]}{' …' if len(names) > 1 else ''})"
+            for what, of in kinds.items()
+            for how, names in of.items()
+            if names
+        )
+
+
+def changes(out: Path, images: Path | None = None) -> Changes | None:
+    """How the images differ from those in the shards that are made of them.
+
+    None: in nothing, or it cannot be told, since they were moved away as a whole, or are more than
+    `MOST` files. Of those only the class folders are compared, and only if they lie elsewhere now.
+
+    Args:
+        out: the shards, finished or only planned.
+        images: where the images are looked for now; where they were by default.
     """
     plan, known = read_mapping(out / "plan.json"), out / FILES
-    if not known.exists() or not (out / "index.json").exists():
-        return None
     try:
-        before = dict(json.loads(line) for line in known.read_text(encoding="utf-8").splitlines())
-        source = open_source(plan["kind"], Path(plan["source"]))
-        now = _sizes(source, _files(source, source.listing().entries))
-    except (UserError, KeyError, ValueError):
+        before = Path(plan["source"])
+        source = open_source(plan["kind"], before if images is None else images.resolve())
+        if not known.exists():
+            return _other_classes(before, source, plan["class_names"])
+        lines = known.read_text(encoding="utf-8").splitlines()
+        sizes = dict(json.loads(line) for line in lines)
+        listing = source.listing()
+        now = _sizes(source, _files(source, listing.entries))
+        if [*now] == [source.path.name] and [*sizes] == [before.name]:  # one file, called otherwise
+            now = {before.name: now[source.path.name]}
+        found = Changes(
+            before,
+            source.path,
+            added=sorted(now.keys() - sizes.keys()),
+            removed=sorted(sizes.keys() - now.keys()),
+            edited=sorted(n for n in now.keys() & sizes.keys() if now[n] != sizes[n]),
+            relabelled=_relabelled(out, plan, listing),
+        )
+    except (UserError, KeyError, ValueError, OSError):
         return None
-    added, gone = sorted(now.keys() - before.keys()), sorted(before.keys() - now.keys())
-    edited = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])
-    kinds = {"added": added, "removed": gone, "changed": edited}
-    told = [
-        f"{counted(len(names), 'file')} {how} ({names[0]}{' …' if len(names) > 1 else ''})"
-        for how, names in kinds.items()
-        if names
-    ]
-    if not told:
+    return found if str(found) else None
+
+
+def _other_classes(before: Path, source: ImageSource, names: list[str]) -> Changes | None:
+    """Class folders, each with a slash at its end, where images that lie elsewhere have others."""
+    now = source.known_classes() if source.path != before else None
+    if now is None or [*now] == names:
         return None
-    lists = ""
-    if "unlisted" in plan and (added or gone):
+    added = [f"{name}/" for name in now if name not in names]
+    removed = [f"{name}/" for name in names if name not in now]
+    return Changes(before, source.path, added=added, removed=removed)
+
+
+def _relabelled(out: Path, plan: dict[str, Any], listing: Listing) -> list[str]:
+    """Images in the shards that have another class now, if the source itself says the classes."""
+    if "labels" in find_source(plan["kind"]).takes:
+        return []
+
+    def name(label: int, names: list[str]) -> str | None:
+        return None if label == UNLABELLED else names[label]
+
+    now = {entry.name: name(entry.label, listing.class_names) for entry in listing.entries}
+    different = []
+    for path in sorted((out / "parts").glob("[0-9]*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            _, image, label, *_ = json.loads(line)
+            class_name = name(label, plan["class_names"])
+            if now.get(image, class_name) != class_name:
+                different.append(image)
+    return sorted(different)
+
+
+def may_differ(out: Path, images: Path) -> bool:
+    """Whether the images may be others than those in finished shards, as far as it can be told.
+
+    That is more than `changes`: a picture that is edited may keep its size, as bitmaps do.
+    """
+    plan, known = read_mapping(out / "plan.json"), out / FILES
+    if changes(out, images) is not None:
+        return True
+    try:
+        listed = known.stat().st_mtime
+        source = open_source(plan["kind"], images)
+        names = _files(source, source.listing().entries)
+        return any((source.root / name).stat().st_mtime > listed for name in names)
+    except (UserError, KeyError, OSError):
+        return False
+
+
+def advice(out: Path, found: Changes, again: Path | None = None) -> str:
+    """What has changed of the images in finished shards, and what to do.
+
+    Args:
+        out: the shards.
+        found: the changes.
+        again: what has to be removed so that they are made again; the shards by default.
+    """
+    plan, lists = read_mapping(out / "plan.json"), ""
+    if "unlisted" in plan and (found.added or found.removed):
         such = f" such as {plan['only']}" if "only" in plan else ""
-        how = ["name new ones"] if added else []
-        how += ["leave out removed ones"] if gone else []
+        how = ["name new ones"] if found.added else []
+        how += ["leave out removed ones"] if found.removed else []
         lists = f"lists of images{such} have to {' and '.join(how)}; "
     return (
-        f"{plan['source']}: {', '.join(told)} since it was sharded; the shards are as they were; "
-        f"{lists}the same command shards again after: rm -r {shlex.quote(str(out))}"
+        f"{found.now}: {found} since it was sharded; the shards are as they were; "
+        f"{lists}the same command shards again after: rm -r {shlex.quote(str(again or out))}"
     )

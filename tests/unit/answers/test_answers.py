@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import maect
+from maect.answers.classes import read_classifier
 from maect.answers.vectors import Vectors, nearest
 from maect.cli import main
 from maect.core.errors import UserError
@@ -88,7 +89,7 @@ def test_wrong_input_is_one_line(
         (["search", str(run), "gone.parquet", image], "no such file; `maect embed"),
         (["search", str(run), image, image], "not written by `maect embed`"),
         (["search", str(run), str(other), image], "another resize"),
-        (["cluster", str(index), "--out", str(tmp_path), "--clusters", "31"], "too few"),
+        (["cluster", str(index), "--out", str(tmp_path), "--clusters", "31"], "cannot form 31 clusters"),
         (["predict", str(run), str(photographs), "--out", "a.csv"], "no such classifier"),
     ):
         assert main(command) == 2
@@ -141,7 +142,7 @@ def test_clusters_are_found_largest_first(how: dict[str, object]) -> None:
 
 
 def test_identical_images_are_no_clusters() -> None:
-    with pytest.raises(UserError, match="too few"):
+    with pytest.raises(UserError, match="cannot form 2 clusters"):
         cluster(np.ones((3, 4), np.float32))
 
 
@@ -172,6 +173,10 @@ def test_predict_by_what_was_fitted_and_kept(
     out.unlink()
     assert main(predict) == 0  # from the file alone
     assert out.read_text() == first
+    classifier = read_classifier(kept)
+    assert classifier.resize == 20
+    with pytest.raises(UserError, match=r"a shorter side of 20 pixels, not 30; load .* resize=20"):
+        classifier.check(maect.load(run, resize=30), kept)
     other = tmp_path / "other"
     other.mkdir()
     for name in ("encoder.safetensors", "config.yaml"):
@@ -184,9 +189,15 @@ def test_predict_by_what_was_fitted_and_kept(
     assert "another encoder" in capsys.readouterr().err
 
 
-def test_predict_by_a_linear_probe(run: Path, photographs: Path, tmp_path: Path) -> None:
-    """The file that the protocol leaves: batch norm and a linear layer."""
-    encoder = maect.load(run)
+@pytest.mark.parametrize("resize", [None, 30])
+def test_predict_by_a_linear_probe(
+    run: Path, photographs: Path, tmp_path: Path, resize: int | None
+) -> None:
+    """The file that the protocol leaves: batch norm and a linear layer.
+
+    Images are resized as they were for it; one of before this was kept takes the run's.
+    """
+    encoder = maect.load(run, resize=resize)
     generator = torch.Generator().manual_seed(0)
     probe = {
         "weight": torch.randn(3, encoder.width, generator=generator),
@@ -195,6 +206,7 @@ def test_predict_by_a_linear_probe(run: Path, photographs: Path, tmp_path: Path)
         "var": torch.rand(encoder.width, generator=generator) + 0.1,
     }
     texts = {"class_names": json.dumps(["x", "y", "z"]), "encoder_sha256": encoder.sha256}
+    texts |= {"resize": str(resize)} if resize else {}
     # Where the pipeline has it, so that nothing has to be named.
     home = run.parent.parent / "evaluations" / run.name / "linear_probe.safetensors"
     save_tensors(home, probe, texts)

@@ -18,7 +18,7 @@ from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
 from maect.data.shards import finish_index, plan_shards, shard, verify
 from maect.data.sources import kind_of, open_source
-from maect.data.sources.changes import changes_since
+from maect.data.sources.changes import advice, changes
 from maect.data.subsets import class_view
 from maect.experiment import load
 from maect.recipes import Pixels
@@ -231,6 +231,11 @@ def test_what_is_left_out_is_said_where_nothing_is_left(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     with pytest.raises(UserError, match=r"no images found .*other suffixes: 2 \.txt, 1 \.xcf"):
         open_source("unlabelled", tmp_path).listing()
+
+
+def changes_since(out: Path) -> str | None:
+    found = changes(out)
+    return found and advice(out, found)
 
 
 def test_images_that_changed_are_noticed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from maect.answers.classes import read_classifier
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
@@ -89,6 +90,7 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     kept = load_file(tmp_path / "linear_probe.safetensors")
     normal = (x_test - kept["mean"]) / (kept["var"] + 1e-5).sqrt()
     assert torch.equal((normal @ kept["weight"].T + kept["bias"]).argmax(1), best[1])
+    assert read_classifier(tmp_path / "linear_probe.safetensors").resize == 16
 
 
 @pytest.mark.parametrize("patience", [0, 3, 9, 16])

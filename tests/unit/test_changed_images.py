@@ -1,0 +1,297 @@
+"""What the experiment says of a split against what its shards were made of."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from maect.core.files import read_json, write_record
+from maect.data.shards import plan_shards, shard
+from maect.data.sources import changes
+from maect.experiment import Experiment, load
+from maect.experiment.load import TAKEN, index_digest
+from maect.experiment.resolve import (
+    changed_images,
+    other_shards,
+    refresh_runs,
+    resize_stated,
+    run_config,
+    shards_of,
+)
+from maect.stages.run import resize_of
+
+ROOT = Path(__file__).parents[2]
+PAIR = ("fruit", "train")
+
+
+def fruit(folder: Path, classes: str = "ab", level: int = 0) -> None:
+    """Four images a class, each with a size of its own."""
+    for name in classes:
+        for number in range(4):
+            path = folder / name / f"{number}.ppm"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8 + ord(name) - 96, 8 + number), (level, 9, 9)).save(path)
+
+
+def experiment(name: str = "mine", **changes: Any) -> Experiment:
+    """The file, with keys of its train split changed; those that are None are left out."""
+    train = {"images": "fruit", "only": "train.txt", "shards": 2} | changes
+    train = {key: value for key, value in train.items() if value is not None}
+    splits = {"train": train, "val": {"images": "fruit", "only": "val.txt"}}
+    runs = {"mae_tiny": {"recipe": "mae", "size": "tiny"}}
+    values = {"datasets": {"fruit": {"splits": splits}}, "runs": runs}
+    Path(f"{name}.yaml").write_text(yaml.safe_dump(values))
+    return load(f"{name}.yaml")
+
+
+def make(found: Experiment, split: str = "train", finish: bool = True) -> Path:
+    """Shard as the pipeline does."""
+    given = found.datasets["fruit"].splits[split]
+    folder = found.own_shards("fruit", split)
+    write_record(folder / "asked.json", found.asked_of("fruit", split) | {TAKEN: ""})
+    only = Path(given.only) if given.only else None
+    images = Path(str(given.images))
+    (shard if finish else plan_shards)(
+        **{"source": images, "out": folder, "kind": given.kind, "shards": given.shards},
+        only=only,
+    )  # type: ignore[operator]
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fruit(Path("fruit"))
+    Path("train.txt").write_text("".join(f"{c}/{n}.ppm\n" for c in "ab" for n in range(3)))
+    Path("val.txt").write_text("a/3.ppm\nb/3.ppm\n")
+    rows = "".join(f"{c}/{n}.ppm,{c}\n" for c in "ab" for n in range(4))
+    Path("fruit/table.csv").write_text(f"path,label\n{rows}")
+
+
+def move_names() -> None:
+    Path("val.txt").write_text("a/3.ppm\nb/3.ppm\nb/2.ppm\n")
+    lines = Path("train.txt").read_text()
+    Path("train.txt").write_text(lines.replace("b/2.ppm\n", ""))
+
+
+def relabel() -> None:
+    table = Path("fruit/table.csv")
+    table.write_text(table.read_text().replace("a/1.ppm,a", "a/1.ppm,b"))
+
+
+TABLE: dict[str, Any] = {"images": "fruit/table.csv", "kind": "list", "only": None}
+
+
+@pytest.mark.parametrize(
+    ("before", "edit", "after", "said"),
+    [
+        ({}, move_names, {}, "only (train.txt: other content)"),
+        ({}, None, {"only": None}, "only (no longer stated)"),
+        (
+            {},
+            lambda: Path("twice.txt").write_text("b/2.ppm\n"),  # as the audit advises
+            {"exclude": "twice.txt"},
+            "exclude (twice.txt: not stated then)",
+        ),
+        ({}, None, {"shards": 3}, "shards (3, made with 2)"),
+        ({}, None, {"kind": "noise"}, "kind (noise, made with folder)"),
+        (TABLE, relabel, TABLE, "fruit/table.csv: 1 image relabelled (a/1.ppm)"),
+        ({}, lambda: fruit(Path("other"), "cd"), {"images": "other"}, "8 files added (c/0.ppm …)"),
+        ({}, lambda: fruit(Path("other"), "abc"), {"images": "other"}, "4 files added (c/0.ppm"),
+    ],
+)
+def test_what_is_said_otherwise_is_named(
+    before: dict[str, Any], edit: Callable[[], Any] | None, after: dict[str, Any], said: str
+) -> None:
+    folder = make(experiment(**before))
+    assert changed_images(experiment(**before)) == []
+    if edit:
+        edit()
+    found = experiment(**after)
+    (note,) = other_shards(found, [PAIR])
+    assert note.startswith("mine.yaml: datasets: fruit: train: not what its shards were made of: ")
+    assert said in note and note.endswith(f"rm -r {folder}; else put back what was changed")
+    assert changed_images(found) == [note]
+    shutil.rmtree(folder)
+    assert changed_images(experiment(**after)) == other_shards(found, [PAIR]) == []
+
+
+def test_other_images_of_which_there_are_too_many_to_look_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(changes, "MOST", 3)
+    make(experiment())
+    fruit(Path("other"), "abc")
+    fruit(Path("same"))
+    (note,) = other_shards(experiment(images="other"), [PAIR])
+    assert "1 file added (c/)" in note
+    assert changed_images(experiment(images="same")) == []
+
+
+@pytest.mark.parametrize("edit", ["", "moved", "list moved", "skip", "no record", "list gone"])
+def test_what_stays_the_same_is_silent(edit: str) -> None:
+    folder = make(experiment())
+    changed: dict[str, Any] = {}
+    if edit == "moved":
+        shutil.move("fruit", "elsewhere")
+        changed = {"images": "elsewhere"}
+    elif edit == "list moved":
+        shutil.move("train.txt", "t.txt")
+        changed = {"only": "t.txt"}
+    elif edit == "skip":  # nothing was unreadable
+        changed = {"skip_unreadable": True}
+    elif edit == "no record":  # of before it was kept
+        (folder / "asked.json").unlink()
+        shutil.rmtree(folder / "parts")
+    elif edit == "list gone":
+        Path("train.txt").unlink()
+    found = experiment(**changed)
+    assert found.shards(*PAIR) == folder
+    assert changed_images(found) == other_shards(found, found.splits) == []
+
+
+def test_labels_may_be_a_folder() -> None:
+    """The devkit of ImageNet, unpacked."""
+    labels = Path("devkit/data/ILSVRC2012_validation_ground_truth.txt")
+    labels.parent.mkdir(parents=True)
+    labels.write_text("490\n")
+    found = experiment(kind="imagenet_val", labels="devkit", only=None)
+    before = found.asked_of(*PAIR)["arguments"]
+    assert found.asked_of(*PAIR)["arguments"] == before
+    labels.write_text("361\n")
+    assert found.asked_of(*PAIR)["arguments"] != before
+
+
+def test_an_archive_may_be_called_otherwise() -> None:
+    with_archive = {"kind": "archive", "only": None, "shards": 1}
+    shutil.make_archive("a", "zip", "fruit")
+    make(experiment(images="a.zip", **with_archive))
+    shutil.move("a.zip", "b.zip")
+    assert changed_images(experiment(images="b.zip", **with_archive)) == []
+    fruit(Path("other"), "c")
+    shutil.make_archive("c", "zip", "other")
+    assert "1 file changed" in changed_images(experiment(images="c.zip", **with_archive))[0]
+
+
+def test_images_that_are_added_are_a_warning_and_refuse_nothing() -> None:
+    make(experiment())
+    fruit(Path("fruit"), "c")
+    found = experiment()
+    (note,) = changed_images(found)
+    assert "4 files added (c/0.ppm …) since it was sharded" in note
+    assert other_shards(found, [PAIR]) == []
+    shutil.move("fruit", "elsewhere")  # where it also grew
+    assert other_shards(experiment(images="elsewhere"), [PAIR]) == []
+
+
+def test_which_jobs_read_shards() -> None:
+    found, folder = experiment(), make(experiment())
+    root = found.root
+    assert shards_of(found, [f"{folder}/index.json", f"{root}/runs/a/run.json"]) == [PAIR]
+    assert shards_of(found, [f"{root}/features/a/fruit-val.safetensors"]) == [("fruit", "val")]
+    assert shards_of(found, [f"{root}/tables/low_shot.csv"]) == []
+
+
+def start(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), *words,
+         "--profile", str(ROOT / "cluster_profiles/local"), "--config", "experiment=mine.yaml"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_job_that_would_read_them_is_refused() -> None:
+    found = experiment()
+    made = [make(found, split) for split in ("train", "val")]
+    assert start("shards").stderr.count("maect:") == 0
+    move_names()
+    nothing = start("shards")
+    said = "only (train.txt: other content)"
+    assert nothing.returncode == 0 and "Nothing to be done" in nothing.stderr
+    assert nothing.stderr.count("maect: warning: mine.yaml: datasets: fruit: ") == 2
+    shutil.rmtree(made[1])
+    refused = start("encoders")
+    last = refused.stderr.strip().splitlines()[-1]
+    assert refused.returncode == 2, refused.stderr
+    assert last.startswith("maect: mine.yaml: datasets: fruit: train: not what") and said in last
+    assert not Path("results/mine/logs").exists() and not Path("results/mine/runs").exists()
+    alone = start("shards")  # what is not read does not matter
+    assert alone.returncode == 0 and (made[1] / "index.json").exists(), alone.stderr
+
+
+def test_a_start_says_to_every_run_how_images_are_resized() -> None:
+    found = experiment()
+    config = found.folder("mae_tiny") / "config.yaml"
+    run_config(found, "mae_tiny").write(config)
+    for split in ("train", "val"):
+        make(found, split)
+    plain = Path("mine.yaml").read_text()
+    dataset = "datasets:\n  fruit:\n"
+    for resize in (20, None):
+        text = plain if resize is None else plain.replace(dataset, f"{dataset}    resize: 20\n")
+        Path("mine.yaml").write_text(text)
+        shutil.rmtree(found.own_shards("fruit", "val"))
+        done = start("shards")
+        assert done.returncode == 0 and resize_of(config.parent) == resize, done.stderr
+        stated = resize_stated(load("mine.yaml"), "mae_tiny", "fruit")
+        assert stated == resize or (resize is None and stated == 18)
+    # Another run, which is to be trained first, is left as it was.
+    Path("mine.yaml").write_text(
+        plain.replace("recipe: mae", "recipe: mae\n    set: {epochs: 7}").replace(
+            dataset, f"{dataset}    resize: 20\n"
+        )
+    )
+    refresh_runs(load("mine.yaml"))
+    assert resize_of(config.parent) is None
+
+
+def test_a_plan_that_was_not_finished_is_not_gone_on_with() -> None:
+    make(experiment(), finish=False)
+    make(experiment(), "val")
+    move_names()
+    refused = start("shards")
+    assert refused.returncode == 2 and "train: not what its shards" in refused.stderr
+
+
+def test_an_image_that_was_edited_and_kept_its_size_is_noticed() -> None:
+    first = make(experiment("d1"))
+    assert experiment("d2").shards(*PAIR) == first
+    path = Path("fruit/a/0.ppm")
+    path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6"))
+    later = (first / "files.jsonl").stat().st_mtime + 1
+    os.utime(path, (later, later))
+    assert experiment("d2").shards(*PAIR) != first
+
+
+def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:
+    first = make(experiment("d1"))
+    assert experiment("d2").shards(*PAIR) == first
+    taken = read_json(first / "asked.json") | {TAKEN: index_digest(first)}
+    write_record(experiment("d2").own_shards(*PAIR) / "asked.json", taken)  # as when it starts
+    for path in Path("fruit").glob("*/*.ppm"):
+        path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6") + b"\n")
+    third = experiment("d3")
+    assert third.shards(*PAIR) == third.own_shards(*PAIR)
+    own = make(third)
+    assert index_digest(own) != index_digest(first)
+    # Who began with the first goes on with them, and is told; who begins now has the third's.
+    second, fourth = experiment("d2"), experiment("d4")
+    assert (second.shards(*PAIR), fourth.shards(*PAIR)) == (first, own)
+    (note,) = changed_images(second)
+    assert "8 files changed" in note and note.endswith(f"rm -r {second.own_shards(*PAIR)}")
+    taken = read_json(own / "asked.json") | {TAKEN: index_digest(own)}
+    write_record(fourth.own_shards(*PAIR) / "asked.json", taken)
+    assert experiment("d4").shards(*PAIR) == own
+    # Removed as told, it finds the new ones.
+    shutil.rmtree(second.own_shards(*PAIR))
+    assert experiment("d2").shards(*PAIR) == own
+    # One that was killed before its plan was there had not taken anything.
+    write_record(experiment("d5").own_shards(*PAIR) / "asked.json", read_json(first / "asked.json"))
+    assert experiment("d5").shards(*PAIR) == own
