@@ -377,12 +377,23 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
-def exif_of(image: Image.Image) -> dict[str, Any]:
-    """Arguments with which a changed picture is saved that is turned as this one is."""
-    code = orientation(image)
+def as_stored(data: bytes, pixels: Pixels) -> tuple[Image.Image, dict[str, Any]]:
+    """A picture in RGB on its background and by its range, but not turned.
+
+    And the arguments with which it is saved, once it is changed, to be turned as the file is.
+
+    Raises:
+        UnreadableError: it cannot be decoded, or not as the data set's pixels.
+    """
+    seen = Pixels(background=pixels.background, range=pixels.range)
+    image = read_rgb(make_ready(data, seen).data)
+    if _read_array(data, seen) is not None:
+        return image, {}
+    with open_image(data) as (stored, _):
+        code = orientation(stored)
     exif = Image.Exif()
     exif[_ORIENTATION] = code
-    return {"exif": exif} if code in _TURNS else {}
+    return image, {"exif": exif} if code in _TURNS else {}
 
 
 def _upright(values: NDArray[Any], code: int) -> NDArray[Any]:
