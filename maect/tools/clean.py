@@ -26,12 +26,22 @@ def states(root: Path) -> Iterator[State]:
 
     A state is what an unfinished training resumes from, and what a finished one writes its files
     from again should they be lost: it may go once these are there, with the bits of the record.
+    Those of a recipe that was changed have been replaced by the other one's, as a rule.
     """
     for run in sorted(path for path in root.glob("runs/*") if path.is_dir()):
         needed = _needed(run)
-        for folder in sorted([*run.glob("state"), *run.glob("stale-*")]):
+        for folder in sorted([*run.glob("state"), *run.glob("stale-*/state")]):
             files = [path for path in folder.rglob("*") if path.is_file()]
-            yield State(folder, sum(path.stat().st_size for path in files), needed)
+            size = sum(path.stat().st_size for path in files)
+            yield State(folder, size, needed or _nowhere_else(run, folder.parent))
+
+
+def _nowhere_else(run: Path, other: Path) -> str:
+    """Why the state of another recipe, beside its record, has to stay; empty if it does not."""
+    made = read_mapping(other / "run.json").get("sha256")
+    if made and made == read_mapping(run / "run.json").get("sha256"):
+        return ""
+    return f"another recipe's, whose encoder is nowhere else; if it may be lost: rm -r {other}"
 
 
 def _needed(run: Path) -> str:

@@ -34,19 +34,39 @@ def test_only_what_no_resume_needs_is_removed(
     (damaged / "encoder.safetensors").write_bytes(b"weighty")
     clean(tmp_path, remove=False)
     told = capsys.readouterr().out
-    assert "2 kB can be freed: the same command with --remove" in told
+    assert "1 kB can be freed: the same command with --remove" in told
     assert "ct_min/state  stays: its training is not finished" in told
     assert "head_min/state  stays: what it left is damaged" in told
     assert (done / "state").exists()
     assert cli.main(["clean", str(tmp_path), "--remove"]) == 0
-    assert "2 kB freed" in capsys.readouterr().out
-    assert not (done / "state").exists() and not (done / "stale-abc").exists()
+    assert "1 kB freed" in capsys.readouterr().out
+    assert not (done / "state").exists()
     assert (done / "encoder.safetensors").exists()
     assert "since it was trained; its logs are kept in stale-before" in str(replaced(done, "now"))
     for folder in (stopped, damaged):
         assert (folder / "state").exists() and (folder / "stale-abc").exists()
     clean(tmp_path, remove=False)
     assert "nothing can be freed" in capsys.readouterr().out
+
+
+def test_what_another_recipe_left_stays_unless_its_encoder_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = training(tmp_path, "mae")
+    aside = run / "stale-abc"
+    (aside / "metrics.jsonl").write_text("{}")
+    record = json.loads((run / "run.json").read_text())
+    for other in (None, record | {"sha256": {"encoder.safetensors": "0" * 64}}):  # or finished
+        if other is not None:
+            (aside / "run.json").write_text(json.dumps(other))
+        clean(tmp_path, remove=True)
+        assert f"nowhere else; if it may be lost: rm -r {aside}" in capsys.readouterr().out
+        assert (aside / "state").exists() and not (run / "state").exists()
+    # The same encoder by another recipe: its state goes, its logs stay.
+    (aside / "run.json").write_text(json.dumps(record))
+    clean(tmp_path, remove=True)
+    assert "1 kB freed" in capsys.readouterr().out
+    assert sorted(path.name for path in aside.iterdir()) == ["metrics.jsonl", "run.json"]
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:
