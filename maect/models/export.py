@@ -72,13 +72,16 @@ def export_run(
         How timm makes the model and the transform of its images, as Python.
 
     Raises:
-        UserError: the run is not finished or its encoder is damaged.
+        UserError: the run is not finished, its encoder is damaged, or images would become smaller
+            than it is given.
     """
     record = read_json(run / "run.json")
     source = run / "encoder.safetensors"
     checksum = checked_sha256(source)
     _, encoder, pooling = load_encoder_weights(source)
     resize = resize or encoder.default_resize
+    if resize < encoder.image_size:
+        raise UserError(f"{run}: resize {resize} is smaller than image_size {encoder.image_size}")
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)
     config = hub_config(architecture, encoder, arguments, resize)

@@ -164,6 +164,13 @@ def test_an_unfinished_run_is_refused(tmp_path, capsys):
     assert "run.json: no such finished run" in capsys.readouterr().err
 
 
+def test_images_smaller_than_the_encoders_are_refused(tmp_path, capsys):
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
+    assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out"), "--resize", "10"]) == 2
+    assert "resize 10 is smaller than image_size 16" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_damaged_encoder_is_refused(tmp_path, capsys):
     finished_run(tmp_path / "ct", load_encoder("tiny"), "cls", sha256={"encoder.safetensors": "0"})
     assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 2
