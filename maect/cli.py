@@ -795,7 +795,7 @@ def audit(options: argparse.Namespace) -> None:
     """`maect audit`."""
     from maect.answers.audit import audit as find_pairs
     from maect.answers.audit import open_splits, write_audit
-    from maect.core.files import write_text
+    from maect.core.files import read_json, write_json
     from maect.experiment.resolve import AUDIT
 
     run = options.run.absolute()
@@ -804,7 +804,9 @@ def audit(options: argparse.Namespace) -> None:
     out = options.out or run.parents[1] / "audits" / run.name
     write_audit(run.name, pairs, splits, options.threshold, out)
     if options.out is None:
-        write_text(run.parents[1] / AUDIT, (out / "pairs.json").read_text(encoding="utf-8"))
+        digests = {split.name: split.index.digest for split in splits}
+        found = {"splits": digests, "pairs": read_json(out / "pairs.json")}
+        write_json(run.parents[1] / AUDIT, found)
     count, exact = counted(len(pairs), "pair"), sum(pair.exact for pair in pairs)
     print(f"{out}: {count}, {exact} of equal files; open {out / 'index.html'}")
 

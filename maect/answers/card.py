@@ -5,6 +5,7 @@ from typing import Any
 
 from maect.core.files import read_json
 from maect.data.index import open_index
+from maect.evaluate import EvaluationConfig, Features, Shards
 from maect.stages.run import RunConfig
 
 
@@ -64,28 +65,34 @@ def _training(chain: list[tuple[Path, RunConfig]]) -> str:
 
 def results_of(run: Path) -> tuple[dict[str, Any], ...]:
     """The same numbers as the section "Results" has, as the hub's `model-index` holds them."""
-    data = _data_of(_chain(run))
-    dataset = {"name": data, "type": data}
     return tuple(
         {
             "task": {"type": "image-classification"},
-            "dataset": dataset | ({"split": split} if split else {}),
+            "dataset": {"name": data, "type": data} | ({"split": split} if split else {}),
             "metrics": [{"type": key, "name": f"{name}: {key}", "value": round(value, 4)}],
         }
-        for name, key, split, value in _numbers(run)
+        for name, key, data, split, value in _numbers(run)
     )
 
 
-def _data_of(chain: list[tuple[Path, RunConfig]]) -> str:
-    """Name of the data that the run was trained on last."""
-    names = [config.shards.parent.name for _, config in chain if config.shards is not None]
-    return names[0] if names else "unknown"
+def _data_of(result: Path) -> str:
+    """The data set that a result was measured on, by the inputs of its resolved file."""
+    told = result.with_suffix(".yaml")
+    if not told.exists():  # of a revision without resolved files, or made by hand
+        return "unknown"
+    config = EvaluationConfig.read(told)
+    for name, kind in config.settings.inputs().items():
+        if isinstance(kind, Features):
+            return config.paths(name)[0].stem.removesuffix(f"-{kind.split}")
+        if isinstance(kind, Shards):
+            return config.paths(name)[0].parent.name
+    return "unknown"
 
 
-def _numbers(run: Path) -> list[tuple[str, str, str, float]]:
-    """Evaluation, name, split and value of every single number of the run's evaluations."""
+def _numbers(run: Path) -> list[tuple[str, str, str, str, float]]:
+    """Evaluation, name, data set, split and value of every single number of the evaluations."""
     return [
-        (path.stem, key, result["settings"].get("test_split", ""), value)
+        (path.stem, key, _data_of(path), result["settings"].get("test_split", ""), value)
         for path, result in _evaluations(run)
         for key, value in result["metrics"].items()
         if isinstance(value, float)
@@ -99,12 +106,12 @@ def _evaluations(run: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 def _results(run: Path) -> str:
     """Every single number of the run's evaluations, and what its test split was used for."""
-    lines = [f"| {n} | {key} | {split} | {value:.4g} |" for n, key, split, value in _numbers(run)]
+    lines = [f"| {' | '.join(where)} | {value:.4g} |" for *where, value in _numbers(run)]
     used = [(path.stem, r["provenance"].get("test_data")) for path, r in _evaluations(run)]
     notes = [f"- {name}: {text}" for name, text in used if text]
     if not lines:
         return ""
-    head = ["| evaluation | number | split | value |", "| --- | --- | --- | ---: |"]
+    head = ["| evaluation | number | data | split | value |", "| --- | --- | --- | --- | ---: |"]
     return "\n".join([*head, *lines, *(["", *notes] if notes else [])])
 
 

@@ -135,7 +135,8 @@ class Vectors:
         Raises:
             UserError: they are not there.
         """
-        return open_images(images or Path(self.about["images"]), self.about["kind"])[0]
+        images = images or Path(self.about["images"])
+        return open_images(images, self.about["kind"], self.pixels)[0]
 
 
 def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
@@ -163,8 +164,15 @@ def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
         raise UserError(f"{path.parent}: {error.strerror}") from None
 
 
-def open_images(images: Path, kind: str | None = None) -> tuple[ImageSource, str]:
+def open_images(
+    images: Path, kind: str | None = None, pixels: Pixels | None = None
+) -> tuple[ImageSource, str]:
     """A folder, archive or table of images, or what `kind` says that it is; and its kind.
+
+    Args:
+        images: where they are.
+        kind: of source.
+        pixels: of the encoder that they are for.
 
     Raises:
         UserError: there is no such thing.
@@ -177,7 +185,7 @@ def open_images(images: Path, kind: str | None = None) -> tuple[ImageSource, str
             raise UserError(
                 f"{images}: give a folder, an archive, a table (.csv, .tsv, .parquet), or --kind"
             )
-    return open_source(kind, images), kind
+    return open_source(kind, images, pixels=pixels), kind
 
 
 def embed(
@@ -197,7 +205,7 @@ def embed(
     Raises:
         UserError: no images, or none that can be read.
     """
-    source, kind = open_images(images, kind)
+    source, kind = open_images(images, kind, encoder.encoding.settings.pixels)
     listing = source.listing()
     if listing.ignored:
         counts = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())

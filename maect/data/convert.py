@@ -20,7 +20,9 @@ from PIL import Image
 
 from maect.data.decode import (
     UnreadableError,
+    halved,
     image_size,
+    lower_half,
     open_image,
     read_rgb,
     reason,
@@ -114,14 +116,15 @@ def look(data: bytes) -> Look:
     colors = 0
     values = _read_array(data, Pixels(range=(0, 1)))
     if values is None:
-        with open_image(data) as (image, _):
+        with open_image(data) as (image, extension):
             turned = orientation(image) in _TURNS
             if image.mode.startswith("I;16") or image.mode in ("I", "F"):
                 values = np.asarray(_to_eight_bits(image, Pixels()))
             else:
                 transparent = _shows_through(image)
                 rgb = to_rgb(image)
-                values = np.asarray(rgb)
+                deep = halved(data, extension) and image.mode in ("RGB", "RGBA")
+                values = _sixteen_bits(image, data)[..., :3] if deep else np.asarray(rgb)
                 colors = int(np.ptp(np.asarray(rgb.resize((8, 8)), np.int16), axis=2).max())
     values = values if values.ndim == 3 else values[..., None]
     if values.ndim != 3 or not values.size:
@@ -157,16 +160,51 @@ def make_ready(data: bytes, pixels: Pixels) -> Ready:
         return ready_array(values, pixels)
     with open_image(data) as (image, extension):
         code = orientation(image) if pixels.orientation == "exif" else 1
-        changed = _to_eight_bits(image, pixels)
+        given: Image.Image = image
+        facts: dict[str, Any] = {}
+        if halved(data, extension):
+            given, facts = _of_sixteen_bits(image, data, pixels.range)
+        changed = _to_eight_bits(given, pixels)
         if isinstance(changed, np.ndarray):
-            return ready_array(_upright(changed, code), pixels)
-        lost = pixels.background is None and _shows_through(image)
+            return replace(ready_array(_upright(changed, code), pixels), **facts)
+        facts["lost"] = pixels.background is None and _shows_through(image)
         if changed is image and code not in _TURNS:
-            return Ready(data, extension, *image.size, lost=lost)
+            return Ready(data, extension, *image.size, **facts)
         if changed is image and extension == "jpg":
             size = image.size[::-1] if _TURNS[code][0] else image.size
             return Ready(data, extension, *size, turned=True)
-        return replace(ready_array(_upright(_flat(changed, pixels), code), pixels), lost=lost)
+        return replace(ready_array(_upright(_flat(changed, pixels), code), pixels), **facts)
+
+
+def _of_sixteen_bits(
+    image: Image.Image, data: bytes, span: tuple[float, float] | None
+) -> tuple[Image.Image, dict[str, Any]]:
+    """A picture that Pillow has halved, by its range, and what `Ready` says of its values.
+
+    Without a range it stays as it is. What shows through keeps its upper half.
+    """
+    if span is None:
+        upper = np.asarray(to_rgb(image))
+        found = (256.0 * int(upper.min()), 256.0 * int(upper.max()) + 255)
+        return image, {"values": found, "levels": _levels(upper)}
+    values = _sixteen_bits(image, data)
+    colors = scaled(values[..., :3], span)
+    facts = {"values": _extremes(values[..., :3]), "levels": _levels(colors)}
+    made = Image.fromarray(colors)
+    if image.has_transparency_data:
+        made.putalpha(image.convert("RGBA").getchannel("A"))
+    return made, facts
+
+
+def _sixteen_bits(image: Image.Image, data: bytes) -> NDArray[np.uint16]:
+    """All bits of a picture in colours that Pillow has halved, [H, W, C]."""
+    lower = np.asarray(lower_half(data))
+    return np.asarray(image).astype(np.uint16) << 8 | lower
+
+
+def _levels(values: NDArray[np.uint8]) -> int:
+    """Bit n is set if any value is n."""
+    return sum(1 << int(level) for level in np.unique(values))
 
 
 def _shows_through(image: Image.Image) -> bool:
@@ -187,13 +225,10 @@ def _as_it_is(data: bytes) -> Ready:
         rgb = to_rgb(image)
         if image.mode.startswith("I;16"):
             found = _extremes(np.asarray(image, dtype=np.uint16))
-        elif extension == "png" and data[24] == 16:  # of which Pillow takes the upper half
-            upper = np.asarray(rgb)
-            found = (256.0 * int(upper.min()), 256.0 * int(upper.max()) + 255)
-        else:
-            return Ready(data, extension, *rgb.size, lost=_shows_through(image))
-        levels = sum(1 << int(level) for level in np.unique(np.asarray(rgb)))
-        return Ready(data, extension, *rgb.size, values=found, levels=levels)
+            levels = _levels(np.asarray(rgb))
+            return Ready(data, extension, *rgb.size, values=found, levels=levels)
+        facts = _of_sixteen_bits(image, data, None)[1] if halved(data, extension) else {}
+        return Ready(data, extension, *rgb.size, lost=_shows_through(image), **facts)
 
 
 def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
@@ -239,7 +274,7 @@ def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
     if values.dtype != np.uint8:
         found = _extremes(values)
         values = scaled(values, pixels.range)
-        levels = sum(1 << int(level) for level in np.unique(values))
+        levels = _levels(values)
     if pixels.channels in (1, 3):
         stream = io.BytesIO()
         flat = values[..., 0] if pixels.channels == 1 else values
@@ -342,12 +377,23 @@ def orientation(image: Image.Image) -> int:
         return 1
 
 
-def exif_of(image: Image.Image) -> dict[str, Any]:
-    """Arguments with which a changed picture is saved that is turned as this one is."""
-    code = orientation(image)
+def as_stored(data: bytes, pixels: Pixels) -> tuple[Image.Image, dict[str, Any]]:
+    """A picture in RGB on its background and by its range, but not turned.
+
+    And the arguments with which it is saved, once it is changed, to be turned as the file is.
+
+    Raises:
+        UnreadableError: it cannot be decoded, or not as the data set's pixels.
+    """
+    seen = Pixels(background=pixels.background, range=pixels.range)
+    image = read_rgb(make_ready(data, seen).data)
+    if _read_array(data, seen) is not None:
+        return image, {}
+    with open_image(data) as (stored, _):
+        code = orientation(stored)
     exif = Image.Exif()
     exif[_ORIENTATION] = code
-    return {"exif": exif} if code in _TURNS else {}
+    return image, {"exif": exif} if code in _TURNS else {}
 
 
 def _upright(values: NDArray[Any], code: int) -> NDArray[Any]:

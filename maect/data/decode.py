@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageFile
 
 from maect.data import native
 
@@ -32,6 +32,9 @@ _LARGE = 1 << 24
 _large = threading.Lock()
 # Resized pictures of more than so many windows: only the window is resampled.
 _ELONGATED = 16
+# Of colours of 16 bits Pillow keeps the upper bytes: the other order of bytes gives the lower ones.
+# (N is the machine's own order, which is L wherever this runs.)
+_OTHER_ORDER = {"16B": "16L", "16L": "16B", "16N": "16B"}
 # Pillow reads comments byte by byte, however many there are.
 _PNM, _PNM_HEADER_BYTES = {b"P1", b"P2", b"P3", b"P4", b"P5", b"P6"}, 1 << 16
 _PNM_HEADER = re.compile(rb"P[1-6](?:(?:\s|#[^\r\n]*[\r\n])+\d+){2}")
@@ -91,7 +94,7 @@ def reason(error: Exception) -> str:
     return text or type(error).__name__
 
 
-def _open(data: bytes) -> Image.Image:
+def _open(data: bytes) -> ImageFile.ImageFile:
     if data[4:8] == b"ftyp" and data[8:11] != b"avi" and "HEIF" not in Image.OPEN:
         # Only now: nobody without such images has to wait for it.
         from pillow_heif import register_heif_opener
@@ -116,6 +119,45 @@ def image_size(data: bytes) -> tuple[int, int]:
             return image.size
     except Exception as error:  # as in `open_image`
         raise UnreadableError(reason(error)) from None
+
+
+def halved(data: bytes, extension: str) -> bool:
+    """Whether `open_image` keeps only the upper bytes of a picture in colours of 16 bits."""
+    if extension not in ("png", "tif") or (extension == "png" and data[24] != 16):
+        return False
+    with _open(data) as image:
+        raw = [_raw_mode(tile.args) for tile in image.tile]
+        return not image.mode.startswith("I") and any(";16" in mode for mode in raw)
+
+
+def lower_half(data: bytes) -> Image.Image:
+    """The bytes that `open_image` leaves out of a picture that is `halved`, decoded as it is.
+
+    Raises:
+        UnreadableError: Pillow has no way to them.
+    """
+    with _open(data) as image:
+        tiles = []
+        for tile in image.tile:
+            mode = _raw_mode(tile.args)
+            kind, _, order = mode.partition(";")
+            if kind not in ("RGB", "RGBA") or order not in _OTHER_ORDER:
+                raise UnreadableError(
+                    f"of its 16-bit pixels ({mode}) only the upper half can be read, so that no "
+                    "`range` fits; save it as RGB, or as grey without transparency"
+                )
+            other = f"{kind};{_OTHER_ORDER[order]}"
+            args = (other, *tile.args[1:]) if isinstance(tile.args, tuple) else other
+            tiles.append(tile._replace(args=args))
+        image.tile = tiles
+        image.load()
+        return image
+
+
+def _raw_mode(args: object) -> str:
+    """How a part of a file has its pixels, of what Pillow tells its decoder."""
+    first = args[0] if isinstance(args, tuple) and args else args
+    return first if isinstance(first, str) else ""
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -234,7 +234,7 @@ def planned(
     """
     if shards < 1:
         raise UserError(f"shards: {shards}; at least one is needed")
-    images = open_source(kind, source, labels)
+    images = open_source(kind, source, labels, pixels)
     listing = images.listing()
     if listing.ignored:
         counts = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())
@@ -436,7 +436,8 @@ def _write(out: Path, number: int, threads: int) -> None:
     if is_finished(out, number):
         return
     plan = read_plan(out)
-    source, skip = open_source(plan["kind"], Path(plan["source"])), "skip_unreadable" in plan
+    pixels, skip = _pixels(plan["options"]), "skip_unreadable" in plan
+    source = open_source(plan["kind"], Path(plan["source"]), pixels=pixels)
     tar = out / shard_name(plan["split"], number)
     tars = {path: i for i, path in enumerate(plan.get("tars", []))}
     listed = [entry for _, entry in entries]

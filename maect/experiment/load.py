@@ -69,6 +69,7 @@ class Experiment:
         self.runs = expand_runs(spec, file)
         for run in self.runs.values():
             self._check_names(f"runs: {run.name}: dataset", [run.dataset], spec.datasets)
+            self._check_resize(run.name, run.dataset)
         check_sources(self.runs, f"{file}: runs")
         new = [name for name, changes in spec.protocols.items() if "protocol" in changes]
         known = tuple(dict.fromkeys([*evaluation_names(), *new]))
@@ -182,12 +183,21 @@ class Experiment:
                 f"evaluate: {run} is trained on images of {made} channels, and "
                 f"{self.default_dataset}, which it is evaluated on, has {given}"
             )
+        self._check_resize(run, self.default_dataset)
         splits = self.datasets[self.default_dataset].splits
         settings = self.evaluation(run, name)
         self._check_names(f"protocols: {name}: splits", settings.split_names, splits)
         for needed in settings.needs:
             if (run, needed) not in self.asked:
                 raise self._error(f"evaluate: {name} of {run} reads what {needed} leaves; add it")
+
+    def _check_resize(self, run: str, dataset: str) -> None:
+        given, side = self.datasets[dataset].resize, self.runs[run].encoder.image_size
+        if given is not None and given < side:
+            raise self._error(
+                f"datasets: {dataset}: resize {given} is smaller than the {side} pixels that "
+                f"{run} is given; make it {side} or more, or leave it out"
+            )
 
     @cached_property
     def asked(self) -> frozenset[tuple[str, str]]:

@@ -72,13 +72,16 @@ def export_run(
         How timm makes the model and the transform of its images, as Python.
 
     Raises:
-        UserError: the run is not finished or its encoder is damaged.
+        UserError: the run is not finished, its encoder is damaged, or images would become smaller
+            than it is given.
     """
     record = read_json(run / "run.json")
     source = run / "encoder.safetensors"
     checksum = checked_sha256(source)
     _, encoder, pooling = load_encoder_weights(source)
     resize = resize or encoder.default_resize
+    if resize < encoder.image_size:
+        raise UserError(f"{run}: resize {resize} is smaller than image_size {encoder.image_size}")
     arguments = timm_arguments(encoder, pooling)
     architecture = architecture_of(encoder)
     config = hub_config(architecture, encoder, arguments, resize)
@@ -247,6 +250,9 @@ def model_card(
     here = f'snapshot_download("{folder}")' if card.repository else f'"{folder}"'
     what = f"with a classifier of {classes} classes" if classes else "without a classifier"
     without = ", num_classes=0" if classes else ""
+    pictures = encoder.pixels.channels in (1, 3)
+    transformed = "transform(image)" if pictures else "image"
+    processed = '**processor(image, return_tensors="pt")' if pictures else "image[None]"
     classified = (
         f"""It has a linear classifier on it, whose classes are `label_names` in `config.json`:
 
@@ -255,7 +261,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 processor = AutoImageProcessor.from_pretrained("{folder}")
 model = AutoModelForImageClassification.from_pretrained("{folder}").eval()
-logits = model(**processor(Image.open("IMAGE").convert("RGB"), return_tensors="pt")).logits
+logits = model({processed}).logits
 name = model.config.id2label[logits.argmax().item()]
 ```
 
@@ -265,7 +271,7 @@ name = model.config.id2label[logits.argmax().item()]
     )
     own = encoder.pixels.statistics
     made = ", ".join(f"{key} {value}" for key, value in encoder.pixels.files.items())
-    read = f"8 bits a value by the data set's rules ({made}), which maect follows; " if made else ""
+    read = f"8 bits a value by the data set's rules ({made}); " if made else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
 # {record["run"]}
@@ -274,13 +280,15 @@ A vision transformer {what}, {labels}: {encoder.depth} blocks of width
 {encoder.width}, patches of {encoder.patch_size} pixels, images of {encoder.image_size} pixels.
 Its output is the {vector}, {encoder.width} numbers an image.
 
+{_reading(encoder)}
+Its vector is made with timm
+
 ```python
 import timm
-from PIL import Image
 
 model = timm.create_model("{of_timm}", pretrained=True{without}).eval()
 {TRANSFORM}
-vector = model(transform(Image.open("IMAGE").convert("RGB"))[None])
+vector = model({transformed}[None])
 ```
 
 or with transformers
@@ -290,10 +298,10 @@ from transformers import AutoImageProcessor, AutoModel
 
 processor = AutoImageProcessor.from_pretrained("{folder}")
 model = AutoModel.from_pretrained("{folder}").eval()
-vector = model(**processor(Image.open("IMAGE").convert("RGB"))).pooler_output
+vector = model({processed}).pooler_output
 ```
 
-or with maect, which also decodes, in batches:
+or with maect, which reads files by itself, in batches:
 
 ```python
 {download}import maect
@@ -309,7 +317,8 @@ or, from the file of weights alone,
 
 Images: {read}shorter side to {resize} pixels (bicubic), centre crop of {encoder.image_size},
 normalised with {"ImageNet's" if own == IMAGENET else "the data set's"} mean and standard
-deviation; all of it is in `config.json`.
+deviation. `config.json` has size, crop, mean and deviation, which timm and transformers read. How a
+file becomes a picture is in no config: they skip it, and only maect does it for every file.
 
 {classified}{card.sections}## Where it comes from
 
@@ -319,5 +328,32 @@ deviation; all of it is in `config.json`.
 
 ```json
 {json.dumps(more, indent=2)}
+```
+"""
+
+
+def _reading(encoder: Encoder) -> str:
+    """How Pillow makes the picture of a file that the encoder is for, as a part of the card."""
+    pixels = encoder.pixels
+    if pixels.channels not in (1, 3):
+        size = f"[{pixels.channels}, {encoder.image_size}, {encoder.image_size}]"
+        how = f"`image` is float32 {size}, made as said below."
+        return f"Only maect reads files of such channels. {how}\n"
+    names, lines = "Image", ['image = Image.open("IMAGE")']
+    if pixels.orientation == "exif":
+        names, lines = "Image, ImageOps", ['image = ImageOps.exif_transpose(Image.open("IMAGE"))']
+    if pixels.background is not None:
+        behind = (*pixels.background, 255)
+        lines.append(f'behind = Image.new("RGBA", image.size, {behind})')
+        lines.append('image = Image.alpha_composite(behind, image.convert("RGBA"))')
+    grey = '.convert("L")' if pixels.channels == 1 else ""
+    lines.append(f'image = image.convert("RGB"){grey}')
+    code = "\n".join(lines)
+    return f"""A file of 8 bits a value (only maect reads deeper ones as in training) is read so:
+
+```python
+from PIL import {names}
+
+{code}
 ```
 """

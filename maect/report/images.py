@@ -6,6 +6,7 @@ One file that needs no other and no network; the drawing is a script of its own 
 import base64
 import io
 import json
+import logging
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +16,13 @@ import numpy as np
 from PIL import Image
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_text
+from maect.core.files import read_json, read_mapping, write_text
 from maect.evaluate.explore import columns_of
 from maect.report.figures.data import read_tensors
 from maect.report.registry import ImagesConfig
 from maect.report.render import render_page
+
+log = logging.getLogger(__name__)
 
 _ARRAYS = (
     "points", "splits", "ids", "labels", "clusters", "distance", "neighbors", "similarity", "atlas",
@@ -126,13 +129,24 @@ def images_page(config: ImagesConfig) -> str:
         name=config.name,
         data=data,
         atlas=base64.b64encode(first.arrays["atlas"].tobytes()).decode(),
-        pairs=_pairs(config.audit),
+        pairs=pairs_of(config.audit, config.explored[0]) if config.audit else [],
     )
 
 
-def _pairs(audit: Path | None) -> list[dict[str, Any]]:
-    """Pairs of images that look alike, the most similar first."""
-    if audit is None or not audit.exists():
+def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
+    """Pairs of images that look alike, the most similar first; none if they are of other images.
+
+    Args:
+        audit: as `maect audit` writes it.
+        explored: what `explore` left of a run; its JSON says of which images.
+    """
+    if not audit.exists():
         return []
-    pairs: list[dict[str, Any]] = read_json(audit)
-    return sorted(pairs, key=lambda pair: -pair["similarity"])
+    found = read_json(audit)
+    about = read_mapping(explored.with_suffix(".json")).get("provenance", {}).get("splits", {})
+    shown = {name.removeprefix("features_"): made["index_digest"] for name, made in about.items()}
+    digests = found["splits"] if isinstance(found, dict) else {}  # a list: of earlier versions
+    if not digests or any(shown.get(split) != digest for split, digest in digests.items()):
+        log.warning("%s: not of the images as they are now, so left out; maect audit again", audit)
+        return []
+    return sorted(found["pairs"], key=lambda pair: -pair["similarity"])

@@ -89,7 +89,7 @@ class ImagesConfig(SettingsFile):
     explored: list[LocalPath]
     """What the protocol `explore` left of each run, the last one first on the page."""
     audit: LocalPath | None = None
-    """JSON list of pairs that look alike, as `maect audit` writes it."""
+    """Pairs that look alike, and of which images, as `maect audit` writes them."""
 
 
 @dataclass(frozen=True)

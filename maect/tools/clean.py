@@ -28,14 +28,18 @@ def states(root: Path) -> Iterator[State]:
     from again should they be lost: it may go once these are there, with the bits of the record.
     """
     for run in sorted(path for path in root.glob("runs/*") if path.is_dir()):
-        needed = _needed(run)
-        for folder in sorted([*run.glob("state"), *run.glob("stale-*")]):
-            files = [path for path in folder.rglob("*") if path.is_file()]
+        for folder in sorted([*run.glob("state"), *run.glob("stale-*/state")]):
+            files, needed = (
+                [path for path in folder.rglob("*") if path.is_file()],
+                _needed(folder.parent),
+            )
+            if needed and folder.parent != run:
+                needed = f"of another recipe, {needed}; if it may be lost: rm -r {folder.parent}"
             yield State(folder, sum(path.stat().st_size for path in files), needed)
 
 
 def _needed(run: Path) -> str:
-    """Why a run's states have to stay; empty if they do not."""
+    """Why the states beside what a run left have to stay; empty if they do not."""
     files = read_mapping(run / "run.json").get("files")
     if files is None:
         return "its training is not finished"

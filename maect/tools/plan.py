@@ -107,7 +107,8 @@ def listed(experiment: Experiment, dataset: str, split: str) -> Shards | None:
         if (file := getattr(given, name))
     }
     try:
-        source = open_source(given.kind, images, lists.get("labels"))
+        pixels = experiment.datasets[dataset].pixels
+        source = open_source(given.kind, images, lists.get("labels"), pixels)
         entries = source.listing().entries
         some = [len(source.read(entry)) for entry in entries[:: len(entries) // SAMPLES + 1]]
         skip = given.skip_unreadable

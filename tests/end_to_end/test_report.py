@@ -288,7 +288,10 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_explored(explored, classes=False)
     pairs = [{"a": f"{NASTY}/No. 1.png", "b": "elsewhere.png", "similarity": 0.991,
               "split_a": "train", "split_b": "val"}]  # fmt: skip
-    (root / "audit.json").write_text(json.dumps(pairs))
+    about = {"features_train": {"index_digest": "1"}, "features_val": {"index_digest": "2"}}
+    explored.with_suffix(".json").write_text(json.dumps({"provenance": {"splits": about}}))
+    audited = {"splits": {"train": "1", "val": "2"}, "pairs": pairs}
+    (root / "audit.json").write_text(json.dumps(audited))
     ImagesConfig(name="birds", explored=[explored], audit=root / "audit.json").write(
         root / "images.yaml"
     )

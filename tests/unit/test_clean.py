@@ -1,6 +1,7 @@
 """`maect clean`: what may go, and what has to stay."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,13 @@ def test_only_what_no_resume_needs_is_removed(
     (damaged / "encoder.safetensors").write_bytes(b"weighty")
     clean(tmp_path, remove=False)
     told = capsys.readouterr().out
-    assert "2 kB can be freed: the same command with --remove" in told
+    assert "1 kB can be freed: the same command with --remove" in told
     assert "ct_min/state  stays: its training is not finished" in told
     assert "head_min/state  stays: what it left is damaged" in told
     assert (done / "state").exists()
     assert cli.main(["clean", str(tmp_path), "--remove"]) == 0
-    assert "2 kB freed" in capsys.readouterr().out
-    assert not (done / "state").exists() and not (done / "stale-abc").exists()
+    assert "1 kB freed" in capsys.readouterr().out
+    assert not (done / "state").exists()
     assert (done / "encoder.safetensors").exists()
     assert "since it was trained; what it left is kept in stale-before" in str(
         replaced(done, "now")
@@ -51,6 +52,27 @@ def test_only_what_no_resume_needs_is_removed(
         assert (folder / "state").exists() and (folder / "stale-abc").exists()
     clean(tmp_path, remove=False)
     assert "nothing can be freed" in capsys.readouterr().out
+
+
+def test_what_another_recipe_left_stays_unless_it_is_finished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = training(tmp_path, "mae")
+    aside = run / "stale-abc"
+    (aside / "metrics.jsonl").write_text("{}")
+    record = (run / "run.json").read_text()
+    for file in (None, "run.json"):  # and what that promises is gone
+        if file:
+            (aside / file).write_text(record)
+        clean(tmp_path, remove=True)
+        assert f"if it may be lost: rm -r {aside}" in capsys.readouterr().out
+        assert (aside / "state").exists() and not (run / "state").exists()
+    # Its encoder lies beside it: its state goes, that and its logs stay.
+    shutil.copy(run / "encoder.safetensors", aside)
+    clean(tmp_path, remove=True)
+    assert "1 kB freed" in capsys.readouterr().out
+    left = ["encoder.safetensors", "metrics.jsonl", "run.json"]
+    assert sorted(path.name for path in aside.iterdir()) == left
 
 
 def test_a_folder_without_runs(tmp_path: Path) -> None:

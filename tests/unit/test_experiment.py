@@ -113,6 +113,20 @@ def test_what_a_job_reads(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_images_smaller_than_the_encoders_are_refused_at_once(tmp_path: Path) -> None:
+    def sized(**resize: int) -> dict:
+        made = {name: {**TINY["datasets"]["mine"], "resize": n} for name, n in resize.items()}
+        return {"datasets": made}
+
+    load(write(tmp_path, **sized(mine=16)))
+    with pytest.raises(UserError, match="mine: resize 15 is smaller than the 16 pixels that mae"):
+        load(write(tmp_path, **sized(mine=15)))
+    # Also where another data set is what is evaluated on.
+    runs = {name: {**run, "dataset": "all"} for name, run in TINY["runs"].items()}
+    with pytest.raises(UserError, match="mine: resize 12 is smaller than the 16 pixels that mae"):
+        load(write(tmp_path, runs=runs, **sized(mine=12, all=18)))
+
+
 def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
     before = load(write(tmp_path))
     runs = dict(TINY["runs"], mae_tiny={"recipe": "mae", "size": "tiny", "set": {"epochs": 101}})

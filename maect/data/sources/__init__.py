@@ -6,6 +6,7 @@ and its help know it from there.
 
 import tarfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError, did_you_mean
 from maect.data.sources.archives import Archive, WebDataset
@@ -23,6 +24,9 @@ from maect.data.sources.files import Folder, ImageList, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
 from maect.data.sources.tables import Columns, has_images
 from maect.data.sources.view import ClassView
+
+if TYPE_CHECKING:
+    from maect.recipes import Pixels
 
 __all__ = [
     "BUNDLED",
@@ -74,8 +78,10 @@ def find_source(kind: str) -> type[Source]:
     return SOURCES[kind]
 
 
-def open_source(kind: str, path: Path, labels: Path | None = None) -> ImageSource:
-    """The images of a folder or file.
+def open_source(
+    kind: str, path: Path, labels: Path | None = None, pixels: "Pixels | None" = None
+) -> ImageSource:
+    """The images of a folder or file, and what their data set says of their pixels.
 
     Raises:
         UserError: unknown kind, one without images of its own, or one that takes no labels.
@@ -85,7 +91,9 @@ def open_source(kind: str, path: Path, labels: Path | None = None) -> ImageSourc
         raise UserError(f"kind {kind} has no images of its own")
     if labels is not None and "labels" not in source.takes:
         raise UserError(f"kind {kind} takes no `labels`")
-    return source(path, labels)
+    opened = source(path, labels)
+    opened.pixels = pixels
+    return opened
 
 
 def kind_of(path: Path) -> str | None:

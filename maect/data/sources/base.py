@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from maect.core.errors import UserError
+
+if TYPE_CHECKING:
+    from maect.recipes import Pixels
 
 UNLABELLED = -1
 SUFFIXES = frozenset(
@@ -77,10 +80,12 @@ class ImageSource(Source):
 
     Attributes:
         root: the folder that the paths of entries are below.
+        pixels: what the images are: a source that changes them makes them ready before.
     """
 
     takes: ClassVar[tuple[str, ...]] = ("images", "only", "exclude", "skip_unreadable", "shards")
     sharded = True
+    pixels: "Pixels | None" = None
 
     def __init__(self, path: Path, labels: Path | None = None) -> None:
         self.path, self.labels = Path(path), labels

@@ -11,7 +11,8 @@ import zlib
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from maect.data.sources.base import Entry
+from maect.core.errors import UserError
+from maect.data.sources.base import Entry, Listing
 from maect.data.sources.files import Folder
 
 if TYPE_CHECKING:
@@ -19,13 +20,29 @@ if TYPE_CHECKING:
 
 
 class Corrupted(Folder):
-    """The images of a folder, changed; what happens to one depends on its name and pixels alone."""
+    """The images of a folder, changed; what happens to one depends on its name and pixels alone.
+
+    They are changed as they are seen: on the background of their data set, and by its range.
+    """
 
     encoding: ClassVar[dict[str, Any]] = {"format": "PNG"}
 
     @abstractmethod
     def change(self, image: Image.Image, name: str) -> Image.Image:
         """The RGB image of this name, changed."""
+
+    def list_images(self) -> Listing:
+        """As of `folder`.
+
+        Raises:
+            UserError: also where the data set has other images than pictures.
+        """
+        if self.pixels is not None and self.pixels.channels not in (1, 3):
+            raise UserError(
+                f"{self.path}: kind {self.kind} changes pictures in colour or grey, and the data "
+                f"set's `pixels` have {self.pixels.channels} channels; leave this split out"
+            )
+        return super().list_images()
 
     def read(self, entry: Entry) -> bytes:
         """The changed image, encoded.
@@ -34,13 +51,12 @@ class Corrupted(Folder):
             OSError: gone or unreadable.
             UnreadableError: no image.
         """
-        from maect.data.convert import exif_of
-        from maect.data.decode import open_image, to_rgb
+        from maect.data.convert import as_stored
+        from maect.recipes import Pixels
 
         stream = io.BytesIO()
-        with open_image(super().read(entry)) as (image, _):
-            changed = self.change(to_rgb(image), entry.name)
-            changed.save(stream, **self.encoding, **exif_of(image))
+        image, exif = as_stored(super().read(entry), self.pixels or Pixels())
+        self.change(image, entry.name).save(stream, **self.encoding, **exif)
         return stream.getvalue()
 
 

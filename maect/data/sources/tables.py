@@ -22,8 +22,8 @@ _GROUPS_KEPT = 4
 class Columns(ImageSource):
     """An image column {bytes, path}, or of plain bytes, and maybe a column of labels.
 
-    Labels are those of the data set's ClassLabel, if its features say so; else they number the
-    values in their order.
+    Labels are those of the data set's ClassLabel, if its features say so, by their names, since
+    every file has a list of its own; else they number the values in their order.
     """
 
     kind = "parquet"
@@ -52,8 +52,10 @@ class Columns(ImageSource):
         for where, table in self._tables.items():
             names, labels = table.names_and_labels()
             rows += [(where, row, name) for row, name in enumerate(names)]
+            if own := table.class_names:
+                known = [*(known or []), *(name for name in own if name not in (known or []))]
+                labels = _renumbered(labels, table.path, own, known)
             values += labels
-            known = known or table.class_names
         labels_, classes = self._labels(values, known)
         paths = [name and _safe(name) for *_, name in rows]
         if None in paths or len(set(paths)) < len(paths):
@@ -117,6 +119,15 @@ class Columns(ImageSource):
             images = self._tables[where].images(group)
             read = ((entry, _bytes(images[within])) for within, entry in rows)
             self._ahead |= {entry: data for entry, data in read if data is not None}
+
+
+def _renumbered(labels: list[Any], path: Path, own: list[str], known: list[str]) -> list[Any]:
+    """The labels of a file, which number its own names, as those of all names known."""
+    given = {value for value in labels if value is not None and value != UNLABELLED}
+    if not given <= set(range(len(own))):
+        raise UserError(f"{path}: labels beyond its {len(own)} class names")
+    number = {label: known.index(name) for label, name in enumerate(own)}
+    return labels if own == known else [number.get(label, label) for label in labels]
 
 
 def has_images(path: Path) -> bool:

@@ -89,7 +89,10 @@ def test_wrong_input_is_one_line(
         (["search", str(run), "gone.parquet", image], "no such file; `maect embed"),
         (["search", str(run), image, image], "not written by `maect embed`"),
         (["search", str(run), str(other), image], "another resize"),
-        (["cluster", str(index), "--out", str(tmp_path), "--clusters", "31"], "cannot form 31 clusters"),
+        (
+            ["cluster", str(index), "--out", str(tmp_path), "--clusters", "31"],
+            "cannot form 31 clusters",
+        ),
         (["predict", str(run), str(photographs), "--out", "a.csv"], "no such classifier"),
     ):
         assert main(command) == 2

@@ -11,10 +11,11 @@ from PIL import Image
 from maect.answers.audit import audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import write_record
+from maect.core.files import read_json, write_record
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.store import write_features
+from maect.report.images import pairs_of
 
 from .conftest import photograph
 
@@ -74,13 +75,24 @@ def test_pairs_across_splits(results: Path) -> None:
 
 
 def test_the_command_writes_tables_and_a_page(
-    results: Path, capsys: pytest.CaptureFixture[str]
+    results: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert main(["audit", str(results / "runs/ct")]) == 0
     out = results / "audits/ct"
     assert f"{out}: 2 pairs, 1 of equal files" in capsys.readouterr().out
     pairs = json.loads((out / "pairs.json").read_text())
-    assert json.loads((results / "audit.json").read_text()) == pairs  # what the report shows
+    digests = {name: open_index(results / "shards/mine" / name).digest for name in ("train", "val")}
+    # What the report shows, as long as the images are these.
+    assert read_json(results / "audit.json") == {"splits": digests, "pairs": pairs}
+    explored = results / "evaluations/ct/explore.safetensors"
+    assert not pairs_of(results / "audit.json", explored)  # of nobody knows what
+    for changed in ("", "0"):
+        about = {f"features_{n}": {"index_digest": d + changed} for n, d in digests.items()}
+        write_record(explored.with_suffix(".json"), {"provenance": {"splits": about}})
+        assert pairs_of(results / "audit.json", explored) == ([] if changed else pairs)
+    assert "audit.json: not of the images as they are now" in caplog.text
+    (results / "audit.json").write_text(json.dumps(pairs))  # as before: it may be of any
+    assert not pairs_of(results / "audit.json", explored)
     assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
     assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,1.0,true"
     page = (out / "index.html").read_text()

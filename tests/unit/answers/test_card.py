@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from maect.answers.card import results_of
 from maect.cli import main
 from maect.core.files import write_record
+from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig
+
+SPLITS = (("train", "train"), ("test", "val"))
 
 
 @pytest.fixture
@@ -35,6 +39,11 @@ def root(run: Path, photographs: Path, tmp_path: Path) -> Path:
         "provenance": {"test_data": "knn_best is chosen on it"},
     }
     write_record(tmp_path / "evaluations/ct/knn.json", knn)
+    # On other images than those that it was trained on.
+    given = {name: tmp_path / f"features/ct/owls-{split}.safetensors" for name, split in SPLITS}
+    told = {"evaluation": "knn", "protocol": "knn", "run": tmp_path / "runs/ct", "inputs": given}
+    config = EvaluationConfig(**told, settings=load_evaluation("knn", "tiny")[1])
+    config.write(tmp_path / "evaluations/ct/knn.yaml")
     return tmp_path
 
 
@@ -45,12 +54,14 @@ def test_the_card_says_data_training_results_and_licence(root: Path) -> None:
     assert yaml.safe_load(card.split("---")[1])["license"] == "cc-by-4.0"
     for line in (
         "- `birds`, split `train`: 30 images in 3 classes",
-        "| knn | knn | val | 93.51 |",
+        "| knn | knn | owls | val | 93.51 |",
         "- knn: knn_best is chosen on it",
     ):
         assert line in card.splitlines()
     assert card.index("| mae | pretrain | mae | 17 |") < card.index("| ct | tune | ct_min | 5 |")
     assert "sweep" not in card.split("## Where it comes from")[0]
+    first = results_of(root / "runs/ct")[0]
+    assert first["dataset"] == {"name": "owls", "type": "owls", "split": "val"}
 
 
 def test_an_unsaid_licence_is_said_to_be_none(root: Path) -> None:

@@ -1,6 +1,8 @@
 """Small real images and folders for the tests of the data package."""
 
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,26 @@ def jpeg(image: Image.Image, quality: int = 90, **options: object) -> bytes:
     stream = io.BytesIO()
     image.save(stream, "JPEG", quality=quality, **options)
     return stream.getvalue()
+
+
+def deep_png(values: np.ndarray) -> bytes:
+    """A PNG of 16 bits, which Pillow writes in grey only: uint16 [H, W, 1 to 4]."""
+    height, width, channels = values.shape
+    kind = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    # Two filters, so that a row builds on the one above, in distances of whole pixels.
+    stored = np.ascontiguousarray(values.astype(">u2")).view(np.uint8).reshape(height, -1)
+    rows = []
+    for y, row in enumerate(stored):
+        before = (
+            stored[y - 1] if y % 2 else np.r_[np.zeros(2 * channels, np.uint8), row][: row.size]
+        )
+        rows.append(bytes([1 + y % 2]) + (row - before).tobytes())
+    header = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
+    data = b"\x89PNG\r\n\x1a\n"
+    for name, part in ((b"IHDR", header), (b"IDAT", zlib.compress(b"".join(rows))), (b"IEND", b"")):
+        data += struct.pack(">I", len(part)) + name + part
+        data += struct.pack(">I", zlib.crc32(name + part))
+    return data
 
 
 def random_crop(rng: np.random.Generator, smallest: int = 24, largest: int = 200) -> Image.Image:

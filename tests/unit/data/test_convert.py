@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,18 @@ import tifffile
 import torch
 from PIL import Image, ImageOps
 from pydicom.uid import ExplicitVRLittleEndian
-from sample_images import jpeg, photographs
+from sample_images import deep_png, jpeg, photographs
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.data.convert import make_ready, picture_of, ready_array, ready_picture, render_ready
+from maect.data.convert import (
+    look,
+    make_ready,
+    picture_of,
+    ready_array,
+    ready_picture,
+    render_ready,
+)
 from maect.data.decode import UnreadableError, open_rgb
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
@@ -216,15 +224,30 @@ def test_what_has_no_range_is_refused_with_the_values() -> None:
         make_ready(npy(np.zeros((8, 9, 5), np.uint8)), EXIF)
 
 
-def test_few_levels_are_a_warning_with_a_hint(tmp_path: Path) -> None:
-    images = folder(
-        tmp_path / "in", **{f"{n}__png": encode(Image.fromarray(scan(n)), "PNG") for n in range(3)}
-    )
-    shard(images, tmp_path / "dark", "folder", 2)
+def colors(seed: int, channels: int = 3) -> np.ndarray:
+    return np.stack([scan(seed + 10 * channel) for channel in range(channels)], axis=-1)
+
+
+@pytest.mark.parametrize("kind", ["grey", "color", "TIFF"])
+@pytest.mark.parametrize("pixels", [None, EXIF])
+def test_few_levels_are_a_warning_with_a_hint(
+    tmp_path: Path, kind: str, pixels: Pixels | None
+) -> None:
+    make = {
+        "grey": lambda n: encode(Image.fromarray(scan(n)), "PNG"),
+        "color": lambda n: deep_png(colors(n)),
+        "TIFF": lambda n: tiff(colors(n), photometric="rgb"),
+    }[kind]
+    images = folder(tmp_path / "in", **{f"{n}__png": make(n) for n in range(3)})
+    shard(images, tmp_path / "dark", "folder", 2, pixels=pixels)
     warning = open_index(tmp_path / "dark").record["warning"]
     assert warning.startswith("3 images of more than 8 bits have become 16 grey levels")
     hint = warning.partition("pixels: ")[2]
-    assert hint == "{range: [100, 4095]}"
+    # Of colours Pillow says the upper half alone.
+    assert hint == f"{{range: [{'100' if kind == 'grey' else '0'}, 4095]}}"
+    if kind != "grey":  # their bytes stay
+        names = open_index(tmp_path / "dark").keys()
+        assert open_index(tmp_path / "dark").read(0) == make(int(names[0][-1]))
     stated = Pixels(range=(100, 4095))
     shard(images, tmp_path / "clear", "folder", 2, pixels=stated)
     clear = open_index(tmp_path / "clear")
@@ -232,6 +255,58 @@ def test_few_levels_are_a_warning_with_a_hint(tmp_path: Path) -> None:
     assert clear.record["deep"]["values"] == [100, 4095]
     (batch,) = evaluation_batches(clear, image_size=16, rows=range(3), batch_size=3, threads=1)
     assert batch[0].float().mean() > 100
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "packed"])
+def test_deep_colors_by_their_range(kind: str, channels: int) -> None:
+    """Pillow keeps the upper half of them."""
+    values = colors(1, channels)
+    expected = np.rint(255 * (values.astype(float) - 100) / 3995)
+    if kind == "PNG":
+        data = deep_png(values)
+    elif kind == "TIFF" or channels == 1:
+        data = tiff(values[..., :3], photometric="rgb" if channels > 1 else "minisblack")
+    else:  # in a way that only Pillow unpacks
+        data = lzw(values[..., :3])
+    pixels = Pixels(range=(100, 4095), background=(255, 250, 240))
+    ready = make_ready(data, pixels)
+    made = np.asarray(open_rgb(ready.data)[0]).astype(float)
+    assert ready.converted and ready.values == (100, 4095) and ready.levels.bit_count() > 200
+    if channels == 4 and kind == "PNG":  # nearly transparent: the upper half of 12 bits in 16
+        alpha = (values[..., 3:] >> 8) / 255
+        expected = expected[..., :3] * alpha + np.array([255, 250, 240]) * (1 - alpha)
+        assert abs(made - expected).max() <= 1
+    else:
+        assert np.array_equal(made, np.broadcast_to(expected[..., :3], made.shape))
+    seen = look(data)
+    assert seen.channels == min(channels, 3) and seen.values is not None
+    assert 100 <= seen.values[0] < 120 and 4080 < seen.values[1] <= 4095
+    assert seen.transparent == (channels == 4 and kind == "PNG")
+    if channels == 3 and kind == "PNG":
+        assert Image.open(io.BytesIO(make_ready(data, DEEP).data)).mode == "L"
+
+
+def lzw(values: np.ndarray) -> bytes:
+    """A TIFF of 16-bit colours in LZW: one of 8 bits and the same bytes, of which tags change."""
+    height, width, _ = values.shape
+    twice = np.ascontiguousarray(values).view(np.uint8).reshape(height, 2 * width, 3)
+    data = bytearray(encode(Image.fromarray(twice), "TIFF", compression="tiff_lzw"))
+    (start,) = struct.unpack_from("<I", data, 4)
+    for at in range(start + 2, start + 2 + 12 * data[start], 12):
+        tag, *_, value = struct.unpack_from("<HHII", data, at)
+        if tag == 256:  # width
+            struct.pack_into("<HHII", data, at, tag, 3, 1, width)
+        elif tag == 258:  # bits of each sample, which lie elsewhere
+            struct.pack_into("<HHH", data, value, 16, 16, 16)
+    return bytes(data)
+
+
+def test_deep_grey_with_transparency_takes_no_range() -> None:
+    data = deep_png(colors(1, 2))
+    assert make_ready(data, EXIF).levels.bit_count() == 16
+    with pytest.raises(UnreadableError, match=r"only the upper half can be read, .* save it"):
+        make_ready(data, Pixels(range=(100, 4095)))
 
 
 def bands(seed: int) -> np.ndarray:

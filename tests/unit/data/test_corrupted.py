@@ -13,6 +13,7 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.data.sources import open_source
+from maect.recipes import Pixels
 
 KINDS = ["noise", "blur", "contrast", "pixelate", "jpeg"]
 
@@ -78,6 +79,35 @@ def test_shards_of_a_corrupted_set(kind: str, tmp_path: Path) -> None:
     assert first.digest == again.digest != plain.digest
     assert first.labels.tolist() == plain.labels.tolist()
     assert [first.key(i) for i in range(8)] == [plain.key(i) for i in range(8)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_made_ready_before_they_are_changed(kind: str, tmp_path: Path) -> None:
+    """A logo on its background, and grey by its range: neither is black."""
+    logo = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
+    logo.putpixel((3, 3), (200, 0, 0, 255))
+    deep = np.full((32, 32), 2048, np.uint16)
+    made = {"logo": logo, "deep": Image.fromarray(deep)}
+    pixels = Pixels(background=(255, 255, 255), range=(0, 4095), orientation="exif")
+    for name, image in made.items():
+        (tmp_path / "in" / name).mkdir(parents=True)
+        image.save(tmp_path / "in" / name / "1.png")
+    shard(tmp_path / "in", tmp_path / "out", kind, 1, split="val", pixels=pixels)
+    index = open_index(tmp_path / "out")
+    means = {}
+    for number in range(2):
+        with Image.open(io.BytesIO(index.read(number))) as image:
+            means[index.key(number)] = np.asarray(image.convert("RGB")).mean()
+    assert means["logo/1"] > 235 and means["deep/1"] == pytest.approx(128, abs=3)
+
+
+def test_other_channels_than_pictures_have_are_refused_at_once(tmp_path: Path) -> None:
+    images = small_photographs(tmp_path / "images", 2)
+    bands = Pixels(channels=5, mean=(0.5,) * 5, std=(0.5,) * 5)
+    with pytest.raises(UserError, match=r"kind blur changes pictures .* have 5 channels; leave"):
+        shard(images, tmp_path / "out", "blur", 1, pixels=bands)
+    grey = Pixels(channels=1, mean=(0.5,), std=(0.5,))
+    assert shard(images, tmp_path / "grey", "blur", 1, pixels=grey) == 4
 
 
 def test_what_is_no_image_is_named(tmp_path: Path) -> None:

@@ -206,6 +206,25 @@ def test_tables_of_hugging_face(suffix: str, images: Path, index: Index, tmp_pat
     assert open_index(tmp_path / "train").digest == index.digest
 
 
+def test_each_table_has_its_own_order_of_names(images: Path, tmp_path: Path) -> None:
+    made = table(images, [0, 1, 2] * 8)
+    for number, names in enumerate((["apple", "banana", "plum"], ["plum", "apple", "fig"])):
+        features = {"label": {"names": names, "_type": "ClassLabel"}}
+        about = {"huggingface": json.dumps({"info": {"features": features}})}
+        part = made.slice(3 * number, 3).replace_schema_metadata(about)
+        parquet.write_table(part, tmp_path / f"train-{number}.parquet")
+    listing = open_source("parquet", tmp_path).listing()
+    labels = [listing.class_names[entry.label] for entry in listing.entries]
+    assert listing.class_names == ["apple", "banana", "plum", "fig"]
+    assert labels == ["apple", "banana", "plum", "plum", "apple", "fig"]
+    few = {"label": {"names": ["apple", "plum"], "_type": "ClassLabel"}}
+    about = {"huggingface": json.dumps({"info": {"features": few}})}
+    path = tmp_path / "train-0.parquet"
+    parquet.write_table(made.replace_schema_metadata(about), path)
+    with pytest.raises(UserError, match=r"train-0\.parquet: labels beyond its 2 class names"):
+        open_source("parquet", tmp_path).listing()
+
+
 def test_tables_without_paths_or_names(images: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(table(images, ["b", "a"] * 12, paths=False), path)

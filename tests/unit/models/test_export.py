@@ -2,17 +2,22 @@
 
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from safetensors import safe_open
+from sklearn.datasets import load_sample_image
 
+import maect
 from maect.cli import main
 from maect.models.export import crop_fraction
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder, load_encoder
+from maect.recipes import Encoder, Pixels, load_encoder
 
 RECORD = {
     "stage": "tune", "source": "head_min", "seed": 3, "source_revision": "abc",
@@ -28,7 +33,7 @@ def finished_run(folder, encoder, pooling, **record):
             parameter.add_(0.05 * torch.randn(parameter.shape))
     save_encoder(folder / "encoder.safetensors", module.state_dict(), encoder, pooling)
     (folder / "run.json").write_text(json.dumps(RECORD | {"run": folder.name} | record))
-    images = torch.rand(2, 3, encoder.image_size, encoder.image_size)
+    images = torch.rand(2, encoder.pixels.channels, encoder.image_size, encoder.image_size)
     with torch.no_grad():
         return images, module.pool(module(images), pooling)
 
@@ -118,9 +123,52 @@ def test_the_model_card_says_where_it_comes_from(tmp_path):
         assert file.metadata()["format"] == "pt"  # transformers asks for it
 
 
+@pytest.mark.parametrize("channels", [3, 1])
+def test_the_cards_code_reads_files_as_the_run_does(channels, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    own = {} if channels == 3 else {"channels": 1, "mean": (0.4,), "std": (0.2,)}
+    pixels = Pixels(orientation="exif", background=(255, 250, 240), **own)
+    finished_run(tmp_path / "ct", load_encoder("tiny", 16, pixels), "cls")
+    assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out/README.md").read_text()
+    reading, by_timm, by_transformers, _, _ = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    photo = Image.fromarray(load_sample_image("china.jpg")).resize((90, 61))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    photo.save(tmp_path / "turned.jpg", quality=95, subsampling=0, exif=exif)
+    photo.putalpha(Image.linear_gradient("L").resize(photo.size))
+    photo.save(tmp_path / "logo.png")
+    for file in ("turned.jpg", "logo.png"):
+        (expected,) = maect.load(tmp_path / "ct").encode([tmp_path / file])
+        for code in (by_timm, by_transformers):
+            names = {}
+            for part in (reading, code):
+                part = part.replace("PATH_OF_THIS_FOLDER", str(tmp_path / "out"))
+                exec(part.replace("IMAGE", str(tmp_path / file)), names)
+            vector = names["vector"].detach().numpy()[0]
+            cosine = vector @ expected / np.linalg.norm(vector) / np.linalg.norm(expected)
+            assert cosine > 0.999, (file, cosine)
+
+
+def test_the_card_of_other_channels_shows_no_way_to_read_files(tmp_path):
+    bands = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
+    finished_run(tmp_path / "ct", load_encoder("tiny", 16, bands), "cls")
+    assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out/README.md").read_text()
+    assert "Image.open" not in card and "`image` is float32 [5, 16, 16], made as said below" in card
+    assert "vector = model(image[None])" in card
+
+
 def test_an_unfinished_run_is_refused(tmp_path, capsys):
     assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
     assert "run.json: no such finished run" in capsys.readouterr().err
+
+
+def test_images_smaller_than_the_encoders_are_refused(tmp_path, capsys):
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "cls")
+    assert main(["export", str(tmp_path / "ct"), str(tmp_path / "out"), "--resize", "10"]) == 2
+    assert "resize 10 is smaller than image_size 16" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_encoder_is_refused(tmp_path, capsys):
