@@ -1,6 +1,30 @@
 """Images, from their source to a training batch."""
 
+import hashlib
+
+KEY_BYTES = 90
+"""Longer names do not fit a plain tar header together with their extension."""
+
 
 def shard_name(split: str, number: int) -> str:
     """File name of a shard."""
     return f"{split}-{number:06d}.tar"
+
+
+def key_of(name: str, taken: bool = False) -> str:
+    """What a sample is called in its tar: as close to its image's name as webdataset allows.
+
+    Args:
+        name: folder, name and extension; a list may leave out the first and the last.
+        taken: by another image.
+    """
+    folder, _, base = name.rpartition("/")
+    # webdataset ends the key at the first dot; a sample's members must share it.
+    stem = (base.rpartition(".")[0] or base).replace(".", "_")
+    key = f"{folder}/{stem}" if folder else stem
+    key = "".join(c if c.isprintable() and c != "\\" else "_" for c in key)
+    if taken or len(key.encode("utf-8", "replace")) > KEY_BYTES:
+        mark = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+        short = key.encode("utf-8", "replace")[: KEY_BYTES - 13].decode("utf-8", "ignore")
+        key = f"{short}-{mark}"
+    return key

@@ -35,7 +35,7 @@ from PIL import Image
 from maect.core.errors import UserError, counted
 from maect.core.files import atomic_write, read_json, sha256_file, write_record, write_text
 from maect.core.kept import forget, put_back
-from maect.data import random, shard_name
+from maect.data import key_of, random, shard_name
 from maect.data.convert import Ready, is_turned, make_ready, ready_size, upright_rgb
 from maect.data.decode import UnreadableError
 from maect.data.index import (
@@ -61,8 +61,6 @@ from maect.recipes import Pixels
 log = logging.getLogger(__name__)
 
 _SEED = 0
-# Longer names do not fit a plain tar header together with their extension.
-_KEY_BYTES = 90
 _BLOCK = 512
 _AT_ONCE = 64
 _QUALITY = 95
@@ -387,19 +385,13 @@ def _named(entries: list[Entry], path: Path | None, skip: bool) -> tuple[set[str
 
 
 def _keys(entries: list[Entry]) -> list[str]:
-    """Unique tar names without extension, as close to the images' names as webdataset allows."""
+    """Unique names in a tar, without extension."""
     taken: set[str] = set()
     keys = []
     for entry in entries:
-        folder, _, base = entry.name.rpartition("/")
-        # webdataset ends the key at the first dot; a sample's members must share it.
-        stem = (base.rpartition(".")[0] or base).replace(".", "_")
-        key = f"{folder}/{stem}" if folder else stem
-        key = "".join(c if c.isprintable() and c != "\\" else "_" for c in key)
-        if len(key.encode("utf-8", "replace")) > _KEY_BYTES or key in taken:
-            mark = hashlib.sha256(entry.name.encode("utf-8", "surrogateescape")).hexdigest()[:12]
-            short = key.encode("utf-8", "replace")[: _KEY_BYTES - 13].decode("utf-8", "ignore")
-            key = f"{short}-{mark}"
+        key = key_of(entry.name)
+        if key in taken:
+            key = key_of(entry.name, taken=True)
         taken.add(key)
         keys.append(key)
     return keys

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, sha256_file, write_record, write_text
-from maect.data import random
+from maect.data import key_of, random
 from maect.data.index import CHECKSUMS, ID, LABEL, Index, open_index
 from maect.data.sources.base import read_list
 
@@ -177,7 +177,7 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
     Raises:
         UserError: names that the split does not have, or has more than once.
     """
-    listed = [(name, *_folder_and_stem(name)) for name in names]
+    listed = [(name, *key_of(name).rpartition("/")[::2]) for name in names]
     # Only those listed are looked up: a split may have millions of names.
     rows_of: dict[str, list[int]] = {stem: [] for _, _, stem in listed}
     for row, key in enumerate(keys):
@@ -197,12 +197,6 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
     if missing:
         raise UserError(f"{where}: lacks {len(missing)} listed images, {missing[0]} first")
     return np.array(sorted(rows), np.int64)
-
-
-def _folder_and_stem(name: str) -> tuple[str, str]:
-    """A key in a tar has no extension and no dot (see `maect.data.shards`)."""
-    folder, _, base = name.rpartition("/")
-    return folder, (base.rpartition(".")[0] or base).replace(".", "_")
 
 
 def balanced_rows(

@@ -268,7 +268,7 @@ def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
     return Failure(rank, "", "", tail(log(folder, job, rank)), log(folder, job, rank))
 
 
-def tail(path: Path, lines: int = LOG_TAIL) -> str:
+def tail(path: Path) -> str:
     """The last lines of a text file, or a word on why there are none."""
     try:
         with path.open("rb") as file:
@@ -276,4 +276,4 @@ def tail(path: Path, lines: int = LOG_TAIL) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError as error:
         return f"({path}: {error.strerror})"
-    return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
+    return "\n".join(text.rstrip().splitlines()[-LOG_TAIL:]) or "(the log is empty)"

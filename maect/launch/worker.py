@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 0.5
 TEARDOWN_SECONDS = 60  # a rank that hangs after its function has returned is ended by force
+REQUEUE_TRIES = 5
 
 
 class RankFile:
@@ -338,12 +339,12 @@ def _is_asked_to_stop(folder: Path, name: str) -> bool:
     return job is not None and job.name == name and job.stop
 
 
-def requeue(job_id: str, tries: int = 5) -> None:
+def requeue(job_id: str) -> None:
     """Put this SLURM job back into the queue, as its last act.
 
     A job that is being cancelled is left alone: a requeue would bring it back to life.
     """
-    for _ in range(tries):
+    for _ in range(REQUEUE_TRIES):
         _, state, _ = command("squeue", "-h", "-j", job_id, "-o", "%T")
         if state and state != "RUNNING":
             return

@@ -256,7 +256,7 @@ def on_plain_knn(statement: Statement) -> Statement:
     return replace(statement, comparisons=tuple(texts))
 
 
-def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -> pd.DataFrame:
+def claims_table(tables: Tables) -> pd.DataFrame:
     """All statements with their verdicts.
 
     Returns:
@@ -265,7 +265,7 @@ def claims_table(tables: Tables, statements: Iterable[Statement] = STATEMENTS) -
         `paper_verdict` (by the paper's own printed numbers), `plain_knn` (on features that are not
         standardised, where k-NN decides), `expression`.
     """
-    statements = list(statements)
+    statements = [*STATEMENTS]
     printed = judge(printed_tables(), statements, "_paper")
     others = [one for one in map(on_plain_knn, statements) if one not in statements]
     plain = {one.statement.name: one.result for one in judge(tables, others)}

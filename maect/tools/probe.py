@@ -16,6 +16,7 @@ SEEN = 60.0  # seconds for a file to become visible on another node
 MEGABYTES = {"cuda": 256, "cpu": 8}
 REPORT = 8192  # bytes of a rank's report, more than it needs
 WIDTH = 64  # of the layer that is trained
+ROUNDS = 5  # copies that are timed
 OUTSIDE = ("www.python.org", 443)
 
 
@@ -97,7 +98,7 @@ def _files_seen(context: Any, folder: Path) -> int:
         time.sleep(0.2)
 
 
-def _bandwidth(device: Any, rounds: int = 5) -> float:
+def _bandwidth(device: Any) -> float:
     """GB/s of a large all-reduce: bytes of the tensor over the time of one."""
     import torch
     import torch.distributed as dist
@@ -106,11 +107,11 @@ def _bandwidth(device: Any, rounds: int = 5) -> float:
     dist.all_reduce(tensor)
     dist.barrier()
     start = time.perf_counter()
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         dist.all_reduce(tensor)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return 4e-9 * tensor.numel() * rounds / (time.perf_counter() - start)
+    return 4e-9 * tensor.numel() * ROUNDS / (time.perf_counter() - start)
 
 
 def _about(torch: Any) -> dict[str, Any]:

@@ -56,14 +56,12 @@ def styled() -> AbstractContextManager[None]:
     return matplotlib.rc_context({**matplotlib.rcParamsDefault, **_SETTINGS})
 
 
-def panels(
-    rows: int, columns: int, height: float, width: float = WIDTH
-) -> tuple[Figure, list[Axes]]:
+def panels(rows: int, columns: int, height: float) -> tuple[Figure, list[Axes]]:
     """A figure of `rows` x `columns` axes, `height` inches a row; the axes row by row.
 
     Not through pyplot: no window system, no state shared with the caller.
     """
-    figure = Figure(figsize=(width, rows * height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, rows * height), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False)
     return figure, list(grid.flat)

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
-from maect.data.shards import verify
+from maect.data.shards import shard, verify
 from maect.data.sources.base import read_list
 from maect.data.subsets import balanced_rows, class_view, rows_by_name
 
@@ -96,6 +97,19 @@ def official_lists() -> Path:
     if not folder.is_dir():
         pytest.skip("the official low-shot lists; set MAECT_TEST_DATA to the folder that has them")
     return folder
+
+
+def test_a_list_may_name_what_a_tar_calls_otherwise(tmp_path: Path) -> None:
+    names = ["c/plain.png", "c/back\\slash.png", "c/1.2.png", f"c/{'long' * 30}.png"]
+    for number, name in enumerate(names):
+        path = tmp_path / "images" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (9 * number, 0, 0)).save(path)
+    shard(tmp_path / "images", tmp_path / "out", "folder", 1)
+    index = open_index(tmp_path / "out")
+    found = [rows_by_name(index.keys(), [name], index.directory).tolist() for name in names]
+    assert sorted(found) == [[0], [1], [2], [3]]
+    assert index.keys()[found[1][0]] == "c/back_slash"
 
 
 @pytest.mark.parametrize("shots", [1, 2, 5])
