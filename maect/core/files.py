@@ -194,7 +194,7 @@ def json_lines(path: Path, tail: int | None = None, strict: bool = False) -> lis
 
     Args:
         path: the file.
-        tail: read only so many bytes at its end; a line that they cut is left out.
+        tail: read only this many bytes at its end; a line that they cut is left out.
         strict: refuse a line that is not JSON; otherwise it ends the entries, since a kill may have
             cut off the last one.
 

@@ -30,7 +30,7 @@ _JPEG = b"\xff\xd8"
 # Larger pictures are decoded one at a time: a few kilobytes can declare gigabytes of pixels.
 _LARGE = 1 << 24
 _large = threading.Lock()
-# Resized pictures of more than so many windows: only the window is resampled.
+# Resized pictures of more than this many windows: only the window is resampled.
 _ELONGATED = 16
 # Of colours of 16 bits Pillow keeps the upper bytes: the other order of bytes gives the lower ones.
 # (N is the machine's own order, which is L wherever this runs.)

@@ -107,7 +107,7 @@ class Labelled:
 def shots_rows(
     train: Labelled, shots: int, split: int, seed: int, folder: str | None
 ) -> NDArray[np.int64]:
-    """Increasing rows of a split with so many samples per class.
+    """Increasing rows of a split with this many samples per class.
 
     Seeded subsets are nested like MSN's: the samples for 1 shot are among those for 2 and 5.
 

@@ -37,7 +37,7 @@ class Accuracy(Supervised, Protocol):
     encoder_input: ClassVar[bool] = True
 
     shots: tuple[Count, ...] = ()
-    """So many labels per class instead of a fraction, `splits` times each."""
+    """This many labels per class instead of a fraction, `splits` times each."""
     splits: int = Field(default=3, gt=0)
     seeds: int = Field(default=1, gt=0)
     """Trainings with seeds `seed`, `seed` + 1 ...; the subset is that of `seed`."""

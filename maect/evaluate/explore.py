@@ -39,7 +39,7 @@ class Explore(Protocol):
 
     splits: tuple[str, ...] = Field(default=("val",), min_length=1)
     images: int = Field(default=1000, gt=0)
-    """At most so many, drawn once from all splits together."""
+    """At most this many, drawn once from all splits together."""
     side: int = Field(default=64, gt=0)
     """Pixels of a stored picture, at most the encoder's image size."""
     clusters: int | None = Field(default=None, gt=1)
@@ -152,7 +152,7 @@ class Explore(Protocol):
 
 
 def columns_of(count: int) -> int:
-    """How many pictures are beside each other in the atlas of so many."""
+    """How many pictures are beside each other in an atlas of this many."""
     return math.ceil(math.sqrt(count))
 
 

@@ -45,7 +45,7 @@ class Encoding:
         settings: the encoder's shape.
         pooling: what its file says: "cls" or "mean" (of the patch tokens, after the final norm) or
             "fc_norm" (the norm after the mean).
-        blocks: whose features are given: the last so many, earliest first.
+        blocks: whose features are given: the number of last blocks, earliest first.
         width: features per image.
     """
 
@@ -65,7 +65,7 @@ class Encoding:
             path: `encoder.safetensors`.
             device: where to run it.
             precision: bf16 runs under autocast; the features are float32 in any case.
-            blocks: concatenate what the last so many blocks give, or all if there are fewer: the
+            blocks: concatenate what this many last blocks give, or all if there are fewer: the
                 raw output of the earlier ones; only the last is normed.
             pooling: instead of the one that its file says.
             other_pooling: append the last block's other pooling (of an encoder with [CLS] token).

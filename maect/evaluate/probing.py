@@ -45,7 +45,7 @@ class Group(Interface):
     """Tensors that every rank has."""
     rows: slice
     total: int
-    """This rank's rows, of so many."""
+    """This rank's share of this many rows."""
 
 
 class Schedule(Interface):

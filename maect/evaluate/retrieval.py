@@ -44,7 +44,7 @@ class Retrieval(Protocol):
     subset: str = ""
     """Clusters of one of its subsets; empty: of the full split."""
     clusters: int = Field(default=15, gt=0)
-    """Show at most so many clusters, the first ones."""
+    """Show at most this many clusters, the first ones."""
     queries: int = Field(default=3, gt=0)
     classes: tuple[str, ...] = later(())
     """Classes whose first image is a query; empty: `queries` classes that are spread evenly."""

@@ -227,7 +227,7 @@ class Throughput(Protocol):
     def _measured(
         self, encoder: Encoder, file: Path, published: Sequence[Published], device: torch.device
     ) -> Iterator[tuple[str, Callable[[int], Step]]]:
-        """What is measured, one after the other: its name, and its step for a batch of so many."""
+        """What is measured, one by one: its name, and its step for a batch of this size."""
 
         def step_of(stage: Training, **how: Any) -> Callable[[int], Step]:
             # Kept by what is yielded alone: another model beside it would take its memory.
@@ -278,7 +278,7 @@ def measure(
     """Speed of a training step in images per second: median, fastest and slowest of the repeats.
 
     Args:
-        steps: gives the step for a batch of so many images.
+        steps: gives the step for a batch of this many images.
         settings: batch size, warm-up and repeats.
         device: what to wait for.
     """

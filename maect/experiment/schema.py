@@ -150,7 +150,7 @@ class RunSpec(Settings):
     overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
     each: dict[str, list[str | int | float]] = Field(default_factory=dict)
     seeds: int | None = Field(default=None, gt=0)
-    """At most so many of the experiment's seeds."""
+    """At most this many of the experiment's seeds."""
 
     @model_validator(mode="after")
     def _origin(self) -> "RunSpec":
@@ -179,7 +179,7 @@ class Evaluations(Settings):
     runs: list[str]
     protocols: list[str]
     seeds: int | None = Field(default=None, gt=0)
-    """At most so many seeds of each run."""
+    """At most this many seeds of each run."""
 
     @field_validator("runs", mode="before")
     @classmethod

@@ -19,7 +19,7 @@ from maect.launch.state import STOPPED, Cluster, Look, State, meaning, state_of
 TICK = 0.5  # seconds between two looks at the files
 ATTEMPTS = 3  # attempts without progress before giving up
 STOP_PATIENCE = 60.0  # seconds that a job has for saving after Ctrl-C, at least
-STOP_STEPS = 5  # as long as so many steps: it hears of it in one, and computes the next meanwhile
+STOP_STEPS = 5  # as long as this many steps: it hears of it in one, and computes the next meanwhile
 
 
 def launch(

@@ -28,7 +28,7 @@ class VisionEncoder(VisionTransformer):
     Its tokens are [CLS] if there is one, the registers (Darcet et al. 2024), then the patches.
 
     Attributes:
-        frozen_blocks: so many blocks, and what comes before them, run without gradients.
+        frozen_blocks: how many blocks, with what comes before them, run without gradients.
         checkpointing: recompute the trainable blocks in the backward pass instead of storing them.
     """
 

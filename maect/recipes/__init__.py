@@ -159,7 +159,7 @@ class Look(Settings):
     takes less than an image of any training, so it costs no more than that part of the time."""
     every_epochs: int = Field(default=5, gt=0)
     images: int = Field(default=5000, gt=0)
-    """So many at most, and at most 2 % of those trained on between two looks."""
+    """At most this many, and at most 2 % of those trained on between two looks."""
 
 
 class Contrastive(Settings):

@@ -68,7 +68,7 @@ def encode_flops(encoder: Encoder) -> float:
 
 
 def decoder_flops(encoder: Encoder, visible: int) -> float:
-    """Forward operations of MAE's decoder for one view, given so many tokens; without registers."""
+    """Forward operations of MAE's decoder for a view, given this many tokens; without registers."""
     tokens, width = 1 + encoder.patches, encoder.decoder_width
     embed = 2 * (visible - encoder.registers) * encoder.width * width
     pixels = 2 * tokens * width * encoder.pixels.channels * encoder.patch_size**2

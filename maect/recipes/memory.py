@@ -153,7 +153,7 @@ def _product(computed: Computed) -> int:
 
 
 def blocks(computed: Computed, tokens: int, width: int, trained: int) -> Activations:
-    """So many blocks that learn, or none that do, and the norm behind them.
+    """This many blocks that learn, or none that do, and the norm behind them.
 
     A block that keeps nothing has the inputs of itself and of its MLP, a norm's output, and the
     hidden layer before and after GELU; with checkpointing its own input is kept.
@@ -171,7 +171,7 @@ def blocks(computed: Computed, tokens: int, width: int, trained: int) -> Activat
 def encoder_activations(
     computed: Computed, encoder: Encoder, tokens: int, trained: int
 ) -> Activations:
-    """The encoder, of which so many blocks learn, with the patch embedding if these are all."""
+    """The encoder, of which this many blocks learn, with the patch embedding if these are all."""
     own = blocks(computed, tokens, encoder.width, trained)
     patches = _product(computed) * pixels(encoder) if trained == encoder.depth else 0
     return Activations(own.kept + patches, own.forward, own.backward)
@@ -180,7 +180,7 @@ def encoder_activations(
 def decoder_activations(
     computed: Computed, encoder: Encoder, visible: int, mask_ratio: float
 ) -> Activations:
-    """MAE's decoder, given so many tokens, and the loss.
+    """MAE's decoder, given this many tokens, and the loss.
 
     The loss keeps the difference on masked patches in float32. While it is computed there are its
     two sides, and the prediction in both precisions.
@@ -230,7 +230,7 @@ def head_buffers(head: Contrastive, width: int) -> int:
 
 
 def trained_parameters(encoder: Encoder, trained: int) -> float:
-    """Weights of the uppermost so many blocks; of all of the encoder, if these are all."""
+    """Weights of the last blocks, this many; of all of the encoder, if these are all."""
     if trained == encoder.depth:
         return parameters(encoder)
     return trained * (12 * encoder.width**2 + 13 * encoder.width)

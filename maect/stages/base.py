@@ -178,7 +178,7 @@ class Supervised(Updates):
     weight_decay: float = Field(default=0.05, ge=0)
     layer_decay: float = Field(default=0.75, gt=0, le=1)
     frozen_blocks: int = Field(default=0, ge=0)
-    """The lowest so many blocks, with patch embedding and [CLS] token."""
+    """The first blocks, this many, with patch embedding and [CLS] token."""
     drop_path: float = Field(default=0.2, ge=0, lt=1)
     drop_path_schedule: Literal["linear", "constant"] = "linear"
     """Over the blocks; linear starts from 0."""

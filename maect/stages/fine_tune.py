@@ -34,9 +34,9 @@ class FineTune(Supervised, Training):
     labelled: ClassVar[bool] = True
 
     shots: int = Field(default=0, ge=0)
-    """So many labels per class instead of a fraction; 0: a fraction."""
+    """This many labels per class instead of a fraction; 0: a fraction."""
     split: int = Field(default=1, gt=0)
-    """Which of the subsets with so many shots."""
+    """Which of the subsets with this many shots."""
     subset_seed: int = 0
     """Seed of the subset where no lists are given."""
 
@@ -65,7 +65,7 @@ class FineTune(Supervised, Training):
         return lowest + (1 - lowest) * fraction
 
     def images_of(self, images: int, classes: int) -> int:
-        """Images of an epoch, of a training split with so many images and classes."""
+        """Images of an epoch, of a training split with this many images and classes."""
         return self.shots * classes if self.shots else round(self.fraction * images)
 
     def image_change(self, seed: int) -> "Change | None":
@@ -75,7 +75,7 @@ class FineTune(Supervised, Training):
         return randaugment(self.randaugment_layers, self.randaugment_magnitude, seed)
 
     def training_images(self, index: "Index") -> "Index":
-        """The labelled images: all, a fraction, or so many of each class.
+        """The labelled images: all, a fraction, or this many of each class.
 
         Raises:
             UserError: images without labels, too few classes, or too few images.
@@ -164,7 +164,7 @@ class FineTune(Supervised, Training):
         return view_flops(encoder, encoder.prefix_tokens + encoder.patches, self.frozen_blocks)
 
     def footprint(self, encoder: Encoder, images: int) -> Footprint:
-        """Device memory of a pass over so many images on one rank."""
+        """Device memory of a pass over this many images on one rank."""
         tuned, tokens = encoder.depth - self.frozen_blocks, encoder.prefix_tokens + encoder.patches
         return footprint(
             self, encoder, images, [encoder_activations(self, encoder, tokens, tuned)],

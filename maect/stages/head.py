@@ -78,7 +78,7 @@ class Head(SelfSupervised):
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, False))
 
     def footprint(self, encoder: Encoder, images: int) -> Footprint:
-        """Device memory of a pass over so many images on one rank."""
+        """Device memory of a pass over this many images on one rank."""
         tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         trained = head_weights(self.head, encoder.width)
         parts = [

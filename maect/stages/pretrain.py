@@ -78,7 +78,7 @@ class Pretrain(SelfSupervised):
         return self.views * view
 
     def footprint(self, encoder: Encoder, images: int) -> Footprint:
-        """Device memory of a pass over so many images on one rank."""
+        """Device memory of a pass over this many images on one rank."""
         tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         parts = [
             encoder_activations(self, encoder, tokens, encoder.depth),

@@ -102,7 +102,7 @@ class Tune(SelfSupervised):
         return self.views * (view + head_flops(self.head, encoder.width, self.batch_size, True))
 
     def footprint(self, encoder: Encoder, images: int) -> Footprint:
-        """Device memory of a pass over so many images on one rank."""
+        """Device memory of a pass over this many images on one rank."""
         tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
         tuned = encoder.depth - self.frozen_blocks
         head, learning = head_weights(self.head, encoder.width), trained_parameters(encoder, tuned)

@@ -126,7 +126,7 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
 
 
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
-    """A rule's resources on so many nodes, as the launcher understands them.
+    """A rule's resources on this many nodes, as the launcher understands them.
 
     Raises:
         UserError: what no machine has.

@@ -27,7 +27,7 @@ TEST = ("test", "testing", "test_set")
 LOOKED_AT = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
 FEWEST, FEWEST_VAL = 200, 20
-HELD_OUT = (10, 5, 3, 2)  # one image in so many, the first of them that gives enough
+HELD_OUT = (10, 5, 3, 2)  # one image in this many, the first of them that gives enough
 
 
 def folders_in(folder: Path) -> list[Path]:
@@ -153,7 +153,7 @@ def look_at(
 
     Args:
         folder: or an archive or table of images, or a pattern of such.
-        fewest: so many images are needed.
+        fewest: images that are needed at least.
         ignore_folders: folders are no classes.
         skip_unreadable: go on without images that cannot be read.
 

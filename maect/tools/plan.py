@@ -165,11 +165,11 @@ class Device:
         return f"operations at {self.utilisation:.0%} of an {self.name}'s peak"
 
     def together(self, processes: int) -> float:
-        """FLOP/s of so many processes."""
+        """FLOP/s of this many processes."""
         return self.rate * processes
 
     def images_per_second(self, stage: Training, encoder: Encoder, processes: int = 1) -> float:
-        """Speed of a training on so many processes."""
+        """Speed of a training on this many processes."""
         return self.together(processes) / stage.flops_per_image(encoder)
 
 

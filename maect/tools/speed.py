@@ -38,11 +38,11 @@ class Machine(Device):
         return "a step measured on this machine's " + ("CPU" if self.name == "cpu" else self.name)
 
     def together(self, processes: int) -> float:
-        """FLOP/s of so many processes."""
+        """FLOP/s of this many processes."""
         return self.rate * (1 if self.name == "cpu" else processes)
 
     def images_per_second(self, stage: Training, encoder: Encoder, processes: int = 1) -> float:
-        """Speed of a training on so many processes; by its operations if it needs labels."""
+        """Speed of a training on this many processes; by its operations if it needs labels."""
         if not isinstance(stage, SelfSupervised):
             return super().images_per_second(stage, encoder, processes)
         speed = self._measured(stage, encoder)[0]

@@ -135,7 +135,7 @@ class Training(Updates, Stage):
     attention: Literal["sdpa", "flash_attn"] = "sdpa"
 
     def images_of(self, images: int, classes: int) -> int:
-        """Images of an epoch, of a training split with so many images and classes."""
+        """Images of an epoch, of a training split with this many images and classes."""
         return images
 
     def total_steps(self, images: int) -> int:
@@ -197,7 +197,7 @@ class Training(Updates, Stage):
 
     @abstractmethod
     def footprint(self, encoder: Encoder, images: int) -> Footprint:
-        """Device memory of a pass over so many images on one rank."""
+        """Device memory of a pass over this many images on one rank."""
 
     def peak_memory(self, encoder: Encoder, ranks: int) -> float:
         """Bytes of each rank's device at the worst moment of a step."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median_low
 
 FACTOR = 1.5  # times what the others need
-SHARE = 0.1  # and by so much of a step
+SHARE = 0.1  # and by this part of a step
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stragglers:
     """Compares the ranks' paces from look to look; each straggler is found once."""
 
     def __init__(self, patience: float) -> None:
-        """Find what has lasted for so many seconds."""
+        """Find what has lasted for this many seconds."""
         self._patience = patience
         self._before: tuple[float, Mapping[int, Pace]] | None = None
         self._since: dict[tuple[int, str], float] = {}
