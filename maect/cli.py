@@ -493,22 +493,11 @@ def use_options() -> argparse.ArgumentParser:
 def where_to_run(options: argparse.Namespace) -> "Where":
     """What `launch_options` say."""
     from maect.launch import Resources
-    from maect.launch.resources import node_range
+    from maect.launch.resources import PROFILE, node_range
     from maect.tools.jobs import Where
 
-    resources = Resources.parse(
-        nodes=node_range(options.nodes)[0],
-        cluster=options.cluster,
-        devices=options.devices,
-        cpus=options.cpus,
-        memory_mb=options.memory_mb,
-        minutes=options.minutes,
-        partition=options.partition,
-        account=options.account,
-        sbatch=options.sbatch,
-        setup=options.setup,
-        python=options.python,
-    )
+    given = {option: getattr(options, option) for option, _ in PROFILE.values()}
+    resources = Resources.parse(**given | {"nodes": node_range(options.nodes)[0]})
     return Where(resources, options.nodes, getattr(options, "gpu", ""), options.detach)
 
 

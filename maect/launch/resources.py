@@ -14,6 +14,7 @@ from maect.core.errors import UserError
 # Operations that a step must leave to each rank: about 90 ms of an A100. With less, what a step
 # costs on any number of ranks (gradients, launches) soon is most of it: docs/scaling.md.
 WORTH_A_RANK = 1e13
+WALL_MINUTES = 1440
 VISIBLE = re.compile("[0-9]|GPU-|MIG-")  # how CUDA names a device; the first other word ends a list
 
 
@@ -56,6 +57,28 @@ class Task:
             raise ValueError(f"{self.function}: arguments change on the way through JSON")
 
 
+PROFILE: dict[str, tuple[str, Any]] = {
+    "cluster": ("cluster", "local"),
+    "nodes": ("nodes", 1),
+    "devices": ("devices", 1),
+    "cpus_per_task": ("cpus", "auto"),
+    "mem_mb": ("memory_mb", 0),
+    "runtime": ("minutes", WALL_MINUTES),
+    "slurm_partition": ("partition", ""),
+    "slurm_account": ("account", ""),
+    "slurm_extra": ("sbatch", ""),
+    "setup": ("setup", ""),
+    "python": ("python", ""),
+}
+"""A rule's resources in a profile: the option of `maect` that says the same, and the default."""
+PROFILE_OF_TRAININGS: dict[str, tuple[str, Any]] = {
+    "gpu": ("gpu", ""),
+    "save_every_minutes": ("save_every_minutes", 2),
+    "stage_to": ("stage_to", ""),
+}
+"""The same, of trainings only."""
+
+
 @dataclass(frozen=True)
 class Resources:
     """Cluster settings; never part of a result's identity.
@@ -80,7 +103,7 @@ class Resources:
     devices: int = 1
     cpus: int = 1
     memory_gb: int | None = None
-    minutes: int = 1440
+    minutes: int = WALL_MINUTES
     partition: str | None = None
     account: str | None = None
     sbatch: tuple[str, ...] = ()
@@ -120,7 +143,7 @@ class Resources:
         devices: str | int = 1,
         cpus: str | int = "auto",
         memory_mb: str | int = 0,
-        minutes: str | int = 1440,
+        minutes: str | int = WALL_MINUTES,
         partition: str = "",
         account: str = "",
         sbatch: str = "",

@@ -22,24 +22,14 @@ from maect.core.files import read_json
 from maect.evaluate import Features
 from maect.experiment import Experiment
 from maect.launch import LaunchError, Resources, Task, launch, submit
-from maect.launch.resources import node_range
+from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS, node_range
 from maect.launch.slurm import command
 from maect.tools.plan import feature_bytes, shards_of, size_text
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
 FILES_PER_RUN = 200  # states of many ranks, logs, TensorBoard, jobs
-OPTIONS = {  # of `Resources.parse`, by the profile's words
-    "cluster": "cluster",
-    "devices": "devices",
-    "cpus_per_task": "cpus",
-    "mem_mb": "memory_mb",
-    "runtime": "minutes",
-    "slurm_partition": "partition",
-    "slurm_account": "account",
-    "slurm_extra": "sbatch",
-    "setup": "setup",
-    "python": "python",
-}
+SNAKEMAKES = ("threads", "tmpdir", "disk_mb", "gpu_jobs")
+"""Resources that Snakemake reads, or that limit how many jobs it starts at once."""
 FLAGS = {"ntasks_per_node": "ntasks-per-node", "cpus_per_task": "cpus-per-task"}
 TRIAL_MINUTES = 15
 
@@ -90,7 +80,7 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     rules = read_profile(profile)
     largest = rules.get(largest_rule(experiment), {})
     on_slurm = largest.get("cluster") == "slurm"
-    note(software())
+    note([*software(), *misspelt(rules)])
     note(storage(experiment))
     if on_slurm:
         note([*setup_script(rules), *requests(rules)])
@@ -131,8 +121,8 @@ def resources(asked: dict[str, Any], nodes: int) -> Resources:
     Raises:
         UserError: what no machine has.
     """
-    given = {OPTIONS[key]: value for key, value in asked.items() if key in OPTIONS}
-    return Resources.parse(nodes=nodes, **given)
+    given = {PROFILE[key][0]: value for key, value in asked.items() if key in PROFILE}
+    return Resources.parse(**given | {"nodes": nodes})
 
 
 def nodes_of(asked: dict[str, Any]) -> tuple[int, int]:
@@ -166,6 +156,16 @@ def software() -> list[Finding]:
     built = name.startswith("native")
     hint = "" if built else "optional; `python -m maect.data.native.build` says what is missing"
     return [*out, Finding("note", f"JPEG decoder: {name}", hint)]
+
+
+def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
+    """Resources that no job reads, which Snakemake passes over in silence."""
+    known = {*PROFILE, *PROFILE_OF_TRAININGS, *SNAKEMAKES}
+    asked = sorted({(key, rule) for rule, keys in rules.items() for key in keys.keys() - known})
+    hint = f"jobs read {', '.join([*PROFILE, *PROFILE_OF_TRAININGS])}"
+    return [
+        Finding("FAIL", f"{rule}: no job reads the resource {key}", hint) for key, rule in asked
+    ]
 
 
 def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:

@@ -14,7 +14,7 @@ from maect.experiment import Experiment, load
 from maect.launch import Resources
 from maect.stages.pretrain import Pretrain
 from maect.tools import doctor
-from maect.tools.doctor import Finding, judge, lines, nodes_of, read_profile, resources
+from maect.tools.doctor import Finding, judge, lines, misspelt, nodes_of, read_profile, resources
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,6 +102,9 @@ def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPat
     assert (wanted.partition, wanted.account) == ("boost_usr_prod", "budget")
     assert wanted.memory_gb == 469 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
     local = read_profile(ROOT / "cluster_profiles/local")["pretrain"]
+    assert not [f for path in ROOT.glob("cluster_profiles/*") for f in misspelt(read_profile(path))]
+    (finding,) = misspelt({"tune": {"slurm_acount": "mine", "devices": 4}})
+    assert finding.kind == "FAIL" and finding.what == "tune: no job reads the resource slurm_acount"
     assert resources(local, 1).cluster == "local"
     with pytest.raises(UserError, match="not a cluster profile"):
         read_profile(ROOT / "envs")

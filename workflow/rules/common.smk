@@ -20,6 +20,7 @@ from maect.experiment import resolve
 from maect.experiment.load import TAKEN, index_digest
 from maect.experiment.schema import fill_path
 from maect.launch.owner import SNAKEMAKE, own, this_process
+from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS
 from maect.report import registry
 from maect.stages import STAGES
 
@@ -72,34 +73,18 @@ BENCHMARKS = f"{ROOT}/benchmarks"
 
 # Where and how a command runs: defaults for one machine, set by the profile with `set-resources`.
 # Read in the shell command, not in `params`, so that changing them re-runs nothing.
-CLUSTER = dict(
-    cluster="local",
-    nodes=1,
-    devices=1,
-    gpu="",
-    cpus_per_task="auto",
-    mem_mb=0,
-    runtime=1440,
-    slurm_partition="",
-    slurm_account="",
-    slurm_extra="",
-    setup="",
-    python="",
-    save_every_minutes=2,
-    stage_to="",
-)
+CLUSTER = {
+    key: default for key, (_, default) in (PROFILE | PROFILE_OF_TRAININGS).items()
+}
 
 
-def on_devices(command):
+def on_devices(command, also=()):
     """The shell command that runs a `maect` command where the profile says."""
-    return (
-        f"{command} --cluster {{resources.cluster}} --nodes {{resources.nodes}}"
-        " --devices {resources.devices} --cpus {resources.cpus_per_task}"
-        " --memory-mb {resources.mem_mb} --minutes {resources.runtime}"
-        " --partition={resources.slurm_partition:q} --account={resources.slurm_account:q}"
-        " --sbatch={resources.slurm_extra:q} --setup={resources.setup:q}"
-        " --python={resources.python:q} --log {log:q}"
-    )
+    told = [
+        f"--{option.replace('_', '-')}={{resources.{key}:q}}"
+        for key, (option, _) in {**PROFILE, **dict(also)}.items()
+    ]
+    return " ".join([command, *told, "--log {log:q}"])
 
 
 def one_of(names):

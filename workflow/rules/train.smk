@@ -27,11 +27,7 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
         message:
             stage.title.format(run="{wildcards.run}")
         shell:
-            on_devices(
-                "maect train {params.config:q}"
-                " --gpu={resources.gpu:q} --save-every-minutes {resources.save_every_minutes}"
-                " --stage-to={resources.stage_to:q}"
-            )
+            on_devices("maect train {params.config:q}", PROFILE_OF_TRAININGS)
 
 
 for stage in filter(lambda stage: not stage.trains, STAGES.values()):
