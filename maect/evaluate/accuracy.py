@@ -205,7 +205,7 @@ class FineTuned:
         import torch
         from torch.nn import functional as F
 
-        from maect.models.vit import mixed_precision
+        from maect.models.precision import mixed_precision
 
         with torch.inference_mode():
             with mixed_precision(images.device, self.stage.precision):

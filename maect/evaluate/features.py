@@ -30,7 +30,8 @@ from maect.data.loader import evaluation_parts
 from maect.data.transforms import normalize
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import write_features
-from maect.models.vit import Pooling, Precision, mixed_precision
+from maect.models.precision import Precision, mixed_precision
+from maect.models.vit import Pooling
 from maect.models.weights import load_encoder_weights
 from maect.train.accuracy import BATCH
 

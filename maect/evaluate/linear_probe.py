@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from maect.data.index import Index
     from maect.evaluate.features import Encoding
-    from maect.models.vit import Precision
+    from maect.models.precision import Precision
 
 
 class LinearProbe(Encodes):

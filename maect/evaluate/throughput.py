@@ -392,7 +392,8 @@ def method_step(
     """One update with a method's passes through the encoder, without its projection heads."""
     import torch
 
-    from maect.models.vit import build_encoder, mixed_precision
+    from maect.models.precision import mixed_precision
+    from maect.models.vit import build_encoder
 
     student = build_encoder(encoder).to(device)
     teacher = None

@@ -6,7 +6,8 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from maect.models.vit import initialize, run_block, sincos_2d, take_tokens, use_attention
+from maect.models.attention import use_attention
+from maect.models.vit import initialize, run_block, sincos_2d, take_tokens
 from maect.recipes import Encoder
 
 

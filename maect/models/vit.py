@@ -1,22 +1,19 @@
 """The vision transformer: timm's blocks and names, with masking and frozen lower blocks."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
-from timm.layers import Attention, PatchEmbed
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer, global_pool_nlc
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from maect.core.errors import UserError
+from maect.models.attention import use_attention
 from maect.recipes import Encoder
-
-log = logging.getLogger(__name__)
 
 Pooling = Literal["cls", "mean", "fc_norm"]
 """How tokens become one vector; with `fc_norm` the final norm follows the mean of the patches."""
@@ -159,58 +156,6 @@ def take_tokens(ids: Tensor, *tokens: Tensor) -> list[Tensor]:
     return [x.reshape(b * n, -1).index_select(0, rows).view(*ids.shape, -1) for x in tokens]
 
 
-class FusedAttention(Attention):
-    """timm's attention on a chosen kernel."""
-
-    backend: Literal["sdpa", "flash_attn"] = "sdpa"
-
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Self-attention of tokens [b, N, D], without mask or dropout."""
-        b, n = x.shape[:2]
-        qkv = self.qkv(x).view(b, n, 3, self.num_heads, self.head_dim)
-        flash = flash_kernel() if self.backend == "flash_attn" else None
-        if flash is not None and qkv.dtype != torch.float32 and qkv.is_cuda:
-            out = flash(qkv, deterministic=torch.are_deterministic_algorithms_enabled())
-        else:
-            out = fused_attention(qkv)
-        return self.proj(out.reshape(b, n, -1))
-
-
-def fused_attention(qkv: Tensor) -> Tensor:
-    """PyTorch's own kernel for packed [b, N, 3, heads, d]; gives [b, N, heads, d]."""
-    if qkv.device.type == "cpu":
-        # In bfloat16 its backward pass takes six times as long as in float32.
-        qkv = qkv.to(torch.promote_types(qkv.dtype, torch.float32))
-    return attend(qkv)
-
-
-def attend(qkv: Tensor) -> Tensor:
-    """The same in the type that it is given."""
-    query, key, value = (part.transpose(1, 2) for part in qkv.unbind(2))
-    with torch.autocast(qkv.device.type, enabled=False):
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-
-
-def use_attention(model: nn.Module, backend: Literal["sdpa", "flash_attn"]) -> None:
-    """Let every attention of timm's blocks in `model` use a kernel."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            # timm's own parameters and names stay, so its state dict does too.
-            module.__class__ = FusedAttention
-            cast(FusedAttention, module).backend = backend
-
-
-@cache
-def flash_kernel() -> Any:
-    """The optional package's kernel for packed [b, N, 3, heads, d]; None, with one warning."""
-    try:
-        from flash_attn import flash_attn_qkvpacked_func  # type: ignore[import-not-found]
-    except ImportError as error:
-        log.warning("attention: flash_attn is not installed (%s); using sdpa", error)
-        return None
-    return flash_attn_qkvpacked_func
-
-
 def initialize(module: nn.Module) -> None:
     """MAE's initialisation of linear layers: Xavier-uniform weights, zero biases."""
     for layer in module.modules():
@@ -251,27 +196,3 @@ def sincos_2d(width: int, grid: int, prefix: int = 0) -> Tensor:
     rows = line[:, None, :].expand(grid, grid, -1)
     table = torch.cat([columns, rows], dim=2).reshape(1, grid * grid, width).float()
     return F.pad(table, (0, 0, prefix, 0))
-
-
-log = logging.getLogger(__name__)
-
-Precision = Literal["fp32", "bf16"]
-
-
-def mixed_precision(device: torch.device, precision: Precision) -> torch.autocast:
-    """Context in which matrix products are computed in bfloat16, if asked for and sensible."""
-    wanted = precision == "bf16" and bfloat16_on(device.type) != "float32"
-    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
-
-
-@cache
-def bfloat16_on(device_type: str) -> str:
-    """Name what computes bfloat16 matrix products: "cuda", "cpu", or "float32" instead of them.
-
-    x86 CPUs without AVX-512 have neither instructions nor library kernels for them: there they take
-    60 times as long as in float32, which is the more exact one. Warns once.
-    """
-    if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return device_type
-    log.warning("precision: this CPU computes no bfloat16; using float32")
-    return "float32"

@@ -16,7 +16,8 @@ from maect.data.transforms import (
 )
 from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
 from maect.models.heads import NNCLRHead
-from maect.models.vit import Pooling, VisionEncoder, mixed_precision
+from maect.models.precision import mixed_precision
+from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import visible_patches
 from maect.stages.base import SelfSupervised
 from maect.train.collapse import collapse, effective_rank, newest

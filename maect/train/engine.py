@@ -21,8 +21,10 @@ from torch import Tensor, nn
 
 from maect.core.context import Context
 from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
+from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
-from maect.models.vit import VisionEncoder, mixed_precision, use_attention
+from maect.models.precision import mixed_precision
+from maect.models.vit import VisionEncoder
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.exchange import Exchange, Piece
 from maect.train.stage import Training

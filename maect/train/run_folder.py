@@ -157,7 +157,7 @@ def origin() -> dict[str, Any]:
     # Here, since the launcher reads this module without torch.
     import torch
 
-    from maect.models.vit import bfloat16_on
+    from maect.models.precision import bfloat16_on
 
     versions = {
         "python": platform.python_version(),

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from maect.data import transforms
 from maect.data.loader import Batch
-from maect.models import vit
+from maect.models import attention, precision, vit
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.memory import GIB
 from maect.stages import load_recipe
@@ -106,8 +106,8 @@ def flash_attention(qkv: Tensor) -> Tensor:
 def pretended() -> Iterator[Counting]:
     """Tensors made in this block have no data, and are counted as a GPU's."""
     with (
-        patch.object(vit, "fused_attention", flash_attention),
-        patch.object(vit, "bfloat16_on", lambda device_type: "cuda"),
+        patch.object(attention, "fused_attention", flash_attention),
+        patch.object(precision, "bfloat16_on", lambda device_type: "cuda"),
         # Made on the CPU and copied.
         patch.object(transforms, "_blur_table", lambda sigma: torch.empty(len(sigma), 52)),
         FakeTensorMode(allow_non_fake_inputs=True),

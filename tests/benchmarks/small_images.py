@@ -38,6 +38,7 @@ from maect.data.index import Index, open_index
 from maect.data.loader import train_batches
 from maect.data.shards import shard
 from maect.models import decoder, vit
+from maect.models.attention import FusedAttention
 from maect.recipes import Look, load_encoder
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
@@ -65,7 +66,7 @@ def gather(ids: Tensor, *tokens: Tensor) -> list[Tensor]:
     return [x.gather(1, ids[:, :, None].expand(-1, -1, x.shape[2])) for x in tokens]
 
 
-def attention(self: vit.FusedAttention, x: Tensor, **_: object) -> Tensor:
+def attention(self: FusedAttention, x: Tensor, **_: object) -> Tensor:
     """Attention on a CPU, as it was before."""
     b, n = x.shape[:2]
     qkv = self.qkv(x).view(b, n, 3, self.num_heads, self.head_dim)
@@ -81,7 +82,7 @@ def before() -> Iterator[None]:
     with ExitStack() as stack:
         for module in (vit, decoder):
             stack.enter_context(patch.object(module, "take_tokens", gather))
-        stack.enter_context(patch.object(vit.FusedAttention, "forward", attention))
+        stack.enter_context(patch.object(FusedAttention, "forward", attention))
         yield
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from training import clock, in_own_process, join, parser
 
-from maect.models.vit import flash_kernel
+from maect.models.attention import flash_kernel
 from maect.recipes.flops import peak_flops
 from maect.stages import load_recipe
 

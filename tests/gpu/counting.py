@@ -184,7 +184,7 @@ def main() -> None:
             sys.exit(max(job.wait() for job in jobs))
     from first_day import Alone, Here, packed, random_batch, stage_of, trainer_of
 
-    from maect.models import vit
+    from maect.models import attention, precision
     from maect.recipes.memory import BUCKET
     from maect.train import exchange
     from maect.train.engine import start
@@ -192,7 +192,8 @@ def main() -> None:
     os.environ.update(RANK=str(options.rank), LOCAL_RANK="0", WORLD_SIZE=str(options.ranks))
     os.environ["DS_ACCELERATOR"] = "cpu"
     torch.set_num_threads(1)
-    vit.bfloat16_on, vit.fused_attention = lambda kind: kind, vit.attend  # as on a GPU
+    # As on a GPU.
+    precision.bfloat16_on, attention.fused_attention = lambda kind: kind, attention.attend
     context = Alone(options.rank, options.ranks, meeting=options.meeting)
     context.cpus = 1
     here = Here(start(context), False, Path(tempfile.mkdtemp()))

@@ -11,7 +11,7 @@ from maect.data.index import open_index
 from maect.evaluate import features
 from maect.evaluate.features import Encoding, extract, part_ranges
 from maect.evaluate.store import open_features
-from maect.models.vit import bfloat16_on
+from maect.models.precision import bfloat16_on
 from maect.models.weights import load_encoder_weights, save_encoder
 
 from .conftest import Rank

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from maect.models import heads, vit
+from maect.models import heads
 from maect.models.heads import GlobalBatchNorm, NNCLRHead, as_buffers, info_nce, topk_nn
 from maect.models.vit import seeded
 from maect.recipes import Contrastive
@@ -214,7 +214,7 @@ def test_the_oracle_does_not_leave_the_class(others):
 def test_lookup_and_loss_are_float32_in_mixed_precision(precision, monkeypatch):
     """Their products in bfloat16, as in the authors' autocast, are a setting."""
     seen = []
-    monkeypatch.setattr(vit, "bfloat16_on", lambda kind: kind)
+    monkeypatch.setattr("maect.models.precision.bfloat16_on", lambda kind: kind)
     monkeypatch.setattr(
         heads,
         "topk_nn",

@@ -16,10 +16,11 @@ def counts(context, recipe):
     from counting import counted, narrow
     from first_day import Here, packed, random_batch, stage_of, trainer_of
 
-    from maect.models import vit
+    from maect.models import attention, precision
     from maect.train.engine import start
 
-    vit.bfloat16_on, vit.fused_attention = lambda kind: kind, vit.attend  # as on a GPU
+    # As on a GPU.
+    precision.bfloat16_on, attention.fused_attention = lambda kind: kind, attention.attend
     here = Here(start(context), True, Path(context.meeting).parent)
     stage, encoder = stage_of(here, recipe, "large", 8)
     with trainer_of(here, *narrow(stage, encoder), 8, context) as trainer:

@@ -15,7 +15,9 @@ from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maect.core.errors import UserError
-from maect.models.vit import build_encoder, flash_kernel, mixed_precision, seeded, use_attention
+from maect.models.attention import flash_kernel, use_attention
+from maect.models.precision import mixed_precision
+from maect.models.vit import build_encoder, seeded
 from maect.stages import load_recipe
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, saved

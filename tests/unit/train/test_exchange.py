@@ -6,7 +6,7 @@ import torch.distributed as dist
 from conftest import ENCODER
 from ranks import run
 
-from maect.models import vit
+from maect.models import precision, vit
 from maect.train import engine, exchange
 
 RANKS, ROWS, STEPS = 3, 2, 3
@@ -122,14 +122,14 @@ class Encoded(torch.nn.Module):
         self.encoder.freeze(frozen)
 
     def forward(self, images):
-        with vit.mixed_precision(images.device, "bf16"):
+        with precision.mixed_precision(images.device, "bf16"):
             return self.encoder(images).square().mean()
 
 
 def encoded(context, lending, zero_stage, checkpointing, frozen):
     """Bits of the weights after some steps, and how many weights were lent."""
     engine.start(context)
-    vit.bfloat16_on = lambda kind: kind
+    precision.bfloat16_on = lambda kind: kind
     exchange.BUCKET = 2000  # not all in one
     if not lending:
         engine._cast_by_autocast = lambda *_: []

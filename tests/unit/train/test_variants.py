@@ -9,7 +9,7 @@ from ranks import run
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
-from maect.models.vit import bfloat16_on
+from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder
 from maect.stages.head import Head
 from maect.stages.objectives import Views

@@ -1,0 +1,30 @@
+"""In which numbers matrix products are computed."""
+
+import logging
+from functools import cache
+from typing import Literal
+
+import torch
+
+log = logging.getLogger(__name__)
+
+Precision = Literal["fp32", "bf16"]
+
+
+def mixed_precision(device: torch.device, precision: Precision) -> torch.autocast:
+    """Context in which matrix products are computed in bfloat16, if asked for and sensible."""
+    wanted = precision == "bf16" and bfloat16_on(device.type) != "float32"
+    return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
+
+
+@cache
+def bfloat16_on(device_type: str) -> str:
+    """Name what computes bfloat16 matrix products: "cuda", "cpu", or "float32" instead of them.
+
+    x86 CPUs without AVX-512 have neither instructions nor library kernels for them: there they take
+    60 times as long as in float32, which is the more exact one. Warns once.
+    """
+    if device_type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return device_type
+    log.warning("precision: this CPU computes no bfloat16; using float32")
+    return "float32"
