@@ -862,7 +862,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 def need_evaluations(path: Path) -> None:
     """What a resolved file wants to show is from a folder that is there."""
-    from maect.report.registry import ShownConfig
+    from maect.report.configs import ShownConfig
 
     config = ShownConfig.read(path)
     if any(row.runs for row in config.rows):

@@ -21,9 +21,10 @@ import pandas as pd
 from maect.core.files import json_lines, read_json, write_json, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import figures, run_config, tables
-from maect.report.registry import FIGURES, TABLES, method_title
+from maect.report.registry import FIGURES, TABLES
 from maect.report.render import MISSING, printed, render, verdicts
 from maect.report.tables import read_table
+from maect.report.titles import method_title
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

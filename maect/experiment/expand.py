@@ -12,7 +12,7 @@ from maect.core.errors import UserError, check_names, did_you_mean
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, load_encoder
-from maect.report.registry import Row
+from maect.report.configs import Row
 from maect.stages import Stage, check_source, load_import, load_recipe
 
 

@@ -40,7 +40,8 @@ from maect.experiment.schema import (
     expand_path,
     fill_path,
 )
-from maect.report.registry import FIGURES, TABLE_NAMES, TABLES, Row
+from maect.report.configs import Row
+from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
 
 EXPERIMENTS = PIPELINE / "workflow/experiments"
 

@@ -14,18 +14,9 @@ from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trai
 from maect.evaluate.explore import Explore
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
+from maect.report.configs import ClaimsConfig, ImagesConfig, ShownConfig, SummaryConfig
 from maect.report.groups import Groups
-from maect.report.registry import (
-    FIGURES,
-    TABLES,
-    ClaimsConfig,
-    Figure,
-    ImagesConfig,
-    ShownConfig,
-    SummaryConfig,
-    Table,
-    can_show,
-)
+from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
 from maect.stages.run import RunConfig
 
 AUDIT = "audit.json"

@@ -11,7 +11,7 @@ import pandas as pd
 from uncertainties import nominal_value, std_dev, ufloat
 
 from maect.core.files import write_text
-from maect.report.registry import ClaimsConfig
+from maect.report.configs import ClaimsConfig
 from maect.report.render import claims_page
 from maect.report.statements import EACH_SHIFT, SHIFTED, STATEMENTS, Statement
 from maect.report.tables import DECIMALS, cost_table, pretraining_table, printed_tables, read_table

@@ -18,8 +18,8 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.core.files import read_json, read_mapping, write_text
 from maect.evaluate.explore import columns_of
+from maect.report.configs import ImagesConfig
 from maect.report.figures.data import read_tensors
-from maect.report.registry import ImagesConfig
 from maect.report.render import render_page
 
 log = logging.getLogger(__name__)

@@ -1,95 +1,17 @@
 """The tables and figures: one entry each says what it shows, what it reads and how it is called.
 
 The paper's numbers of a table are in `paper/NAME.csv`; a figure's entry names the function that
-draws it. The resolved file beside what is made names the runs: `tables/NAME.yaml`,
-`figures/NAME.yaml`, `claims.yaml`, `images.yaml`, `summary.yaml`. The workflow and the experiment
-read this module, so it imports no pandas and no matplotlib.
+draws it. The runs are named in the resolved file beside what is made (`maect.report.configs`). The
+workflow and the experiment read this module, so it imports no pandas and no matplotlib.
 """
 
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
-
-import pydantic.dataclasses
-from pydantic import ConfigDict, StringConstraints
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.settings import LocalPath, SettingsFile, later
-from maect.report.groups import Groups
-
-Name = Annotated[str, StringConstraints(min_length=1)]
-
-
-@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid"))
-class Row:
-    """A line of a table or figure: a model, and the runs behind it, one a seed (none: not run)."""
-
-    architecture: Name
-    method: Name
-    runs: tuple[str, ...]
-
-
-class ShownConfig(SettingsFile):
-    """A table or a figure: `tables/NAME.yaml`, `figures/NAME.yaml`."""
-
-    name: Name
-    """Which, of `maect.report.registry`."""
-    rows: list[Row]
-    evaluations: LocalPath
-    """Folder of the results."""
-    runs: LocalPath
-    """Folder of the runs, whose records and curves some figures show."""
-    compare_with_paper: bool = True
-    """Whether to show the paper's numbers; they are of ImageNet-1k."""
-    classes: LocalPath | None = None
-    """Index of shards that names the classes, for a figure that shows them."""
-    groups: Groups | None = later(None)
-    """Groups of these classes, for a figure that shows them in place of the classes."""
-
-
-class ClaimsConfig(SettingsFile):
-    """The claims: `claims.yaml`."""
-
-    tables: list[LocalPath]
-    """CSV files; a table is known by its file's name."""
-    rows: list[Row]
-    """Models whose cost is counted."""
-    runs: LocalPath
-    """Folder of the runs, whose records tell the cost."""
-
-
-class SummaryConfig(SettingsFile):
-    """The first page of a report: `summary.yaml`."""
-
-    name: Name
-    """Of the experiment."""
-    description: str = ""
-    table: LocalPath | None = None
-    """CSV of the first table that is asked for."""
-    figure: LocalPath | None = None
-    """PNG of the first figure."""
-    claims: LocalPath | None = None
-    """CSV of the claims; none: the images are not the paper's."""
-    run: LocalPath | None = None
-    """Folder of the last run that is evaluated: the commands on the page use it."""
-    images: LocalPath | None = None
-    """Folder of the images that it was trained on, as the commands name it."""
-    explored: LocalPath | None = None
-    """Result of the protocol `explore` for that run."""
-    classifies: bool = later(False)
-    """Whether that run has a linear probe, which `maect predict` needs."""
-
-
-class ImagesConfig(SettingsFile):
-    """The page to look through images: `images.yaml`."""
-
-    name: Name
-    """Of the experiment."""
-    explored: list[LocalPath]
-    """What the protocol `explore` left of each run, the last one first on the page."""
-    audit: LocalPath | None = None
-    """Pairs that look alike, and of which images, as `maect audit` writes them."""
+from maect.report.configs import Row
+from maect.report.titles import PUBLISHED
 
 
 @dataclass(frozen=True)
@@ -813,79 +735,3 @@ def named_figure(name: str) -> Figure:
     if name not in FIGURES:
         raise UserError(f"unknown figure {name!r}; {did_you_mean(name, FIGURES)}")
     return FIGURES[name]
-
-
-ARCHITECTURES = {
-    "tiny": "ViT-Tiny/4",
-    "small": "ViT-Small/4",
-    "base": "ViT-B/16",
-    "large": "ViT-L/16",
-    "huge": "ViT-H/16",
-    "huge14": "ViT-H/14",
-    "small8": "ViT-S/8",
-    "base8": "ViT-B/8",
-    "large7": "ViT-L/7",
-    "large7_bn": "ViT-L/7-BN",
-    "huge14_bn": "ViT-H/14-BN",
-    "huge_448": "ViT-H/16 (448 px)",
-}
-PUBLISHED = frozenset({"moco_v3", "msn", "ibot", "dino", "i_jepa", "layer_grafting"})
-"""Other methods, by their published checkpoints."""
-METHODS = {
-    "mae": "MAE",
-    "mae_public": "MAE (public weights)",
-    "moco_v3": "MoCo v3",
-    "msn": "MSN",
-    "ibot": "iBOT",
-    "dino": "DINO",
-    "i_jepa": "I-JEPA",
-    "simmim": "SimMIM",
-    "nnclr": "NNCLR",
-    "cmae": "CMAE",
-    "layer_grafting": "Layer Grafting",
-    "ct_min": "MAE-CT min",
-    "ct_aug": "MAE-CT aug",
-    "ct_min_k1": "MAE-CT min, k = 1",
-    "ct_min_k10": "MAE-CT min, k = 10",
-    "ct_min_k30": "MAE-CT min, k = 30",
-    "ct_min_k1_masked": "… with 75 % masking",
-    "ct_min_k1_no_head": "… without head initialisation",
-    "ct_min_k1_no_lookup": "… without nearest-neighbour lookup",
-    "ct_min_k1_public": "MAE-CT min, k = 1 (public weights)",
-    "combined": "combined pre-training",
-    "combined_ct": "combined + CT",
-    "combined_fine_tuned": "combined + fine-tuning",
-    "combined_ct_skip": "combined + CT, its own head",
-    "detached_ct_skip": "detached + CT, its own head",
-    "ct_oracle": "MAE-CT oracle",
-    "crop_flip": "MAE fine-tuned, crop and flip",
-    "label_smoothing": "+ label smoothing",
-    "mixup": "+ Mixup",
-    "cutmix": "+ CutMix",
-    "random_erasing": "+ random erasing",
-    "randaugment": "+ RandAugment (full recipe)",
-}
-_SWEEPS = {
-    "epochs": "epochs",
-    "trainable": "trainable blocks",
-    "encoder_ema": "encoder EMA",
-    "temperature": "temperature",
-    "topk": "k of the lookup",
-    "projector_ema": "projector EMA",
-}
-
-
-def method_title(method: str) -> str:
-    """How a method is printed; a name that the paper does not have is printed as it is."""
-    sweep, _, value = method.rpartition("_")
-    if sweep in _SWEEPS:
-        return f"{_SWEEPS[sweep]} = {value}"
-    return METHODS.get(method, method.replace("_", " "))
-
-
-def architecture_title(architecture: str) -> str:
-    """How an architecture is printed; `tiny_32` is one that sees other images than its own."""
-    size, _, pixels = architecture.rpartition("_")
-    if architecture not in ARCHITECTURES and size in ARCHITECTURES and pixels.isdecimal():
-        return f"{ARCHITECTURES[size]} ({pixels} px)"
-    return ARCHITECTURES.get(architecture, architecture)

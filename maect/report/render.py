@@ -22,17 +22,10 @@ from rich.text import Text
 
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
-from maect.report.registry import (
-    Detail,
-    Metric,
-    Row,
-    ShownConfig,
-    Table,
-    architecture_title,
-    method_title,
-    named_table,
-)
+from maect.report.configs import Row, ShownConfig
+from maect.report.registry import Detail, Metric, Table, named_table
 from maect.report.tables import build_table, read_table, result_of, write_table
+from maect.report.titles import architecture_title, method_title
 
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EN DASH}"

@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 
 from maect.core.files import write_text
+from maect.report.configs import SummaryConfig
 from maect.report.images import Explored
-from maect.report.registry import SummaryConfig, named_figure
+from maect.report.registry import named_figure
 from maect.report.render import printed, render_page, verdicts
 from maect.report.tables import read_table
 

@@ -16,7 +16,8 @@ from pydantic import ValidationError
 from maect.core.errors import UserError
 from maect.core.files import json_lines, read_json, write_text
 from maect.recipes import Encoder
-from maect.report.registry import TABLES, Metric, Row, Table, named_table
+from maect.report.configs import Row
+from maect.report.registry import TABLES, Metric, Table, named_table
 from maect.stages import STAGES
 
 KEYS = ["architecture", "method"]

@@ -22,8 +22,8 @@ from maect.answers.clusters import write_clusters
 from maect.answers.vectors import Vectors
 from maect.evaluate.clusters import cluster
 from maect.evaluate.explore import atlas
+from maect.report.configs import ImagesConfig, SummaryConfig
 from maect.report.images import make_images
-from maect.report.registry import ImagesConfig, SummaryConfig
 from maect.report.summary import make_summary
 
 ASKED: dict[str, Any] = {

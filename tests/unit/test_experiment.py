@@ -16,7 +16,7 @@ from maect.experiment import Experiment, load, resolve
 from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS, last_changes
 from maect.experiment.resolve import missing_images, run_config
-from maect.report.registry import Row
+from maect.report.configs import Row
 from maect.stages import load_recipe
 
 ROOT = Path(__file__).parents[2]

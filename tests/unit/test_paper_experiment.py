@@ -10,8 +10,9 @@ import pytest
 
 from maect.experiment import load
 from maect.experiment.resolve import figures, read_by_shown, tables
-from maect.report.registry import FIGURES, PUBLISHED, TABLE_NAMES, TABLES
+from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
 from maect.report.tables import paper_table
+from maect.report.titles import PUBLISHED
 
 ROOT = Path(__file__).parents[2]
 # Printed for comparison with what was published of them; not imported.

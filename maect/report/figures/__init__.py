@@ -18,7 +18,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from maect.core.files import atomic_write
-from maect.report.registry import ShownConfig, named_figure
+from maect.report.configs import ShownConfig
+from maect.report.registry import named_figure
 
 # Okabe and Ito's palette, told apart with any kind of colour vision; yellow last (faint on white).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")

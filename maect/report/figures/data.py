@@ -14,15 +14,11 @@ from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
 from maect.core.files import json_lines, read_json
+from maect.report.configs import Row, ShownConfig
 from maect.report.groups import group_names, group_numbers
-from maect.report.registry import (
-    Row,
-    ShownConfig,
-    architecture_title,
-    method_title,
-    named_figure,
-)
+from maect.report.registry import named_figure
 from maect.report.tables import chain
+from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
 
 WORDNET = re.compile(r"n\d{8}")

@@ -12,9 +12,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
 from maect.core.errors import UserError
+from maect.report.configs import Row, ShownConfig
 from maect.report.figures import COLORS, WIDTH, blank, class_style, panels
 from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
-from maect.report.registry import Row, ShownConfig, named_figure
+from maect.report.registry import named_figure
 from maect.report.tables import measured, paper_value
 
 LEGEND_CLASSES = 32  # as many as have a look of their own

@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 
 from maect.core.errors import UserError
+from maect.report.configs import ShownConfig
 from maect.report.figures import WIDTH, blank, panels
 from maect.report.figures.data import (
     Classes,
@@ -18,7 +19,6 @@ from maect.report.figures.data import (
     result_files,
     setting,
 )
-from maect.report.registry import ShownConfig
 
 COLUMNS = 2
 NAMED_CLASSES = 20  # with more, names would overlap

@@ -13,6 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from maect.core.errors import UserError
+from maect.report.configs import ShownConfig
 from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, panels
 from maect.report.figures.data import (
     finished_runs,
@@ -21,7 +22,6 @@ from maect.report.figures.data import (
     row_title,
     stage_title,
 )
-from maect.report.registry import ShownConfig, architecture_title, method_title
 from maect.report.tables import (
     KEYS,
     build_table,
@@ -30,6 +30,7 @@ from maect.report.tables import (
     flops_of_step,
     read_metrics,
 )
+from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
 
 LABELS = {

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from maect.core.errors import UserError
+from maect.report.configs import ShownConfig
 from maect.report.figures import WIDTH, blank, panels
 from maect.report.figures.data import Node, finished_runs, stage_title
-from maect.report.registry import ShownConfig
 from maect.stages import STAGES
 
 # Light enough for black letters; told apart in gray as well.

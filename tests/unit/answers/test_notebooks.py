@@ -16,7 +16,7 @@ from maect.evaluate.explore import Explore
 from maect.models.decoder import Decoder
 from maect.models.vit import build_encoder
 from maect.recipes import load_encoder
-from maect.report.registry import Row
+from maect.report.configs import Row
 from maect.report.tables import build_table, write_table
 
 BOOKS = Path(__file__).parents[3] / "docs/notebooks"

@@ -10,18 +10,13 @@ from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
 from maect.report.claims import claims_table, write_claims
+from maect.report.configs import SummaryConfig
 from maect.report.figures.data import class_titles
-from maect.report.registry import (
-    FIGURES,
-    TABLES,
-    Figure,
-    SummaryConfig,
-    Table,
-    architecture_title,
-)
+from maect.report.registry import FIGURES, TABLES, Figure, Table
 from maect.report.statements import STATEMENTS
 from maect.report.summary import make_summary, summary_page
 from maect.report.tables import printed_tables, write_table
+from maect.report.titles import architecture_title
 
 CAPTIONS = Path(__file__).parents[3] / "workflow" / "report"
 

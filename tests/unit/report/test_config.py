@@ -8,8 +8,8 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.report.claims import make_claims
+from maect.report.configs import ClaimsConfig, Row, ShownConfig
 from maect.report.figures import make_figure
-from maect.report.registry import ClaimsConfig, Row, ShownConfig
 from maect.report.render import make_table
 
 

@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 from maect.core.errors import UserError
 from maect.recipes import load_encoder
 from maect.report import registry
+from maect.report.configs import Row, ShownConfig
 from maect.report.figures import draw, styled
 from maect.report.figures.data import Node, result_files
 from maect.report.figures.embedding import moved_apart, read_points, umap
@@ -29,7 +30,7 @@ from maect.report.figures.lines import (
     training_curves,
 )
 from maect.report.figures.schematic import columns_of, rows_of
-from maect.report.registry import FIGURES, Row, ShownConfig
+from maect.report.registry import FIGURES
 from maect.report.tables import build_table, cost_table
 from maect.stages import load_recipe
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maect.cli import main
-from maect.report.registry import Row
+from maect.report.configs import Row
 from maect.report.render import printed, render
 from maect.report.tables import build_table, paper_table, printed_tables, write_table
 

@@ -1,0 +1,85 @@
+"""What tables, figures and pages are told, by the resolved file beside each.
+
+`tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `images.yaml` and `summary.yaml`.
+"""
+
+from typing import Annotated
+
+import pydantic.dataclasses
+from pydantic import ConfigDict, StringConstraints
+
+from maect.core.settings import LocalPath, SettingsFile, later
+from maect.report.groups import Groups
+
+Name = Annotated[str, StringConstraints(min_length=1)]
+
+
+@pydantic.dataclasses.dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class Row:
+    """A line of a table or figure: a model, and the runs behind it, one a seed (none: not run)."""
+
+    architecture: Name
+    method: Name
+    runs: tuple[str, ...]
+
+
+class ShownConfig(SettingsFile):
+    """A table or a figure: `tables/NAME.yaml`, `figures/NAME.yaml`."""
+
+    name: Name
+    """Which, of `maect.report.registry`."""
+    rows: list[Row]
+    evaluations: LocalPath
+    """Folder of the results."""
+    runs: LocalPath
+    """Folder of the runs, whose records and curves some figures show."""
+    compare_with_paper: bool = True
+    """Whether to show the paper's numbers; they are of ImageNet-1k."""
+    classes: LocalPath | None = None
+    """Index of shards that names the classes, for a figure that shows them."""
+    groups: Groups | None = later(None)
+    """Groups of these classes, for a figure that shows them in place of the classes."""
+
+
+class ClaimsConfig(SettingsFile):
+    """The claims: `claims.yaml`."""
+
+    tables: list[LocalPath]
+    """CSV files; a table is known by its file's name."""
+    rows: list[Row]
+    """Models whose cost is counted."""
+    runs: LocalPath
+    """Folder of the runs, whose records tell the cost."""
+
+
+class SummaryConfig(SettingsFile):
+    """The first page of a report: `summary.yaml`."""
+
+    name: Name
+    """Of the experiment."""
+    description: str = ""
+    table: LocalPath | None = None
+    """CSV of the first table that is asked for."""
+    figure: LocalPath | None = None
+    """PNG of the first figure."""
+    claims: LocalPath | None = None
+    """CSV of the claims; none: the images are not the paper's."""
+    run: LocalPath | None = None
+    """Folder of the last run that is evaluated: the commands on the page use it."""
+    images: LocalPath | None = None
+    """Folder of the images that it was trained on, as the commands name it."""
+    explored: LocalPath | None = None
+    """Result of the protocol `explore` for that run."""
+    classifies: bool = later(False)
+    """Whether that run has a linear probe, which `maect predict` needs."""
+
+
+class ImagesConfig(SettingsFile):
+    """The page to look through images: `images.yaml`."""
+
+    name: Name
+    """Of the experiment."""
+    explored: list[LocalPath]
+    """What the protocol `explore` left of each run, the last one first on the page."""
+    audit: LocalPath | None = None
+    """Pairs that look alike, and of which images, as `maect audit` writes them."""

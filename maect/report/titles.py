@@ -1,0 +1,77 @@
+"""How architectures and methods are printed."""
+
+ARCHITECTURES = {
+    "tiny": "ViT-Tiny/4",
+    "micro": "ViT-Micro/4",
+    "small": "ViT-Small/4",
+    "base": "ViT-B/16",
+    "large": "ViT-L/16",
+    "huge": "ViT-H/16",
+    "huge14": "ViT-H/14",
+    "small8": "ViT-S/8",
+    "base8": "ViT-B/8",
+    "large7": "ViT-L/7",
+    "large7_bn": "ViT-L/7-BN",
+    "huge14_bn": "ViT-H/14-BN",
+    "huge_448": "ViT-H/16 (448 px)",
+}
+PUBLISHED = frozenset({"moco_v3", "msn", "ibot", "dino", "i_jepa", "layer_grafting"})
+"""Other methods, by their published checkpoints."""
+METHODS = {
+    "mae": "MAE",
+    "mae_public": "MAE (public weights)",
+    "moco_v3": "MoCo v3",
+    "msn": "MSN",
+    "ibot": "iBOT",
+    "dino": "DINO",
+    "i_jepa": "I-JEPA",
+    "simmim": "SimMIM",
+    "nnclr": "NNCLR",
+    "cmae": "CMAE",
+    "layer_grafting": "Layer Grafting",
+    "ct_min": "MAE-CT min",
+    "ct_aug": "MAE-CT aug",
+    "ct_min_k1": "MAE-CT min, k = 1",
+    "ct_min_k10": "MAE-CT min, k = 10",
+    "ct_min_k30": "MAE-CT min, k = 30",
+    "ct_min_k1_masked": "… with 75 % masking",
+    "ct_min_k1_no_head": "… without head initialisation",
+    "ct_min_k1_no_lookup": "… without nearest-neighbour lookup",
+    "ct_min_k1_public": "MAE-CT min, k = 1 (public weights)",
+    "combined": "combined pre-training",
+    "combined_ct": "combined + CT",
+    "combined_fine_tuned": "combined + fine-tuning",
+    "combined_ct_skip": "combined + CT, its own head",
+    "detached_ct_skip": "detached + CT, its own head",
+    "ct_oracle": "MAE-CT oracle",
+    "crop_flip": "MAE fine-tuned, crop and flip",
+    "label_smoothing": "+ label smoothing",
+    "mixup": "+ Mixup",
+    "cutmix": "+ CutMix",
+    "random_erasing": "+ random erasing",
+    "randaugment": "+ RandAugment (full recipe)",
+}
+_SWEEPS = {
+    "epochs": "epochs",
+    "trainable": "trainable blocks",
+    "encoder_ema": "encoder EMA",
+    "temperature": "temperature",
+    "topk": "k of the lookup",
+    "projector_ema": "projector EMA",
+}
+
+
+def method_title(method: str) -> str:
+    """How a method is printed; a name that the paper does not have is printed as it is."""
+    sweep, _, value = method.rpartition("_")
+    if sweep in _SWEEPS:
+        return f"{_SWEEPS[sweep]} = {value}"
+    return METHODS.get(method, method.replace("_", " "))
+
+
+def architecture_title(architecture: str) -> str:
+    """How an architecture is printed; `tiny_32` is one that sees other images than its own."""
+    size, _, pixels = architecture.rpartition("_")
+    if architecture not in ARCHITECTURES and size in ARCHITECTURES and pixels.isdecimal():
+        return f"{ARCHITECTURES[size]} ({pixels} px)"
+    return ARCHITECTURES.get(architecture, architecture)
