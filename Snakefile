@@ -37,3 +37,7 @@ onstart:
 
 onsuccess:
     finish()
+
+
+onerror:
+    tidy(Path(ROOT))

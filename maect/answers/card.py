@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, Features, Shards
@@ -80,12 +81,15 @@ def _data_of(result: Path) -> str:
     told = result.with_suffix(".yaml")
     if not told.exists():  # of a revision without resolved files, or made by hand
         return "unknown"
-    config = EvaluationConfig.read(told)
-    for name, kind in config.settings.inputs().items():
-        if isinstance(kind, Features):
-            return config.paths(name)[0].stem.removesuffix(f"-{kind.split}")
-        if isinstance(kind, Shards):
-            return config.paths(name)[0].parent.name
+    try:
+        config = EvaluationConfig.read(told)
+        for name, kind in config.settings.inputs().items():
+            if isinstance(kind, Features):
+                return config.paths(name)[0].stem.removesuffix(f"-{kind.split}")
+            if isinstance(kind, Shards):
+                return config.paths(name)[0].parent.name
+    except (UserError, KeyError):  # of another version
+        pass
     return "unknown"
 
 

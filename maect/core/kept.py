@@ -6,10 +6,12 @@ are not repeated.
 """
 
 import os
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from maect.core.errors import UserError
 from maect.core.files import make_folder
 
 FOLDER = ".kept"
@@ -39,10 +41,35 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
     for path in gone:
         with suppress(FileExistsError):  # by a job that nobody watched
             os.link(_second(path), path)
-    if not is_finished():
-        for path in gone:
-            if path.samefile(_second(path)):
-                path.unlink()
+    try:
+        if is_finished():
+            return
+    except (UserError, KeyError, TypeError, ValueError):  # damaged: it is made again
+        damaged = True
+    else:
+        damaged = False
+    for path in gone:
+        _take_back(path)
+    if damaged:
+        forget(gone)
+
+
+def _take_back(path: Path) -> None:
+    """Remove a file that was put back, and not what a job has written there since."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    os.rename(path, aside)
+    if aside.samefile(_second(path)):
+        aside.unlink()
+    else:
+        os.rename(aside, path)
+
+
+def tidy(root: Path) -> None:
+    """Give up, in a results folder, the second names of files that Snakemake did not delete."""
+    for pattern in ("runs/*", "features/*", "evaluations/*", "shards/*/*"):
+        for folder in root.glob(f"{pattern}/{FOLDER}"):
+            there = [path for path in kept(folder.parent) if path.exists()]
+            forget([path for path in there if path.samefile(_second(path))])
 
 
 def forget(paths: Sequence[Path]) -> None:

@@ -11,6 +11,7 @@ it what upright crops show.
 
 import io
 import math
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,7 +125,9 @@ def look(data: bytes) -> Look:
                 transparent = _shows_through(image)
                 rgb = to_rgb(image)
                 deep = halved(data, extension) and image.mode in ("RGB", "RGBA")
-                values = _sixteen_bits(image, data)[..., :3] if deep else np.asarray(rgb)
+                values = np.asarray(rgb)
+                with suppress(UnreadableError):  # grey with alpha: its upper half is all there is
+                    values = _sixteen_bits(image, data)[..., :3] if deep else values
                 colors = int(np.ptp(np.asarray(rgb.resize((8, 8)), np.int16), axis=2).max())
     values = values if values.ndim == 3 else values[..., None]
     if values.ndim != 3 or not values.size:

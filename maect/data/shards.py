@@ -776,8 +776,14 @@ def _read_part(
 def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
     if not all((out / name).exists() for name in ("index.json", "index.npy", "keys.txt")):
         return False
-    if read_json(out / "index.json").get("listings") != plan["listings"]:
+    index = read_json(out / "index.json")
+    if index.get("listings") != plan["listings"]:
         return False
+    written = [read_json(_record_path(out, number)) for number in range(plan["shards"])]
+    if "tars" not in plan and [r["sha256"] for r in written] != [
+        s["sha256"] for s in index["shards"]
+    ]:
+        return False  # one was written again, of images that were edited
     try:
         open_index(out)
     except UserError:

@@ -102,7 +102,6 @@ def completion(config: str | Path) -> Callable[[], bool]:
     decisive = resolved.settings.decisive
     settings = decisive(resolved.settings.model_dump(mode="json")) | {"resize": job.resize}
     encoder, wanted = encoder_checksum(job.run), _sources(job, resolved.settings)
-    data = {name: made["index_digest"] for name, made in wanted["splits"].items()}
 
     def is_finished() -> bool:
         if not job.out.exists():
@@ -112,7 +111,7 @@ def completion(config: str | Path) -> Callable[[], bool]:
         return (
             decisive(result["settings"]) == settings
             and about["encoder_sha256"] == encoder
-            and {name: made["index_digest"] for name, made in about["splits"].items()} == data
+            and about["splits"] == wanted["splits"]
             and about.get("inputs", {}) == wanted["inputs"]
         )
 
@@ -165,7 +164,7 @@ def _sources(job: EvaluationJob, protocol: Protocol) -> dict[str, dict[str, Any]
     """`splits`, with what is known of their features or images, and `inputs`, with checksums."""
     splits: dict[str, Any] = {}
     inputs: dict[str, Any] = {}
-    keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device")
+    keep = ("index_digest", "pooling", "image_size", "resize", "precision", "device", "sha256")
     declared = protocol.inputs()
     encoded = {kind.split for kind in declared.values() if isinstance(kind, Features)}
     for name, kind in declared.items():

@@ -1,5 +1,6 @@
 """`maect doctor`: whether a site is ready for an experiment, each fault with a hint."""
 
+import difflib
 import importlib.util
 import os
 import shutil
@@ -28,8 +29,8 @@ from maect.tools.plan import feature_bytes, shards_of, size_text
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
 FILES_PER_RUN = 200  # states of many ranks, logs, TensorBoard, jobs
-SNAKEMAKES = ("threads", "tmpdir", "disk_mb", "gpu_jobs")
-"""Resources that Snakemake reads, or that limit how many jobs it starts at once."""
+SNAKEMAKES = ("mem_mib",)
+"""Resources of Snakemake's own that are called nearly as one of ours."""
 FLAGS = {"ntasks_per_node": "ntasks-per-node", "cpus_per_task": "cpus-per-task"}
 TRIAL_MINUTES = 15
 
@@ -159,13 +160,16 @@ def software() -> list[Finding]:
 
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Resources that no job reads, which Snakemake passes over in silence."""
-    known = {*PROFILE, *PROFILE_OF_TRAININGS, *SNAKEMAKES}
-    asked = sorted({(key, rule) for rule, keys in rules.items() for key in keys.keys() - known})
-    hint = f"jobs read {', '.join([*PROFILE, *PROFILE_OF_TRAININGS])}"
-    return [
-        Finding("FAIL", f"{rule}: no job reads the resource {key}", hint) for key, rule in asked
-    ]
+    """Resources that no job reads but nearly, which Snakemake passes over in silence."""
+    known = [*PROFILE, *PROFILE_OF_TRAININGS]
+    asked = sorted({(key, rule) for rule, keys in rules.items() for key in keys})
+    out = []
+    for key, rule in asked:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+        if near and key not in (*known, *SNAKEMAKES):
+            what = f"{rule}: no job reads the resource {key}"
+            out.append(Finding("FAIL", what, f"did you mean {near[0]}?"))
+    return out
 
 
 def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:

@@ -4,13 +4,21 @@ import logging
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import maect
 from maect.core.errors import UserError
-from maect.core.files import checked_sha256, read_json, read_mapping, write_record, write_text
+from maect.core.files import (
+    checked_sha256,
+    read_json,
+    read_mapping,
+    sha256_file,
+    write_record,
+    write_text,
+)
 from maect.core.kept import kept, put_back
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
@@ -71,6 +79,13 @@ def is_finished(folder: Path, identity: str) -> bool:
     return bool(read_json(folder / "run.json").get("fingerprint") == identity)
 
 
+def _is_at(name: str, sha256: str, *folders: Path) -> bool:
+    """Whether a file is in one of the folders: a kill may have interrupted the moving."""
+    return any(
+        (folder / name).exists() and sha256_file(folder / name) == sha256 for folder in folders
+    )
+
+
 def _is_whole(folder: Path) -> bool:
     """Whether there is a completion record with all files that it promises."""
     if not (folder / "run.json").exists():
@@ -126,10 +141,12 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
         _move(folder, aside)
     before = folder / f"stale-{identity}"
     if before.exists() and not known.exists():  # this very recipe's, set aside by another one
-        if not _is_whole(before):  # what its record is about is written again
-            (before / "run.json").unlink(missing_ok=True)
+        weights = read_mapping(before / "run.json").get("sha256", {})
+        if not all(_is_at(name, sha256, before, folder) for name, sha256 in weights.items()):
+            (before / "run.json").unlink()  # what it is about is written again
         _move(before, folder)
-        shutil.rmtree(before, ignore_errors=True)
+        with suppress(OSError):  # what it did not promise is not lost
+            before.rmdir()
     if known.exists():
         noted = read_json(known)
         _warn_of_changes(folder, noted.get("recipe", {}), recipe["recipe"])

@@ -152,6 +152,7 @@ def test_what_is_asked_for_is_there_and_not_computed_again(
     assert Pipeline(pipeline.folder, mistaken).run("evaluations").returncode
     Pipeline(pipeline.folder, MINI).complete("evaluations")
     assert plan.read_bytes() == listed
+    assert not list(pipeline.results.rglob(".kept"))
     assert all(
         path.read_bytes() == before[path][1] for path in made if path.parent.parent.name == "runs"
     )

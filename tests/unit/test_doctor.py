@@ -103,7 +103,8 @@ def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPat
     assert wanted.memory_gb == 469 and wanted.setup == str(Path("envs/leonardo.sh").absolute())
     local = read_profile(ROOT / "cluster_profiles/local")["pretrain"]
     assert not [f for path in ROOT.glob("cluster_profiles/*") for f in misspelt(read_profile(path))]
-    (finding,) = misspelt({"tune": {"slurm_acount": "mine", "devices": 4}})
+    limits = {"licences": 1, "mem_mib": 9, "disk_mb": 9, "threads": 2}
+    (finding,) = misspelt({"tune": {"slurm_acount": "mine", "devices": 4} | limits})
     assert finding.kind == "FAIL" and finding.what == "tune: no job reads the resource slurm_acount"
     assert resources(local, 1).cluster == "local"
     with pytest.raises(UserError, match="not a cluster profile"):

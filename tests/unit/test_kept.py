@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from maect.core.kept import FOLDER, forget, keep, kept, put_back
+from maect.core.errors import UserError
+from maect.core.kept import FOLDER, forget, keep, kept, put_back, tidy
 
 
 def made(folder: Path, text: str = "first") -> list[Path]:
@@ -43,3 +44,44 @@ def test_only_a_whole_set_is_kept(tmp_path: Path) -> None:
 def test_nothing_kept(tmp_path: Path) -> None:
     put_back([tmp_path / "weights"], lambda: True)
     assert kept(tmp_path) == [] and not list(tmp_path.iterdir())
+
+
+def test_what_is_damaged_is_not_put_back_for_ever(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    keep(paths)
+    for path in paths:
+        path.unlink()
+
+    def asked() -> bool:
+        raise UserError("damaged; delete it and start again: it is made again")
+
+    put_back(paths, asked)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_not_deleted_has_one_name_again(tmp_path: Path) -> None:
+    folder = tmp_path / "evaluations" / "mae"
+    folder.mkdir(parents=True)
+    paths = made(folder)
+    keep(paths)
+    paths[1].unlink()
+    tidy(tmp_path)
+    assert [path.name for path in (folder / FOLDER).iterdir()] == ["record"]
+    put_back(paths[1:], lambda: True)
+    tidy(tmp_path)
+    assert not (folder / FOLDER).exists()
+
+
+def test_what_a_job_writes_meanwhile_stays(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    keep(paths)
+    for path in paths:
+        path.unlink()
+
+    def written() -> bool:
+        paths[1].unlink()
+        paths[1].write_text("new")
+        return False
+
+    put_back(paths, written)
+    assert not paths[0].exists() and paths[1].read_text() == "new"

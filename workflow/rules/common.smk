@@ -11,7 +11,7 @@ from snakemake.logging import logger
 from maect import experiment as experiments
 from maect.core.errors import UserError
 from maect.core.files import read_mapping, write_record
-from maect.core.kept import keep
+from maect.core.kept import forget, keep, tidy
 from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
@@ -221,6 +221,7 @@ def resolved(job):
 def interrupt(*_):
     """Ctrl-C: jobs save and end with an error, which is nothing to explain on three pages."""
     logger.addFilter(lambda record: False)
+    tidy(Path(ROOT))
     print(
         "maect: interrupted: trainings save; the same command goes on from there",
         file=sys.stderr,
@@ -231,6 +232,7 @@ def interrupt(*_):
 
 def finish():
     """After the last job: where to look."""
+    tidy(Path(ROOT))
     page = Path(ROOT, "report.html")
     made = {job.rule.name for job in workflow.dag.jobs}
     if "report_html" in made and page.exists():
@@ -297,12 +299,14 @@ def start():
     except UserError as error:
         stop(error)
     resolve.refresh_runs(experiment)
+    tidy(Path(ROOT))
     for job in jobs:
         if told := resolved(job):
             told.write(job.params.config)
         # What Snakemake deletes now, the job may find to be what it is asked for.
-        if job.rule.name in LOOKS_FIRST and not workflow.dag.reason(job).forced:
-            keep([Path(file) for file in job.output])
+        if job.rule.name in LOOKS_FIRST:
+            outputs = [Path(file) for file in job.output]
+            (forget if workflow.dag.reason(job).forced else keep)(outputs)
     for split in planned:
         folder = experiment.shards(*split)
         given = experiment.datasets[split[0]].splits[split[1]]

@@ -17,6 +17,8 @@ from sample_images import image_folder, jpeg, random_crop
 
 from maect.core import files
 from maect.core.errors import UserError
+from maect.core.files import read_json
+from maect.core.kept import keep
 from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import Index, open_index
 from maect.data.shards import finish_index, plan_shards, shard, verify, write_shard
@@ -511,3 +513,25 @@ def test_digits_are_complete_and_always_the_same(tmp_path: Path) -> None:
         assert len(list((tmp_path / f"a/val/{label}").iterdir())) == 50
     with Image.open(next((tmp_path / "a/val/3").iterdir())) as image:
         assert image.size == (16, 16) and image.mode == "RGB"
+
+
+def test_an_index_is_not_put_back_over_a_tar_that_was_written_again(tmp_path: Path) -> None:
+    """Bitmaps that were edited in place: every size and name is as it was."""
+    for number in range(4):
+        path = tmp_path / "images" / "a" / f"{number}.bmp"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
+    out = tmp_path / "out"
+    shard(tmp_path / "images", out, "folder", 1)
+    files = [out / "index.json", out / "index.npy"]
+    before = read_json(files[0])["digest"]
+    keep(files)
+    for path in (tmp_path / "images/a").iterdir():
+        Image.new("RGB", (8, 8), (0, 0, 99)).save(path)
+    (out / "out-000000.tar").unlink()
+    for path in files:
+        path.unlink()
+    write_shard(out, 0)
+    finish_index(out)
+    assert read_json(files[0])["digest"] != before and verify(out) == 4
+    assert not (out / ".kept").exists()

@@ -73,6 +73,12 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     evaluate(rank, config=config)
     assert completion(config)()
     assert not completion(resolved(job, Knn(k=6)))()
+    # Features that were extracted again: in another precision, or with other bits.
+    for changed in ({"precision": "bf16"}, {}):
+        numbers = blobs(60, 12, 6, 0 if changed else 7)
+        again = store(tmp_path / "again.safetensors", *numbers, **features | changed)
+        assert not completion(resolved(given(job, train=again), Knn(k=5)))()
+    assert completion(resolved(job, Knn(k=5)))()
     assert not completion(resolved(replace(job, resize=20), Knn(k=5)))()
     other = store(tmp_path / "o.safetensors", *blobs(60, 12, 6, 1), index_digest="0", **features)
     assert not completion(resolved(given(job, test=other), Knn(k=5)))()

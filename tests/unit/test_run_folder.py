@@ -1,0 +1,59 @@
+"""What a changed recipe sets aside, and what is put back, through kills at any moment."""
+
+from pathlib import Path
+
+import pytest
+
+from maect.core.files import sha256_file, write_record
+from maect.train.run_folder import claim, is_finished
+
+FILES = ("encoder.safetensors", "head.safetensors")
+
+
+def finish(folder: Path, identity: str) -> None:
+    claim(folder, identity, {"recipe": {"of": identity}})
+    for name in FILES:
+        (folder / name).write_text(f"{name} of {identity}")
+    (folder / "metrics.jsonl").write_text(identity)
+    (folder / "state").mkdir()
+    (folder / "state/step").write_text(identity)
+    sha256 = {name: sha256_file(folder / name) for name in FILES}
+    record = {"fingerprint": identity, "files": list(FILES), "sha256": sha256}
+    write_record(folder / "run.json", record)
+
+
+def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends at the rename after so many."""
+    rename = Path.rename
+    left = [count]
+
+    def renamed(self: Path, to: Path) -> Path:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+
+
+@pytest.mark.parametrize("count", range(13))
+def test_nothing_is_lost_between_two_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    finish(tmp_path, "one")
+    finish(tmp_path, "two")
+    assert is_finished(tmp_path, "two") and not is_finished(tmp_path, "one")
+    with monkeypatch.context() as patched:
+        killed_after(count, patched)
+        if count < 12:  # six move aside, six back
+            with pytest.raises(KeyboardInterrupt):
+                claim(tmp_path, "one", {"recipe": {"of": "one"}})
+        else:
+            claim(tmp_path, "one", {"recipe": {"of": "one"}})
+    for identity in ("one", "two"):
+        claim(tmp_path, identity, {"recipe": {"of": identity}})
+        assert is_finished(tmp_path, identity)
+        assert (tmp_path / FILES[1]).read_text() == f"{FILES[1]} of {identity}"
+        assert (tmp_path / "metrics.jsonl").read_text() == identity
+        assert (tmp_path / "state/step").read_text() == identity
+    assert [path.name for path in tmp_path.glob("stale-*")] == ["stale-one"]
