@@ -68,8 +68,10 @@ def tidy(root: Path) -> None:
     """Give up, in a results folder, the second names of files that Snakemake did not delete."""
     for pattern in ("runs/*", "features/*", "evaluations/*", "shards/*/*"):
         for folder in root.glob(f"{pattern}/{FOLDER}"):
-            there = [path for path in kept(folder.parent) if path.exists()]
-            forget([path for path in there if path.samefile(_second(path))])
+            for path in kept(folder.parent):
+                with suppress(OSError):  # gone, or its job is at work on it
+                    if path.samefile(_second(path)):
+                        forget([path])
 
 
 def forget(paths: Sequence[Path]) -> None:
