@@ -96,9 +96,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"maect {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, call: Any, help: str, *parents: Any) -> Parser:
+    def command(
+        name: str, call: Any, help: str, *parents: Any, names: Sequence[str] = (), example: str = ""
+    ) -> Parser:
         sub = subparsers.add_parser(name, help=help, description=help, parents=list(parents))
         sub.set_defaults(call=call)
+        sub.names, sub.example = names, example
         return sub
 
     launching, changing = launch_options(), change_options()
@@ -107,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
         "run", run_experiment,
         "Run an experiment's pipeline, or resume it. Everything else, such as a target, -n or "
         "--cores 4, is passed to Snakemake.",
+        names=("experiments", "tables", "figures"), example="run digits --cores 2",
     )  # fmt: skip
     sub.add_argument("experiment", help="name or path")
     sub.add_argument("--profile", default="local", help=PROFILE)
@@ -114,7 +118,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     command("demo", demo, "Run a part of the digits experiment, and print its tables.")
 
-    sub = command("shard", shard, "Write images as webdataset tars with an index.")
+    sub = command(
+        "shard", shard, "Write images as webdataset tars with an index.",
+        example="shard photos/train shards/train --shards 4",
+    )  # fmt: skip
     sub.add_argument("source", type=Path, help="the images: a folder or archive of the given kind")
     sub.add_argument("out", type=Path, help="folder of the shards; its name names the split")
     sub.add_argument(
@@ -141,17 +148,25 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--only", help="one step: plan, the number of a shard, or index")
     sub.add_argument("--verify", action="store_true", help="check shards that were written")
 
-    sub = command("retrieve", retrieve, "Download public data or weights, or write the digits.")
+    sub = command(
+        "retrieve", retrieve, "Download public data or weights, or write the digits.",
+        names=("data and weights",), example="retrieve mae_base weights",
+    )  # fmt: skip
     sub.add_argument("what", help="digits, or a name from docs/data.md or docs/weights.md")
     sub.add_argument("out", type=Path, help="folder to put it in")
 
-    sub = command("resolve", resolve, "Write the resolved file of every job of an experiment.")
+    sub = command(
+        "resolve", resolve, "Write the resolved file of every job of an experiment.",
+        names=("experiments",), example="resolve digits",
+    )  # fmt: skip
     sub.add_argument("experiment", help="name or path")
     sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
 
     sub = command(
         "train", train, "Train a run as its resolved file says, or resume it.",
         launching, changing,
+        names=("recipes", "sizes"),
+        example="train runs/mae/config.yaml settings.epochs=10 --out runs/mae10/config.yaml",
     )  # fmt: skip
     sub.add_argument("--save-every-minutes", type=float, default=2.0, help="default 2")
     sub.add_argument(
@@ -169,12 +184,17 @@ def build_parser() -> argparse.ArgumentParser:
     sub = command(
         "replay", replay, "Repeat a step of a run and compare it with the log, bit by bit.",
         launching,
+        example="replay results/digits/runs/mae_tiny --step 100",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run; nothing is written into it")
     sub.add_argument("--step", type=positive, required=True, help="counted from 1, as in the log")
     sub.add_argument("--out", type=Path, help="write what the step was to this JSON file")
 
-    sub = command("import", import_weights, "Turn public weights into a run.")
+    sub = command(
+        "import", import_weights, "Turn public weights into a run.",
+        names=("layouts", "sizes"),
+        example="import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base",
+    )  # fmt: skip
     sub.add_argument("weights", type=Path, help="a checkpoint, as published; or the resolved file "
                      "of a run that imports one, which says everything else")  # fmt: skip
     sub.add_argument("run", type=Path, nargs="?", help="the run's folder, for a checkpoint")
@@ -182,20 +202,29 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--size", help="encoder size; detected if not given")
     sub.add_argument("--image-size", type=int, help="pixels to use it at; its own if not given")
 
-    sub = command("export", export, "Write an encoder as timm and the Hugging Face hub load it.")
+    sub = command(
+        "export", export, "Write an encoder as timm and the Hugging Face hub load it.",
+        example="export results/digits/runs/ct_min_tiny exported",
+    )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("out", type=Path, help="folder to write to")
     sub.add_argument("--resize", type=int, help=RESIZE)
     sub.add_argument("--licence", help="of the weights, for the model card, such as cc-by-4.0")
 
-    sub = command("publish", publish, "Fill the folder of a Hugging Face hub repository.")
+    sub = command(
+        "publish", publish, "Fill the folder of a Hugging Face hub repository.",
+        example="publish results/digits/runs/ct_min_tiny repository --repository USER/NAME",
+    )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("out", type=Path, help="folder of the repository, such as a clone of it")
     sub.add_argument("--repository", metavar="USER/NAME", help="on the hub, for the model card")
     sub.add_argument("--resize", type=int, help=RESIZE)
     sub.add_argument("--licence", help="of the weights, such as cc-by-4.0")
 
-    sub = command("features", features, "Extract an encoder's features.", launching)
+    sub = command(
+        "features", features, "Extract an encoder's features.", launching,
+        example="features results/birds/runs/ct_min --shards shards/val --out val.safetensors",
+    )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("--shards", type=Path, required=True, help="folder of a split's shards")
     sub.add_argument("--out", type=Path, required=True, help="the file to write")
@@ -206,7 +235,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     using = use_options()
-    sub = command("embed", embed, "Write a table of images and their vectors.", using)
+    sub = command(
+        "embed", embed, "Write a table of images and their vectors.", using,
+        example="embed results/birds/runs/ct_min new_photos --out birds.parquet",
+    )  # fmt: skip
     sub.add_argument("run", type=Path, help=ENCODER)
     sub.add_argument("images", type=Path, help=IMAGES)
     sub.add_argument(
@@ -214,7 +246,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv",
     )  # fmt: skip
 
-    sub = command("cluster", cluster, "Group images by their vectors, without labels.")
+    sub = command(
+        "cluster", cluster, "Group images by their vectors, without labels.",
+        example="cluster birds.parquet --out groups",
+    )  # fmt: skip
     sub.add_argument("index", type=Path, help="a .parquet that maect embed wrote")
     sub.add_argument("--out", type=Path, required=True, help="folder of the table and the page")
     sub.add_argument(
@@ -224,7 +259,10 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--smallest", type=positive, help="images in a cluster at least, for hdbscan")
     sub.add_argument("--images", type=Path, help="where the images are, if they have moved")
 
-    sub = command("search", search, "Print the images that are most similar to others.")
+    sub = command(
+        "search", search, "Print the images that are most similar to others.",
+        example="search results/birds/runs/ct_min birds.parquet photo.jpg --count 5",
+    )  # fmt: skip
     sub.add_argument("run", type=Path, help=ENCODER)
     sub.add_argument("index", type=Path, help="a .parquet that maect embed wrote with it")
     sub.add_argument("image", nargs="+", help="what to look for")
@@ -233,7 +271,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--device", help=DEVICE)
 
-    sub = command("audit", audit, "Find duplicates and near-duplicates across splits.")
+    sub = command(
+        "audit", audit, "Find duplicates and near-duplicates across splits.",
+        example="audit results/birds/runs/ct_min",
+    )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of a run whose features were extracted")
     sub.add_argument(
         "--threshold", type=float, default=0.95,
@@ -244,7 +285,10 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, help="folder of the tables and the page; by default "
                      "RESULTS/audits/RUN")  # fmt: skip
 
-    sub = command("predict", predict, "Write a table of images and their classes.", using)
+    sub = command(
+        "predict", predict, "Write a table of images and their classes.", using,
+        example="predict results/birds/runs/ct_min new_photos --out classes.csv",
+    )  # fmt: skip
     sub.add_argument("run", type=Path, help=ENCODER)
     sub.add_argument("images", type=Path, help=IMAGES)
     sub.add_argument("--out", type=Path, required=True, help="X.csv")
@@ -260,27 +304,44 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     command(
-        "evaluate", evaluate, "Evaluate an encoder as a resolved file says.", launching, changing
-    )
+        "evaluate", evaluate, "Evaluate an encoder as a resolved file says.", launching, changing,
+        names=("evaluations",),
+        example="evaluate evaluations/mae/knn.yaml settings.k=[5] --out evaluations/mae/k5.yaml",
+    )  # fmt: skip
 
-    for name, call, help in (
-        ("table", table, "Build a table as its resolved file says."),
-        ("figure", figure, "Draw a figure as its resolved file says."),
-        ("claims", claims, "Check the paper's claims against the tables."),
-        ("images", images, "Make the page to look through images."),
-        ("summary", summary, "Make the first page of a report."),
-    ):
-        command(name, call, help).add_argument("config", type=Path, help="the resolved file")
+    resolved = argparse.ArgumentParser(add_help=False)
+    resolved.add_argument("config", type=Path, help="the resolved file")
+    command(
+        "table", table, "Build a table as its resolved file says.", resolved,
+        names=("tables",), example="table results/digits/tables/low_shot.yaml",
+    )  # fmt: skip
+    command(
+        "figure", figure, "Draw a figure as its resolved file says.", resolved,
+        names=("figures",), example="figure results/digits/figures/umap.yaml",
+    )  # fmt: skip
+    command("claims", claims, "Check the paper's claims against the tables.", resolved)
+    command("images", images, "Make the page to look through images.", resolved)
+    command("summary", summary, "Make the first page of a report.", resolved)
 
-    sub = command("status", status, "Print what every run of an experiment is doing.")
+    sub = command(
+        "status", status, "Print what every run of an experiment is doing.",
+        example="status results/digits",
+    )  # fmt: skip
     sub.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
 
-    sub = command("sync", sync, "Copy what a run has logged to Weights & Biases or to MLflow.")
+    sub = command(
+        "sync", sync, "Copy what a run has logged to Weights & Biases or to MLflow.",
+        example="sync wandb results/digits/runs/mae_tiny",
+    )  # fmt: skip
     sub.add_argument("service", choices=["wandb", "mlflow"])
     sub.add_argument("run", type=Path, help="folder of the run, finished or not")
     sub.add_argument("--project", default="maect", help="what to put it into (default maect)")
 
-    sub = command("new-experiment", new_experiment, "Write an experiment for your own images.")
+    sub = command(
+        "new-experiment", new_experiment, "Write an experiment for your own images.",
+        names=("recipes", "sizes", "evaluations"),
+        example="new-experiment --images photos --out birds.yaml --quick",
+    )  # fmt: skip
     sub.add_argument(
         "--images", type=Path, required=True,
         help="CLASS/IMAGE, or images without classes, either maybe below train/, val/ and test/; "
@@ -301,7 +362,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--skip-unreadable", action="store_true", help="leave out images that cannot be read"
     )
 
-    sub = command("plan", plan, "Print what is left to run and what it takes.")
+    sub = command(
+        "plan", plan, "Print what is left to run and what it takes.",
+        names=("experiments",), example="plan --experiment digits --profile juwels",
+    )  # fmt: skip
     sub.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
     sub.add_argument("--experiment", default="paper", help="name or path")
     sub.add_argument("--profile", default="local", help=PROFILE)
@@ -315,22 +379,27 @@ def build_parser() -> argparse.ArgumentParser:
         "--utilisation", type=fraction, default=0.35, help="of its peak (default 0.35)"
     )
 
-    sub = command("doctor", doctor, "Check whether a site is ready.")
+    sub = command(
+        "doctor", doctor, "Check whether a site is ready.",
+        example="doctor --profile juwels --experiment paper",
+    )  # fmt: skip
     sub.add_argument("--experiment", default="paper", help="whose storage is checked")
     sub.add_argument("--profile", default="local", help=PROFILE)
     sub.add_argument("--no-job", action="store_true", help="only the checks that need no job")
 
-    sub = command("show", show, "Print the tables of a results folder.")
+    sub = command(
+        "show", show, "Print the tables of a results folder.",
+        example="show results/digits",
+    )  # fmt: skip
     sub.add_argument("root", type=Path, help="such as results/digits")
 
-    sub = command("clean", clean, "List training states that nothing needs any more.")
+    sub = command(
+        "clean", clean, "List training states that nothing needs any more.",
+        example="clean results/digits --remove",
+    )  # fmt: skip
     sub.add_argument("root", type=Path, help="such as results/digits")
     sub.add_argument("--remove", action="store_true", help="and remove them")
 
-    for name, kinds in TAKES.items():
-        subparsers.choices[name].kinds = kinds
-    for name, example in EXAMPLES.items():
-        subparsers.choices[name].example = example
     return parser
 
 
@@ -345,61 +414,21 @@ KNOWN = {
     "data and weights": "maect.data.retrieve:CATALOGUE",
 }
 """Where the names of each kind are."""
-TAKES = {
-    "run": ("experiments", "tables", "figures"),
-    "plan": ("experiments",),
-    "resolve": ("experiments",),
-    "train": ("recipes", "sizes"),
-    "evaluate": ("evaluations",),
-    "table": ("tables",),
-    "figure": ("figures",),
-    "import": ("layouts", "sizes"),
-    "retrieve": ("data and weights",),
-    "new-experiment": ("recipes", "sizes", "evaluations"),
-}
-"""Names that a command takes, or that the files name which it reads or writes."""
-EXAMPLES = {
-    "run": "run digits --cores 2",
-    "shard": "shard photos/train shards/train --shards 4",
-    "retrieve": "retrieve mae_base weights",
-    "resolve": "resolve digits",
-    "train": "train runs/mae/config.yaml settings.epochs=10 --out runs/mae10/config.yaml",
-    "replay": "replay results/digits/runs/mae_tiny --step 100",
-    "import": "import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base",
-    "export": "export results/digits/runs/ct_min_tiny exported",
-    "publish": "publish results/digits/runs/ct_min_tiny repository --repository USER/NAME",
-    "features": "features results/birds/runs/ct_min --shards shards/val --out val.safetensors",
-    "embed": "embed results/birds/runs/ct_min new_photos --out birds.parquet",
-    "cluster": "cluster birds.parquet --out groups",
-    "search": "search results/birds/runs/ct_min birds.parquet photo.jpg --count 5",
-    "audit": "audit results/birds/runs/ct_min",
-    "predict": "predict results/birds/runs/ct_min new_photos --out classes.csv",
-    "evaluate": "evaluate evaluations/mae/knn.yaml settings.k=[5] --out evaluations/mae/k5.yaml",
-    "table": "table results/digits/tables/low_shot.yaml",
-    "figure": "figure results/digits/figures/umap.yaml",
-    "status": "status results/digits",
-    "sync": "sync wandb results/digits/runs/mae_tiny",
-    "new-experiment": "new-experiment --images photos --out birds.yaml --quick",
-    "plan": "plan --experiment digits --profile juwels",
-    "doctor": "doctor --profile juwels --experiment paper",
-    "show": "show results/digits",
-    "clean": "clean results/digits --remove",
-}
-"""What a help ends with."""
 
 
 class Parser(argparse.ArgumentParser):
     """Lists names at the end of a command's help: they are looked up when it is asked for."""
 
-    kinds: Sequence[str] = ()
-    example: str | None = None
+    names: Sequence[str] = ()
+    """Kinds of names (of `KNOWN`) that the command takes, or the files that it reads or writes."""
+    example: str = ""
 
     def format_help(self) -> str:
         """The help, as printed."""
         lists = []
-        for kind in self.kinds:
-            names = resolve_name(KNOWN[kind])
-            lists.append(f"{kind}: {', '.join(names() if callable(names) else names)}")
+        for kind in self.names:
+            known = resolve_name(KNOWN[kind])
+            lists.append(f"{kind}: {', '.join(known() if callable(known) else known)}")
         self.epilog = ". ".join(lists) or self.epilog
         example = f"\nexample:\n  maect {self.example}\n" if self.example else ""
         return super().format_help() + example

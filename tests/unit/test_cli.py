@@ -150,8 +150,12 @@ def test_help_ends_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["embed", "--help"])
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split()[:2] == ["maect", "embed"]
-    for name, example in cli.EXAMPLES.items():
-        assert cli.build_parser().parse_known_args(example.split())[0].command == name
+    parser = cli.build_parser()
+    (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    examples = {name: command.example for name, command in commands.items() if command.example}
+    assert len(examples) > 20
+    for name, example in examples.items():
+        assert parser.parse_known_args(example.split())[0].command == name
 
 
 def test_ctrl_c_before_the_first_job_is_a_line(tmp_path: Path) -> None:
