@@ -21,7 +21,7 @@ from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
 from maect.data.shards import image_names
 from maect.data.transforms import center_crops
 from maect.evaluate.store import Array, FeatureFile, open_features
-from maect.experiment.load import shards_taken
+from maect.experiment.shards import taken
 from maect.report.render import render_page
 
 THRESHOLD = 0.95
@@ -109,7 +109,7 @@ def _shards(own: Path) -> Path | None:
     """Where the shards of a split are: in its folder, or in another experiment's."""
     if (own / "index.json").exists():
         return own
-    return shards_taken(own)
+    return taken(own)
 
 
 def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = False) -> list[Pair]:

@@ -5,7 +5,6 @@ gives a run for every combination. The `from` links are the edges of the pipelin
 """
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
@@ -15,9 +14,9 @@ from typing import Any
 import yaml
 
 from maect.core.errors import UserError, check_names, did_you_mean
-from maect.core.files import PIPELINE, read_mapping, sha256_file
-from maect.core.settings import digest, validated
-from maect.data.sources.changes import Changes, changes, may_differ
+from maect.core.files import PIPELINE
+from maect.core.settings import validated
+from maect.data.sources.changes import Changes, changes
 from maect.evaluate import Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
     CHANGES,
@@ -35,11 +34,14 @@ from maect.experiment.expand import (
 )
 from maect.experiment.schema import (
     ExperimentSpec,
+    Split,
     check_name,
     check_plain,
     expand_path,
     fill_path,
 )
+from maect.experiment.shards import find_shards, made_of, said_otherwise
+from maect.recipes import Pixels
 from maect.report.configs import Row
 from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
 
@@ -231,86 +233,24 @@ class Experiment:
 
     @cache  # noqa: B019
     def shards(self, dataset: str, split: str) -> Path:
-        """Folder of a split's shards: another experiment's beside this one, if they are the same.
-
-        What they were made of is in their `asked.json`; shards of its own an experiment keeps, and
-        those of another one as well: an image that is added later re-runs nothing. It does not
-        begin with those of images that have changed since.
-        """
-        own = self.own_shards(dataset, split)
-        given = self.datasets[dataset].splits[split]
-        kept = given.images is None or not given.source.sharded or given.source.in_place
-        if kept or (own / "plan.json").exists():
-            return own
-        images = self.images(dataset, split).resolve()
-        finished = finished_shards(self.root.parent, split)
-        made = {path: of for path, of in finished.items() if of.get("images") == str(images)}
-        try:
-            asked = self.asked_of(dataset, split) if made else {}
-        except OSError:  # no such images: sharding will say so
-            return own
-        begun = shards_taken(own)
-        if begun in made and made[begun] | {"changed": ""} == asked | {"changed": ""}:
-            return begun
-        return next(
-            (
-                folder
-                for folder, other in made.items()
-                # A file that is edited in place leaves the times of folders as they are.
-                if other == asked and not may_differ(folder, images)
-            ),
-            own,
-        )
+        """Folder of a split's shards: its own, or those that another experiment beside it has."""
+        given = self._given(dataset, split)
+        return find_shards(self.own_shards(dataset, split), *given, self.images(dataset, split))
 
     def own_shards(self, dataset: str, split: str) -> Path:
         """Where a split's shards are if no other experiment has them."""
         return self.root / "shards" / dataset / split
 
-    def asked_of(self, dataset: str, split: str) -> dict[str, Any]:
-        """What a split's shards are made of: equal for equal shards, as far as folders can tell.
-
-        An image that is added or removed changes the time of its folder.
-        """
-        images = self.images(dataset, split)
-        return {
-            "images": str(images.resolve()),
-            "changed": last_changes(images),
-            "arguments": self._arguments(dataset, split),
-        }
-
-    def _arguments(self, dataset: str, split: str) -> list[str]:
-        """A split's arguments, with the content of lists in place of their names."""
-        given = self.datasets[dataset].splits[split]
-        lists = {name: _content(Path(name)) for name in given.files()}
-        return [lists.get(word, word) for word in given.arguments(self.datasets[dataset].pixels)]
+    def made_of(self, dataset: str, split: str) -> dict[str, Any]:
+        """What a split's shards are made of."""
+        return made_of(*self._given(dataset, split), self.images(dataset, split))
 
     def said_otherwise(self, dataset: str, split: str) -> str:
-        """Where arguments and lists are not those that a split's shards were made by; empty: none.
+        """Where the file is not what a split's shards were made by; empty: nowhere."""
+        return said_otherwise(self.shards(dataset, split), *self._given(dataset, split))
 
-        Nothing is said of shards of before this was noted.
-        """
-        folder, given = self.shards(dataset, split), self.datasets[dataset].splits[split]
-        before = read_mapping(folder / "asked.json").get("arguments")
-        try:
-            now = self._arguments(dataset, split)
-        except OSError:  # a list is gone: finished shards do without
-            return ""
-        if before is None or before == now:
-            return ""
-        made, said = _options(before), _options(now)
-        if not read_mapping(folder / "index.json").get("unreadable"):  # nothing was left out by it
-            made.pop("--skip-unreadable", None)
-            said.pop("--skip-unreadable", None)
-        told = []
-        for option in sorted(o for o in made.keys() | said.keys() if made.get(o) != said.get(o)):
-            key = "only" if option == "--only-listed" else option[2:].replace("-", "_")
-            file = getattr(given, key, None) if key in ("labels", "only", "exclude") else None
-            if option not in said or option not in made:
-                how = "no longer stated" if option in made else "not stated then"
-            else:
-                how = "other content" if file else f"{said[option]}, made with {made[option]}"
-            told.append(f"{key} ({fill_path(file)}: {how})" if file else f"{key} ({how})")
-        return ", ".join(told)
+    def _given(self, dataset: str, split: str) -> tuple[Split, Pixels]:
+        return self.datasets[dataset].splits[split], self.datasets[dataset].pixels
 
     @cache  # noqa: B019
     def changes(self, dataset: str, split: str) -> Changes | None:
@@ -349,81 +289,6 @@ class Experiment:
                 behind.add(name)
                 name = self.runs[name].source
         return sorted(behind)
-
-
-TAKEN = "taken"
-"""In the `asked.json` of a split without shards of its own: the digest of those that are taken from
-another experiment; empty while its own are being made."""
-
-
-def finished_shards(results: Path, split: str) -> dict[Path, dict[str, Any]]:
-    """Folders with all shards of a split, of every experiment, and what they were made of."""
-    files = sorted(results.glob(f"*/shards/*/{split}/asked.json"))
-    made = (file for file in files if (file.parent / "index.json").exists())
-    return {file.parent: _without_taken(read_mapping(file)) for file in made}
-
-
-def shards_taken(own: Path) -> Path | None:
-    """The other experiment's folder that a split without shards of its own has begun with."""
-    noted = read_mapping(own / "asked.json")
-    asked, digest = _without_taken(noted), noted.get(TAKEN)
-    if not asked or digest == "":
-        return None
-    # Those of images that were edited in place are asked for by the same words.
-    return next(
-        (
-            folder
-            for folder, other in finished_shards(own.parents[3], own.name).items()
-            if other == asked and digest in (None, index_digest(folder))
-        ),
-        None,
-    )
-
-
-def index_digest(shards: Path) -> str | None:
-    """What identifies the content of finished shards."""
-    return read_mapping(shards / "index.json").get("digest")
-
-
-def _content(path: Path) -> str:
-    """sha256 of a list, or of what is in a folder such as the unpacked devkit of ImageNet."""
-    if not path.is_dir():
-        return sha256_file(path)
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return digest({str(file.relative_to(path)): sha256_file(file) for file in files})
-
-
-def _without_taken(noted: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in noted.items() if key != TAKEN}
-
-
-def _options(arguments: list[str]) -> dict[str, str]:
-    """The values of options by their names; empty of those without one."""
-    pairs = itertools.pairwise([*arguments, "--"])
-    return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
-
-
-def last_changes(images: Path) -> str:
-    """Hash of when a file, those that a pattern fits, or all folders below one were changed.
-
-    Raises:
-        OSError: there is nothing.
-    """
-    pending = [images] if images.exists() else sorted(images.parent.glob(images.name)) or [images]
-    times: dict[tuple[int, int], int] = {}  # a link may lead back
-    while pending:
-        path = pending.pop()
-        status = path.stat()
-        if (status.st_dev, status.st_ino) in times:
-            continue
-        times[status.st_dev, status.st_ino] = status.st_mtime_ns
-        if path.is_dir():
-            with os.scandir(path) as entries:
-                inside = [
-                    e for e in entries if e.is_dir() or e.name.endswith((".parquet", ".arrow"))
-                ]
-            pending += [Path(entry) for entry in inside]
-    return digest(sorted(times.values()))
 
 
 def names() -> list[str]:

@@ -11,16 +11,9 @@ from maect.core.files import read_mapping
 from maect.data.sources import open_source
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
-from maect.experiment.resolve import (
-    features_file,
-    missing_images,
-    missing_lists,
-    missing_weights,
-    read_by_evaluation,
-    read_by_run,
-    run_config,
-)
+from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run, run_config
 from maect.experiment.schema import fill_path
+from maect.experiment.start import missing_images, missing_lists, missing_weights
 from maect.launch import record
 from maect.launch.progress import duration, part
 from maect.launch.resources import count_devices, fixed_nodes, training_nodes

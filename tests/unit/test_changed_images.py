@@ -12,19 +12,13 @@ import pytest
 import yaml
 from PIL import Image
 
-from maect.core.files import read_json, write_record
+from maect.core.files import read_json
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
 from maect.experiment import Experiment, load
-from maect.experiment.load import TAKEN, index_digest
-from maect.experiment.resolve import (
-    changed_images,
-    other_shards,
-    refresh_runs,
-    resize_stated,
-    run_config,
-    shards_of,
-)
+from maect.experiment.resolve import resize_stated, run_config
+from maect.experiment.shards import index_digest, note_own, note_taken
+from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
 from maect.stages.run import resize_of
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +49,7 @@ def make(found: Experiment, split: str = "train", finish: bool = True) -> Path:
     """Shard as the pipeline does."""
     given = found.datasets["fruit"].splits[split]
     folder = found.own_shards("fruit", split)
-    write_record(folder / "asked.json", found.asked_of("fruit", split) | {TAKEN: ""})
+    note_own(folder, found.made_of("fruit", split))
     only = Path(given.only) if given.only else None
     images = Path(str(given.images))
     (shard if finish else plan_shards)(
@@ -163,10 +157,10 @@ def test_labels_may_be_a_folder() -> None:
     labels.parent.mkdir(parents=True)
     labels.write_text("490\n")
     found = experiment(kind="imagenet_val", labels="devkit", only=None)
-    before = found.asked_of(*PAIR)["arguments"]
-    assert found.asked_of(*PAIR)["arguments"] == before
+    before = found.made_of(*PAIR)["arguments"]
+    assert found.made_of(*PAIR)["arguments"] == before
     labels.write_text("361\n")
-    assert found.asked_of(*PAIR)["arguments"] != before
+    assert found.made_of(*PAIR)["arguments"] != before
 
 
 def test_an_archive_may_be_called_otherwise() -> None:
@@ -273,8 +267,7 @@ def test_an_image_that_was_edited_and_kept_its_size_is_noticed() -> None:
 def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:
     first = make(experiment("d1"))
     assert experiment("d2").shards(*PAIR) == first
-    taken = read_json(first / "asked.json") | {TAKEN: index_digest(first)}
-    write_record(experiment("d2").own_shards(*PAIR) / "asked.json", taken)  # as when it starts
+    note_taken(experiment("d2").own_shards(*PAIR), first)  # as when it starts
     for path in Path("fruit").glob("*/*.ppm"):
         path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6") + b"\n")
     third = experiment("d3")
@@ -286,12 +279,13 @@ def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:
     assert (second.shards(*PAIR), fourth.shards(*PAIR)) == (first, own)
     (note,) = changed_images(second)
     assert "8 files changed" in note and note.endswith(f"rm -r {second.own_shards(*PAIR)}")
-    taken = read_json(own / "asked.json") | {TAKEN: index_digest(own)}
-    write_record(fourth.own_shards(*PAIR) / "asked.json", taken)
+    note_taken(fourth.own_shards(*PAIR), own)
     assert experiment("d4").shards(*PAIR) == own
     # Removed as told, it finds the new ones.
     shutil.rmtree(second.own_shards(*PAIR))
     assert experiment("d2").shards(*PAIR) == own
     # One that was killed before its plan was there had not taken anything.
-    write_record(experiment("d5").own_shards(*PAIR) / "asked.json", read_json(first / "asked.json"))
+    fifth = experiment("d5").own_shards(*PAIR)
+    note_taken(fifth, first)
+    note_own(fifth, read_json(first / "asked.json"))
     assert experiment("d5").shards(*PAIR) == own

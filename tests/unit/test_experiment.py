@@ -11,11 +11,13 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_record
-from maect.experiment import Experiment, load, resolve
+from maect.core.files import write_record
+from maect.experiment import Experiment, load, resolve, start
 from maect.experiment.expand import names
-from maect.experiment.load import EXPERIMENTS, last_changes
-from maect.experiment.resolve import missing_images, run_config
+from maect.experiment.load import EXPERIMENTS
+from maect.experiment.resolve import run_config
+from maect.experiment.shards import last_changes, note_taken
+from maect.experiment.start import missing_images
 from maect.report.configs import Row
 from maect.stages import load_recipe
 
@@ -237,18 +239,18 @@ def test_lost_shards_are_those_that_something_finished_was_made_of(tmp_path: Pat
     found = load(write(tmp_path, datasets=datasets, protocols=protocols, storage=storage))
     for folder in ("train", "val", "other"):
         (tmp_path / folder).mkdir()
-    assert resolve.lost_shards(found) == [], "nothing is finished"
+    assert start.lost_shards(found) == [], "nothing is finished"
     features = resolve.features_file(found, "mae_tiny", "mine", "dogs")
     for made in (found.folder("mae_tiny") / "run.json", features):
         made.parent.mkdir(parents=True)
         made.touch()
-    assert resolve.lost_shards(found) == [("mine", name) for name in ("train", "val", "dogs")]
+    assert start.lost_shards(found) == [("mine", name) for name in ("train", "val", "dogs")]
     index = found.shards("mine", "train") / "index.json"
     index.parent.mkdir(parents=True)
     index.touch()
-    assert resolve.lost_shards(found) == [("mine", "val"), ("mine", "dogs")]
+    assert start.lost_shards(found) == [("mine", "val"), ("mine", "dogs")]
     (tmp_path / "val").rmdir()
-    assert resolve.lost_shards(found) == [], "there is nothing to shard"
+    assert start.lost_shards(found) == [], "there is nothing to shard"
 
 
 @pytest.mark.parametrize(
@@ -543,19 +545,18 @@ def test_experiments_of_the_same_images_share_their_shards(
     first = experiment("first")
     folder = first.shards("first", "train")
     assert folder == Path("results/first/shards/first/train")
-    write_record(folder / "asked.json", first.asked_of("first", "train"))
+    write_record(folder / "asked.json", first.made_of("first", "train"))
     assert experiment("second").shards("second", "train") == Path(
         "results/second/shards/second/train"
     ), "not complete"
-    (folder / "index.json").touch()
+    write_record(folder / "index.json", {"digest": "d"})
     assert experiment("second").shards("second", "train") == folder
     assert experiment("third", left_out="c.png").shards("third", "train") != folder
     assert experiment("third", shards=3).shards("third", "train") != folder
     Path("results/fourth/shards/fourth/train").mkdir(parents=True)
     Path("results/fourth/shards/fourth/train/plan.json").touch()
     assert experiment("fourth").shards("fourth", "train") != folder, "it has its own"
-    begun = experiment("fifth").own_shards("fifth", "train") / "asked.json"
-    write_record(begun, read_json(folder / "asked.json"))  # as when its pipeline starts
+    note_taken(experiment("fifth").own_shards("fifth", "train"), folder)  # as when it starts
     Path("birds/a/deep/new.png").touch()
     assert experiment("second").shards("second", "train") != folder
     assert experiment("fifth").shards("fifth", "train") == folder, "it has begun with these"

@@ -8,7 +8,8 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.experiment import Experiment, load
-from maect.experiment.resolve import missing_weights, run_config
+from maect.experiment.resolve import run_config
+from maect.experiment.start import missing_weights
 
 RUNS: dict[str, Any] = {
     "mae_large_public": {"weights": "$PUBLIC/mae_{x}.pth", "size": "large", "each": {"x": ["l"]}},

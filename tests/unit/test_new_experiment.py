@@ -24,7 +24,7 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import plan_shards
 from maect.experiment import load
-from maect.experiment.resolve import missing_images
+from maect.experiment.start import missing_images
 from maect.tools.new_experiment import (
     FEWEST_EPOCHS,
     QUICK,

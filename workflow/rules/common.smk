@@ -10,14 +10,13 @@ from snakemake.logging import logger
 
 from maect import experiment as experiments
 from maect.core.errors import UserError
-from maect.core.files import read_mapping, write_record
-from maect.core.kept import forget, keep, tidy
+from maect.core.kept import tidy
 from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
 from maect.evaluate import PROTOCOLS
 from maect.experiment import resolve
-from maect.experiment.load import TAKEN, index_digest
+from maect.experiment import start as starting
 from maect.experiment.schema import fill_path
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS
@@ -111,7 +110,7 @@ def warn(faults):
 
 
 if workflow.is_main_process:
-    for note in resolve.changed_images(experiment):
+    for note in starting.changed_images(experiment):
         print(f"maect: warning: {note}", file=sys.stderr)
 
 
@@ -120,7 +119,7 @@ def shard_index(dataset, split):
 
 
 # Snakemake does not miss what lies between images and results that are there: targets name it.
-LOST = resolve.lost_shards(experiment)
+LOST = starting.lost_shards(experiment)
 LOST_SHARDS = [shard_index(*split) for split in LOST]
 if workflow.is_main_process:
     for dataset, split in LOST:
@@ -152,7 +151,7 @@ def image_folder(wildcards):
 
 @cache  # a split may have a thousand shards
 def images_at(dataset, split):
-    warn(resolve.missing_images(experiment, [(dataset, split)]))
+    warn(starting.missing_images(experiment, [(dataset, split)]))
     return str(experiment.images(dataset, split))
 
 
@@ -174,13 +173,13 @@ def run_digest(wildcards):
 
 def weights_file(wildcards):
     """Passed as a resource, not in `params`: weights that moved re-run nothing."""
-    warn(resolve.missing_weights(experiment, [wildcards.run]))
+    warn(starting.missing_weights(experiment, [wildcards.run]))
     return str(experiment.runs[wildcards.run].weights)
 
 
 def evaluation_digest(wildcards):
     pair = wildcards.run, wildcards.evaluation
-    warn(resolve.missing_lists(experiment, [pair]))
+    warn(starting.missing_lists(experiment, [pair]))
     return resolve.evaluation_config(experiment, *pair).digest
 
 
@@ -199,23 +198,6 @@ def precision_of(wildcards):
     """In which precision features are computed, as an argument."""
     precision = experiment.spec.features
     return "" if precision == "fp32" else f"--precision {precision}"
-
-
-def resolved(job):
-    """All that a job is told, or None where its command line says it."""
-    name, given = job.rule.name, job.wildcards
-    if name in PROTOCOLS:
-        return resolve.evaluation_config(experiment, given.run, given.evaluation)
-    if name in STAGES:
-        return resolve.run_config(experiment, given.run)
-    if name in ("table", "figure"):
-        return resolve.shown_config(experiment, given[0], figure=name == "figure")
-    pages = dict(
-        claims=resolve.claims_config,
-        images=resolve.images_config,
-        summary=resolve.summary_config,
-    )
-    return pages[name](experiment) if name in pages else None
 
 
 def interrupt(*_):
@@ -239,90 +221,32 @@ def finish():
         print(f"maect: the report is {page}; open it in a browser", file=sys.stderr)
 
 
-LOOKS_FIRST = {
-    *(name for name, stage in STAGES.items() if stage.trains),
-    *PROTOCOLS,
-    *("features", "plan_shards", "write_shard", "index_shards"),
-}
-
-
 def start():
-    """Before the first job: refuse what would fail, own the folder, write the resolved files.
+    """Before the first job; not when the Snakefile is read, since a dry run may look at anything.
 
-    Not when the Snakefile is read, since a dry run may look at anything. The jobs that are to run
-    are those of `workflow.dag`, an internal of Snakemake, which has no other way to ask for them.
+    The jobs that are to run are those of `workflow.dag`, an internal of Snakemake, which has no
+    other way to ask for them.
     """
-    jobs = list(workflow.dag.needrun_jobs())
-
-    def those_of(rule, *wildcards):
-        return sorted(
-            tuple(job.wildcards[w] for w in wildcards)
-            for job in jobs
-            if job.rule.name == rule
-        )
-
-    planned = those_of("plan_shards", "dataset", "split")
-    commands = [job for job in jobs if job.rule.shellcmd]  # others only name files
-    files = [str(file) for job in commands for file in (*job.input, *job.output)]
-    faults = [
-        *resolve.other_shards(
-            experiment,
-            [
-                pair
-                for pair in resolve.shards_of(experiment, files)
-                # One that is planned again before it was finished is refused by its plan.
-                if pair not in planned or Path(shard_index(*pair)).exists()
-            ],
-        ),
-        *resolve.missing_images(experiment, planned),
-        *resolve.missing_weights(
-            experiment,
-            [run for name in STAGES for (run,) in those_of(name, "run")],
-        ),
-        *resolve.missing_lists(
-            experiment,
-            [
-                pair
-                for name in PROTOCOLS
-                for pair in those_of(name, "run", "evaluation")
-            ],
-        ),
-    ]
-    for fault in faults[:1]:
-        stop(fault)
     for asked in workflow.resource_settings.overwrite_resources.values():
         account = str(asked.get("slurm_account").raw)
         if account.startswith("$") and os.path.expandvars(account) == account:
             stop(f"the profile's account is {account}, which is not set: export it")
+    jobs = [
+        starting.Job(
+            job.rule.name,
+            dict(job.wildcards.items()),
+            [*job.input, *job.output] if job.rule.shellcmd else [],
+            [Path(file) for file in job.output],
+            Path(job.params.config) if "config" in job.params.keys() else None,
+            bool(workflow.dag.reason(job).forced),
+        )
+        for job in workflow.dag.needrun_jobs()
+    ]
+    for fault in starting.faults(experiment, jobs)[:1]:
+        stop(fault)
     try:
         ownership.enter_context(own(Path(ROOT), patience=15))
     except UserError as error:
         stop(error)
-    resolve.refresh_runs(experiment)
-    tidy(Path(ROOT))
-    for job in jobs:
-        if told := resolved(job):
-            told.write(job.params.config)
-        # What Snakemake deletes now, the job may find to be what it is asked for.
-        if job.rule.name in LOOKS_FIRST:
-            outputs = [Path(file) for file in job.output]
-            (forget if workflow.dag.reason(job).forced else keep)(outputs)
-    for split in planned:
-        folder = experiment.shards(*split)
-        given = experiment.datasets[split[0]].splits[split[1]]
-        # Beside a finished index it says what that was made of, which stays so if this plan fails.
-        if given.images is not None and not (folder / "index.json").exists():
-            asked = experiment.asked_of(*split) | {TAKEN: ""}
-            write_record(folder / "asked.json", asked)
-    for dataset, split in experiment.splits:
-        folder = experiment.shards(dataset, split)
-        if Path(ROOT) not in folder.parents:
-            print(
-                f"maect: {dataset} {split} is sharded already: {folder}",
-                file=sys.stderr,
-            )
-            # What these were made of is from now on what this experiment asks for.
-            own_folder = experiment.own_shards(dataset, split)
-            asked = read_mapping(folder / "asked.json") | {TAKEN: index_digest(folder)}
-            write_record(own_folder / "asked.json", asked)
+    starting.prepare(experiment, jobs)
     signal.signal(signal.SIGINT, interrupt)

@@ -177,12 +177,12 @@ rule report_html:
     conda:
         ENVIRONMENT
     params:
-        config=[f"{k}={'' if v is None else v}" for k, v in config.items()],
+        changes=[f"{k}={'' if v is None else v}" for k, v in config.items()],
         snakefile=workflow.main_snakefile,
         style=Path(workflow.main_snakefile).parent / "workflow/report/style.css",
     message:
         "Report {output}"
     shell:
-        "snakemake --snakefile {params.snakefile:q} --config {params.config:q}"
+        "snakemake --snakefile {params.snakefile:q} --config {params.changes:q}"
         " --nolock --report {output} --report-stylesheet {params.style:q}"
         " --cores 1 {input} 2> {log}"

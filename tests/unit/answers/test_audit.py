@@ -15,6 +15,7 @@ from maect.core.files import read_json, write_record
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.store import write_features
+from maect.experiment.shards import note_taken
 from maect.report.images import pairs_of
 
 from .conftest import photograph
@@ -104,8 +105,9 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
     # Another experiment has sharded the same images.
     own = tmp_path / "r/shards/mine/train"
     shutil.move(own, tmp_path / "other/shards/theirs/train")
-    for folder in (own, tmp_path / "other/shards/theirs/train"):
-        write_record(folder / "asked.json", {"images": "/birds"})
+    theirs = tmp_path / "other/shards/theirs/train"
+    write_record(theirs / "asked.json", {"images": "/birds"})
+    note_taken(own, theirs)
     assert len(audit(open_splits(tmp_path / "r/runs/ct"))) == 2
     shutil.rmtree(tmp_path / "r/shards/mine/val")
     with pytest.raises(UserError, match=r"the shards of mine-val are not in .*/shards; maect run"):

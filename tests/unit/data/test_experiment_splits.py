@@ -24,7 +24,7 @@ from maect.data.sources.corrupted import Corrupted
 from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
-from maect.experiment.resolve import missing_images
+from maect.experiment.start import missing_images
 from maect.recipes import Pixels
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,265 @@
+"""Before the first job: what it would miss, and what is written down for it."""
+
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from maect.core.errors import UserError
+from maect.core.files import read_mapping
+from maect.core.kept import forget, keep, tidy
+from maect.data.sources.base import is_there
+from maect.data.sources.changes import advice
+from maect.evaluate import PROTOCOLS, Features, Shards
+from maect.experiment import resolve
+from maect.experiment.load import Experiment
+from maect.experiment.shards import note_own, note_taken
+from maect.stages import STAGES
+from maect.stages.run import RunConfig
+
+LOOKS_FIRST = {
+    *(name for name, stage in STAGES.items() if stage.trains),
+    *PROTOCOLS,
+    *("features", "plan_shards", "write_shard", "index_shards"),
+}
+"""Rules whose jobs look whether what Snakemake deleted is what they are asked for."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known of a job of Snakemake before it starts.
+
+    Attributes:
+        rule: its rule's name.
+        wildcards: their values by their names.
+        files: inputs and outputs of its command; none if it only names files.
+        outputs: of these its own.
+        config: the resolved file that it reads, if it reads one.
+        forced: whether it is to run though nothing asks for it.
+    """
+
+    rule: str
+    wildcards: Mapping[str, str]
+    files: Sequence[str]
+    outputs: Sequence[Path]
+    config: Path | None
+    forced: bool
+
+
+def faults(experiment: Experiment, jobs: Sequence[Job]) -> list[str]:
+    """What jobs would miss or read wrongly: a sentence each, empty if all is well."""
+    planned = _planned(jobs)
+    evaluations = [
+        (job.wildcards["run"], job.wildcards["evaluation"]) for job in jobs if job.rule in PROTOCOLS
+    ]
+    return [
+        *other_shards(
+            experiment,
+            [
+                pair
+                for pair in shards_of(experiment, [file for job in jobs for file in job.files])
+                # One that is planned again before it was finished is refused by its plan.
+                if pair not in planned or _is_finished(experiment.shards(*pair))
+            ],
+        ),
+        *missing_images(experiment, planned),
+        *missing_weights(experiment, [job.wildcards["run"] for job in jobs if job.rule in STAGES]),
+        *missing_lists(experiment, evaluations),
+    ]
+
+
+def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
+    """Write what jobs are told, keep what they may find to be done; the results folder is owned."""
+    refresh_runs(experiment)
+    tidy(experiment.root)
+    told = dict(resolve.files(experiment))
+    for job in jobs:
+        if job.config is not None:
+            told[job.config].write(job.config)
+        # What Snakemake deletes now, the job may find to be what it is asked for.
+        if job.rule in LOOKS_FIRST:
+            (forget if job.forced else keep)(job.outputs)
+    for pair in _planned(jobs):
+        given = experiment.datasets[pair[0]].splits[pair[1]]
+        # Beside a finished index it says what that was made of, which stays so if this plan fails.
+        if given.images is not None and not _is_finished(experiment.shards(*pair)):
+            note_own(experiment.shards(*pair), experiment.made_of(*pair))
+    for dataset, split in experiment.splits:
+        folder = experiment.shards(dataset, split)
+        if experiment.root not in folder.parents:
+            print(f"maect: {dataset} {split} is sharded already: {folder}", file=sys.stderr)
+            # What these were made of is from now on what this experiment asks for.
+            note_taken(experiment.own_shards(dataset, split), folder)
+
+
+def _planned(jobs: Iterable[Job]) -> list[tuple[str, str]]:
+    """(dataset, split) that are to be sharded."""
+    return sorted(
+        (job.wildcards["dataset"], job.wildcards["split"])
+        for job in jobs
+        if job.rule == "plan_shards"
+    )
+
+
+def missing_images(
+    experiment: Experiment, splits: Iterable[tuple[str, str]] | None = None
+) -> list[str]:
+    """What a start would not find of the images: a sentence each, empty if all is there.
+
+    Args:
+        experiment: whose.
+        splits: (dataset, split) to look for; none: all.
+    """
+    missing = []
+    for name, split in experiment.splits if splits is None else splits:
+        given = experiment.datasets[name].splits[split]
+        if _is_finished(experiment.shards(name, split)):
+            continue
+        where, images = f"{experiment.file}: datasets: {name}", experiment.images(name, split)
+        if given.images is not None and not is_there(images):
+            missing.append(
+                f"{where}: no images at {images} (split {split}); "
+                "correct `images` there or put the images in place"
+            )
+        lost = [file for file in given.files() if not Path(file).exists()]
+        missing += [f"{where}: no file {file} (split {split})" for file in lost]
+    return missing
+
+
+def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -> list[str]:
+    """Likewise, a sentence a file of weights that is to be imported, for runs or for all."""
+    chosen = [experiment.runs[name] for name in (experiment.runs if runs is None else runs)]
+    return [
+        f"{experiment.file}: runs: {run.name}: no weights at {run.weights}; correct `weights` "
+        "there or fetch them (maect retrieve, docs/weights.md)"
+        for run in chosen
+        if run.weights is not None
+        and not (experiment.folder(run.name) / "run.json").exists()
+        and not run.weights.is_file()
+    ]
+
+
+def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]) -> list[str]:
+    """Likewise, a sentence a folder of low-shot lists that evaluations of runs read."""
+    given = [experiment.evaluation(*one).lists for one in evaluations]
+    return [
+        f"{experiment.file}: protocols: no folder {folder} of low-shot lists; "
+        f"`maect retrieve low_shot_lists {folder}` brings them"
+        for folder in sorted({folder for folder in given if folder})
+        if not Path(folder).expanduser().is_dir()
+    ]
+
+
+def changed_images(experiment: Experiment) -> list[str]:
+    """A sentence for each split whose images are no longer those in its shards, or lost there."""
+    notes: list[str] = []
+    for pair in experiment.splits:
+        folder = experiment.shards(*pair)
+        if not _is_finished(folder):
+            continue
+        if others := other_shards(experiment, [pair]):
+            notes += others
+        elif _is_sharded(experiment, *pair) and (found := experiment.changes(*pair)):
+            notes.append(advice(folder, found, experiment.own_shards(*pair)))
+        if warning := read_mapping(folder / "index.json").get("warning"):
+            notes.append(f"{folder}: {warning}")
+    return notes
+
+
+def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> list[str]:
+    """A sentence for each split that the file says otherwise than its shards were made by.
+
+    Images that were merely added, removed or edited where they lie are none of these.
+    """
+    notes = []
+    for name, split in splits:
+        folder = experiment.shards(name, split)
+        if not (_is_sharded(experiment, name, split) and (folder / "plan.json").exists()):
+            continue
+        found = experiment.changes(name, split)
+        told = [experiment.said_otherwise(name, split)]
+        if found and found.others:
+            moved = f"images ({found.now}, made of {found.before})"
+            told.append(f"{moved if found.moved else found.now}: {found}")
+        if differs := "; ".join(part for part in told if part):
+            again = shlex.quote(str(experiment.own_shards(name, split)))
+            notes.append(
+                f"{experiment.file}: datasets: {name}: {split}: not what its shards were made of: "
+                f"{differs}. To have them made anew: rm -r {again}; else put back what was changed"
+            )
+    return notes
+
+
+def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
+    """(dataset, split) whose shards are gone though something finished was made of them.
+
+    Not where the images are gone as well: such results stay as they are.
+    """
+    read: set[Path] = set()
+    for run, about in experiment.runs.items():
+        if about.settings.trains and (experiment.folder(run) / "run.json").exists():
+            read.update(resolve.read_by_run(experiment, run))
+    default = experiment.default_dataset
+    for run, name in experiment.evaluations:
+        result = experiment.root / "evaluations" / run / f"{name}.json"
+        for kind in experiment.evaluation(run, name).inputs().values():
+            made = result
+            if isinstance(kind, Features):
+                made = resolve.features_file(experiment, run, default, kind.split)
+            if isinstance(kind, Features | Shards) and made.exists():
+                read.add(experiment.shards(default, kind.split) / "index.json")
+    lost: dict[tuple[str, str], None] = {}
+    for dataset, split in experiment.splits:
+        if experiment.shards(dataset, split) / "index.json" not in read:
+            continue
+        splits = experiment.datasets[dataset].splits
+        of = splits[split].of or split  # a view lies in the shards of its split
+        given = is_there(experiment.images(dataset, of))
+        given = given and all(Path(file).exists() for file in splits[of].files())
+        for part in (of, split):
+            if given and not _is_finished(experiment.shards(dataset, part)):
+                lost[dataset, part] = None
+    return list(lost)
+
+
+def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, str]]:
+    """(dataset, split) whose shards, or features of them, are among files of jobs.
+
+    Of a view it is the split whose images it shows.
+    """
+    paths = [Path(file) for file in files]
+    folders = {folder for path in paths for folder in path.parents}
+    features = {path.name for path in paths if experiment.root / "features" in path.parents}
+    found: dict[tuple[str, str], None] = {}
+    for dataset, split in experiment.splits:
+        made = f"{dataset}-{split}.safetensors" in features
+        if made or experiment.shards(dataset, split) in folders:
+            found[dataset, experiment.datasets[dataset].splits[split].of or split] = None
+    return list(found)
+
+
+def _is_sharded(experiment: Experiment, name: str, split: str) -> bool:
+    """Whether a split's shards are made of images of the user's."""
+    given = experiment.datasets[name].splits[split]
+    return given.images is not None and given.source.sharded
+
+
+def refresh_runs(experiment: Experiment) -> None:
+    """Write the resolved files of runs that are the same as before but are used otherwise now.
+
+    How images are resized is read from there by `maect embed`, `predict` and `export`, and is no
+    part of what is trained.
+    """
+    for name in experiment.runs:
+        path, told = experiment.folder(name) / "config.yaml", resolve.run_config(experiment, name)
+        try:
+            same = path.exists() and RunConfig.read(path).digest == told.digest
+        except UserError:  # of an older version, say; its own job will write it
+            continue
+        if same:
+            told.write(path)
+
+
+def _is_finished(shards: Path) -> bool:
+    return (shards / "index.json").exists()
