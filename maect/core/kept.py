@@ -2,7 +2,8 @@
 
 A job runs when its inputs are newer, its arguments changed, or Snakemake was killed while it ran.
 What it is asked for may be what was there all the same: it is put back then, and hours of computing
-are not repeated.
+are not repeated. The second name, `.NAME.kept`, lies beside the first: some file systems link files
+within a folder only.
 """
 
 import os
@@ -12,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.files import make_folder
 
-FOLDER = ".kept"
+SUFFIX = ".kept"
 
 
 def keep(paths: Sequence[Path]) -> None:
@@ -22,25 +22,35 @@ def keep(paths: Sequence[Path]) -> None:
     if not all(path.is_file() for path in paths):
         return  # what was kept before is still the last whole set
     for path in paths:
-        make_folder(path.parent / FOLDER)
-        _second(path).unlink(missing_ok=True)
+        second_name(path).unlink(missing_ok=True)
         with suppress(OSError):  # a file system without hard links: the job computes it again
-            os.link(path, _second(path))
+            os.link(path, second_name(path))
 
 
 def kept(folder: Path) -> list[Path]:
     """First names of what is kept of a folder."""
-    return sorted(folder / path.name for path in (folder / FOLDER).glob("*"))
+    return sorted(
+        path.with_name(path.name[1:].removesuffix(SUFFIX)) for path in folder.glob(f".*{SUFFIX}")
+    )
 
 
 def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
-    """Put back the files that are gone and kept, if they are what the job is asked for."""
+    """Put back the files that are gone and kept, if they are what the job is asked for.
+
+    Args:
+        paths: all files of the job. Where one of them has been written since, nothing is put back
+            beside it.
+        is_finished: looks at them; what raises, as damaged, is given up.
+    """
     gone = [path for path in paths if not path.exists()]
-    if not gone or not all(_second(path).exists() for path in gone):
+    here = [path for path in paths if path not in gone]
+    if not gone or not all(second_name(path).exists() for path in gone):
+        return
+    if not all(_is_second(path, path) for path in here):
         return
     for path in gone:
         with suppress(FileExistsError):  # by a job that nobody watched
-            os.link(_second(path), path)
+            os.link(second_name(path), path)
     try:
         if is_finished():
             return
@@ -58,7 +68,7 @@ def _take_back(path: Path) -> None:
     """Remove a file that was put back, and not what a job has written there since."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     os.rename(path, aside)
-    if aside.samefile(_second(path)):
+    if _is_second(path, aside):
         aside.unlink()
     else:
         os.rename(aside, path)
@@ -67,21 +77,25 @@ def _take_back(path: Path) -> None:
 def tidy(root: Path) -> None:
     """Give up, in a results folder, the second names of files that Snakemake did not delete."""
     for pattern in ("runs/*", "features/*", "evaluations/*", "shards/*/*"):
-        for folder in root.glob(f"{pattern}/{FOLDER}"):
-            for path in kept(folder.parent):
+        for second in root.glob(f"{pattern}/.*{SUFFIX}"):
+            for path in kept(second.parent):
                 with suppress(OSError):  # gone, or its job is at work on it
-                    if path.samefile(_second(path)):
+                    if _is_second(path, path):
                         forget([path])
 
 
 def forget(paths: Sequence[Path]) -> None:
     """Give up the second names of files that are finished."""
     for path in paths:
-        _second(path).unlink(missing_ok=True)
-    for folder in {path.parent / FOLDER for path in paths}:
-        with suppress(OSError):  # others' files are there, or it never was
-            folder.rmdir()
+        second_name(path).unlink(missing_ok=True)
 
 
-def _second(path: Path) -> Path:
-    return path.parent / FOLDER / path.name
+def second_name(path: Path) -> Path:
+    """The second name of a file."""
+    return path.with_name(f".{path.name}{SUFFIX}")
+
+
+def _is_second(path: Path, other: Path) -> bool:
+    """Whether another name, or the first, is of the same file as the second name of a path."""
+    second = second_name(path)
+    return second.exists() and other.samefile(second)

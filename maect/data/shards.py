@@ -64,6 +64,8 @@ _SEED = 0
 _BLOCK = 512
 _AT_ONCE = 64
 _QUALITY = 95
+PASSED_ON = ("split", "kind", "class_names", "ignored", "excluded", "options", "listings")
+"""What an index has of its plan."""
 FEWEST_LEVELS = 64
 """Of 256, that deep images should become all together."""
 
@@ -700,7 +702,6 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     if whole:
         with atomic_write(out / CHECKSUMS) as temporary, open(temporary, "wb") as file:
             np.save(file, crc32)
-    same = ("split", "kind", "class_names", "ignored", "excluded", "options", "listings")
     if faults := [fault for record in records for fault in record.get("unreadable", [])]:
         faults = [f"{name} ({why})" for name, _, why in (fault.partition("\t") for fault in faults)]
     faults += [f"{name} (gone)" for name in plan.get("gone", [])]
@@ -719,7 +720,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             "keys_sha256": sha256_file(out / "keys.txt"),
             "n": n,
             **({"crc32_sha256": sha256_file(out / CHECKSUMS)} if whole else {}),
-            **{name: plan[name] for name in same},
+            **{name: plan[name] for name in PASSED_ON},
             **({"unlisted": plan["unlisted"]} if "unlisted" in plan else {}),
             **({"unreadable": faults} if faults else {}),
             **({"in_place": True} if "tars" in plan else {}),
@@ -777,7 +778,7 @@ def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
     if not all((out / name).exists() for name in ("index.json", "index.npy", "keys.txt")):
         return False
     index = read_json(out / "index.json")
-    if index.get("listings") != plan["listings"]:
+    if any(index.get(name) != plan.get(name) for name in PASSED_ON):
         return False
     written = [read_json(_record_path(out, number)) for number in range(plan["shards"])]
     if "tars" not in plan and [r["sha256"] for r in written] != [

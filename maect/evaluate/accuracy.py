@@ -84,6 +84,11 @@ class Accuracy(Supervised, Protocol):
         """The fine-tuned runs, and the images that score them."""
         return {"trained": Trained(tuple(self.trainings())), "test": Shards(self.test_split)}
 
+    @property
+    def split_names(self) -> tuple[str, ...]:
+        """Splits of the evaluated dataset that are read, by the trainings, too."""
+        return (self.train_split, self.test_split)
+
     def flops(self, encoder: Encoder, images: Images) -> float | None:
         """Encode the test images with every encoder."""
         return encode_flops(encoder) * images(self.test_split) * len(self.trainings())

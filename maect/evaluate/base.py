@@ -223,6 +223,22 @@ def encoder_checksum(run: Path) -> str:
     return checked_sha256(encoder)
 
 
+def encoder_settings(run: Path) -> Encoder:
+    """The shape of a run's encoder, which its file says.
+
+    Raises:
+        UserError: it is no encoder.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = run / "encoder.safetensors"
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return Encoder.model_validate_json((file.metadata() or {})["encoder"])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: not an encoder ({error})") from None
+
+
 def idle_cpus(context: Context) -> int:
     """Cores for a protocol that runs on rank 0 alone: those of all ranks on its node."""
     return max(1, context.cpus * context.local_world_size)

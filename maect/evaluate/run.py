@@ -2,16 +2,16 @@
 
 import platform
 import shutil
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from maect import __version__
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import SupersededError, UserError
 from maect.core.files import read_json, sha256_file, write_record
 from maect.core.kept import keep
+from maect.core.settings import digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import (
@@ -70,6 +70,8 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
     except Interrupted:
         return "requeue"
     if context.rank == 0:
+        if not context.is_current():
+            raise SupersededError(f"{job.out}: another job has taken this evaluation over")
         result = {
             "metrics": metrics,
             "settings": protocol.model_dump(mode="json") | {"resize": job.resize},
@@ -88,34 +90,40 @@ def outputs(out: Path, protocol: Protocol) -> list[Path]:
     return [out.with_suffix(".safetensors"), out] if protocol.leaves else [out]
 
 
-def completion(config: str | Path) -> Callable[[], bool]:
-    """Whether the result of a resolved file is there: of this encoder, settings and inputs.
+class Completion:
+    """The result that a resolved file asks for: of this encoder, settings and inputs.
 
-    Returns:
-        A question that is cheap to repeat: weights and inputs are read here, once.
-
-    Raises:
-        UserError: an input that cannot be read, or a damaged encoder.
+    Attributes:
+        identity: of all of them.
     """
-    resolved = EvaluationConfig.read(config)
-    job = job_of(resolved, Path(config))
-    decisive = resolved.settings.decisive
-    settings = decisive(resolved.settings.model_dump(mode="json")) | {"resize": job.resize}
-    encoder, wanted = encoder_checksum(job.run), _sources(job, resolved.settings)
 
-    def is_finished() -> bool:
-        if not job.out.exists():
+    def __init__(self, config: str | Path) -> None:
+        """Read weights and inputs, once.
+
+        Raises:
+            UserError: an input that cannot be read, or a damaged encoder.
+        """
+        resolved = EvaluationConfig.read(config)
+        job = job_of(resolved, Path(config))
+        self._out, self._decisive = job.out, resolved.settings.decisive
+        self._settings = self._decisive(resolved.settings.model_dump(mode="json"))
+        self._settings |= {"resize": job.resize}
+        self._encoder = encoder_checksum(job.run)
+        self._sources = _sources(job, resolved.settings)
+        self.identity = digest(resolved.digest, self._encoder, self._sources)
+
+    def is_there(self) -> bool:
+        """Whether it is; cheap to ask again."""
+        if not self._out.exists():
             return False
-        result = read_json(job.out)
+        result = read_json(self._out)
         about = result["provenance"]
         return (
-            decisive(result["settings"]) == settings
-            and about["encoder_sha256"] == encoder
-            and about["splits"] == wanted["splits"]
-            and about.get("inputs", {}) == wanted["inputs"]
+            self._decisive(result["settings"]) == self._settings
+            and about["encoder_sha256"] == self._encoder
+            and about["splits"] == self._sources["splits"]
+            and about.get("inputs", {}) == self._sources["inputs"]
         )
-
-    return is_finished
 
 
 def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
@@ -134,8 +142,8 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
         if isinstance(kind, Features) and name in job.inputs and job.path(name).exists()
     ]
     made: list[str] = [open_record(path)["encoder_sha256"] for path in paths]
-    for path, digest in zip(paths, made, strict=True):
-        if actual not in (None, digest):
+    for path, sha256 in zip(paths, made, strict=True):
+        if actual not in (None, sha256):
             raise UserError(f"{path}: made from another encoder than {encoder}; extract it again")
     return actual or (made[0] if made else None)
 

@@ -23,6 +23,8 @@ class Run:
     Attributes:
         settings: of its stage, which they are an object of.
         method: how tables call it.
+        dataset: whose images it is trained on.
+        split: which of them.
         source: name of the run that it starts from.
         weights: the checkpoint that is imported, if any.
         scored_by: the evaluation of `source` that it is trained for, if any.
@@ -34,6 +36,7 @@ class Run:
     size: str
     method: str
     dataset: str
+    split: str = "train"
     seed: int = 0
     recipe: str | None = None
     source: str | None = None
@@ -137,13 +140,14 @@ def _shared_by_seeds(runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def runs_to_score(
-    runs: Mapping[str, Run], evaluations: Iterable[tuple[str, str, Protocol]]
+    runs: Mapping[str, Run], evaluations: Iterable[tuple[str, str, Protocol]], dataset: str
 ) -> dict[str, Run]:
     """The runs that evaluations ask to be trained: `RUN.EVALUATION.PART`.
 
     Args:
         runs: those that are evaluated.
         evaluations: run, name and settings of each evaluation.
+        dataset: that they are of, whatever the runs were trained on.
     """
     trained = [
         Run(
@@ -152,7 +156,8 @@ def runs_to_score(
             encoder=runs[run].encoder,
             size=runs[run].size,
             method=f"{runs[run].method}.{name}.{part}",
-            dataset=runs[run].dataset,
+            dataset=dataset,
+            split=protocol.train_split,
             seed=seed,
             source=run,
             scored_by=name,

@@ -120,7 +120,7 @@ class Experiment:
         """The evaluations that are asked for, once their trainings are among the runs."""
         asked = tuple(dict.fromkeys(self._asked(self.runs)))
         given = [(run, name, self.evaluation(run, name)) for run, name in asked]
-        more = runs_to_score(self.runs, given)
+        more = runs_to_score(self.runs, given, self.default_dataset)
         twice = sorted(set(more) & set(self.runs))
         if twice:
             raise self._error(

@@ -22,17 +22,18 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
     """All that a training or an import is told."""
     run = experiment.runs[name]
     scored = run.scored_by is not None
+    stated = experiment.datasets[run.dataset].resize
     return RunConfig(
         run=name,
         stage=run.stage,
         recipe=run.recipe,
         size=run.size,
         seed=run.seed,
-        shards=experiment.shards(run.dataset, "train") if run.settings.trains else None,
+        shards=experiment.shards(run.dataset, run.split) if run.settings.trains else None,
         source=experiment.folder(run.source) if run.source else None,
         weights=run.weights,
         test=scored_on(experiment, run) if scored else None,
-        resize=experiment.datasets[experiment.default_dataset if scored else run.dataset].resize,
+        resize=resize(experiment, str(run.source), run.dataset) if scored else stated,
         encoder=run.encoder,
         settings=run.settings,
         look=experiment.spec.look if run.settings.trains else None,
@@ -61,8 +62,13 @@ def evaluation_config(experiment: Experiment, run: str, name: str) -> Evaluation
 
 
 def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
-    """Shorter side of a dataset's images, where it says none that of what the run is trained on."""
-    own = experiment.datasets[experiment.runs[run].dataset].resize
+    """Shorter side of a dataset's images, where it says none that of what the run is trained on.
+
+    One that is trained for an evaluation sees images as its source does.
+    """
+    about = experiment.runs[run]
+    trained_on = experiment.runs[str(about.source)] if about.scored_by else about
+    own = experiment.datasets[trained_on.dataset].resize
     return experiment.datasets[dataset].resize or own
 
 
@@ -94,7 +100,7 @@ def input_path(experiment: Experiment, run: str, name: str, kind: Input) -> Path
 def read_by_run(experiment: Experiment, name: str) -> list[Path]:
     """Files that a training needs before it can start."""
     run = experiment.runs[name]
-    shards = [experiment.shards(run.dataset, "train") / "index.json"]
+    shards = [experiment.shards(run.dataset, run.split) / "index.json"]
     if run.scored_by is not None:
         shards.append(scored_on(experiment, run) / "index.json")
     if run.source is None:

@@ -50,9 +50,11 @@ def launch(
         LaunchError: gave up; the message has the last lines of the failing rank's log.
         SystemExit: status 130, stopped or detached by a signal.
     """
-    if is_done():
-        return
     folder = Path(folder).absolute()
+    job = record.read_job(folder)
+    # A job that is still at work may be of other settings, and write over what is there.
+    if (job is None or job.state == "ended") and is_done():
+        return
     if re.search(r"[\x00-\x1f\x7f]", str(folder)):  # sbatch reads its options line by line
         raise LaunchError(f"{str(folder)!r}: no job runs in a folder with a line break in its name")
     if resources.cluster == "slurm":
@@ -102,6 +104,9 @@ class _Launch:
                 self.replace(job)
         while True:
             if job is None or job.state == "ended":
+                if job is not None and self.is_done():  # what was replaced had not written yet
+                    self.line.say("done")
+                    return
                 self.leave_before_submission()
                 job, ours = self.submit(job), True
             end, seen = self.watch(job)

@@ -14,7 +14,14 @@ from maect.core.files import write_text
 from maect.report.configs import ClaimsConfig
 from maect.report.render import claims_page
 from maect.report.statements import EACH_SHIFT, SHIFTED, STATEMENTS, Statement
-from maect.report.tables import DECIMALS, cost_table, pretraining_table, printed_tables, read_table
+from maect.report.tables import (
+    DECIMALS,
+    cost_table,
+    pretraining_table,
+    printed_tables,
+    read_table,
+    trained_table,
+)
 
 HOLDS, FAILS, NOISE, OPEN = "holds", "fails", "within noise", "not measured"
 Key = tuple[str, str, str, str]
@@ -22,7 +29,7 @@ Key = tuple[str, str, str, str]
 Tables = Mapping[str, pd.DataFrame]
 
 VALUE = re.compile(r"""([a-z]\w*)\.(\w+|\*)(?:\.(\w+)|\["([\w.]+)"\])\.(\w+)""")
-COST, PRETRAINING = "cost", "pretraining"
+COST, PRETRAINING, TRAINED = "cost", "pretraining", "trained"
 """How statements call the tables of what training cost, and of what its first stage logged."""
 # What the paper prints as equal is equal.
 TOLERANCE = 1e-9
@@ -130,7 +137,7 @@ def _deviation(tables: Tables, key: Key) -> float | None:
     _, architecture, method, metric = key
     if not math.isnan(own):
         return own
-    if method not in _methods(tables.get(COST), architecture):
+    if method not in _methods(tables.get(TRAINED), architecture):
         return None
     column = f"{metric}_std"
     known = [
@@ -140,7 +147,7 @@ def _deviation(tables: Tables, key: Key) -> float | None:
 
 
 def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
-    """Methods for which a table has a row of an architecture; that of costs: those trained here."""
+    """Methods for which a table has a row of an architecture."""
     return () if frame is None else set(frame.loc[frame["architecture"] == architecture, "method"])
 
 
@@ -296,6 +303,7 @@ def make_claims(path: Path) -> None:
     config = ClaimsConfig.read(path)
     tables = {file.stem: read_table(file) for file in config.tables}
     tables[COST] = cost_table(config.rows, config.runs)
+    tables[TRAINED] = trained_table(config.rows, config.runs)
     tables[PRETRAINING] = pretraining_table(config.rows, config.runs)
     verdicts = claims_table(tables)
     write_claims(verdicts, path.with_suffix(".csv"))

@@ -146,7 +146,8 @@ def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
     about = read_mapping(explored.with_suffix(".json")).get("provenance", {}).get("splits", {})
     shown = {name.removeprefix("features_"): made["index_digest"] for name, made in about.items()}
     digests = found["splits"] if isinstance(found, dict) else {}  # a list: of earlier versions
-    if not digests or any(shown.get(split) != digest for split, digest in digests.items()):
+    both = digests.keys() & shown.keys()
+    if not both or any(shown[split] != digests[split] for split in both):
         log.warning("%s: not of the images as they are now, so left out; maect audit again", audit)
         return []
     return sorted(found["pairs"], key=lambda pair: -pair["similarity"])

@@ -336,6 +336,24 @@ def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     return _by_row(rows, runs, COST, lambda run: hours_of(chain(run, runs)))
 
 
+def trained_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
+    """Device hours of each model's own training alone, also if it began with imported weights.
+
+    Returns:
+        As `cost_table`, with `hours`. Rows of weights as they were imported are left out.
+
+    Raises:
+        UserError: a record that cannot be read.
+    """
+
+    def hours(run: str) -> tuple[float]:
+        record = chain(run, runs)[0]
+        stage = STAGES.get(record["stage"])
+        return (float(record["device_hours"]) if stage and stage.trains else math.nan,)
+
+    return _by_row(rows, runs, ("hours",), hours)
+
+
 def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     """The NNCLR loss at the start of the pre-training that each model begins with.
 

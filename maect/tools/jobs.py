@@ -13,7 +13,8 @@ from maect.core.files import need, read_json, sha256_file, write_json
 from maect.core.settings import digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
-from maect.evaluate.run import completion, outputs
+from maect.evaluate.base import encoder_settings
+from maect.evaluate.run import Completion, outputs
 from maect.launch import Resources, Task, launch
 from maect.launch.launcher import clusters
 from maect.launch.record import read_job
@@ -134,7 +135,7 @@ def train(
         path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
     )
     outputs = [path.parent / name for name in (*stage.leaves, "run.json")]
-    kept.put_back(outputs, lambda: is_finished(path.parent, identity))
+    kept.put_back(outputs, lambda: is_finished(path.parent, identity, intact=True))
     if is_finished(path.parent, identity):
         check_weights(path.parent)
     else:
@@ -238,8 +239,8 @@ def extract_features(
         shards: folder of the split.
         out: the `.safetensors` file.
         where: devices, on a fixed number of nodes.
-        precision: "float32" or "bfloat16".
-        resize: shorter side before the centre crop; by default the run's.
+        precision: "fp32", "tf32" or "bf16".
+        resize: shorter side before the centre crop; by default the run's, or its encoder's.
 
     Raises:
         UserError: no encoder or shards, or another suffix.
@@ -250,12 +251,13 @@ def extract_features(
             "maect embed writes tables of vectors as .parquet, .csv or .npy"
         )
     encoder = need(run / "encoder.safetensors", "encoder")
-    resize = resize or resize_of(run)
+    resize = resize or resize_of(run) or encoder_settings(run).default_resize
     wanted = {
         "encoder_sha256": sha256_file(encoder),
         "index_digest": need_shards(shards),
         "precision": precision,
-    } | ({"resize": resize} if resize else {})
+        "resize": resize,
+    }
 
     def is_done() -> bool:
         from maect.evaluate.store import open_record
@@ -297,13 +299,14 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
             raise UserError(f"{path}: inputs: {name!r} is missing")
         for given in config.paths(name):
             need(given, f"input {name!r}")
+    result = Completion(path)
     where.run(
         "evaluate",
         path.with_suffix(".job"),
         "maect.evaluate.run:evaluate",
-        completion(path),
+        result.is_there,
         nodes,
-        config.digest,
+        result.identity,
         outputs(path.with_suffix(".json"), config.settings),
         config=str(path.absolute()),
         digest=config.digest,

@@ -328,7 +328,7 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     left = 1 - part_done(experiment.folder(run.name))
     seconds, source = None, ""
     if shards.images is None:
-        plan.unknown.add(f"images of {run.dataset} train")
+        plan.unknown.add(f"images of {run.dataset} {run.split}")
     else:
         images = left * stage.images_of(shards.images, shards.classes) * stage.epochs
         if told.test is not None:  # in training images that cost as much

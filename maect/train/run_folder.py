@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = (
-    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "run.json", "recipe.json",
+    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "source.diff", "run.json",
+    "recipe.json",
 )  # fmt: skip
 
 
@@ -72,11 +73,24 @@ def source_files(source: Path | None) -> dict[str, str]:
     return {name: checked_sha256(source / name) for name in given}
 
 
-def is_finished(folder: Path, identity: str) -> bool:
-    """Whether the completion record of this very run, and what it promises, is there."""
+def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
+    """Whether the completion record of this very run, and what it promises, is there.
+
+    Args:
+        folder: of the run.
+        identity: of what is asked for.
+        intact: read the weights as well.
+
+    Raises:
+        UserError: they are damaged.
+    """
     if not _is_whole(folder) or replaced(folder, identity):
         return False
-    return bool(read_json(folder / "run.json").get("fingerprint") == identity)
+    if read_json(folder / "run.json").get("fingerprint") != identity:
+        return False
+    if intact:
+        check_weights(folder)
+    return True
 
 
 def _is_at(name: str, sha256: str, *folders: Path) -> bool:
@@ -135,7 +149,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     if change := replaced(folder, identity):
         log.warning("%s", change)
         other = read_json(known).get("fingerprint")
-        put_back(kept(folder), lambda: is_finished(folder, other))
+        put_back(kept(folder), lambda: is_finished(folder, other, intact=True))
         aside = _unused(folder / f"stale-{other}")
         aside.mkdir(exist_ok=True)
         _move(folder, aside)

@@ -189,6 +189,7 @@ def train(
         record={"fingerprint": identity},
         losses=record.get("losses") if record else [],
         useful_seconds=record.get("useful_seconds", 0.0),
+        held_seconds=max(0.0, record.get("held_seconds", 0.0) - context.held_seconds()),
         scores=scores.resumed(record.get("scores")) if scores and record else scores,
         looker=looker,
         replay=repeat,
@@ -256,6 +257,8 @@ class Trainer:
         losses: sum and number of the losses of each epoch so far, part of the state; None in a
             run that began before states had them.
         useful_seconds: device time of the steps so far, part of the state.
+        held_seconds: device time held, likewise, as far as this job's record does not know of it:
+            that of a finished run begins anew, and folders are copied without it.
         scores: of the epochs so far, if they are scored.
         looker: looks at the encoder now and then, if anything does.
         replay: of the step that is repeated, if one is: then nothing is saved.
@@ -277,6 +280,7 @@ class Trainer:
     record: dict[str, Any]
     losses: list[tuple[float, int]] | None
     useful_seconds: float = 0.0
+    held_seconds: float = 0.0
     scores: Scores | None = None
     looker: Looker | None = None
     replay: Replay | None = None
@@ -482,7 +486,7 @@ class Trainer:
             buffers = self._saved_buffers() if self.context.rank == 0 else {}
             record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
             record |= {} if self.scores is None else {"scores": self.scores.record}
-            record |= {"useful_seconds": self.useful}
+            record |= {"useful_seconds": self.useful, "held_seconds": self.held}
             self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
         self._saved_at = time.monotonic()
         if wait:
@@ -495,6 +499,11 @@ class Trainer:
     def useful(self) -> float:
         """Seconds x ranks of all steps whose result was kept."""
         return self._clock.useful * self.context.world_size
+
+    @property
+    def held(self) -> float:
+        """Seconds x ranks for which all jobs of the run have held their devices."""
+        return self.held_seconds + self.context.held_seconds()
 
     def _look(self) -> dict[str, float]:
         """What a look at the encoder finds, if one is due."""
@@ -544,7 +553,7 @@ class Trainer:
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
         device_seconds = self._spent + (now - self._began) * self.context.world_size
         timing = {"images_per_second": speed, "device_seconds": device_seconds}
-        timing |= {"held_seconds": self.context.held_seconds(), "useful_seconds": self.useful}
+        timing |= {"held_seconds": self.held, "useful_seconds": self.useful}
         if looked:
             timing["look_part"] = self._looking / max(now - self._began, 1e-9)
         flops = stage.flops_per_image(self.encoder) * speed / self.context.world_size
@@ -670,7 +679,7 @@ def _finish(
     logged = entries(run.folder / "metrics.jsonl")
     timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)
-    held = trainer.context.held_seconds()
+    held = trainer.held
     record = {
         "run": run.folder.name,
         "fingerprint": identity,

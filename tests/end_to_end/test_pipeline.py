@@ -139,7 +139,7 @@ def test_what_is_asked_for_is_there_and_not_computed_again(
     before = {path: (path.stat().st_ino, path.read_bytes()) for path in made}
     pipeline.complete("evaluations")
     assert {path: (path.stat().st_ino, path.read_bytes()) for path in made} == before
-    assert not list(pipeline.results.rglob(".kept"))
+    assert not list(pipeline.results.rglob(".*.kept"))
     # Asked for by name, it is computed.
     pipeline.complete("evaluations", "--forcerun", "knn")
     again = {path for path in made if path.stat().st_ino != before[path][0]}
@@ -152,7 +152,7 @@ def test_what_is_asked_for_is_there_and_not_computed_again(
     assert Pipeline(pipeline.folder, mistaken).run("evaluations").returncode
     Pipeline(pipeline.folder, MINI).complete("evaluations")
     assert plan.read_bytes() == listed
-    assert not list(pipeline.results.rglob(".kept"))
+    assert not list(pipeline.results.rglob(".*.kept"))
     assert all(
         path.read_bytes() == before[path][1] for path in made if path.parent.parent.name == "runs"
     )

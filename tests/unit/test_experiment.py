@@ -503,6 +503,35 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
     assert [path.name for path in scored.paths("trained")] == tuned[:3]
 
 
+def test_fine_tunings_are_trained_on_what_is_evaluated(tmp_path: Path) -> None:
+    """Not on what the encoder saw before, and on the split that the protocol names."""
+    splits = DATASET["splits"]
+    datasets = {
+        "mine": {"splits": splits | {"small": {"images": "/images/small"}}},
+        "big": DATASET | {"resize": 20},
+    }
+    runs = {"mae_tiny": {"recipe": "mae", "size": "tiny", "dataset": "big"}}
+    values = {
+        "datasets": datasets,
+        "runs": runs,
+        "storage": "r",
+        "evaluate": [{"runs": ["mae_tiny"], "protocols": ["fine_tune", "fine_tune_low_shot"]}],
+        "protocols": {"fine_tune": {"train_split": "small"}},
+    }
+    found = load(write(tmp_path, **values))
+    for name, split in (("fine_tune.seed0", "small"), ("fine_tune_low_shot.1shot-split1", "train")):
+        told = run_config(found, f"mae_tiny.{name}")
+        assert told.shards == Path(f"r/shards/mine/{split}").absolute()
+        assert Path(f"r/shards/mine/{split}/index.json") in resolve.read_by_run(found, told.run)
+        # Its epochs are scored as its evaluation asks.
+        asked = resolve.evaluation_config(found, "mae_tiny", name.split(".")[0])
+        assert told.resize == asked.resize == 20
+    assert run_config(found, "mae_tiny").shards == Path("r/shards/big/train").absolute()
+    values["protocols"] = {"fine_tune": {"train_split": "nowhere"}}
+    with pytest.raises(UserError, match=r"protocols: fine_tune: splits.*nowhere"):
+        load(write(tmp_path, **values))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.kept import FOLDER, forget, keep, kept, put_back, tidy
+from maect.core.kept import forget, keep, kept, put_back, second_name, tidy
 
 
 def made(folder: Path, text: str = "first") -> list[Path]:
@@ -35,10 +35,10 @@ def test_only_a_whole_set_is_kept(tmp_path: Path) -> None:
     paths[0].unlink()
     paths[0].write_text("half of a second one")
     keep(paths)  # killed before its record was written
-    assert (tmp_path / FOLDER / "weights").read_text() == "first"
+    assert second_name(paths[0]).read_text() == "first"
     made(tmp_path, "second")
     keep(paths)
-    assert (tmp_path / FOLDER / "weights").read_text() == "second"
+    assert second_name(paths[0]).read_text() == "second"
 
 
 def test_nothing_kept(tmp_path: Path) -> None:
@@ -66,10 +66,10 @@ def test_what_was_not_deleted_has_one_name_again(tmp_path: Path) -> None:
     keep(paths)
     paths[1].unlink()
     tidy(tmp_path)
-    assert [path.name for path in (folder / FOLDER).iterdir()] == ["record"]
+    assert sorted(folder.iterdir()) == [second_name(paths[1]), paths[0]]
     put_back(paths[1:], lambda: True)
     tidy(tmp_path)
-    assert not (folder / FOLDER).exists()
+    assert sorted(folder.iterdir()) == sorted(paths)
 
 
 def test_what_a_job_writes_meanwhile_stays(tmp_path: Path) -> None:
@@ -85,3 +85,14 @@ def test_what_a_job_writes_meanwhile_stays(tmp_path: Path) -> None:
 
     put_back(paths, written)
     assert not paths[0].exists() and paths[1].read_text() == "new"
+
+
+def test_nothing_is_put_back_beside_what_was_written_since(tmp_path: Path) -> None:
+    """A job of other settings was killed between two of its files."""
+    paths = made(tmp_path)
+    keep(paths)
+    for path in paths:
+        path.unlink()
+    paths[0].write_text("other settings")
+    put_back(paths, lambda: True)
+    assert paths[0].read_text() == "other settings" and not paths[1].exists()

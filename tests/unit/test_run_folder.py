@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from maect.core.files import sha256_file, write_record
+from maect.core.kept import keep, kept, put_back
+from maect.train import run_folder
 from maect.train.run_folder import claim, is_finished
 
 FILES = ("encoder.safetensors", "head.safetensors")
@@ -36,7 +38,13 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "rename", renamed)
 
 
-@pytest.mark.parametrize("count", range(13))
+@pytest.fixture(autouse=True)
+def changed_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clean one leaves no `source.diff`."""
+    monkeypatch.setattr(run_folder, "_git", lambda *_: "changes")
+
+
+@pytest.mark.parametrize("count", range(15))
 def test_nothing_is_lost_between_two_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
@@ -45,7 +53,7 @@ def test_nothing_is_lost_between_two_recipes(
     assert is_finished(tmp_path, "two") and not is_finished(tmp_path, "one")
     with monkeypatch.context() as patched:
         killed_after(count, patched)
-        if count < 12:  # six move aside, six back
+        if count < 14:  # seven move aside, seven back
             with pytest.raises(KeyboardInterrupt):
                 claim(tmp_path, "one", {"recipe": {"of": "one"}})
         else:
@@ -57,3 +65,16 @@ def test_nothing_is_lost_between_two_recipes(
         assert (tmp_path / "metrics.jsonl").read_text() == identity
         assert (tmp_path / "state/step").read_text() == identity
     assert [path.name for path in tmp_path.glob("stale-*")] == ["stale-one"]
+
+
+def test_damaged_weights_are_not_put_back(tmp_path: Path) -> None:
+    finish(tmp_path, "one")
+    outputs = [tmp_path / name for name in (*FILES, "run.json")]
+    (tmp_path / FILES[0]).write_text("a bit flipped")
+    keep(outputs)
+    for path in outputs:
+        path.unlink()  # as Snakemake does
+    assert not is_finished(tmp_path, "one", intact=True)
+    put_back(outputs, lambda: is_finished(tmp_path, "one", intact=True))
+    assert kept(tmp_path) == [] and not any(path.exists() for path in outputs)
+    assert (tmp_path / "state/step").exists()  # which they are written from again

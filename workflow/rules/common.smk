@@ -203,7 +203,6 @@ def precision_of(wildcards):
 def interrupt(*_):
     """Ctrl-C: jobs save and end with an error, which is nothing to explain on three pages."""
     logger.addFilter(lambda record: False)
-    tidy(Path(ROOT))
     print(
         "maect: interrupted: trainings save; the same command goes on from there",
         file=sys.stderr,

@@ -91,6 +91,10 @@ def test_the_command_writes_tables_and_a_page(
         about = {f"features_{n}": {"index_digest": d + changed} for n, d in digests.items()}
         write_record(explored.with_suffix(".json"), {"provenance": {"splits": about}})
         assert pairs_of(results / "audit.json", explored) == ([] if changed else pairs)
+    # A split that is shown must be the one that was looked at; others may not be shown.
+    shown = {"features_val": {"index_digest": digests["val"]}}
+    write_record(explored.with_suffix(".json"), {"provenance": {"splits": shown}})
+    assert pairs_of(results / "audit.json", explored) == pairs
     assert "audit.json: not of the images as they are now" in caplog.text
     (results / "audit.json").write_text(json.dumps(pairs))  # as before: it may be of any
     assert not pairs_of(results / "audit.json", explored)

@@ -1,6 +1,7 @@
 """One image, one vector: from Python, from a features file, from timm and from transformers."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,21 @@ def test_vectors_are_the_bits_of_the_features_file(
     for file, vector in zip(files_of(photographs), vectors, strict=True):
         key = f"{file.parent.name}/{file.stem.replace('.', '_')}"
         np.testing.assert_array_equal(vector, by_key[key])
+
+
+def test_features_of_another_resize_are_extracted_again(
+    run: Path, photographs: Path, tmp_path: Path
+) -> None:
+    shards, out = tmp_path / "shards", tmp_path / "ct.safetensors"
+    assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
+    bare = tmp_path / "bare"  # which says nothing of the resizing of images
+    bare.mkdir()
+    for name in ("encoder.safetensors", "run.json"):
+        shutil.copy(run / name, bare)
+    words = ["features", str(bare), "--shards", str(shards), "--out", str(out)]
+    for stated, made in ((["--resize", "24"], 24), ([], 18)):
+        assert main([*words, *stated]) == 0
+        assert open_features(out).record["resize"] == made
 
 
 def test_other_batches_and_other_forms_of_an_image(

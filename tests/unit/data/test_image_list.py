@@ -27,6 +27,16 @@ def test_a_table_gives_what_its_folder_would(ending: str, separator: str, tmp_pa
         assert index.labels[i] == int(key.split("/")[1][1:])
 
 
+def test_classes_that_are_called_otherwise_are_indexed_again(tmp_path: Path) -> None:
+    images, out = image_folder(tmp_path / "images", 2, 3), tmp_path / "out"
+    names = sorted(str(path.relative_to(tmp_path)) for path in images.rglob("*.jpg"))
+    for classes in (("cat", "dog"), ("benign", "malignant")):  # in the same order
+        rows = [f"{name},{classes[int(name.split('/')[1][1:])]}\n" for name in names]
+        (tmp_path / "mine.csv").write_text("path,label\n" + "".join(rows))
+        assert main(["shard", str(tmp_path / "mine.csv"), str(out), "--kind", "list"]) == 0
+        assert open_index(out).class_names == classes
+
+
 def test_a_table_without_labels(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text("path\na.jpg\nb/c.jpg\n")
     listing = ImageList(tmp_path / "mine.csv").listing()

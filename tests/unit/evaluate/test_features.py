@@ -38,7 +38,10 @@ def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: 
     assert found.record["pooling"] == "mean"
     assert found.record["index_digest"] == index.digest
     assert found.record["class_names"] == list(index.class_names)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".kept", "a.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".a.safetensors.kept",
+        "a.safetensors",
+    ]
 
 
 def test_a_restart_goes_on_with_the_same_bits(

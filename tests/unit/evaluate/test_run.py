@@ -16,7 +16,7 @@ from maect.evaluate.clustering import Clustering
 from maect.evaluate.features import extract
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.run import completion, evaluate
+from maect.evaluate.run import Completion, evaluate
 from maect.evaluate.umap import Umap
 
 from .conftest import Rank, blobs, given, resolved, store
@@ -69,20 +69,20 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     }
     job = EvaluationJob(run, tmp_path / "knn.json", paths)
     config = resolved(job, Knn(k=5))
-    assert not completion(config)()
+    assert not Completion(config).is_there()
     evaluate(rank, config=config)
-    assert completion(config)()
-    assert not completion(resolved(job, Knn(k=6)))()
+    assert Completion(config).is_there()
+    assert not Completion(resolved(job, Knn(k=6))).is_there()
     # Features that were extracted again: in another precision, or with other bits.
     for changed in ({"precision": "bf16"}, {}):
         numbers = blobs(60, 12, 6, 0 if changed else 7)
         again = store(tmp_path / "again.safetensors", *numbers, **features | changed)
-        assert not completion(resolved(given(job, train=again), Knn(k=5)))()
-    assert completion(resolved(job, Knn(k=5)))()
-    assert not completion(resolved(replace(job, resize=20), Knn(k=5)))()
+        assert not Completion(resolved(given(job, train=again), Knn(k=5))).is_there()
+    assert Completion(resolved(job, Knn(k=5))).is_there()
+    assert not Completion(resolved(replace(job, resize=20), Knn(k=5))).is_there()
     other = store(tmp_path / "o.safetensors", *blobs(60, 12, 6, 1), index_digest="0", **features)
-    assert not completion(resolved(given(job, test=other), Knn(k=5)))()
-    assert completion(resolved(job, Knn(k=5)))()
+    assert not Completion(resolved(given(job, test=other), Knn(k=5))).is_there()
+    assert Completion(resolved(job, Knn(k=5))).is_there()
 
 
 def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank) -> None:

@@ -88,6 +88,18 @@ def test_a_live_job_of_what_the_settings_were_is_stopped(run):
     assert earlier["ending"] == "its settings have changed"
 
 
+def test_a_live_job_does_not_write_over_what_was_put_back(run):
+    first = run.start(steps=400, seconds=2.0, save_every=1000, identity="before")
+    run.reaches(2)
+    run.kill(first)
+    (run.folder / "done.json").write_text("{}")  # of the settings after
+    words = finish(run.start(steps=40, identity="after"))
+    assert "saved and stopped" in words and "submitted" not in words
+    wait_for(lambda: not run.processes(), 20)
+    assert run.read("done.json") == {} and len(run.starts()) == 1
+    assert run.job().state == "ended"
+
+
 def test_launcher_killed_while_it_submits(run):
     launcher = run.start()
     wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())

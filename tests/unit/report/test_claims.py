@@ -59,6 +59,7 @@ def given() -> dict[str, pd.DataFrame]:
         for n, size in enumerate(("base", "large"))
         for m, (method, cost) in enumerate(zip(methods, (0, 4.0, 11.5, 3, 2), strict=True))
     )
+    tables["trained"] = tables["cost"]
     tables["pretraining"] = pd.DataFrame(
         {"architecture": "large", "method": method, "nnclr_loss": loss, "nnclr_loss_std": 0.2}
         for method, loss in (("detached_ct_skip", 6.0), ("combined_ct_skip", 4.5))
@@ -171,9 +172,9 @@ def test_one_seed_is_no_surer_than_three(tables, result, evaluations):
     tables["ablation"] = build_table("clustering", rows, evaluations)
     text = "ablation.tiny.{}.accuracy > clustering.tiny.mae.accuracy + {}"
     assert compare(text.format("ct_min_k1", 0), tables).std == pytest.approx(1.0)
-    # The cost of what was trained here is known; of that, `ct_min` varies most.
+    # Of what was trained here `ct_min` varies most.
     trained = [("tiny", method) for method in ("mae", "ct_min", "ct_min_k1")]
-    tables["cost"] = pd.DataFrame(trained, columns=["architecture", "method"])
+    tables["trained"] = pd.DataFrame(trained, columns=["architecture", "method"])
     assert compare(text.format("ct_min_k1", 0), tables).std == pytest.approx(math.sqrt(1 + 4))
     assert verdict(tables, text.format("ct_min_k1", 12)).result == "within noise"
     assert compare(text.format("ibot", 0), tables).std == pytest.approx(1.0)
@@ -183,7 +184,7 @@ def test_of_one_seed_that_nothing_stands_in_for_only_noise_is_sure(tables, resul
     """Four points more, where one side varies by 2 and nobody knows how much the other does."""
     result("ct_k1", "linear_probe", linear_probe=64.0)
     tables["oracle"] = build_table("oracle", [Row("tiny", "ct_k1", ["ct_k1"])], evaluations)
-    tables["cost"] = pd.DataFrame({"architecture": ["tiny"] * 2, "method": ["ct_k1", "ct_min"]})
+    tables["trained"] = pd.DataFrame({"architecture": ["tiny"] * 2, "method": ["ct_k1", "ct_min"]})
     text = "oracle.tiny.ct_k1.linear_probe > clustering.tiny.ct_min.accuracy + {}"
     found = {more: verdict(tables, text.format(more)) for more in (-4, 1)}
     assert [(one.result, one.significant) for one in found.values()] == [

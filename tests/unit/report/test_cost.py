@@ -8,7 +8,7 @@ from maect.core.errors import UserError
 from maect.experiment import load
 from maect.report.claims import compare, expand, judge
 from maect.report.statements import STATEMENTS
-from maect.report.tables import Row, chain, cost_table, pretraining_table
+from maect.report.tables import Row, chain, cost_table, pretraining_table, trained_table
 
 
 def record(runs: Path, name: str, stage: str, hours: float, source: str | None = None) -> None:
@@ -39,6 +39,10 @@ def test_all_training_behind_a_model_is_counted(runs):
     assert frame.loc["ct_min", ["hours", "overhead"]].tolist() == [108.0, 8.0]
     assert "public" not in frame.index  # what public weights cost, no run will tell
     assert math.isnan(frame.loc["ct_aug", "hours"])
+    trained = trained_table([*rows, Row("base", "mae_public", ["public"])], runs)
+    hours = trained.set_index("method")["hours"]
+    assert hours.dropna().to_dict() == {"mae": 100.0, "ct_min": 6.0, "public": 6.0}
+    assert list(hours.index) == ["mae", "ct_min", "public", "ct_aug"]  # no imported weights
     tables = {"cost": cost_table(rows, runs)}
     assert compare("cost.base.ct_min.overhead <= 10", tables).holds
 

@@ -37,6 +37,7 @@ class Place:
     wait_at: int | None = None  # the step after which to wait for the file `wait_for`
     wait_for: str = ""
     meeting: str = ""
+    held: float | None = None
 
     @property
     def local_world_size(self):
@@ -61,7 +62,7 @@ class Place:
         pass
 
     def held_seconds(self):
-        return time.monotonic() * self.world_size
+        return time.monotonic() * self.world_size if self.held is None else self.held
 
     def store(self, timeout):
         from torch.distributed import FileStore

@@ -116,10 +116,13 @@ def test_damaged_state_falls_back_and_lost_outputs_are_exported_again(job, tmp_p
     assert "rank-0001.safetensors: checksum differs; using the state before" in log.read_text()
     assert "resuming from step 5" in log.read_text()
     identical(whole / "mae", broken["folder"])
+    record = Path(broken["folder"]) / "run.json"
+    held = json.loads(record.read_text())["held_hours"]
     for name in ("encoder.safetensors", "run.json"):
         (Path(broken["folder"]) / name).unlink()
     log.write_text("")
-    assert run(2, broken, log=log) == ["done"]
+    assert run(2, broken, log=log, held=1.0) == ["done"]  # a launcher's record that begins anew
+    assert json.loads(record.read_text())["held_hours"] == pytest.approx(held, rel=0.01)
     assert "resuming from step 10" in log.read_text()
     identical(whole / "mae", broken["folder"])
 
