@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from maect.core import distributed
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import SupersededError, UserError
 from maect.core.files import atomic_write
 from maect.core.kept import keep
 from maect.core.settings import digest
@@ -219,6 +219,8 @@ def extract(
     if stopped:
         return "requeue"
     if context.rank == 0:
+        if not context.is_current():
+            raise SupersededError(f"{out}: another job has taken these features over")
         keys = index.keys()
         width, labels = model.width, np.array(index.labels)
         write_features(out, map(_read, files), width=width, labels=labels, keys=keys, record=record)

@@ -28,6 +28,7 @@ class Rank:
     reports: list[dict[str, Any]] = field(default_factory=list)
     meeting: Path | None = None  # of several processes
     groups: int = 0
+    current: bool = True
 
     def stop_requested(self) -> bool:
         self.patience -= 1
@@ -35,6 +36,9 @@ class Rank:
 
     def report(self, progress: dict[str, Any], /) -> None:
         self.reports.append(progress)
+
+    def is_current(self) -> bool:
+        return self.current
 
     def held_seconds(self) -> float:
         return 0.0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maect.core.errors import UserError
+from maect.core.errors import SupersededError, UserError
 from maect.core.files import read_json, sha256_file, write_json
 from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.base import EvaluationJob
@@ -70,6 +70,9 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     job = EvaluationJob(run, tmp_path / "knn.json", paths)
     config = resolved(job, Knn(k=5))
     assert not Completion(config).is_there()
+    with pytest.raises(SupersededError, match="another job"):
+        evaluate(replace(rank, current=False), config=config)
+    assert not job.out.exists()
     evaluate(rank, config=config)
     assert Completion(config).is_there()
     assert not Completion(resolved(job, Knn(k=6))).is_there()

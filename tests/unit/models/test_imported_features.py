@@ -33,6 +33,9 @@ class Alone:
     def report(self, progress, /):
         pass
 
+    def is_current(self) -> bool:
+        return True
+
     def held_seconds(self) -> float:
         return 0.0
 
