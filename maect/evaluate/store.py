@@ -146,10 +146,10 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
     """Refuse two files that do not belong together.
 
     Raises:
-        UserError: different encoders, pooling or classes.
+        UserError: different encoders, pooling or classes, or images that were resized otherwise.
     """
-    for key in ("encoder_sha256", "pooling", "precision", "class_names"):
-        if train.record[key] != test.record[key]:
+    for key in ("encoder_sha256", "pooling", "precision", "class_names", "image_size", "resize"):
+        if train.record.get(key) != test.record.get(key):
             raise UserError(
                 f"{train.path} and {test.path}: {key} differs; extract both with one encoder"
             )

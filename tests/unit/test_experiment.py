@@ -202,6 +202,15 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
         ({"datasets": {"..": DATASET}}, "datasets: '..' is not a name"),
         ({"datasets": {"m": {"splits": {"a/b": {"images": "/i"}}}}}, "splits: 'a/b' is not a name"),
         ({"datasets": {"m": {"splits": {"a b": {"images": "/i"}}}}}, "splits: 'a b' is not a name"),
+        (
+            {
+                "datasets": {
+                    "a-b": {"splits": {"c": {"images": "/i"}}},
+                    "a": {"splits": {"b-c": {"images": "/i"}}},
+                }
+            },
+            "datasets: a-b-c names two splits",
+        ),
         ({"runs": {"m;ls": {"recipe": "mae", "size": "tiny"}}}, "runs: 'm;ls' is not a name"),
     ],
 )

@@ -98,3 +98,6 @@ def test_features_of_two_encoders_do_not_mix(tmp_path: Path) -> None:
     same_encoder(a, a)
     with pytest.raises(UserError, match="encoder_sha256 differs"):
         same_encoder(a, b)
+    other = store(tmp_path / "c.safetensors", *blobs(20, 3, 2, 0), resize=99)
+    with pytest.raises(UserError, match="resize differs"):
+        same_encoder(a, open_features(other))
