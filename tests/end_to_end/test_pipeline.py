@@ -118,6 +118,25 @@ def test_killed_and_started_again(
     wait_for(lambda: not pipeline.processes(), 20, "every process to be gone")
 
 
+def test_a_job_that_finished_alone_is_not_computed_again(
+    undisturbed: Pipeline, tmp_path: Path
+) -> None:
+    pipeline = Pipeline(tmp_path / "alone", copy.deepcopy(MINI))
+    pipeline.command()
+    for folder in ("images", "shards"):
+        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
+    run = pipeline.results / "runs/mae_tiny"
+    started = pipeline.start("encoders")
+    wait_for(lambda: bool(progress(run, read_job(run))), 400, "mae_tiny to train")
+    os.killpg(started.pid, signal.SIGKILL)  # Snakemake and launcher
+    started.wait(timeout=60)
+    wait_for((run / "run.json").exists, 400, "the job to finish")
+    left = {path.name: path.stat().st_ino for path in run.glob("*.safetensors")}
+    assert left
+    pipeline.complete("encoders")
+    assert {path.name: path.stat().st_ino for path in run.glob("*.safetensors")} == left
+
+
 def test_what_is_asked_for_is_there_and_not_computed_again(
     undisturbed: Pipeline, tmp_path: Path
 ) -> None:

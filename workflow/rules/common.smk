@@ -220,6 +220,15 @@ def finish():
         print(f"maect: the report is {page}; open it in a browser", file=sys.stderr)
 
 
+def is_forced(job):
+    """Whether the user wants it to run: Snakemake forces what was interrupted, too."""
+    asked = workflow.dag_settings
+    own = {job.rule.name, *map(os.path.abspath, job.output)}
+    named = {*asked.forcerun, *map(os.path.abspath, asked.forcerun)}
+    asked_for = asked.forceall or asked.forcetargets or own & named
+    return bool(workflow.dag.reason(job).forced and asked_for)
+
+
 def start():
     """Before the first job; not when the Snakefile is read, since a dry run may look at anything.
 
@@ -237,7 +246,7 @@ def start():
             [*job.input, *job.output] if job.rule.shellcmd else [],
             [Path(file) for file in job.output],
             Path(job.params.config) if "config" in job.params.keys() else None,
-            bool(workflow.dag.reason(job).forced),
+            is_forced(job),
         )
         for job in workflow.dag.needrun_jobs()
     ]
