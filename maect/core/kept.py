@@ -6,6 +6,7 @@ are not repeated. The second name, `.NAME.kept`, lies beside the first: some fil
 within a folder only.
 """
 
+import logging
 import os
 import uuid
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from maect.core.errors import UserError
 
 SUFFIX = ".kept"
+
+log = logging.getLogger(__name__)
 
 
 def keep(paths: Sequence[Path]) -> None:
@@ -46,7 +49,7 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
     here = [path for path in paths if path not in gone]
     if not gone or not all(second_name(path).exists() for path in gone):
         return
-    if not all(_is_second(path, path) for path in here):
+    if any(second_name(path).exists() and not _is_second(path, path) for path in here):
         return
     for path in gone:
         with suppress(FileExistsError):  # by a job that nobody watched
@@ -54,7 +57,8 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
     try:
         if is_finished():
             return
-    except (UserError, KeyError, TypeError, ValueError):  # damaged: it is made again
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        log.warning("%s: damaged, so it is made again (%s)", gone[0], error)
         damaged = True
     else:
         damaged = False
@@ -77,8 +81,8 @@ def _take_back(path: Path) -> None:
 def tidy(root: Path) -> None:
     """Give up, in a results folder, the second names of files that Snakemake did not delete."""
     for pattern in ("runs/*", "features/*", "evaluations/*", "shards/*/*"):
-        for second in root.glob(f"{pattern}/.*{SUFFIX}"):
-            for path in kept(second.parent):
+        for folder in {second.parent for second in root.glob(f"{pattern}/.*{SUFFIX}")}:
+            for path in kept(folder):
                 with suppress(OSError):  # gone, or its job is at work on it
                     if _is_second(path, path):
                         forget([path])

@@ -72,13 +72,15 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
     if context.rank == 0:
         if not context.is_current():
             raise SupersededError(f"{job.out}: another job has taken this evaluation over")
-        result = {
+        result: dict[str, Any] = {
             "metrics": metrics,
             "settings": protocol.model_dump(mode="json") | {"resize": job.resize},
             "provenance": provenance(job, protocol, context.world_size, encoder)
             | {"test_data": protocol.test_data}
             | job.notes,
         }
+        if protocol.leaves:
+            result["left_sha256"] = sha256_file(job.out.with_suffix(".safetensors"))
         write_record(job.out, result)
         keep(outputs(job.out, protocol))
         shutil.rmtree(job.state, ignore_errors=True)
@@ -118,6 +120,11 @@ class Completion:
             return False
         result = read_json(self._out)
         about = result["provenance"]
+        left = self._out.with_suffix(".safetensors")
+        if "left_sha256" in result and not (
+            left.exists() and sha256_file(left) == result["left_sha256"]
+        ):
+            return False  # of a job that was stopped between the two
         return (
             self._decisive(result["settings"]) == self._settings
             and about["encoder_sha256"] == self._encoder

@@ -151,7 +151,7 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
     for key in ("encoder_sha256", "pooling", "precision", "class_names", "image_size", "resize"):
         if train.record.get(key) != test.record.get(key):
             raise UserError(
-                f"{train.path} and {test.path}: {key} differs; extract both with one encoder"
+                f"{train.path} and {test.path}: {key} differs; extract both in the same way"
             )
     if train.width != test.width:
         raise UserError(f"{train.path} and {test.path}: {train.width} and {test.width} features")

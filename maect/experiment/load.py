@@ -5,7 +5,6 @@ gives a run for every combination. The `from` links are the edges of the pipelin
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
@@ -116,10 +115,13 @@ class Experiment:
             check_name(f"{self.file}: datasets", name)
             for split in dataset.splits:
                 check_name(f"{self.file}: datasets: {name}: splits", split)
-        # Files of features are called so.
-        called = Counter(f"{name}-{split}" for name, split in self.splits)
-        if twice := [name for name, count in called.items() if count > 1]:
-            raise self._error(f"datasets: {twice[0]} names two splits; rename one of them")
+        own = {f"{self.default_dataset}-{s}": s for s in self.datasets[self.default_dataset].splits}
+        for name, split in self.splits:
+            if name != self.default_dataset and (other := own.get(f"{name}-{split}")):
+                raise self._error(
+                    f"datasets: features of {self.default_dataset}: {other} and of {name}: {split} "
+                    f"would both be called {name}-{split}; rename one of them"
+                )
 
     def _add_runs_to_score(self) -> tuple[tuple[str, str], ...]:
         """The evaluations that are asked for, once their trainings are among the runs."""

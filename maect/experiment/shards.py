@@ -16,6 +16,9 @@ from maect.experiment.schema import Split, fill_path
 from maect.recipes import Pixels
 
 ASKED, TAKEN = "asked.json", "taken.json"
+TAKEN_BEFORE = "taken"
+"""A key of `asked.json` of an earlier version: the digest of what was taken, empty of what is its
+own."""
 
 
 def made_of(split: Split, pixels: Pixels, images: Path) -> dict[str, Any]:
@@ -48,7 +51,7 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
     kept = split.images is None or not split.source.sharded or split.source.in_place
     if kept or (own / "plan.json").exists():
         return own
-    found = _finished(own)
+    where, found = images.resolve(), _finished(own)
     finished = {
         folder: made
         for folder, made in found.items()
@@ -63,12 +66,14 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
         return begun
     same = (folder for folder, made in finished.items() if made == asked)
     # A file that is edited in place leaves the times of folders as they are.
-    return next((folder for folder in same if not may_differ(folder, images)), own)
+    return next((folder for folder in same if not may_differ(folder, where)), own)
 
 
 def taken(own: Path) -> Path | None:
     """The other experiment's folder that a split without shards of its own has begun with."""
     noted = read_mapping(own / TAKEN)
+    if not noted and (asked := read_mapping(own / ASKED)).get(TAKEN_BEFORE):
+        noted = {"digest": asked.pop(TAKEN_BEFORE), "made_of": asked}
     for folder, made in _finished(own).items() if noted else ():
         # Those of images that were edited in place are made of the same by the words.
         if (made, index_digest(folder)) == (noted["made_of"], noted["digest"]):
@@ -146,9 +151,13 @@ def last_changes(images: Path) -> str:
 
 def _finished(own: Path) -> dict[Path, dict[str, Any]]:
     """Finished shards of a split of this name, of every experiment, and what they were made of."""
-    files = sorted(own.parents[3].glob(f"*/shards/*/{own.name}/{ASKED}"))
-    return {
+    files = sorted(own.parents[2].parent.glob(f"*/shards/*/{own.name}/{ASKED}"))
+    made = {
         file.parent: read_mapping(file) for file in files if (file.parent / "index.json").exists()
+    }
+    return {
+        folder: {key: value for key, value in noted.items() if key != TAKEN_BEFORE}
+        for folder, noted in made.items()
     }
 
 

@@ -2,13 +2,14 @@
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.core.kept import forget, keep, tidy
+from maect.core.settings import SettingsFile
 from maect.data.sources.base import is_there
 from maect.data.sources.changes import advice
 from maect.evaluate import PROTOCOLS, Features, Shards
@@ -70,13 +71,12 @@ def faults(experiment: Experiment, jobs: Sequence[Job]) -> list[str]:
 
 
 def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
-    """Write what jobs are told, keep what they may find to be done; the results folder is owned."""
+    """Write what jobs are told, and keep what they may find to be done; for the folder's owner."""
     refresh_runs(experiment)
     tidy(experiment.root)
-    told = dict(resolve.files(experiment))
     for job in jobs:
         if job.config is not None:
-            told[job.config].write(job.config)
+            _told(experiment, job).write(job.config)
         # What Snakemake deletes now, the job may find to be what it is asked for.
         if job.rule in LOOKS_FIRST:
             (forget if job.forced else keep)(job.outputs)
@@ -91,6 +91,23 @@ def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
             print(f"maect: {dataset} {split} is sharded already: {folder}", file=sys.stderr)
             # What these were made of is from now on what this experiment asks for.
             note_taken(experiment.own_shards(dataset, split), folder)
+
+
+def _told(experiment: Experiment, job: Job) -> SettingsFile:
+    """All that a job is told."""
+    rule, given = job.rule, job.wildcards
+    if rule in PROTOCOLS:
+        return resolve.evaluation_config(experiment, given["run"], given["evaluation"])
+    if rule in STAGES:
+        return resolve.run_config(experiment, given["run"])
+    if rule in ("table", "figure"):
+        return resolve.shown_config(experiment, given[rule], figure=rule == "figure")
+    pages: dict[str, Callable[[Experiment], SettingsFile]] = {
+        "claims": resolve.claims_config,
+        "images": resolve.images_config,
+        "summary": resolve.summary_config,
+    }
+    return pages[rule](experiment)
 
 
 def _planned(jobs: Iterable[Job]) -> list[tuple[str, str]]:

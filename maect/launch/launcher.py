@@ -51,9 +51,7 @@ def launch(
         SystemExit: status 130, stopped or detached by a signal.
     """
     folder = Path(folder).absolute()
-    job = record.read_job(folder)
-    # A job that is still at work may be of other settings, and write over what is there.
-    if (job is None or job.state == "ended") and is_done():
+    if is_done() and not _is_endangered(folder, task.identity):
         return
     if re.search(r"[\x00-\x1f\x7f]", str(folder)):  # sbatch reads its options line by line
         raise LaunchError(f"{str(folder)!r}: no job runs in a folder with a line break in its name")
@@ -70,6 +68,17 @@ def launch(
             ) from error
         finally:
             line.close()
+
+
+def _is_endangered(folder: Path, identity: str) -> bool:
+    """Whether a job of other settings may still write over what is there."""
+    try:
+        job = record.read_job(folder)
+    except LaunchError:  # damaged: nothing is asked of the job any more
+        return False
+    if job is None or job.state == "ended" or record.verdict(folder, job) == "done":
+        return False
+    return job.request.get("identity", "") not in ("", identity)
 
 
 def clusters() -> dict[str, Cluster]:

@@ -30,7 +30,8 @@ Tables = Mapping[str, pd.DataFrame]
 
 VALUE = re.compile(r"""([a-z]\w*)\.(\w+|\*)(?:\.(\w+)|\["([\w.]+)"\])\.(\w+)""")
 COST, PRETRAINING, TRAINED = "cost", "pretraining", "trained"
-"""How statements call the tables of what training cost, and of what its first stage logged."""
+"""Tables beside those that are shown: what training cost, what its first stage logged, and which
+models were trained here."""
 # What the paper prints as equal is equal.
 TOLERANCE = 1e-9
 

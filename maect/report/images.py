@@ -146,8 +146,9 @@ def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
     about = read_mapping(explored.with_suffix(".json")).get("provenance", {}).get("splits", {})
     shown = {name.removeprefix("features_"): made["index_digest"] for name, made in about.items()}
     digests = found["splits"] if isinstance(found, dict) else {}  # a list: of earlier versions
-    both = digests.keys() & shown.keys()
-    if not both or any(shown[split] != digests[split] for split in both):
+    for path in audit.parent.glob("shards/*/*/index.json"):  # of splits that are not shown
+        shown.setdefault(path.parent.name, read_mapping(path).get("digest"))
+    if not about or not digests or any(shown.get(split, of) != of for split, of in digests.items()):
         log.warning("%s: not of the images as they are now, so left out; maect audit again", audit)
         return []
     return sorted(found["pairs"], key=lambda pair: -pair["similarity"])

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -189,7 +189,7 @@ def train(
         record={"fingerprint": identity},
         losses=record.get("losses") if record else [],
         useful_seconds=record.get("useful_seconds", 0.0),
-        held_seconds=max(0.0, record.get("held_seconds", 0.0) - context.held_seconds()),
+        held_before=_held_before(record, context),
         scores=scores.resumed(record.get("scores")) if scores and record else scores,
         looker=looker,
         replay=repeat,
@@ -257,7 +257,7 @@ class Trainer:
         losses: sum and number of the losses of each epoch so far, part of the state; None in a
             run that began before states had them.
         useful_seconds: device time of the steps so far, part of the state.
-        held_seconds: device time held, likewise, as far as this job's record does not know of it:
+        held_before: device time held, likewise, of jobs that the launcher's record does not know:
             that of a finished run begins anew, and folders are copied without it.
         scores: of the epochs so far, if they are scored.
         looker: looks at the encoder now and then, if anything does.
@@ -280,7 +280,7 @@ class Trainer:
     record: dict[str, Any]
     losses: list[tuple[float, int]] | None
     useful_seconds: float = 0.0
-    held_seconds: float = 0.0
+    held_before: float = 0.0
     scores: Scores | None = None
     looker: Looker | None = None
     replay: Replay | None = None
@@ -486,7 +486,8 @@ class Trainer:
             buffers = self._saved_buffers() if self.context.rank == 0 else {}
             record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
             record |= {} if self.scores is None else {"scores": self.scores.record}
-            record |= {"useful_seconds": self.useful, "held_seconds": self.held}
+            record |= {"useful_seconds": self.useful, "held_before": self.held_before}
+            record |= {"held_seconds": self.context.held_seconds()}
             self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
         self._saved_at = time.monotonic()
         if wait:
@@ -503,7 +504,7 @@ class Trainer:
     @property
     def held(self) -> float:
         """Seconds x ranks for which all jobs of the run have held their devices."""
-        return self.held_seconds + self.context.held_seconds()
+        return self.held_before + self.context.held_seconds()
 
     def _look(self) -> dict[str, float]:
         """What a look at the encoder finds, if one is due."""
@@ -638,6 +639,13 @@ def _scores(run: Run, split: Index) -> Scores | None:
     if index.class_names != split.class_names:
         raise UserError(f"{run.test}: its classes differ from those of {run.shards}")
     return Scores(index, run.resize)
+
+
+def _held_before(record: Mapping[str, Any], context: Context) -> float:
+    """What a state says of the device time that the launcher's record has forgotten since."""
+    before: float = record.get("held_before", 0.0)
+    noted: float = record.get("held_seconds", 0.0)
+    return before if context.held_seconds() >= noted else before + noted
 
 
 def _piece(batch: Batch, number: int, pieces: int) -> Batch:

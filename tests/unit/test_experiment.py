@@ -12,6 +12,7 @@ import yaml
 
 from maect.core.errors import UserError
 from maect.core.files import write_record
+from maect.evaluate import EvaluationConfig
 from maect.experiment import Experiment, load, resolve, start
 from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS
@@ -209,7 +210,7 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
                     "a": {"splits": {"b-c": {"images": "/i"}}},
                 }
             },
-            "datasets: a-b-c names two splits",
+            "datasets: features of a-b: c and of a: b-c would both be called a-b-c",
         ),
         ({"runs": {"m;ls": {"recipe": "mae", "size": "tiny"}}}, "runs: 'm;ls' is not a name"),
     ],
@@ -510,6 +511,20 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
         assert {f"{folder}/run.json", f"{folder}/encoder.safetensors"} <= set(reads)
     scored = resolve.evaluation_config(found, "mae_tiny", "fine_tune")
     assert [path.name for path in scored.paths("trained")] == tuned[:3]
+
+
+def test_a_job_that_the_file_does_not_list_is_told_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any file below the results folder may be asked for."""
+    monkeypatch.chdir(tmp_path)
+    found = load(write(tmp_path, storage="r"))
+    assert ("head_min_tiny", "knn") not in found.asked
+    config = Path("r/evaluations/head_min_tiny/knn.yaml")
+    wildcards = {"run": "head_min_tiny", "evaluation": "knn"}
+    start.prepare(found, [start.Job("knn", wildcards, [], [], config, False)])
+    told = resolve.evaluation_config(found, "head_min_tiny", "knn")
+    assert EvaluationConfig.read(config).digest == told.digest
 
 
 def test_fine_tunings_are_trained_on_what_is_evaluated(tmp_path: Path) -> None:

@@ -96,3 +96,15 @@ def test_nothing_is_put_back_beside_what_was_written_since(tmp_path: Path) -> No
     paths[0].write_text("other settings")
     put_back(paths, lambda: True)
     assert paths[0].read_text() == "other settings" and not paths[1].exists()
+
+
+def test_a_file_that_was_never_kept_may_be_there(tmp_path: Path) -> None:
+    """Snakemake knows of the outputs that all runs of a stage leave, and deletes those."""
+    paths = made(tmp_path)
+    beside = tmp_path / "head"
+    beside.write_text("first")
+    keep(paths)
+    for path in paths:
+        path.unlink()
+    put_back([*paths, beside], lambda: True)
+    assert all(path.read_text() == "first" for path in [*paths, beside])

@@ -77,4 +77,3 @@ def test_damaged_weights_are_not_put_back(tmp_path: Path) -> None:
     assert not is_finished(tmp_path, "one", intact=True)
     put_back(outputs, lambda: is_finished(tmp_path, "one", intact=True))
     assert kept(tmp_path) == [] and not any(path.exists() for path in outputs)
-    assert (tmp_path / "state/step").exists()  # which they are written from again

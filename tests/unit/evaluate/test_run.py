@@ -22,6 +22,23 @@ from maect.evaluate.umap import Umap
 from .conftest import Rank, blobs, given, resolved, store
 
 
+def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_them(
+    images: Path, tmp_path: Path, rank: Rank
+) -> None:
+    features = images / "runs" / "mae"
+    run = tmp_path / "run"
+    shutil.copytree(features, run)
+    checksum = sha256_file(run / "encoder.safetensors")
+    write_json(run / "run.json", {"sha256": {"encoder.safetensors": checksum}})
+    test = store(tmp_path / "test.safetensors", *blobs(60, 12, 6, 0), encoder_sha256=checksum)
+    config = resolved(EvaluationJob(run, tmp_path / "c.json", {"test": test}), Clustering(runs=2))
+    evaluate(rank, config=config)
+    assert Completion(config).is_there()
+    left = tmp_path / "c.safetensors"
+    left.write_bytes(left.read_bytes() + b"0")
+    assert not Completion(config).is_there()
+
+
 def test_json_says_what_was_done(job: EvaluationJob, rank: Rank) -> None:
     assert evaluate(rank, config=resolved(job, Knn(k=5))) == "done"
     result = read_json(job.out)

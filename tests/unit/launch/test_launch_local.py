@@ -100,6 +100,18 @@ def test_a_live_job_does_not_write_over_what_was_put_back(run):
     assert run.job().state == "ended"
 
 
+@pytest.mark.parametrize("record", ["done", "damaged"])
+def test_a_record_that_was_left_behind_does_not_keep_a_result_from_being_there(run, record):
+    """Its launcher went before the end, and the settings have changed and changed back."""
+    first = run.start(steps=3, identity="before")
+    finish(first)
+    run.change_job(state="submitted", host="elsewhere")
+    if record == "damaged":
+        (run.folder / "job.json").write_text("{")
+    words = finish(run.start(steps=3, identity="after"))
+    assert "submitted" not in words and len(run.starts()) == 1
+
+
 def test_launcher_killed_while_it_submits(run):
     launcher = run.start()
     wait_for(lambda: run.read("job.json").get("state") == "submitting" and run.processes())
