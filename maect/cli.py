@@ -41,6 +41,7 @@ ENCODER = "folder of a run, or one that maect export wrote"
 IMAGES = "a folder, or a .csv or .tsv table with a column path"
 DEVICE = "such as cpu or cuda:1; by default a GPU where there is one"
 PROFILE = "name or folder of a cluster profile (default local: this machine)"
+LOG = "also write messages to this file"
 RESIZE = "shorter side before the centre crop, if not that of the run's config.yaml"
 
 
@@ -147,6 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--classes", help="for a view: dogs15, or a file of class names, one a line")
     sub.add_argument("--only", help="one step: plan, the number of a shard, or index")
     sub.add_argument("--verify", action="store_true", help="check shards that were written")
+    sub.add_argument("--log", help=LOG)
 
     sub = command(
         "retrieve", retrieve, "Download public data or weights, or write the digits.",
@@ -474,7 +476,7 @@ def launch_options() -> argparse.ArgumentParser:
     group.add_argument("--setup", default="", help="script that the compute node sources first")
     group.add_argument("--python", default="", help="what ranks run in place of this Python")
     group.add_argument("--detach", action="store_true", help="leave the job running on Ctrl-C")
-    group.add_argument("--log", help="also write messages to this file")
+    group.add_argument("--log", help=LOG)
     return parent
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike, cpu_count, fspath
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.features import BATCH, Encoding, finite
 from maect.models.export import read_export
+from maect.models.precision import Precision
 from maect.recipes import Pixels
 from maect.stages.run import resize_of
 
@@ -52,7 +53,7 @@ class ImageEncoder:
         self,
         folder: Path,
         device: str | None = None,
-        precision: Literal["fp32", "bf16"] = "fp32",
+        precision: Precision = "fp32",
         resize: int | None = None,
     ) -> None:
         """Load a run, or a folder that `maect export` wrote; see `maect.load`."""
@@ -61,6 +62,9 @@ class ImageEncoder:
             self.path, own = folder / ENCODER, resize_of(folder)
         else:
             self.path, self.sha256, own = read_export(folder)
+        if precision not in get_args(Precision):
+            known = " and ".join(get_args(Precision))
+            raise UserError(f"precision {precision!r}: features are computed in {known}")
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.encoding = Encoding(self.path, torch.device(device), precision)

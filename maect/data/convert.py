@@ -359,7 +359,7 @@ def _dicom(data: bytes) -> NDArray[Any]:
         import pydicom
         from pydicom.pixels import apply_modality_lut
     except ImportError:
-        raise UnreadableError("DICOM needs pydicom: pip install 'maect[dicom]'") from None
+        raise UnreadableError("DICOM needs the package pydicom: uv pip install pydicom") from None
     file = pydicom.dcmread(io.BytesIO(data))
     values = file.pixel_array
     if int(getattr(file, "NumberOfFrames", 1) or 1) > 1:

@@ -233,7 +233,7 @@ def planned(
     Nothing is written.
     """
     if shards < 1:
-        raise UserError(f"shards: {shards}; at least one is needed")
+        raise UserError(f"--shards {shards}: at least one is needed")
     images = open_source(kind, source, labels, pixels)
     listing = images.listing()
     if listing.ignored:

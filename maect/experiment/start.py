@@ -1,5 +1,6 @@
 """Before the first job: what it would miss, and what is written down for it."""
 
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,7 +137,7 @@ def missing_images(
         where, images = f"{experiment.file}: datasets: {name}", experiment.images(name, split)
         if given.images is not None and not is_there(images):
             missing.append(
-                f"{where}: no images at {images} (split {split}); "
+                f"{where}: no images at {images} (split {split}){_unset(images)}; "
                 "correct `images` there or put the images in place"
             )
         lost = [file for file in given.files() if not Path(file).exists()]
@@ -148,8 +149,8 @@ def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -
     """Likewise, a sentence a file of weights that is to be imported, for runs or for all."""
     chosen = [experiment.runs[name] for name in (experiment.runs if runs is None else runs)]
     return [
-        f"{experiment.file}: runs: {run.name}: no weights at {run.weights}; correct `weights` "
-        "there or fetch them (maect retrieve, docs/weights.md)"
+        f"{experiment.file}: runs: {run.name}: no weights at {run.weights}{_unset(run.weights)}; "
+        "correct `weights` there or fetch them (maect retrieve, docs/weights.md)"
         for run in chosen
         if run.weights is not None
         and not (experiment.folder(run.name) / "run.json").exists()
@@ -276,6 +277,12 @@ def refresh_runs(experiment: Experiment) -> None:
             continue
         if same:
             told.write(path)
+
+
+def _unset(path: Path) -> str:
+    """Which environment variables a path names that are not set."""
+    names = re.findall(r"\$\{?(\w+)", str(path))
+    return f", as {' and '.join(names)} is not set: export it" if names else ""
 
 
 def _is_finished(shards: Path) -> bool:

@@ -309,6 +309,8 @@ def show(root: Path) -> None:
         told = path.with_suffix(".yaml")
         compare = not told.exists() or ShownConfig.read(told).compare_with_paper
         console.print(for_terminal(printed(read_table(path), path.stem, compare=compare)))
-    for path in [*sorted(root.glob("figures/*.png")), root / "report.html"]:
-        if path.exists():
-            print(path)
+    others = [*sorted(root.glob("figures/*.png")), *root.glob("report.html")]
+    for path in others:
+        print(path)
+    if not others and not any(root.glob("tables/*.csv")):
+        raise UserError(f"{root}: no table or figure; name the folder of an experiment's results")

@@ -265,13 +265,8 @@ def storage(experiment: Experiment) -> list[Finding]:
     system = os.statvfs(folder)
     free, inodes = system.f_bavail * system.f_frsize, system.f_favail
     hint = "free some space, or set `storage` in the experiment to a larger file system"
-    out = [
-        Finding("ok", f"{folder}: {size_text(free)} free, about {size_text(size)} needed")
-        if free > size
-        else Finding(
-            "FAIL", f"{folder}: {size_text(free)} free, about {size_text(size)} needed", hint
-        )
-    ]
+    told = f"{folder}: {size_text(free)} free, about {size_text(size)} needed for {experiment.name}"
+    out = [Finding("ok", told) if free > size else Finding("FAIL", told, hint)]
     if not system.f_files:
         return [*out, Finding("note", f"{folder}: unknown how many more files are possible")]
     what = f"{folder}: {inodes:,} more files possible, about {files:,} needed"

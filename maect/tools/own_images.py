@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.data.convert import Look, look, scaled
 from maect.data.decode import UnreadableError
 from maect.data.sources import UNLABELLED, Entry, ImageSource, kind_of, open_source
@@ -177,7 +177,8 @@ def look_at(
         except (OSError, UnreadableError) as error:
             faults.append(f"{folder / entry.name}: cannot be read as an image ({error})")
     if not looks or (faults and not skip_unreadable):
-        more = f", nor can {len(faults) - 1} others of {len(chosen)}" if len(faults) > 1 else ""
+        others = counted(len(faults) - 1, "other")
+        more = f", nor can {others} of the {len(chosen)} opened" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}; repair or remove it, or pass --skip-unreadable")
     pixels, remarks = _pixels(folder, looks)
     if faults:

@@ -140,7 +140,7 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
-        raise UserError(f"{name} is not installed: pip install maect[{name}]") from None
+        raise UserError(f"{name} is not installed: uv pip install {name}") from None
 
 
 def _told(run: Path) -> dict[str, Any]:

@@ -79,6 +79,11 @@ def test_missing_weights_are_named_until_they_are_imported(
     (tmp_path / "runs/ijepa_huge448").mkdir(parents=True)
     (tmp_path / "runs/ijepa_huge448/run.json").touch()
     assert missing_weights(found) == []
+    monkeypatch.delenv("PUBLIC")
+    assert (
+        "/mae_l.pth, as PUBLIC is not set: export it; correct"
+        in missing_weights(experiment(tmp_path))[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def test_looking_at_the_whole_paper_is_cheap_even_without_imagenet():
     assert seconds < 20 and kilobytes < 300 * 1024  # 10 s on a quiet machine
     warnings = [line for line in said.splitlines() if line.startswith("maect: warning")]
     assert sum("no images at $IMAGENET/train " in line for line in warnings) == 1
+    assert any("(split train), as IMAGENET is not set: export it; " in line for line in warnings)
     assert sum("no folder $LOW_SHOT_LISTS of low-shot lists" in line for line in warnings) == 1
 
 

@@ -81,7 +81,7 @@ def test_what_cannot_be_copied_is_named(
     assert "has logged nothing (no metrics.jsonl)" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "mlflow", None)
     assert main(["sync", "mlflow", str(write_run(tmp_path / "ct", 1))]) == 2
-    assert "mlflow is not installed: pip install maect[mlflow]" in capsys.readouterr().err
+    assert "mlflow is not installed: uv pip install mlflow" in capsys.readouterr().err
     assert not (tmp_path / "ct/synced.json").exists()
 
 

@@ -38,7 +38,7 @@ rule plan_shards:
         "Listing the images of {wildcards.dataset} {wildcards.split}"
     shell:
         'maect shard {resources.images:q} "$(dirname {output:q})" {params.source:q}'
-        " --only plan 2> {log:q}"
+        " --only plan --log {log:q}"
 
 
 rule write_shard:
@@ -61,7 +61,7 @@ rule write_shard:
         "Writing shard {wildcards.number} of {wildcards.dataset} {wildcards.split}"
     shell:
         'maect shard {resources.images:q} "$(dirname {output:q})" {params.source:q}'
-        " --only {wildcards.number} 2> {log:q}"
+        " --only {wildcards.number} --log {log:q}"
 
 
 rule index_shards:
@@ -85,7 +85,7 @@ rule index_shards:
         "Indexing the shards of {wildcards.dataset} {wildcards.split}"
     shell:
         'maect shard {resources.images:q} "$(dirname {output.index:q})" {params.source:q}'
-        " --only index 2> {log:q}"
+        " --only index --log {log:q}"
 
 
 rule shards:

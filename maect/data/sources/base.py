@@ -1,5 +1,6 @@
 """What a source is: a declaration, and how its images are listed and read."""
 
+import logging
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 
 if TYPE_CHECKING:
     from maect.recipes import Pixels
+
+log = logging.getLogger(__name__)
 
 UNLABELLED = -1
 SUFFIXES = frozenset(
@@ -272,6 +275,9 @@ def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list
     Raises:
         UserError: a class without images.
     """
+    beside = [e.name for e in os.scandir(source) if not e.is_dir() and not e.name.startswith(".")]
+    if images := sum(os.path.splitext(name)[1].lower() in SUFFIXES for name in beside):
+        log.warning("%s: left out: %s in no class folder", source, counted(images, "image"))
     entries: list[Entry] = []
     ignored: list[str] = []
     for folder, label in folders:

@@ -51,6 +51,11 @@ def test_vectors_are_the_bits_of_the_features_file(
         np.testing.assert_array_equal(vector, by_key[key])
 
 
+def test_a_precision_that_there_is_not(run: Path) -> None:
+    with pytest.raises(UserError, match="precision 'fp16': features are computed in fp32 and bf16"):
+        maect.load(run, precision="fp16")  # type: ignore[arg-type]
+
+
 def test_features_of_another_resize_are_extracted_again(
     run: Path, photographs: Path, tmp_path: Path
 ) -> None:

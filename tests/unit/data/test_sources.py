@@ -1,6 +1,7 @@
 """What every kind of source is asked for, and what no source may hand on."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -58,6 +59,16 @@ runs: {{}}
     with pytest.raises(SystemExit):
         main(["shard", "--help"])
     assert "zip: a zip of CLASS/IMAGE" in " ".join(capsys.readouterr().out.split())
+
+
+def test_images_beside_the_class_folders_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    images = image_folder(tmp_path / "images", 2, 4)
+    shutil.copy(next(images.rglob("*.jpg")), images / "loose.JPG")
+    (images / "README.txt").touch()
+    assert len(open_source("folder", images).listing().entries) == 8
+    assert f"{images}: left out: 1 image in no class folder" in caplog.text
 
 
 def test_declarations_need_neither_numpy_nor_torch() -> None:
