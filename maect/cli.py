@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -69,7 +70,10 @@ def run(arguments: Sequence[str] | None) -> int:
     if options.call is run_experiment:
         options.arguments = rest
     elif rest:
-        parser.error(f"{options.command}: unknown {' '.join(rest)}; maect {options.command} --help")
+        known = [f"--{name.replace('_', '-')}" for name in vars(options)]
+        near = get_close_matches(rest[0].partition("=")[0], known, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else f"maect {options.command} --help"
+        parser.error(f"{options.command}: unknown {' '.join(rest)}; {hint}")
     with command_log(getattr(options, "log", None)):
         try:
             return options.call(options) or 0

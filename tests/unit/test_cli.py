@@ -117,7 +117,10 @@ def test_status_of_all_experiments_names_those_without_a_run(
 def test_options_that_do_not_exist_are_named(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["shard", "a", "b", "--foo"])
-    assert "maect: error: shard: unknown --foo" in capfd.readouterr().err
+    assert "maect: error: shard: unknown --foo; maect shard --help" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["search", "run", "index", "image", "--cuont=5"])
+    assert "search: unknown --cuont=5; did you mean --count?" in capfd.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["plan", "--utilisation", "5"])
     assert "'5' is not a number above 0 and up to 1" in capfd.readouterr().err
