@@ -27,7 +27,7 @@ rule report:
     input:
         LOST_SHARDS,
         rules.report_html.output,
-        [] if {"tables", "figures"} & changes.keys() else rules.evaluations.input,
+        SHOWN if {"tables", "figures"} & changes.keys() else rules.evaluations.input,
     localrule: True
 
 

@@ -78,7 +78,9 @@ class Where:
         kept.put_back(outputs, is_done)
         name = folder.name
         if name.endswith(".job"):  # beside those of other runs
-            name = f"{folder.parent.name} {name.removesuffix('.job')}"
+            name = f"{folder.parent.name} {name.removesuffix('.job')}".strip()
+        if outputs and is_done():
+            log.info("%s %s: %s is there", what, name, outputs[-1])
         launch(
             Task(task, arguments, identity), folder, replace(self.resources, nodes=nodes),
             is_done=is_done, describe=f"{what} {name}", detach=self.detach,
@@ -187,6 +189,9 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Comp
     if fingerprint(run, *given) != told:
         raise UserError(f"{path}: not what the run was told (recipe.json): settings, seed, source "
                         "or shards have changed since")  # fmt: skip
+    steps = stage.total_steps(stage.training_images(open_index(shards)).n)
+    if step > steps:
+        raise UserError(f"{run}: step {step} cannot be repeated: the run has {steps} steps")
     need(run / "metrics.jsonl", "log")
     nodes, states = fixed_nodes(where.nodes), states_before(run, step)
     ranks = nodes * where.resources.devices

@@ -146,6 +146,16 @@ rule summary:
         "maect summary {params.config:q} 2> {log:q}"
 
 
+# Snakemake does not miss what a table was made of, once that is there: targets name it.
+SHOWN = [
+    str(file)
+    for figure, names in ((False, TABLES), (True, FIGURES))
+    for name in names
+    for file in resolve.read_by_shown(experiment, name, figure=figure)
+    if experiment.root / "evaluations" in file.parents
+]
+
+
 rule tables:
     input:
         LOST_SHARDS,
