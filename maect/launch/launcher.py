@@ -244,9 +244,12 @@ class _Launch:
 
     def obey(self, job: Job, look: Look) -> None:
         """Leave the job running, or stop it, if that was asked for."""
-        if reason := self.interruption.reason_to_leave():
+        # A second interrupt cancels, also where Snakemake has gone by the first one.
+        reason = self.interruption.reason_to_leave()
+        if reason and self.interruption.stops < 2:
             name = f"{job.cluster} job {job.id or job.name}"
-            self.line.say(f"{reason}; {name} keeps running: start again to re-attach")
+            then = "saves and stops" if job.stop else "keeps running: start again to re-attach"
+            self.line.say(f"{reason}; {name} {then}")
             raise SystemExit(130)
         if not self.interruption.stops:
             return
