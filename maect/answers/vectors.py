@@ -117,12 +117,10 @@ class Vectors:
         Raises:
             UserError: other weights, or images resized otherwise.
         """
-        for key in ("encoder_sha256", "resize"):
+        for key, what in (("encoder_sha256", "encoder than"), ("resize", "resize than that of")):
             if self.about.get(key) != encoder.about[key]:
-                raise UserError(
-                    f"{path}: made with another {key} than that of {encoder.path.parent}; "
-                    "embed the images again"
-                )
+                folder = encoder.path.parent
+                raise UserError(f"{path}: made with another {what} {folder}; embed again")
 
     @property
     def pixels(self) -> Pixels:
