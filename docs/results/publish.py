@@ -9,18 +9,20 @@ comments of its name.
 """
 
 import argparse
+import math
 import platform
 import re
 import shutil
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from maect.core.files import json_lines, read_json, write_json, write_text
+from maect.core.files import json_lines, read_json, read_mapping, write_json, write_text
 from maect.experiment import Experiment, load
-from maect.experiment.resolve import figures, run_config, tables
+from maect.experiment.resolve import figures, read_by_shown, run_config, tables
 from maect.report.registry import FIGURES, TABLES
 from maect.report.render import MISSING, printed, render, verdicts
 from maect.report.tables import read_table
@@ -42,18 +44,33 @@ def collect(name: str) -> None:
     for folder in ("tables", "figures", "resolved"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
-    for table in tables(experiment):
-        _copy(experiment.root / "tables" / f"{table}.csv", out / "tables")
-    for figure in figures(experiment):
-        _copy(experiment.root / "figures" / f"{figure}.png", out / "figures")
-    results = [experiment.root / "evaluations" / r / f"{n}.json" for r, n in experiment.evaluations]
-    made = [path for path in results if path.exists()]
-    write_json(out / "evaluations.json", {"asked": len(results), "made": len(made)})
-    claims = experiment.root / "claims.csv"
+    missing = []
+    for kind, names, ending in (
+        ("tables", tables(experiment), "csv"),
+        ("figures", figures(experiment), "png"),
+    ):
+        for one in names:
+            made = experiment.root / kind / f"{one}.{ending}"
+            # One that was made before a seed was there would pass for that of all of them.
+            if _is_newest(made, read_by_shown(experiment, one, figure=kind == "figures")):
+                shutil.copyfile(made, out / kind / made.name)
+            else:
+                missing.append(made.name)
+    results = {
+        pair: experiment.root / "evaluations" / pair[0] / f"{pair[1]}.json"
+        for pair in experiment.evaluations
+    }
+    done = {pair: path for pair, path in results.items() if path.exists()}
     (out / "claims.csv").unlink(missing_ok=True)
-    # Decided when some seeds were not there yet, they would be of another experiment.
-    if len(made) == len(results) and claims.exists() and _newer(claims, made):
-        _copy(claims, out)
+    claims = experiment.root / "claims.csv"
+    if len(done) == len(results) and _is_newest(claims, list(done.values())):
+        shutil.copyfile(claims, out / claims.name)
+    elif experiment.spec.compare_with_paper:
+        missing.append(claims.name)
+    counts = {"asked": len(results), "made": len(done), "missing": missing}
+    write_json(out / "evaluations.json", counts)
+    _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
+    write_json(out / "images.json", _images(experiment))
     for run in experiment.runs:
         folder = experiment.folder(run)
         if (folder / "run.json").exists():
@@ -66,17 +83,36 @@ def collect(name: str) -> None:
     write_json(out / "machine.json", _machine())
 
 
-def _newer(path: Path, others: list[Path]) -> bool:
-    return path.stat().st_mtime >= max(other.stat().st_mtime for other in others)
+def _is_newest(path: Path, others: list[Path]) -> bool:
+    """Whether a file is there, and newer than those of the others that are."""
+    if not path.exists():
+        return False
+    times = [other.stat().st_mtime for other in others if other.exists()]
+    return path.stat().st_mtime >= max(times, default=0.0)
 
 
-def _copy(path: Path, folder: Path) -> None:
-    if path.exists():
-        shutil.copyfile(path, folder / path.name)
+def _measured(results: dict[tuple[str, str], Path]) -> list[dict[str, Any]]:
+    """Every single number of every evaluation, before means over seeds are made of them."""
+    return [
+        {"run": run, "evaluation": evaluation, "metric": metric, "value": value}
+        for (run, evaluation), path in results.items()
+        for metric, value in read_json(path)["metrics"].items()
+        if isinstance(value, int | float)
+    ]
 
 
-def _write(lines: list[dict[str, Any]], path: Path) -> None:
-    write_text(path, pd.DataFrame(lines).to_csv(index=False, lineterminator="\n"))
+def _images(experiment: Experiment) -> dict[str, Any]:
+    """Number and digest of the images of every split that is sharded."""
+    found = {}
+    for dataset, split in experiment.splits:
+        index = read_mapping(experiment.shards(dataset, split) / "index.json")
+        if index:
+            found[f"{dataset} {split}"] = {"n": index["n"], "digest": index["digest"]}
+    return found
+
+
+def _write(lines: list[dict[str, Any]], path: Path, columns: list[str] | None = None) -> None:
+    write_text(path, pd.DataFrame(lines, columns=columns).to_csv(index=False, lineterminator="\n"))
 
 
 def _runs(experiment: Experiment) -> list[dict[str, Any]]:
@@ -175,6 +211,9 @@ def pages(folder: Path) -> dict[str, str]:
                 "test images where no training image is named."
             )
             made["recipes.md"] += f"\n## Replaced\n\n{told}\n\n{_markdown(replaced)}\n"
+        if (folder / "tried.csv").exists():
+            tried = pd.read_csv(folder / "tried.csv", dtype=str).fillna("")
+            made["recipes.md"] += f"\n## Also tried\n\n{_markdown(tried)}\n"
     if headline:
         made["headline.md"] = headline
         if progress:
@@ -197,7 +236,16 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         )
     if headline:
         parts.append(headline)
-    parts.append((folder / "notes.md").read_text(encoding="utf-8").strip())
+    if (folder / "measured.csv").exists() and (gains := _gains(folder, runs)):
+        parts.append(gains)
+    parts.append(_notes((folder / "notes.md").read_text(encoding="utf-8").strip(), runs))
+    if (folder / "neighbours.csv").exists():
+        published = pd.read_csv(folder / "neighbours.csv", dtype=str)
+        parts += [
+            "Published encoders of the same shape, trained for 100 epochs on other images and "
+            "evaluated on CIFAR-10, in percent, by their sources:",
+            _markdown(published),
+        ]
     if (folder / "recipes.csv").exists():
         parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
     if (folder / "claims.csv").exists() and not progress:
@@ -215,13 +263,18 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
             entry = FIGURES[figure]
             parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.about(True)}")
     machine = read_json(folder / "machine.json")
+    parts.append("## Runs")
+    if (folder / "images.json").exists():
+        splits = read_json(folder / "images.json").items()
+        told = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
+        parts.append(f"Images, and where the digest of each split begins: {told or 'none yet'}.")
     parts += [
-        "## Runs",
         f"On {machine['cores']} cores of {machine['cpu']} (accelerator: {machine['device']}), "
         f"torch {machine['torch']}, Python {machine['python']}. Operations are counted from the "
         "settings; device hours are wall-clock hours times ranks, also where other work shared the "
         "cores. What each finished run was told is in `resolved/`; `curves.csv` has losses and "
-        "looks, `runs.csv` the fine-tunings, too, with revisions and checksums of encoders.",
+        "looks, `runs.csv` the fine-tunings, too, with revisions and checksums of encoders, and "
+        "`measured.csv` every number of every evaluation.",
         _runs_table(runs),
     ]
     return "\n\n".join(parts) + "\n"
@@ -230,7 +283,8 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
 def _progress(folder: Path, runs: pd.DataFrame) -> str:
     """How much of the experiment there is; empty for all of it."""
     trained, results = int(runs["finished"].sum()), read_json(folder / "evaluations.json")
-    if trained == len(runs) and results["made"] == results["asked"]:
+    missing = results.get("missing", [])
+    if trained == len(runs) and results["made"] == results["asked"] and not missing:
         return ""
     done = f"{trained} of {len(runs)} trainings"
     return f"{done}, {results['made']} of {results['asked']} evaluations"
@@ -268,6 +322,65 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+GAINS = {
+    "k-NN": ("knn", "knn"),
+    "linear probe": ("linear_probe", "linear_probe"),
+    "1 shot": ("low_shot", "low_shot_1"),
+    "cluster accuracy": ("clustering", "accuracy"),
+}
+"""Evaluation and metric of what tuning adds."""
+
+
+def _gains(folder: Path, runs: pd.DataFrame) -> str:
+    """What tuning adds to the MAE of the same seed, and its cost; empty if nothing is there."""
+    measured = pd.read_csv(folder / "measured.csv")
+    values = measured.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+    size = next((run.removeprefix("mae_") for run in runs["run"] if run.startswith("mae_")), "")
+    lines, seeds = [], set()
+    for method in ("ct_min", "ct_aug"):
+        cells = []
+        for key in GAINS.values():
+            added = [
+                values[tuned, *key] - values[mae, *key]
+                for run in runs["run"]
+                if re.fullmatch(rf"{method}_{size}(-s\d+)?", tuned := str(run))
+                and (mae := tuned.replace(method, "mae"), *key) in values
+                and (tuned, *key) in values
+            ]
+            seeds.add(len(added))
+            std = statistics.stdev(added) if len(added) > 1 else math.nan
+            cells.append(f"{statistics.fmean(added):+.1f}" if added else MISSING)
+            cells[-1] += f" ± {std:.1f}" if not math.isnan(std) else ""
+        if all(cell == MISSING for cell in cells):
+            continue
+        first = _operations_behind(f"mae_{size}", runs)
+        total = _operations_behind(f"{method}_{size}", runs)
+        cells += [
+            f"{100 * (total - first) / first:.0f} %",
+            f"{100 * (total - first) / total:.0f} %",
+        ]
+        lines.append(f"| {method_title(method)} | {' | '.join(cells)} |")
+    if not lines:
+        return ""
+    titles = [*GAINS, "operations, of the pre-training's", "of all"]
+    many = " and ".join(map(str, sorted(seeds - {0})))
+    many += " seed" if many == "1" else " seeds"
+    return "\n".join([
+        "What tuning adds to the MAE of the same seed, in points (mean ± standard deviation of "
+        f"{many}), and what head initialisation and tuning take:",
+        "",
+        f"| | {' | '.join(titles)} |",
+        f"| --- |{' ---: |' * len(titles)}",
+        *lines,
+    ])  # fmt: skip
+
+
+def _notes(text: str, runs: pd.DataFrame) -> str:
+    """Notes with `{RUN.COLUMN}` filled in from `runs.csv`."""
+    known = runs.set_index("run")
+    return re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{known.at[m[1], m[2]]:g}", text)
+
+
 def _spread(value: float, std: float) -> str:
     if pd.isna(value):
         return MISSING
@@ -290,7 +403,15 @@ def _claims(frame: pd.DataFrame) -> str:
         verdict = "; ".join([line["verdict"], *line["notes"]])
         rows.append(f"| {line['statement']} | {verdict} | {line['numbers']} |")
     head = "| statement | verdict | differences ± standard deviation |\n| --- | --- | --- |"
-    return f"{len(frame)} statements: {said['summary']}.\n\n{head}\n" + "\n".join(rows)
+    return f"{len(frame)} statements: {said['summary']}.\n\n{LEGEND}\n\n{head}\n" + "\n".join(rows)
+
+
+LEGEND = """\
+Differences are of means over seeds, with the standard deviation that they have if the seeds are
+independent. *Within noise*: the difference does not exceed it. A model of one seed is given the
+largest deviation that models of its size have in the same metric; *or more*: that of one side only
+is known. Where none is printed there is one seed of everything, and chance alone may have decided.
+Which statements were not measured is in `claims.csv`."""
 
 
 def _runs_table(runs: pd.DataFrame) -> str:
@@ -314,8 +435,8 @@ def _recipes(pilots: pd.DataFrame) -> str:
     return (
         "# How the recipes were chosen\n\n"
         "k-NN accuracy on training images that were held out, by [pilots.yaml](pilots.yaml); the "
-        "test images took no part. Everything that was tried, with its number; what a pilot does "
-        "not change is the recipe's.\n\n"
+        "test images took no part in these pilots. Only what they change was compared; the rest is "
+        "the recipe's.\n\n"
         "| pilot | recipe | starts from | changes | k-NN |\n| --- | --- | --- | --- | ---: |\n"
         + "\n".join(rows)
         + "\n"

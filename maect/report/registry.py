@@ -691,7 +691,10 @@ FIGURES: dict[str, Figure] = {
         "Training curves",
         "",
         "lines:training_curves",
-        caption="Loss over epochs, one panel a stage; long curves are averaged to 200 points.",
+        caption=(
+            "Loss over epochs, one panel a stage, and what looks at the encoders found meanwhile; "
+            "long curves are averaged to 200 points."
+        ),
         reads_runs=True,
     ),
     "knn_compute": Figure(
@@ -700,9 +703,9 @@ FIGURES: dict[str, Figure] = {
         "lines:knn_compute",
         caption=(
             "k-NN accuracy against the operations of all training behind a model, counted from its "
-            "settings. Markers: on the test images, with the deviation over seeds. Lines: on a "
-            "part of the training images, while the first seed was trained; with fewer images to "
-            "compare with they lie lower."
+            "settings. Markers: on the test images, with the standard deviation of several seeds. "
+            "Lines and dots: on a part of the training images, while the first seed was trained; "
+            "with fewer images to compare with they lie lower."
         ),
         needs=("knn",),
         reads_runs=True,

@@ -41,7 +41,13 @@ LABELS = {
     "low_shot_10pct": "10 %",
     "fine_tune": "100 %",
 }
-LOOKS = ", look k-NN"
+LOOKS = {
+    "look_knn": ("look k-NN", "accuracy on training images (%)"),
+    "look_rank_me": ("RankMe", "effective rank"),
+    "look_uniformity": ("uniformity", "uniformity"),
+    "look_alignment": ("alignment", "alignment"),
+}
+"""Panel and unit of what looks at an encoder find while it trains."""
 LETTERS = 13  # an inch of a title, at its size
 POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
@@ -155,7 +161,8 @@ def knn_compute(shown: ShownConfig) -> Figure:
             flops = flops_of_step(record) / 1e15
             looks = [(before + flops * s["step"], s["look_knn"]) for s in steps if "look_knn" in s]
             if looks and record["run"] not in drawn:
-                ax.plot(*zip(*looks, strict=True), color=color, linewidth=0.9)
+                marker = "." if len(looks) == 1 else ""
+                ax.plot(*zip(*looks, strict=True), color=color, linewidth=0.9, marker=marker)
             drawn.add(record["run"])
             before += flops * steps[-1]["step"]
         ax.errorbar(
@@ -277,8 +284,8 @@ def training_curves(shown: ShownConfig) -> Figure:
     """Loss over epochs of every run behind the rows, one panel a stage.
 
     Losses of different stages are not comparable. Where a pre-training has two, MAE's is beside
-    that of others, and NNCLR's has a panel of its own. So has the k-NN accuracy on training images
-    where encoders were looked at while they trained.
+    that of others, and NNCLR's has a panel of its own. So has what was found where encoders were
+    looked at while they trained: k-NN accuracy on training images, RankMe, uniformity, alignment.
 
     Raises:
         UserError: nothing to draw, or a file without epochs and losses.
@@ -286,6 +293,7 @@ def training_curves(shown: ShownConfig) -> Figure:
     drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {
         stage_title(stage): {} for stage in STAGES
     }
+    units: dict[str, str] = {}
     for node in finished_runs(shown):
         path = shown.runs / node.name / "metrics.jsonl"
         lines = read_metrics_lines(path) if path.exists() else []
@@ -298,9 +306,12 @@ def training_curves(shown: ShownConfig) -> Figure:
         if len(parts[0]):
             nnclr = drawn.setdefault(f"{title}, NNCLR", {})
             nnclr[node.name] = curve(lines, "epoch", "loss_nnclr")
-        looks = curve(lines, "epoch", "look_knn")
-        if len(looks[0]):
-            drawn.setdefault(f"{title}{LOOKS}", {})[node.name] = looks
+        # A head is trained on an encoder that stays as it is.
+        for key, (what, unit) in LOOKS.items() if STAGES[node.stage].trains_encoder else ():
+            looks = curve(lines, "epoch", key)
+            if len(looks[0]):
+                units[f"{title}, {what}"] = unit
+                drawn.setdefault(f"{title}, {what}", {})[node.name] = looks
     drawn = {title: runs for title, runs in drawn.items() if runs}
     if not drawn:
         raise UserError("training curves: no run to draw")
@@ -316,15 +327,15 @@ def training_curves(shown: ShownConfig) -> Figure:
                 color=COLORS[number % len(COLORS)], linestyle=LINES[number // len(COLORS) % 4],
                 marker="o" if len(horizontal) == 1 else "",
             )  # fmt: skip
-        words = textwrap.wrap(title, letters)
+        words = textwrap.wrap(title, letters - 5)  # panels are narrower than their part
         ax.set_xlabel("epoch")
         if len(runs) > 1:
             ax.legend()
         else:
             words.append(shortened(next(iter(runs)), letters))
         ax.set_title("\n".join(words))
-        if title.endswith(LOOKS):
-            ax.set_ylabel("accuracy on training images (%)")
+        if title in units:
+            ax.set_ylabel(units[title])
         elif position % columns == 0:
             ax.set_ylabel("loss")
     return figure

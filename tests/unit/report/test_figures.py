@@ -451,7 +451,7 @@ def test_titles_of_panels_do_not_meet(results):
         figure = training_curves(shown("training_curves", results, rows))
         figure.canvas.draw()
         boxes = [ax.title.get_window_extent() for ax in figure.axes]
-    assert len(boxes) == 6 and "…" in figure.axes[1].get_title()
+    assert len(boxes) == 5 and "…" in figure.axes[1].get_title()
     for left, right in pairwise(boxes):
         assert left.x1 < right.x0 or left.y0 > right.y1
     assert max(box.x1 for box in boxes) <= figure.bbox.x1
