@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from PIL import Image
 
 from maect.core.files import json_lines, read_json, read_mapping, write_json, write_text
 from maect.experiment import Experiment, load
@@ -53,7 +54,7 @@ def collect(name: str) -> None:
             made = experiment.root / kind / f"{one}.{ending}"
             # One that was made before a seed was there would pass for that of all of them.
             if _is_newest(made, read_by_shown(experiment, one, figure=kind == "figures")):
-                shutil.copyfile(made, out / kind / made.name)
+                _copy(made, out / kind)
             else:
                 missing.append(made.name)
     results = {
@@ -64,7 +65,7 @@ def collect(name: str) -> None:
     (out / "claims.csv").unlink(missing_ok=True)
     claims = experiment.root / "claims.csv"
     if len(done) == len(results) and _is_newest(claims, list(done.values())):
-        shutil.copyfile(claims, out / claims.name)
+        _copy(claims, out)
     elif experiment.spec.compare_with_paper:
         missing.append(claims.name)
     counts = {"asked": len(results), "made": len(done), "missing": missing}
@@ -81,6 +82,15 @@ def collect(name: str) -> None:
     if (out / PILOTS).exists():
         _write(_pilots(load(str(out / PILOTS))), out / "recipes.csv")
     write_json(out / "machine.json", _machine())
+
+
+def _copy(path: Path, folder: Path) -> None:
+    """Copy a file; a large figure, which is one of photographs, in 256 colours."""
+    if path.suffix != ".png" or path.stat().st_size < 2**20:
+        shutil.copyfile(path, folder / path.name)
+        return
+    with Image.open(path) as figure:
+        figure.convert("RGB").quantize(256).save(folder / path.name, optimize=True)
 
 
 def _is_newest(path: Path, others: list[Path]) -> bool:
