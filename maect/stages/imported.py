@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import field_validator
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_json, sha256_file, write_record
+from maect.core.files import read_json, read_mapping, sha256_file, write_record
 from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
 from maect.recipes import Pixels
@@ -73,6 +73,14 @@ def import_weights(
     trained = (folder / "state").exists() or (folder / "metrics.jsonl").exists()
     if trained or (record.exists() and read_json(record).get("stage") != "import"):
         raise UserError(f"{folder}: holds a run that was trained here; import into another folder")
+    exported = weights if weights.is_dir() else weights.parent
+    about = read_mapping(exported / "config.json")
+    if "encoder_sha256" in about or {"sha256", "pretrained_cfg"} <= about.keys():
+        # How it reads images would be lost.
+        raise UserError(
+            f"{exported}: written by `maect export`; import the run's own weights, or use the "
+            "folder as it is: maect.load, maect embed and maect predict take it"
+        )
     checkpoint = read_checkpoint(weights)
     if layout is None:
         layout = find_layout(checkpoint, weights.name)

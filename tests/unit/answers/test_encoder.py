@@ -56,6 +56,15 @@ def test_a_precision_that_there_is_not(run: Path) -> None:
         maect.load(run, precision="fp16")  # type: ignore[arg-type]
 
 
+def test_an_exported_folder_is_not_imported(
+    exported: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for weights in (exported, exported / "model.safetensors"):
+        assert main(["import", str(weights), str(tmp_path / "back")]) == 2
+    assert caplog.text.count(f"{exported}: written by `maect export`") == 2
+    assert not (tmp_path / "back").exists()
+
+
 def test_features_of_another_resize_are_extracted_again(
     run: Path, photographs: Path, tmp_path: Path
 ) -> None:
