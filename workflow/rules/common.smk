@@ -223,9 +223,9 @@ def finish():
 def is_forced(job):
     """Whether the user wants it to run: Snakemake forces what was interrupted, too."""
     asked = workflow.dag_settings
-    own = {job.rule.name, *map(os.path.abspath, job.output)}
+    called = {job.rule.name, *map(os.path.abspath, job.output)}
     named = {*asked.forcerun, *map(os.path.abspath, asked.forcerun)}
-    asked_for = asked.forceall or asked.forcetargets or own & named
+    asked_for = asked.forceall or asked.forcetargets or called & named
     return bool(workflow.dag.reason(job).forced and asked_for)
 
 
