@@ -3,36 +3,54 @@
     python docs/results/publish.py collect cifar10    # from results/cifar10, beside this file
     python docs/results/publish.py page cifar10       # README.md and recipes.md, from these
 
-`collect` takes what there is: the page of an unfinished experiment says so. Once the tables of the
-main models are there it has a headline, which also goes into the project's README between two
-comments of its name.
+`collect` takes what there is, beside what was published before: an experiment may be computed in
+several sittings, on several machines, and the page of an unfinished one says so. Once the tables
+of the main models are there it has a headline, which also goes into the project's README between
+two comments of its name.
 """
 
 import argparse
+import contextlib
+import copy
 import math
 import platform
 import re
 import shutil
 import statistics
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from merge import LOOKS, Published, counts, flat, merge
 from PIL import Image
 
+from maect.core.errors import UserError
 from maect.core.files import json_lines, read_json, read_mapping, write_json, write_text
 from maect.experiment import Experiment, load
-from maect.experiment.resolve import figures, read_by_shown, run_config, tables
+from maect.experiment.resolve import (
+    claims_config,
+    evaluation_config,
+    figures,
+    read_by_shown,
+    run_config,
+    shown_config,
+    tables,
+)
+from maect.report.claims import claims_table, tables_of_runs, write_claims
+from maect.report.configs import Row
+from maect.report.figures import draw
 from maect.report.registry import FIGURES, TABLES
 from maect.report.render import MISSING, printed, render, verdicts
-from maect.report.tables import read_table
+from maect.report.tables import build_table, pretraining_table, read_table, write_table
 from maect.report.titles import method_title
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LOOKS = ("look_knn", "look_rank_me", "look_uniformity", "look_alignment")
 PILOTS = "pilots.yaml"
+OF_NUMBERS = ("gpu_hours", "label_efficiency", "color_histogram", "knn_compute")
+"""Figures that need nothing but numbers."""
 HEADLINE = ("low_shot_1", "low_shot_2", "low_shot_5", "linear_probe", "knn")
 
 
@@ -40,48 +58,116 @@ HEADLINE = ("low_shot_1", "low_shot_2", "low_shot_5", "linear_probe", "knn")
 
 
 def collect(name: str) -> None:
-    """Copy tables, claims, figures and resolved files; list runs, curves and pilots as CSV."""
+    """Copy and list all that there is: what was published and is not on this machine stays."""
     experiment, out = load(name), HERE / name
-    for folder in ("tables", "figures", "resolved"):
-        shutil.rmtree(out / folder, ignore_errors=True)
-        (out / folder).mkdir(parents=True)
-    missing = []
-    for kind, names, ending in (
-        ("tables", tables(experiment), "csv"),
-        ("figures", figures(experiment), "png"),
-    ):
-        for one in names:
-            made = experiment.root / kind / f"{one}.{ending}"
-            # One that was made before a seed was there would pass for that of all of them.
-            if _is_newest(made, read_by_shown(experiment, one, figure=kind == "figures")):
-                _copy(made, out / kind)
-            else:
-                missing.append(made.name)
-    results = {
-        pair: experiment.root / "evaluations" / pair[0] / f"{pair[1]}.json"
-        for pair in experiment.evaluations
-    }
-    done = {pair: path for pair, path in results.items() if path.exists()}
-    (out / "claims.csv").unlink(missing_ok=True)
-    claims = experiment.root / "claims.csv"
-    if len(done) == len(results) and _is_newest(claims, list(done.values())):
-        _copy(claims, out)
-    elif experiment.spec.compare_with_paper:
-        missing.append(claims.name)
-    counts = {"asked": len(results), "made": len(done), "missing": missing}
-    write_json(out / "evaluations.json", counts)
-    _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
-    write_json(out / "images.json", _images(experiment))
+    published = counts(experiment, out)
+    for run in published.refuted:
+        print(f"{run}: not what was published, nor is what came of it", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        merged = copy.copy(experiment)
+        merged.root = Path(folder)
+        merge(experiment, published, merged.root)
+        missing = _tables(merged, out)
+        drawn = _figures(experiment, merged, published.shown, out)
+        for figure in figures(experiment):
+            if set(drawn.get(figure, ())) != _shown(experiment, figure):
+                missing.append(f"{figure}.png")
+        results = {
+            pair: merged.root / "evaluations" / pair[0] / f"{pair[1]}.json"
+            for pair in experiment.evaluations
+        }
+        done = {pair: path for pair, path in results.items() if path.exists()}
+        settings = {"/".join(pair): evaluation_config(experiment, *pair).digest for pair in done}
+        counted = {"asked": len(results), "made": len(done), "missing": missing}
+        write_json(out / "figures.json", drawn)
+        write_json(out / "evaluations.json", counted | {"settings": settings})
+        _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
+        _write(_runs(merged, published), out / "runs.csv")
+        _write(_curves(merged, published), out / "curves.csv")
+    write_json(out / "images.json", read_mapping(out / "images.json") | _images(experiment))
+    shutil.rmtree(out / "resolved", ignore_errors=True)
     for run in experiment.runs:
         folder = experiment.folder(run)
-        if (folder / "run.json").exists():
+        told = published.resolved.get(run)
+        if told is None and (folder / "run.json").exists():
             told = run_config(experiment, run).text(folder / "config.yaml")
+        if told is not None:
             write_text(out / "resolved" / f"{run}.yaml", told)
-    _write(_runs(experiment), out / "runs.csv")
-    _write(_curves(experiment), out / "curves.csv")
-    if (out / PILOTS).exists():
+    if (out / PILOTS).exists() and load(str(out / PILOTS)).root.exists():
         _write(_pilots(load(str(out / PILOTS))), out / "recipes.csv")
     write_json(out / "machine.json", _machine())
+
+
+def _tables(merged: Experiment, out: Path) -> list[str]:
+    """Make every table with a number, and the claims of these; returns what is not complete."""
+    shutil.rmtree(out / "tables", ignore_errors=True)
+    made, missing = {}, []
+    for name in tables(merged):
+        shown = shown_config(merged, name, figure=False)
+        asked = shown.rows, shown.evaluations, shown.compare_with_paper, shown.runs
+        made[name] = build_table(name, *asked)
+        if (
+            made[name]
+            .select_dtypes(float)
+            .filter(regex="(?<!_std)(?<!_paper)$")
+            .notna()
+            .any(axis=None)
+        ):
+            write_table(made[name], out / "tables" / f"{name}.csv")
+        if not all(path.exists() for path in read_by_shown(merged, name, figure=False)):
+            missing.append(f"{name}.csv")
+    if merged.spec.compare_with_paper:
+        told = claims_config(merged)
+        verdicts = claims_table(made | tables_of_runs(told.rows, told.runs))
+        write_claims(verdicts, out / "claims.csv")
+    return missing
+
+
+def _figures(
+    experiment: Experiment, merged: Experiment, before: dict[str, list[str]], out: Path
+) -> dict[str, list[str]]:
+    """Draw figures of numbers, take those of images; returns the trained runs that each shows.
+
+    One of images stays as it was published until this machine has all that it shows.
+    """
+    (out / "figures").mkdir(exist_ok=True)
+    drawn = {}
+    for name in figures(experiment):
+        to = out / "figures" / f"{name}.png"
+        made = experiment.root / "figures" / to.name
+        read = read_by_shown(experiment, name, figure=True)
+        timed = FIGURES[name].unless  # recorded hours alone are those of a shared machine
+        if name in OF_NUMBERS and (not timed or _is_evaluated(merged, name, timed)):
+            with contextlib.suppress(UserError), tempfile.TemporaryDirectory() as folder:
+                new = Path(folder, to.name)
+                draw(shown_config(merged, name, figure=True), new.with_suffix(".pdf"), new)
+                _copy(new, out / "figures")
+                drawn[name] = _trained(merged, name)
+        elif _is_newest(made, read) and (name not in before or all(map(Path.exists, read))):
+            _copy(made, out / "figures")
+            drawn[name] = _trained(experiment, name)
+        elif name in before and to.exists():
+            drawn[name] = before[name]
+    for path in (out / "figures").iterdir():
+        if path.stem not in drawn:
+            path.unlink()
+    return drawn
+
+
+def _shown(experiment: Experiment, figure: str) -> set[str]:
+    """The runs of a figure's rows."""
+    return {run for row in experiment.rows(figure) for run in row.runs}
+
+
+def _is_evaluated(experiment: Experiment, figure: str, evaluation: str) -> bool:
+    folder = experiment.root / "evaluations"
+    return any((folder / run / f"{evaluation}.json").exists() for run in _shown(experiment, figure))
+
+
+def _trained(experiment: Experiment, figure: str) -> list[str]:
+    """Those of them that are finished."""
+    shown = _shown(experiment, figure)
+    return sorted(run for run in shown if (experiment.folder(run) / "run.json").exists())
 
 
 def _copy(path: Path, folder: Path) -> None:
@@ -106,8 +192,7 @@ def _measured(results: dict[tuple[str, str], Path]) -> list[dict[str, Any]]:
     return [
         {"run": run, "evaluation": evaluation, "metric": metric, "value": value}
         for (run, evaluation), path in results.items()
-        for metric, value in read_json(path)["metrics"].items()
-        if isinstance(value, int | float)
+        for metric, value in flat(read_json(path)["metrics"])
     ]
 
 
@@ -125,10 +210,13 @@ def _write(lines: list[dict[str, Any]], path: Path, columns: list[str] | None = 
     write_text(path, pd.DataFrame(lines, columns=columns).to_csv(index=False, lineterminator="\n"))
 
 
-def _runs(experiment: Experiment) -> list[dict[str, Any]]:
+def _runs(experiment: Experiment, published: Published) -> list[dict[str, Any]]:
     """What every run of the experiment is, how far it has come, and what it cost."""
-    lines = []
+    lines: list[dict[str, Any]] = []
     for run in experiment.runs.values():
+        if run.name in published.runs:
+            lines.append(dict(published.runs[run.name]))
+            continue
         folder = experiment.folder(run.name)
         steps = json_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
         record = read_json(folder / "run.json") if (folder / "run.json").exists() else {}
@@ -147,21 +235,32 @@ def _runs(experiment: Experiment) -> list[dict[str, Any]]:
                 "device_hours": round(last["timing"]["device_seconds"] / 3600, 3),
                 "revision": (record.get("source_revision") or "")[:12],
                 "encoder_sha256": record.get("sha256", {}).get("encoder.safetensors", ""),
+                "nnclr_loss": _first_nnclr_loss(run.name, experiment) if record else None,
             }
         )
     return lines
 
 
-def _curves(experiment: Experiment) -> list[dict[str, Any]]:
+def _first_nnclr_loss(run: str, experiment: Experiment) -> float | None:
+    """What the claims compare of a pre-training with an NNCLR head."""
+    frame = pretraining_table([Row("any", "any", (run,))], experiment.root / "runs")
+    return None if frame.empty else float(frame["nnclr_loss"].iloc[0])
+
+
+def _curves(experiment: Experiment, published: Published) -> list[dict[str, Any]]:
     """Loss and looks of every run, where it was looked at."""
-    return [
-        {"run": run, "step": step["step"], "epoch": step["epoch"], "loss": step["loss"]}
-        | {key: step[key] for key in LOOKS if key in step}
-        for run in experiment.runs
-        if (path := experiment.folder(run) / "metrics.jsonl").exists()
-        for step in json_lines(path)
-        if LOOKS[0] in step
-    ]
+    lines: list[dict[str, Any]] = []
+    for run in experiment.runs:
+        if run in published.runs:
+            lines += published.curves[run]
+        elif (path := experiment.folder(run) / "metrics.jsonl").exists():
+            lines += [
+                {"run": run, "step": step["step"], "epoch": step["epoch"], "loss": step["loss"]}
+                | {key: step[key] for key in LOOKS if key in step}
+                for step in json_lines(path)
+                if LOOKS[0] in step
+            ]
+    return lines
 
 
 def _pilots(experiment: Experiment) -> list[dict[str, Any]]:
@@ -241,8 +340,8 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
     ]
     if progress:
         parts.append(
-            f"**Unfinished: {progress}.** Numbers below are of what is finished; no claim is "
-            "decided before all of it is."
+            f"**Unfinished: {progress}.** Numbers, figures and claims below are of what is "
+            "finished."
         )
     if headline:
         parts.append(headline)
@@ -258,7 +357,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         ]
     if (folder / "recipes.csv").exists():
         parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
-    if (folder / "claims.csv").exists() and not progress:
+    if (folder / "claims.csv").exists():
         parts += ["## Claims", _claims(pd.read_csv(folder / "claims.csv", keep_default_na=False))]
     shown = [name for name in TABLES if (folder / "tables" / f"{name}.csv").exists()]
     if shown:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pandas as pd
 from uncertainties import nominal_value, std_dev, ufloat
 
 from maect.core.files import write_text
-from maect.report.configs import ClaimsConfig
+from maect.report.configs import ClaimsConfig, Row
 from maect.report.render import claims_page
 from maect.report.statements import EACH_SHIFT, SHIFTED, STATEMENTS, Statement
 from maect.report.tables import (
@@ -294,6 +294,15 @@ def claims_table(tables: Tables) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def tables_of_runs(rows: Sequence[Row], runs: Path) -> dict[str, pd.DataFrame]:
+    """The tables that are not shown: of what the runs behind these rows say of themselves."""
+    return {
+        COST: cost_table(rows, runs),
+        TRAINED: trained_table(rows, runs),
+        PRETRAINING: pretraining_table(rows, runs),
+    }
+
+
 def write_claims(frame: pd.DataFrame, path: Path) -> None:
     """Write the verdicts as CSV."""
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
@@ -303,9 +312,6 @@ def make_claims(path: Path) -> None:
     """`maect claims claims.yaml`: beside it the verdicts as CSV and as a page."""
     config = ClaimsConfig.read(path)
     tables = {file.stem: read_table(file) for file in config.tables}
-    tables[COST] = cost_table(config.rows, config.runs)
-    tables[TRAINED] = trained_table(config.rows, config.runs)
-    tables[PRETRAINING] = pretraining_table(config.rows, config.runs)
-    verdicts = claims_table(tables)
+    verdicts = claims_table(tables | tables_of_runs(config.rows, config.runs))
     write_claims(verdicts, path.with_suffix(".csv"))
     write_text(path.with_suffix(".html"), claims_page(verdicts))

@@ -1,22 +1,25 @@
 """Published results: every page is what its CSV files say."""
 
 import importlib.util
+import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from maect.core.files import write_json
+from maect.core.files import read_json, write_json
 from maect.experiment import load
-from maect.report.tables import Row, build_table, read_table, write_table
+from maect.experiment.resolve import run_config
+from maect.report.tables import Row, build_table, write_table
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "docs/results"
+ENCODER = "encoder.safetensors"
 PUBLISHED = sorted(path.parent.name for path in RESULTS.glob("*/runs.csv"))
+sys.path.insert(0, str(RESULTS))  # it imports what lies beside it
 SPEC = importlib.util.spec_from_file_location("publish", RESULTS / "publish.py")
 assert SPEC is not None and SPEC.loader is not None
 publish = importlib.util.module_from_spec(SPEC)
@@ -103,13 +106,13 @@ def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     assert "(fine-tuning, at its best epoch on the test split)" in page
 
 
-def test_an_unfinished_one_says_so_and_decides_nothing(folder: Path) -> None:
+def test_an_unfinished_one_says_so(folder: Path) -> None:
     runs = pd.read_csv(folder / "runs.csv")
     runs.loc[2, "finished"] = False
     runs.to_csv(folder / "runs.csv", index=False)
     page = publish.pages(folder)["README.md"]
     missing = "3 of 4 trainings, 16 of 16 evaluations"
-    assert f"**Unfinished: {missing}.**" in page and "It helps" not in page
+    assert f"**Unfinished: {missing}.**" in page
     assert publish.pages(folder)["headline.md"].endswith(f"In progress: {missing} are finished.")
     (folder / "tables/clustering.csv").unlink()
     assert "headline.md" not in publish.pages(folder)
@@ -120,7 +123,6 @@ def test_one_without_a_table_is_unfinished(folder: Path) -> None:
     write_json(folder / "evaluations.json", counts)
     page = publish.pages(folder)["README.md"]
     assert "**Unfinished: 4 of 4 trainings, 16 of 16 evaluations.**" in page
-    assert "It helps" not in page
 
 
 def test_a_table_that_is_older_than_what_it_shows_is_not_taken(tmp_path: Path) -> None:
@@ -133,22 +135,6 @@ def test_a_table_that_is_older_than_what_it_shows_is_not_taken(tmp_path: Path) -
     assert not publish._is_newest(result, [table])
 
 
-@pytest.mark.parametrize("name", [path.parent.name for path in RESULTS.glob("*/measured.csv")])
-def test_tables_are_means_of_what_was_measured(name: str) -> None:
-    measured = pd.read_csv(RESULTS / name / "measured.csv")
-    if not (RESULTS / name / "tables/low_shot.csv").exists():
-        return
-    for line in read_table(RESULTS / name / "tables/low_shot.csv").to_dict("records"):
-        stem = f"{line['method']}_{line['architecture']}"
-        for evaluation in ("knn", "linear_probe"):
-            seeds = measured["run"].str.fullmatch(rf"{stem}(-s\d+)?")
-            one = (measured["evaluation"] == evaluation) & (measured["metric"] == evaluation)
-            values = measured.loc[seeds & one, "value"]
-            assert line[evaluation] == pytest.approx(values.mean(), abs=0.005, nan_ok=True)
-            std = pytest.approx(values.std(), abs=0.005, nan_ok=True)
-            assert line[f"{evaluation}_std"] == std
-
-
 def test_the_readmes_part_is_replaced() -> None:
     before = "# x\n<!-- mine -->\nold\n<!-- /mine -->\nend\n"
     after = publish.with_headline(before, "mine", "new")
@@ -156,15 +142,116 @@ def test_the_readmes_part_is_replaced() -> None:
     assert publish.with_headline(after, "other", "new") == after
 
 
-def test_what_there_is_is_collected(tmp_path: Path) -> None:
-    """Of an experiment of which nothing was run, in a checkout of its own."""
-    copy = tmp_path / "docs/results"
-    shutil.copytree(RESULTS / "cifar10", copy / "cifar10")
-    shutil.copy(RESULTS / "publish.py", copy)
-    for what in ("collect", "page"):
-        command = [sys.executable, str(copy / "publish.py"), what, "cifar10"]
-        subprocess.run(command, check=True, cwd=tmp_path)
-    runs = pd.read_csv(copy / "cifar10/runs.csv")
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What was published of CIFAR-10, in a checkout whose results folder is empty."""
+    copy = tmp_path / "docs/results/cifar10"
+    shutil.copytree(RESULTS / "cifar10", copy)
+    monkeypatch.setattr(publish, "HERE", copy.parent)
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    monkeypatch.setattr(publish, "OF_NUMBERS", ())  # drawing takes longest
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    return copy
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file but figures, which fonts change, and the machine's."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*.*")
+        if path.suffix != ".png" and path.name != "machine.json"
+    }
+
+
+def test_what_was_published_stays_where_there_is_nothing_new(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So every table and claim is what `measured.csv` and `runs.csv` say."""
+    monkeypatch.setattr(publish, "OF_NUMBERS", ("knn_compute",))
+    (elsewhere / "figures/knn_compute.png").unlink()
+    before = contents(elsewhere)
+    publish.collect("cifar10")
+    publish.write_pages("cifar10")
+    assert contents(elsewhere) == before
+    assert (elsewhere.parents[2] / "README.md").read_text() == (ROOT / "README.md").read_text()
+    assert (elsewhere / "figures/knn_compute.png").exists()
+
+
+def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(elsewhere: Path) -> None:
+    for name in ("runs.csv", "measured.csv", "evaluations.json"):
+        (elsewhere / name).unlink()
+    publish.collect("cifar10")
+    publish.write_pages("cifar10")
+    runs = pd.read_csv(elsewhere / "runs.csv")
     assert list(runs["run"]) == list(load("cifar10").runs) and not runs["finished"].any()
     missing = f"0 of {len(runs)} trainings, 0 of {len(load('cifar10').evaluations)} evaluations"
-    assert f"**Unfinished: {missing}.**" in (copy / "cifar10/README.md").read_text()
+    assert f"**Unfinished: {missing}.**" in (elsewhere / "README.md").read_text()
+
+
+def finished_here(run: str, checksum: str, knn: float | None = None) -> None:
+    """A run that this machine trained, and perhaps evaluated."""
+    record = {"run": run, "stage": "pretrain", "source": None, "device_hours": 1.0}
+    settings = run_config(load("cifar10"), run).model_dump(mode="json", context={"paths": None})
+    record |= {"recipe": settings["settings"], "encoder": settings["encoder"]}
+    folder = Path("results/cifar10")
+    write_json(folder / "runs" / run / "run.json", record | {"sha256": {ENCODER: checksum}})
+    step = {"step": 5859, "epoch": 30.0, "loss": 0.4, "timing": {"device_seconds": 3600.0}}
+    (folder / "runs" / run / "metrics.jsonl").write_text(f"{json.dumps(step)}\n")
+    if knn is not None:
+        write_json(folder / f"evaluations/{run}/knn.json", {"metrics": {"knn": knn, "list": [1.5]}})
+
+
+def known(folder: Path) -> dict[tuple[str, str], float]:
+    """k-NN accuracy of every run, and whatever else `finished_here` leaves."""
+    frame = pd.read_csv(folder / "measured.csv")
+    frame = frame[frame["evaluation"] == "knn"]
+    return frame.set_index(["run", "metric"])["value"].to_dict()
+
+
+def test_results_of_a_machine_come_beside_those_of_others(elsewhere: Path) -> None:
+    before, runs = known(elsewhere), pd.read_csv(elsewhere / "runs.csv", index_col="run")
+    assert runs.at["ct_min_micro", "finished"]
+    finished_here("mae_micro", runs.at["mae_micro", "encoder_sha256"], 11.0)
+    publish.collect("cifar10")
+    after = known(elsewhere)
+    assert after["mae_micro", "knn"] == 11.0 and after["mae_micro", "list/0"] == 1.5
+    assert {k: v for k, v in after.items() if k[0] != "mae_micro"} == {
+        k: v for k, v in before.items() if k[0] != "mae_micro"
+    }
+    again = pd.read_csv(elsewhere / "runs.csv", index_col="run")
+    assert again.at["mae_micro", "device_hours"] == 1.0
+    assert again.drop("mae_micro").equals(runs.drop("mae_micro"))
+    # Evaluated elsewhere, trained again here.
+    assert after["mae_micro-s1", "knn"] == before["mae_micro-s1", "knn"]
+    publish.collect("cifar10")
+    assert known(elsewhere) == after
+
+
+def test_another_encoder_of_the_name_refutes_what_came_of_the_first(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished_here("mae_micro", "0" * 64)
+    publish.collect("cifar10")
+    runs = {run for run, _ in known(elsewhere)}
+    assert {"mae_micro-s1", "ct_min_micro-s1"} <= runs
+    assert runs.isdisjoint({"mae_micro", "ct_min_micro", "ct_aug_micro"})
+    finished = pd.read_csv(elsewhere / "runs.csv", index_col="run")["finished"]
+    assert finished["mae_micro"] and finished["ct_min_micro-s1"] and not finished["ct_min_micro"]
+    assert "ct_min_micro: not what was published" in capsys.readouterr().err
+    assert not (elsewhere / "figures/umap.png").exists()
+
+
+def test_other_settings_and_other_images_refute(elsewhere: Path) -> None:
+    told = elsewhere / "resolved/ct_min_micro.yaml"
+    told.write_text(told.read_text().replace("epochs: 2", "epochs: 3"))
+    evaluations = read_json(elsewhere / "evaluations.json")
+    evaluations["settings"]["mae_micro/knn"] = "another"
+    write_json(elsewhere / "evaluations.json", evaluations)
+    publish.collect("cifar10")
+    runs = {run for run, _ in known(elsewhere)}
+    assert "ct_aug_micro" in runs and runs.isdisjoint({"ct_min_micro", "mae_micro"})
+    index = Path("results/cifar10/shards/cifar10/val/index.json")
+    write_json(index, {"n": 1, "digest": "another"})
+    publish.collect("cifar10")
+    assert not known(elsewhere)
