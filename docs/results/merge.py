@@ -14,9 +14,12 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from maect.core.files import read_json, read_mapping, write_json, write_text
+from maect.core.errors import UserError
+from maect.core.files import read_mapping, write_json, write_text
+from maect.core.settings import digest
+from maect.evaluate import Trained
 from maect.experiment import Experiment
-from maect.experiment.resolve import evaluation_config, run_config
+from maect.experiment.resolve import evaluation_config, input_path, run_config
 from maect.stages.run import RunConfig
 
 LOOKS = ("look_knn", "look_rank_me", "look_uniformity", "look_alignment")
@@ -25,7 +28,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Published:
-    """What the folder of a published experiment says that still counts."""
+    """What the folder of a published experiment says that still counts and is not here."""
 
     runs: dict[str, dict[str, str]]
     """Lines of `runs.csv`, by run."""
@@ -35,77 +38,164 @@ class Published:
     """Lines of `curves.csv`, by run."""
     measured: dict[Pair, dict[str, str]]
     """Metrics of evaluations, by run and evaluation."""
+    results: dict[str, dict[str, str]]
+    """Of these, as `RUN/EVALUATION`, digests of their settings and of what they left."""
     shown: dict[str, list[str]]
-    """Trained runs that each figure shows, if none of them is another today."""
+    """Runs and results that each figure shows, if none of them is another today."""
     refuted: list[str]
-    """Runs that do not count any more."""
+    """Runs and results that do not count any more."""
 
 
-def counts(experiment: Experiment, folder: Path) -> Published:
-    """What was published and is neither in the results folder nor refuted by it.
+class Here:
+    """What of the results folder is what the experiment asks for today."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.runs = {name: one for name in experiment.runs if (one := self._record(name))}
+        self.results = {p: one for p in experiment.evaluations if (one := self._result(p))}
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        """A run's completion record, if it was told the same."""
+        record = read_mapping(self.experiment.folder(name) / "run.json")
+        if not record:
+            return None
+        now = run_config(self.experiment, name)
+        settings = now.settings.model_dump(mode="json")
+        told = {"stage": now.stage, "source": self.experiment.runs[name].source}
+        if now.settings.trains:
+            told |= {"seed": now.seed, "encoder": now.encoder.model_dump(mode="json")}
+            decisive = now.settings.decisive
+            if decisive(record.get("recipe", {})) != decisive(settings):
+                return None
+        return record if all(record.get(key) == value for key, value in told.items()) else None
+
+    def _result(self, pair: Pair) -> dict[str, Any] | None:
+        """An evaluation's result, if it was told the same and is of that encoder."""
+        result = read_mapping(result_file(self.experiment, pair))
+        if not result or pair[0] not in self.runs:
+            return None
+        now = evaluation_config(self.experiment, *pair)
+        told = now.settings.decisive(now.settings.model_dump(mode="json")) | {"resize": now.resize}
+        same = now.settings.decisive(result["settings"]) == told
+        encoder = result["provenance"]["encoder_sha256"]
+        return result if same and encoder == checksum(self.runs[pair[0]]) else None
+
+
+def counts(here: Here, folder: Path) -> Published:
+    """What was published and is neither here nor refuted by what is.
 
     A run counts if it was told what the experiment says today, if that holds for all that it
-    started from, and if each of these that is in the results folder has the checksum that was
-    published. An evaluation counts if its run does, or has that checksum, and if it was told the
-    same. Nothing counts if the images are others.
+    started from, and if each of these that is here has the checksum that was published. A result
+    counts if its run does, or has that checksum, if it was told the same, and if that holds for the
+    runs and results that it was made from. Nothing counts if the images are others.
     """
+    experiment = here.experiment
     lines = {line["run"]: line for line in _lines(folder / "runs.csv")}
     finished = [name for name, line in lines.items() if line["finished"] == "True"]
+    results = read_mapping(folder / "evaluations.json").get("results", {})
     other_images = _images_differ(experiment, folder)
 
     @cache
-    def is_same(name: str) -> bool:
+    def is_run(name: str) -> bool:
         """Whether a run is what was published, by its checksum or, not being here, by settings."""
-        told = folder / "resolved" / f"{name}.yaml"
         if other_images or name not in finished or name not in experiment.runs:
             return False
-        source = experiment.runs[name].source
+        try:
+            told = RunConfig.read(folder / "resolved" / f"{name}.yaml")
+        except UserError:  # of a version with other settings
+            return False
+        source, line = experiment.runs[name].source, lines[name]
+        again = here.runs.get(name)
         return (
-            RunConfig.read(told).digest == run_config(experiment, name).digest
-            and (lines[name]["from"] or None) == source
-            and _checksum(experiment, name) in (None, lines[name]["encoder_sha256"])
-            and (source is None or is_same(source))
+            told.digest == run_config(experiment, name).digest
+            and (line["from"] or None) == source
+            and (again is None or checksum(again) == line["encoder_sha256"])
+            and (again is None or line.get("weights") in ("", None, weights(again)))
+            and (source is None or is_run(source))
         )
 
-    runs = [name for name in finished if is_same(name) and _checksum(experiment, name) is None]
-    settings = read_mapping(folder / "evaluations.json").get("settings", {})
-    measured: dict[Pair, dict[str, str]] = {}
+    @cache
+    def is_result(pair: Pair) -> bool:
+        """Likewise a result, by what it left where it is here."""
+        known = results.get("/".join(pair))
+        if known is None or pair not in experiment.evaluations or not is_run(pair[0]):
+            return False
+        now = evaluation_config(experiment, *pair)
+        of_runs = [
+            is_run(run.name)
+            for kind in now.settings.inputs().values()
+            if isinstance(kind, Trained)
+            for run in input_path(experiment, *pair, kind)
+        ]
+        again = here.results.get(pair)
+        return (
+            known["settings"] == now.digest
+            and (again is None or (bool(known["left"]) and known["left"] == left(again)))
+            and all(of_runs)
+            and all(is_result((pair[0], need)) for need in now.settings.needs)
+        )
+
+    def is_same(name: str) -> bool:
+        run, _, evaluation = name.partition("/")
+        return is_result((run, evaluation)) if evaluation else is_run(run)
+
+    runs = [name for name in finished if is_run(name) and name not in here.runs]
+    made = [p for p in experiment.evaluations if is_result(p) and p not in here.results]
+    measured: dict[Pair, dict[str, str]] = {pair: {} for pair in made}
     for line in _lines(folder / "measured.csv"):
-        pair = line["run"], line["evaluation"]
-        known = pair in experiment.evaluations and is_same(pair[0])
-        if not known or _result(experiment, pair).exists():
-            continue
-        if settings.get("/".join(pair)) == evaluation_config(experiment, *pair).digest:
-            measured.setdefault(pair, {})[line["metric"]] = line["value"]
+        if (pair := (line["run"], line["evaluation"])) in measured:
+            measured[pair][line["metric"]] = line["value"]
     curves = _lines(folder / "curves.csv")
     shown = read_mapping(folder / "figures.json")
+    replaced = {"/".join(pair) for pair in here.results} | here.runs.keys()
     return Published(
         {name: lines[name] for name in runs},
         {name: (folder / "resolved" / f"{name}.yaml").read_text(encoding="utf-8") for name in runs},
         {name: [line for line in curves if line["run"] == name] for name in runs},
         measured,
+        {name: results[name] for name in map("/".join, made)},
         {figure: names for figure, names in shown.items() if all(map(is_same, names))},
-        [name for name in finished if not is_same(name)],
+        [name for name in (*finished, *results) if name not in replaced and not is_same(name)],
     )
 
 
-def merge(experiment: Experiment, published: Published, root: Path) -> None:
+def merge(here: Here, published: Published, root: Path) -> None:
     """Fill an empty folder with records, curves and metrics of both."""
+    experiment = here.experiment
     for name in experiment.runs:
-        folder = experiment.folder(name).absolute()
-        to = root / "runs" / name
+        folder, to = experiment.folder(name).absolute(), root / "runs" / name
         if name in published.runs:
             _restore(name, published, to)
-        elif folder.is_dir():
+        elif name in here.runs or (not (folder / "run.json").exists() and folder.is_dir()):
             to.parent.mkdir(parents=True, exist_ok=True)
             to.symlink_to(folder)
     for pair in experiment.evaluations:
         to = root / "evaluations" / pair[0] / f"{pair[1]}.json"
         if pair in published.measured:
             write_json(to, {"metrics": _nested(published.measured[pair])})
-        elif _result(experiment, pair).exists():
+        elif pair in here.results:
             to.parent.mkdir(parents=True, exist_ok=True)
-            to.symlink_to(_result(experiment, pair).absolute())
+            to.symlink_to(result_file(experiment, pair).absolute())
+
+
+def checksum(record: dict[str, Any]) -> str:
+    """Of a run's encoder."""
+    return str(record.get("sha256", {}).get("encoder.safetensors", ""))
+
+
+def weights(record: dict[str, Any]) -> str:
+    """Digest of all that a run left: a head's encoder is that of its source."""
+    return digest(record.get("sha256", {}))
+
+
+def left(result: dict[str, Any]) -> str:
+    """Checksum of the tensors that an evaluation left for others, if any."""
+    return str(result.get("left_sha256", ""))
+
+
+def result_file(experiment: Experiment, pair: Pair) -> Path:
+    """The JSON of an evaluation."""
+    return experiment.root / "evaluations" / pair[0] / f"{pair[1]}.json"
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -143,12 +233,11 @@ def _with_lists(value: Any) -> Any:
 def _restore(name: str, published: Published, to: Path) -> None:
     """A completion record and curves, as far as tables and figures of numbers read them."""
     line, told = published.runs[name], yaml.safe_load(published.resolved[name])
-    hours = float(line["device_hours"])
     record = {
         "run": name,
         "stage": line["stage"],
         "source": line["from"] or None,
-        "device_hours": hours,
+        "device_hours": float(line["device_hours"]),
         "recipe": told.get("settings", {}),
         "encoder": told.get("encoder", {}),
     }
@@ -172,21 +261,9 @@ def _images_differ(experiment: Experiment, folder: Path) -> bool:
     return False
 
 
-def _checksum(experiment: Experiment, name: str) -> str | None:
-    """That of a run's encoder, None if the run is not finished here."""
-    record = experiment.folder(name) / "run.json"
-    if not record.exists():
-        return None
-    return str(read_json(record).get("sha256", {}).get("encoder.safetensors", ""))
-
-
-def _result(experiment: Experiment, pair: Pair) -> Path:
-    return experiment.root / "evaluations" / pair[0] / f"{pair[1]}.json"
-
-
 def _lines(path: Path) -> list[dict[str, str]]:
     """The lines of a CSV file, as they are written."""
-    if not path.exists():
+    if not path.exists() or not path.read_text(encoding="utf-8").strip():
         return []
     frame = pd.read_csv(path, dtype=str, keep_default_na=False)
     return [{str(k): str(v) for k, v in line.items()} for line in frame.to_dict("records")]

@@ -19,11 +19,12 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from merge import LOOKS, Published, counts, flat, merge
+from merge import LOOKS, Here, Published, checksum, counts, flat, left, merge, result_file, weights
 from PIL import Image
 
 from maect.core.errors import UserError
@@ -38,7 +39,7 @@ from maect.experiment.resolve import (
     shown_config,
     tables,
 )
-from maect.report.claims import claims_table, tables_of_runs, write_claims
+from maect.report.claims import COST, claims_table, tables_of_runs, write_claims
 from maect.report.configs import Row
 from maect.report.figures import draw
 from maect.report.registry import FIGURES, TABLES
@@ -60,45 +61,47 @@ HEADLINE = ("low_shot_1", "low_shot_2", "low_shot_5", "linear_probe", "knn")
 def collect(name: str) -> None:
     """Copy and list all that there is: what was published and is not on this machine stays."""
     experiment, out = load(name), HERE / name
-    published = counts(experiment, out)
-    for run in published.refuted:
-        print(f"{run}: not what was published, nor is what came of it", file=sys.stderr)
+    here = Here(experiment)
+    published = counts(here, out)
+    for one in published.refuted:
+        print(f"{one}: not what was published, or not of it: left out", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         merged = copy.copy(experiment)
         merged.root = Path(folder)
-        merge(experiment, published, merged.root)
-        missing = _tables(merged, out)
-        drawn = _figures(experiment, merged, published.shown, out)
-        for figure in figures(experiment):
-            if set(drawn.get(figure, ())) != _shown(experiment, figure):
-                missing.append(f"{figure}.png")
-        results = {
-            pair: merged.root / "evaluations" / pair[0] / f"{pair[1]}.json"
-            for pair in experiment.evaluations
-        }
+        merge(here, published, merged.root)
+        results = {pair: result_file(merged, pair) for pair in experiment.evaluations}
         done = {pair: path for pair, path in results.items() if path.exists()}
-        settings = {"/".join(pair): evaluation_config(experiment, *pair).digest for pair in done}
-        counted = {"asked": len(results), "made": len(done), "missing": missing}
-        write_json(out / "figures.json", drawn)
-        write_json(out / "evaluations.json", counted | {"settings": settings})
+        runs = _runs(here, published)
+        _write(runs, out / "runs.csv")
+        columns = ["run", "step", "epoch", "loss", *LOOKS, "lookup_accuracy"]
+        _write(_curves(merged, published), out / "curves.csv", columns)
         _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
-        _write(_runs(merged, published), out / "runs.csv")
-        _write(_curves(merged, published), out / "curves.csv")
+        missing = _tables(merged, pd.DataFrame(runs), out)
+        shown = _figures(here, merged, published.shown, out)
+        for figure in figures(experiment):
+            if set(shown.get(figure, ())) != set(_read(experiment, figure)):
+                missing.append(f"{figure}.png")
+        write_json(out / "figures.json", shown)
+        known = published.results | {
+            "/".join(pair): {
+                "settings": evaluation_config(experiment, *pair).digest,
+                "left": left(result),
+            }
+            for pair, result in here.results.items()
+        }
+        counted = {"asked": len(results), "made": len(done), "missing": missing}
+        write_json(out / "evaluations.json", counted | {"results": known})
     write_json(out / "images.json", read_mapping(out / "images.json") | _images(experiment))
     shutil.rmtree(out / "resolved", ignore_errors=True)
-    for run in experiment.runs:
-        folder = experiment.folder(run)
+    for run in [*published.resolved, *here.runs]:
         told = published.resolved.get(run)
-        if told is None and (folder / "run.json").exists():
-            told = run_config(experiment, run).text(folder / "config.yaml")
-        if told is not None:
-            write_text(out / "resolved" / f"{run}.yaml", told)
+        told = told or run_config(experiment, run).text(experiment.folder(run) / "config.yaml")
+        write_text(out / "resolved" / f"{run}.yaml", told)
     if (out / PILOTS).exists() and load(str(out / PILOTS)).root.exists():
         _write(_pilots(load(str(out / PILOTS))), out / "recipes.csv")
-    write_json(out / "machine.json", _machine())
 
 
-def _tables(merged: Experiment, out: Path) -> list[str]:
+def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
     """Make every table with a number, and the claims of these; returns what is not complete."""
     shutil.rmtree(out / "tables", ignore_errors=True)
     made, missing = {}, []
@@ -106,68 +109,79 @@ def _tables(merged: Experiment, out: Path) -> list[str]:
         shown = shown_config(merged, name, figure=False)
         asked = shown.rows, shown.evaluations, shown.compare_with_paper, shown.runs
         made[name] = build_table(name, *asked)
-        if (
-            made[name]
-            .select_dtypes(float)
-            .filter(regex="(?<!_std)(?<!_paper)$")
-            .notna()
-            .any(axis=None)
-        ):
+        numbers = made[name].select_dtypes(float).filter(regex="(?<!_std)(?<!_paper)$")
+        if numbers.notna().any(axis=None) and _can_tell(merged, name):
             write_table(made[name], out / "tables" / f"{name}.csv")
         if not all(path.exists() for path in read_by_shown(merged, name, figure=False)):
             missing.append(f"{name}.csv")
     if merged.spec.compare_with_paper:
         told = claims_config(merged)
-        verdicts = claims_table(made | tables_of_runs(told.rows, told.runs))
-        write_claims(verdicts, out / "claims.csv")
+        made |= tables_of_runs(told.rows, told.runs)
+        made[COST] = _cost(told.rows, runs)
+        write_claims(claims_table(made), out / "claims.csv")
     return missing
 
 
+def _cost(rows: list[Row], runs: pd.DataFrame) -> pd.DataFrame:
+    """What training costs, by operations: hours are of several machines, which others shared."""
+    lines = []
+    for row in rows:
+        total = _operations_behind(row.runs, runs)
+        first = _operations_behind(row.runs, runs, only_first=True)
+        overhead = 100 * (total - first) / first if total > first else math.nan
+        line = {"architecture": row.architecture, "method": row.method, "overhead": overhead}
+        lines.append(line | {"overhead_std": math.nan})
+    return pd.DataFrame(lines)
+
+
 def _figures(
-    experiment: Experiment, merged: Experiment, before: dict[str, list[str]], out: Path
+    here: Here, merged: Experiment, before: dict[str, list[str]], out: Path
 ) -> dict[str, list[str]]:
-    """Draw figures of numbers, take those of images; returns the trained runs that each shows.
+    """Draw figures of numbers, take those of images; returns the runs and results each shows.
 
     One of images stays as it was published until this machine has all that it shows.
     """
     (out / "figures").mkdir(exist_ok=True)
-    drawn = {}
-    for name in figures(experiment):
-        to = out / "figures" / f"{name}.png"
-        made = experiment.root / "figures" / to.name
-        read = read_by_shown(experiment, name, figure=True)
-        timed = FIGURES[name].unless  # recorded hours alone are those of a shared machine
-        if name in OF_NUMBERS and (not timed or _is_evaluated(merged, name, timed)):
+    shown, known = {}, {*here.runs, *map("/".join, here.results)}
+    for name in figures(merged):
+        to, read = out / "figures" / f"{name}.png", _read(here.experiment, name)
+        made = here.experiment.root / "figures" / to.name
+        if name in OF_NUMBERS:
+            if not _can_tell(merged, name):
+                continue
             with contextlib.suppress(UserError), tempfile.TemporaryDirectory() as folder:
                 new = Path(folder, to.name)
                 draw(shown_config(merged, name, figure=True), new.with_suffix(".pdf"), new)
                 _copy(new, out / "figures")
-                drawn[name] = _trained(merged, name)
-        elif _is_newest(made, read) and (name not in before or all(map(Path.exists, read))):
+                shown[name] = [one for one, path in _read(merged, name).items() if path.exists()]
+        elif _is_newest(made, list(read.values())) and (name not in before or known >= read.keys()):
             _copy(made, out / "figures")
-            drawn[name] = _trained(experiment, name)
+            shown[name] = [one for one in read if one in known]
         elif name in before and to.exists():
-            drawn[name] = before[name]
+            shown[name] = before[name]
     for path in (out / "figures").iterdir():
-        if path.stem not in drawn:
+        if path.stem not in shown:
             path.unlink()
-    return drawn
+    return shown
 
 
-def _shown(experiment: Experiment, figure: str) -> set[str]:
-    """The runs of a figure's rows."""
-    return {run for row in experiment.rows(figure) for run in row.runs}
+def _read(experiment: Experiment, figure: str) -> dict[str, Path]:
+    """The records and results that a figure reads, by run and by `RUN/EVALUATION`."""
+    found = {}
+    for path in read_by_shown(experiment, figure, figure=True):
+        if path.name == "run.json":
+            found[path.parent.name] = path
+        elif experiment.root / "evaluations" in path.parents:
+            found[f"{path.parent.name}/{path.stem}"] = path
+    return found
 
 
-def _is_evaluated(experiment: Experiment, figure: str, evaluation: str) -> bool:
-    folder = experiment.root / "evaluations"
-    return any((folder / run / f"{evaluation}.json").exists() for run in _shown(experiment, figure))
-
-
-def _trained(experiment: Experiment, figure: str) -> list[str]:
-    """Those of them that are finished."""
-    shown = _shown(experiment, figure)
-    return sorted(run for run in shown if (experiment.folder(run) / "run.json").exists())
+def _can_tell(merged: Experiment, name: str) -> bool:
+    """Whether a table or figure of cost has a measurement: recorded hours were disturbed."""
+    told = FIGURES[name].unless if name in FIGURES else ""
+    return not told or any(
+        result_file(merged, (run, told)).exists() for row in merged.rows(name) for run in row.runs
+    )
 
 
 def _copy(path: Path, folder: Path) -> None:
@@ -210,8 +224,9 @@ def _write(lines: list[dict[str, Any]], path: Path, columns: list[str] | None = 
     write_text(path, pd.DataFrame(lines, columns=columns).to_csv(index=False, lineterminator="\n"))
 
 
-def _runs(experiment: Experiment, published: Published) -> list[dict[str, Any]]:
+def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
     """What every run of the experiment is, how far it has come, and what it cost."""
+    experiment, machine = here.experiment, _machine()
     lines: list[dict[str, Any]] = []
     for run in experiment.runs.values():
         if run.name in published.runs:
@@ -219,7 +234,7 @@ def _runs(experiment: Experiment, published: Published) -> list[dict[str, Any]]:
             continue
         folder = experiment.folder(run.name)
         steps = json_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-        record = read_json(folder / "run.json") if (folder / "run.json").exists() else {}
+        record = here.runs.get(run.name, {})
         last = steps[-1] if steps else {"step": 0, "epoch": 0.0, "timing": {"device_seconds": 0.0}}
         images = last["step"] * getattr(run.settings, "batch_size", 0)
         lines.append(
@@ -234,8 +249,10 @@ def _runs(experiment: Experiment, published: Published) -> list[dict[str, Any]]:
                 "operations": float(f"{run.settings.flops_per_image(run.encoder) * images:.4g}"),
                 "device_hours": round(last["timing"]["device_seconds"] / 3600, 3),
                 "revision": (record.get("source_revision") or "")[:12],
-                "encoder_sha256": record.get("sha256", {}).get("encoder.safetensors", ""),
+                "encoder_sha256": checksum(record),
+                "weights": weights(record) if record else "",
                 "nnclr_loss": _first_nnclr_loss(run.name, experiment) if record else None,
+                "machine": machine if record else "",
             }
         )
     return lines
@@ -243,6 +260,8 @@ def _runs(experiment: Experiment, published: Published) -> list[dict[str, Any]]:
 
 def _first_nnclr_loss(run: str, experiment: Experiment) -> float | None:
     """What the claims compare of a pre-training with an NNCLR head."""
+    if experiment.runs[run].source is not None:
+        return None
     frame = pretraining_table([Row("any", "any", (run,))], experiment.root / "runs")
     return None if frame.empty else float(frame["nnclr_loss"].iloc[0])
 
@@ -254,12 +273,7 @@ def _curves(experiment: Experiment, published: Published) -> list[dict[str, Any]
         if run in published.runs:
             lines += published.curves[run]
         elif (path := experiment.folder(run) / "metrics.jsonl").exists():
-            lines += [
-                {"run": run, "step": step["step"], "epoch": step["epoch"], "loss": step["loss"]}
-                | {key: step[key] for key in LOOKS if key in step}
-                for step in json_lines(path)
-                if LOOKS[0] in step
-            ]
+            lines += [{"run": run} | step for step in json_lines(path) if LOOKS[0] in step]
     return lines
 
 
@@ -289,18 +303,18 @@ def _fits(template: str, run: str) -> bool:
     return re.fullmatch(re.escape(template).replace(r"\{x\}", r"[\d.]+"), run) is not None
 
 
-def _machine() -> dict[str, Any]:
+def _machine() -> str:
+    """This machine, in a line."""
     import torch
 
     text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"model name\s*: (.*)", text)
-    return {
-        "cpu": model[1] if model else platform.processor(),
-        "cores": text.count("\nprocessor") + text.startswith("processor"),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
+    cores = text.count("\nprocessor") + text.startswith("processor")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return (
+        f"{cores} cores of {model[1] if model else platform.processor()} (accelerator: {device}), "
+        f"torch {torch.__version__}, Python {platform.python_version()}"
+    )
 
 
 # --- CSV to pages ---------------------------------------------------------------------------------
@@ -347,7 +361,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         parts.append(headline)
     if (folder / "measured.csv").exists() and (gains := _gains(folder, runs)):
         parts.append(gains)
-    parts.append(_notes((folder / "notes.md").read_text(encoding="utf-8").strip(), runs))
+    parts.append(_notes(folder, runs))
     if (folder / "neighbours.csv").exists():
         published = pd.read_csv(folder / "neighbours.csv", dtype=str)
         parts += [
@@ -371,15 +385,14 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         for figure in drawn:
             entry = FIGURES[figure]
             parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.about(True)}")
-    machine = read_json(folder / "machine.json")
+    machines = filter(None, dict.fromkeys(runs["machine"]))
     parts.append("## Runs")
     if (folder / "images.json").exists():
         splits = read_json(folder / "images.json").items()
         told = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
         parts.append(f"Images, and where the digest of each split begins: {told or 'none yet'}.")
     parts += [
-        f"On {machine['cores']} cores of {machine['cpu']} (accelerator: {machine['device']}), "
-        f"torch {machine['torch']}, Python {machine['python']}. Operations are counted from the "
+        f"On {' and on '.join(machines) or 'no machine yet'}. Operations are counted from the "
         "settings; device hours are wall-clock hours times ranks, also where other work shared the "
         "cores. What each finished run was told is in `resolved/`; `curves.csv` has losses and "
         "looks, `runs.csv` the fine-tunings, too, with revisions and checksums of encoders, and "
@@ -407,13 +420,10 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
     probed, clusters = map(read_table, made)
     frame = probed.merge(clusters, on=["architecture", "method"], suffixes=("", "_clusters"))
     columns = (*HEADLINE, "accuracy")
-    costs = {
-        (line["architecture"], line["method"]): _operations_behind(
-            f"{line['method']}_{line['architecture']}", runs
-        )
-        for line in frame.to_dict("records")
-    }
-    unit, power = (1e15, "10¹⁵") if max(costs.values()) >= 1e14 else (1e12, "10¹²")
+    stems = [f"{line['method']}_{line['architecture']}" for line in frame.to_dict("records")]
+    costs = [_operations_behind(_seeds(stem, runs), runs) for stem in stems]
+    most = max((cost for cost in costs if not math.isnan(cost)), default=0.0)
+    unit, power = (1e15, "10¹⁵") if most >= 1e14 else (1e12, "10¹²")
     titles = (
         "1 shot",
         "2 shot",
@@ -422,11 +432,15 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
         "k-NN",
         "cluster accuracy",
         f"operations ({power})",
+        "seeds",
     )
     lines = [f"| | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
-    for line in frame.to_dict("records"):
+    several = (folder / "measured.csv").exists()
+    trained = set(pd.read_csv(folder / "measured.csv")["run"] if several else runs["run"])
+    for line, stem, cost in zip(frame.to_dict("records"), stems, costs, strict=True):
         cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
-        cells.append(f"{costs[line['architecture'], line['method']] / unit:.2f}")
+        cells.append(MISSING if math.isnan(cost) else f"{cost / unit:.2f}")
+        cells.append(str(len(trained.intersection(_seeds(stem, runs)))))
         lines.append(f"| {method_title(str(line['method']))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -451,10 +465,8 @@ def _gains(folder: Path, runs: pd.DataFrame) -> str:
         for key in GAINS.values():
             added = [
                 values[tuned, *key] - values[mae, *key]
-                for run in runs["run"]
-                if re.fullmatch(rf"{method}_{size}(-s\d+)?", tuned := str(run))
-                and (mae := tuned.replace(method, "mae"), *key) in values
-                and (tuned, *key) in values
+                for tuned in _seeds(f"{method}_{size}", runs)
+                if (mae := tuned.replace(method, "mae"), *key) in values and (tuned, *key) in values
             ]
             seeds.add(len(added))
             std = statistics.stdev(added) if len(added) > 1 else math.nan
@@ -462,12 +474,11 @@ def _gains(folder: Path, runs: pd.DataFrame) -> str:
             cells[-1] += f" ± {std:.1f}" if not math.isnan(std) else ""
         if all(cell == MISSING for cell in cells):
             continue
-        first = _operations_behind(f"mae_{size}", runs)
-        total = _operations_behind(f"{method}_{size}", runs)
-        cells += [
-            f"{100 * (total - first) / first:.0f} %",
-            f"{100 * (total - first) / total:.0f} %",
-        ]
+        behind = _seeds(f"{method}_{size}", runs)
+        total = _operations_behind(behind, runs)
+        first = _operations_behind(behind, runs, only_first=True)
+        shares = (total - first) / first, (total - first) / total
+        cells += [MISSING if math.isnan(share) else f"{100 * share:.0f} %" for share in shares]
         lines.append(f"| {method_title(method)} | {' | '.join(cells)} |")
     if not lines:
         return ""
@@ -484,10 +495,27 @@ def _gains(folder: Path, runs: pd.DataFrame) -> str:
     ])  # fmt: skip
 
 
-def _notes(text: str, runs: pd.DataFrame) -> str:
-    """Notes with `{RUN.COLUMN}` filled in from `runs.csv`."""
+def _notes(folder: Path, runs: pd.DataFrame) -> str:
+    """Notes with numbers filled in.
+
+    `{RUN.COLUMN}` is from `runs.csv`, `{RUN/EVALUATION/METRIC}` from `measured.csv`, and
+    `{RUN:COLUMN}` from the last look in `curves.csv`.
+    """
+    text = (folder / "notes.md").read_text(encoding="utf-8").strip()
     known = runs.set_index("run")
-    return re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{known.at[m[1], m[2]]:g}", text)
+    text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{known.at[m[1], m[2]]:g}", text)
+    values: dict[str, float] = {}
+    if (folder / "measured.csv").exists():
+        for line in pd.read_csv(folder / "measured.csv").to_dict("records"):
+            values[f"{line['run']}/{line['evaluation']}/{line['metric']}"] = line["value"]
+    if (folder / "curves.csv").exists():
+        for run, last in pd.read_csv(folder / "curves.csv").groupby("run").last().iterrows():
+            values |= {f"{run}:{name}": value for name, value in last.items()}
+    return re.sub(
+        r"\{([\w-]+[/:][\w/]+)\}",
+        lambda m: f"{values[m[1]]:.1f}" if m[1] in values else MISSING,
+        text,
+    )
 
 
 def _spread(value: float, std: float) -> str:
@@ -496,13 +524,30 @@ def _spread(value: float, std: float) -> str:
     return f"{value:.1f}" if pd.isna(std) else f"{value:.1f} ± {std:.1f}"
 
 
-def _operations_behind(run: str, runs: pd.DataFrame) -> float:
-    known = runs.set_index("run")
-    total, name = 0.0, run
-    while name:
-        total += float(known.at[name, "operations"])
-        name = str(known.at[name, "from"])
-    return total
+def _operations_behind(seeds: Iterable[str], runs: pd.DataFrame, only_first: bool = False) -> float:
+    """Of all training behind the first of these runs of which all is finished, NaN if none is.
+
+    Args:
+        seeds: runs of a model.
+        runs: lines of `runs.csv`.
+        only_first: of the training that it began with.
+    """
+    known = runs[runs["finished"].astype(str) == "True"].set_index("run")
+    for seed in seeds:
+        costs, name = list[float](), seed
+        while name in known.index:
+            costs.append(float(known.at[name, "operations"]))
+            name = str(known.at[name, "from"] or "")
+        if costs and not name:
+            return costs[-1] if only_first else sum(costs)
+    return math.nan
+
+
+def _seeds(stem: str, runs: pd.DataFrame) -> list[str]:
+    """The runs of a model, one a seed."""
+    return [
+        run for run in map(str, runs["run"]) if re.fullmatch(rf"{re.escape(stem)}(-s\d+)?", run)
+    ]
 
 
 def _claims(frame: pd.DataFrame) -> str:
@@ -517,10 +562,12 @@ def _claims(frame: pd.DataFrame) -> str:
 
 LEGEND = """\
 Differences are of means over seeds, with the standard deviation that they have if the seeds are
-independent. *Within noise*: the difference does not exceed it. A model of one seed is given the
-largest deviation that models of its size have in the same metric; *or more*: that of one side only
-is known. Where none is printed there is one seed of everything, and chance alone may have decided.
-Which statements were not measured is in `claims.csv`."""
+independent. *Within noise*: the difference does not exceed it. That is a weak test: where nothing
+differs, chance alone exceeds it in about one comparison of six with three seeds each, of three or
+four with two, and a statement may have many. A model of one seed is given the largest deviation
+that models of its size have in the same metric; *or more*: that of one side only is known. Where
+none is printed there is one seed of everything, or no chance at all, as in operations, which decide
+the statement on cost. Which statements were not measured is in `claims.csv`."""
 
 
 def _runs_table(runs: pd.DataFrame) -> str:

@@ -144,7 +144,8 @@ def _deviation(tables: Tables, key: Key) -> float | None:
     known = [
         f.loc[f["architecture"] == architecture, column] for f in tables.values() if column in f
     ]
-    return float(pd.concat(known).max()) if known else math.nan
+    # What is the same for all seeds says nothing of others.
+    return float(pd.concat(known).replace(0.0, math.nan).max()) if known else math.nan
 
 
 def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:

@@ -121,7 +121,7 @@ def engine_steps(
         engine = Engine(objective, stage, stage.parameter_groups(objective), device)
         if stage.encoder_average is not None:
             engine.start_average("encoder.")
-        batch, metrics = random_batch(shape, stage.batch_size), Metrics(folder, 0)
+        batch, metrics = random_batch(shape, stage.batch_size), Metrics(folder, 0, steps)
 
         def batches() -> Iterator[Batch]:
             for _ in range(steps):

@@ -3,16 +3,18 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
 
 from maect.core.files import read_json, write_json
 from maect.experiment import load
-from maect.experiment.resolve import run_config
+from maect.experiment.resolve import evaluation_config, run_config
 from maect.report.tables import Row, build_table, write_table
 
 ROOT = Path(__file__).parents[3]
@@ -70,7 +72,7 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
         for run, value in values.items()
     ).to_csv(out / "measured.csv", index=False)
     line = {"stage": "x", "seed": 0, "epochs": 4, "epochs_done": 4.0, "device_hours": 1.5}
-    line |= {"finished": True, "revision": "", "encoder_sha256": ""}
+    line |= {"finished": True, "revision": "", "encoder_sha256": "", "machine": "2 cores of C"}
     runs = [
         {"run": "mae_micro", "from": None, "operations": 2e15, **line},
         {"run": "head_min_micro", "from": "mae_micro", "operations": 1e14, **line},
@@ -84,15 +86,15 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
     pd.DataFrame([claim, open_one]).to_csv(out / "claims.csv", index=False)
     write_json(out / "evaluations.json", {"asked": 16, "made": 16})
     (out / "notes.md").write_text("After {mae_micro.epochs} epochs.\n")
-    machine = {"cpu": "C", "cores": 2, "device": "none", "torch": "2", "python": "3"}
-    write_json(out / "machine.json", machine)
     return out
 
 
 def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     made = publish.pages(folder)
-    assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 |" in made["headline.md"]
-    assert "| MAE-CT min | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 |" in made["headline.md"]
+    assert "| 50.0 ± 0.0 | 41.0 ± 1.0 | 25.0 ± 0.0 | 2.00 | 1 |" in made["headline.md"]
+    assert (
+        "| MAE-CT min | 20.0 | 25.0 | 30.0 | 50.0 | 43.0 | 25.0 | 2.40 | 2 |" in made["headline.md"]
+    )
     page = made["README.md"]
     assert made["headline.md"] in page and "Unfinished" not in page
     assert "2 statements: 1 hold, 1 not measured." in page
@@ -156,11 +158,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file but figures, which fonts change, and the machine's."""
+    """Every file but figures, which fonts change."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*.*")
-        if path.suffix != ".png" and path.name != "machine.json"
+        if path.suffix != ".png"
     }
 
 
@@ -182,6 +184,7 @@ def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(elsewhere: P
     for name in ("runs.csv", "measured.csv", "evaluations.json"):
         (elsewhere / name).unlink()
     publish.collect("cifar10")
+    publish.collect("cifar10")  # from files without a line
     publish.write_pages("cifar10")
     runs = pd.read_csv(elsewhere / "runs.csv")
     assert list(runs["run"]) == list(load("cifar10").runs) and not runs["finished"].any()
@@ -189,41 +192,56 @@ def test_of_an_experiment_of_which_nothing_was_run_there_is_nothing(elsewhere: P
     assert f"**Unfinished: {missing}.**" in (elsewhere / "README.md").read_text()
 
 
-def finished_here(run: str, checksum: str, knn: float | None = None) -> None:
-    """A run that this machine trained, and perhaps evaluated."""
-    record = {"run": run, "stage": "pretrain", "source": None, "device_hours": 1.0}
-    settings = run_config(load("cifar10"), run).model_dump(mode="json", context={"paths": None})
-    record |= {"recipe": settings["settings"], "encoder": settings["encoder"]}
-    folder = Path("results/cifar10")
-    write_json(folder / "runs" / run / "run.json", record | {"sha256": {ENCODER: checksum}})
+def train_here(run: str, checksum: str, **changes: Any) -> None:
+    """Leave what a run leaves that this machine trained."""
+    config = run_config(load("cifar10"), run)
+    told = {name: getattr(config, name).model_dump(mode="json") for name in ("settings", "encoder")}
+    source = config.source.name if config.source else None
+    record = {"run": run, "stage": config.stage, "source": source, "seed": config.seed}
+    record |= {"recipe": told["settings"] | changes, "encoder": told["encoder"]}
+    record |= {"device_hours": 1.0, "sha256": {ENCODER: checksum}}
+    folder = Path("results/cifar10/runs") / run
+    write_json(folder / "run.json", record)
     step = {"step": 5859, "epoch": 30.0, "loss": 0.4, "timing": {"device_seconds": 3600.0}}
-    (folder / "runs" / run / "metrics.jsonl").write_text(f"{json.dumps(step)}\n")
-    if knn is not None:
-        write_json(folder / f"evaluations/{run}/knn.json", {"metrics": {"knn": knn, "list": [1.5]}})
+    (folder / "metrics.jsonl").write_text(f"{json.dumps(step)}\n")
 
 
-def known(folder: Path) -> dict[tuple[str, str], float]:
-    """k-NN accuracy of every run, and whatever else `finished_here` leaves."""
+def evaluate_here(run: str, name: str, checksum: str, **metrics: Any) -> None:
+    """Leave what an evaluation leaves that this machine made."""
+    config = evaluation_config(load("cifar10"), run, name)
+    settings = config.settings.model_dump(mode="json") | {"resize": config.resize}
+    result = {"metrics": metrics, "settings": settings, "left_sha256": "0" * 64}
+    result |= {"provenance": {"encoder_sha256": checksum}}
+    write_json(Path(f"results/cifar10/evaluations/{run}/{name}.json"), result)
+
+
+def known(folder: Path, evaluation: str = "knn") -> dict[tuple[str, str], float]:
+    """What is published of an evaluation, by run and metric."""
     frame = pd.read_csv(folder / "measured.csv")
-    frame = frame[frame["evaluation"] == "knn"]
+    frame = frame[frame["evaluation"] == evaluation]
     return frame.set_index(["run", "metric"])["value"].to_dict()
 
 
 def test_results_of_a_machine_come_beside_those_of_others(elsewhere: Path) -> None:
     before, runs = known(elsewhere), pd.read_csv(elsewhere / "runs.csv", index_col="run")
     assert runs.at["ct_min_micro", "finished"]
-    finished_here("mae_micro", runs.at["mae_micro", "encoder_sha256"], 11.0)
+    same = runs.at["mae_micro", "encoder_sha256"]
+    train_here("mae_micro", same)
+    evaluate_here("mae_micro", "knn", same, knn=11.0, list=[1.5], deep={"a": {"b": 2.5}})
     publish.collect("cifar10")
     after = known(elsewhere)
-    assert after["mae_micro", "knn"] == 11.0 and after["mae_micro", "list/0"] == 1.5
+    assert after["mae_micro", "knn"] == 11.0
+    assert after["mae_micro", "list/0"] == 1.5 and after["mae_micro", "deep/a/b"] == 2.5
     assert {k: v for k, v in after.items() if k[0] != "mae_micro"} == {
         k: v for k, v in before.items() if k[0] != "mae_micro"
     }
     again = pd.read_csv(elsewhere / "runs.csv", index_col="run")
     assert again.at["mae_micro", "device_hours"] == 1.0
-    assert again.drop("mae_micro").equals(runs.drop("mae_micro"))
+    assert again.drop("mae_micro").astype(str).equals(runs.drop("mae_micro").astype(str))
     # Evaluated elsewhere, trained again here.
-    assert after["mae_micro-s1", "knn"] == before["mae_micro-s1", "knn"]
+    assert known(elsewhere, "low_shot")["mae_micro", "low_shot_1"] > 10
+    # And from yet another machine.
+    shutil.rmtree("results")
     publish.collect("cifar10")
     assert known(elsewhere) == after
 
@@ -231,27 +249,51 @@ def test_results_of_a_machine_come_beside_those_of_others(elsewhere: Path) -> No
 def test_another_encoder_of_the_name_refutes_what_came_of_the_first(
     elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    finished_here("mae_micro", "0" * 64)
+    train_here("mae_micro", "0" * 64)
     publish.collect("cifar10")
     runs = {run for run, _ in known(elsewhere)}
     assert {"mae_micro-s1", "ct_min_micro-s1"} <= runs
     assert runs.isdisjoint({"mae_micro", "ct_min_micro", "ct_aug_micro"})
     finished = pd.read_csv(elsewhere / "runs.csv", index_col="run")["finished"]
     assert finished["mae_micro"] and finished["ct_min_micro-s1"] and not finished["ct_min_micro"]
-    assert "ct_min_micro: not what was published" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "ct_min_micro: not what was published" in told and "mae_micro/knn: not" in told
     assert not (elsewhere / "figures/umap.png").exists()
+    # What tuning costs is that of a seed that is there.
+    page = publish.pages(elsewhere)["README.md"]
+    assert re.search(r"MAE-CT aug \|.* 105 % \| 51 % \|", page)
 
 
 def test_other_settings_and_other_images_refute(elsewhere: Path) -> None:
     told = elsewhere / "resolved/ct_min_micro.yaml"
     told.write_text(told.read_text().replace("epochs: 2", "epochs: 3"))
     evaluations = read_json(elsewhere / "evaluations.json")
-    evaluations["settings"]["mae_micro/knn"] = "another"
+    for name in ("mae_micro/knn", "ct_aug_micro/linear_probe"):
+        evaluations["results"][name]["settings"] = "another"
     write_json(elsewhere / "evaluations.json", evaluations)
     publish.collect("cifar10")
     runs = {run for run, _ in known(elsewhere)}
     assert "ct_aug_micro" in runs and runs.isdisjoint({"ct_min_micro", "mae_micro"})
+    # Which tests that linear probe.
+    robust = {run for run, _ in known(elsewhere, "robustness")}
+    assert "mae_micro" in robust and "ct_aug_micro" not in robust
     index = Path("results/cifar10/shards/cifar10/val/index.json")
     write_json(index, {"n": 1, "digest": "another"})
     publish.collect("cifar10")
     assert not known(elsewhere)
+
+
+def test_what_this_machine_has_of_other_settings_is_not_taken(elsewhere: Path) -> None:
+    before, runs = known(elsewhere), pd.read_csv(elsewhere / "runs.csv", index_col="run")
+    same = runs.at["mae_micro", "encoder_sha256"]
+    train_here("mae_micro", same, epochs=31)
+    train_here("mae_micro-s1", runs.at["mae_micro-s1", "encoder_sha256"])
+    evaluate_here("mae_micro-s1", "knn", "0" * 64, knn=11.0)
+    publish.collect("cifar10")
+    assert known(elsewhere) == before
+    assert pd.read_csv(elsewhere / "runs.csv", index_col="run").at["mae_micro", "device_hours"] > 1
+    # The probe is another, so what tested it is of none.
+    evaluate_here("mae_micro-s1", "linear_probe", runs.at["mae_micro-s1", "encoder_sha256"], x=1.0)
+    publish.collect("cifar10")
+    robust = {run for run, _ in known(elsewhere, "robustness")}
+    assert "mae_micro" in robust and "mae_micro-s1" not in robust
