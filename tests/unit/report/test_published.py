@@ -15,6 +15,7 @@ import pytest
 from maect.core.files import read_json, write_json
 from maect.experiment import load
 from maect.experiment.resolve import evaluation_config, run_config
+from maect.report.render import MISSING
 from maect.report.tables import Row, build_table, write_table
 
 ROOT = Path(__file__).parents[3]
@@ -103,7 +104,7 @@ def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     assert "**Low-shot and feature evaluations**" in page and "After 4 epochs." in page
     # 43 - 40 and 46 - 41; 4 of 20, and of 24.
     assert "standard deviation of 2 seeds" in page
-    no = publish.MISSING
+    no = MISSING
     assert f"| MAE-CT min | +4.0 ± 1.4 | {no} | {no} | {no} | 20 % | 17 % |" in page
     assert "(fine-tuning, at its best epoch on the test split)" in page
 

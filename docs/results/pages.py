@@ -1,0 +1,310 @@
+"""The pages of a published experiment: what its CSV files say, and nothing else."""
+
+import math
+import re
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+
+import pandas as pd
+
+from maect.core.files import read_json
+from maect.report.registry import FIGURES, TABLES
+from maect.report.render import MISSING, printed, render, verdicts
+from maect.report.tables import read_table
+from maect.report.titles import method_title
+
+HEADLINE = ("low_shot_1", "low_shot_2", "low_shot_5", "linear_probe", "knn")
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """The pages of a published experiment, by file name; `headline.md` is for the README."""
+    runs = pd.read_csv(folder / "runs.csv", keep_default_na=False)
+    headline, progress = _headline(folder, runs), _progress(folder, runs)
+    made = {"README.md": _page(folder, runs, headline, progress)}
+    if (folder / "recipes.csv").exists():
+        made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
+        if (folder / "replaced.csv").exists():
+            replaced = pd.read_csv(folder / "replaced.csv", dtype=str)
+            told = (
+                "A run that was evaluated and then replaced, beside the others of its seed; on "
+                "test images where no training image is named."
+            )
+            made["recipes.md"] += f"\n## Replaced\n\n{told}\n\n{_markdown(replaced)}\n"
+        if (folder / "tried.csv").exists():
+            tried = pd.read_csv(folder / "tried.csv", dtype=str).fillna("")
+            made["recipes.md"] += f"\n## Also tried\n\n{_markdown(tried)}\n"
+    if headline:
+        made["headline.md"] = headline
+        if progress:
+            made["headline.md"] += f"\n\nIn progress: {progress} are finished."
+    return made
+
+
+def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str:
+    name = folder.name
+    parts = [
+        f"# {name}",
+        f"    snakemake --profile cluster_profiles/local --config experiment={name}\n"
+        f"    python docs/results/publish.py collect {name}\n"
+        f"    python docs/results/publish.py page {name}",
+    ]
+    if progress:
+        parts.append(
+            f"**Unfinished: {progress}.** Numbers, figures and claims below are of what is "
+            "finished."
+        )
+    if headline:
+        parts.append(headline)
+    if (folder / "measured.csv").exists() and (gains := _gains(folder, runs)):
+        parts.append(gains)
+    parts.append(_notes(folder, runs))
+    if (folder / "neighbours.csv").exists():
+        published = pd.read_csv(folder / "neighbours.csv", dtype=str)
+        parts += [
+            "Published encoders of the same shape, trained for 100 epochs on other images and "
+            "evaluated on CIFAR-10, in percent, by their sources:",
+            _markdown(published),
+        ]
+    if (folder / "recipes.csv").exists():
+        parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
+    if (folder / "claims.csv").exists():
+        parts += ["## Claims", _claims(pd.read_csv(folder / "claims.csv", keep_default_na=False))]
+    shown = [name for name in TABLES if (folder / "tables" / f"{name}.csv").exists()]
+    if shown:
+        parts.append("## Tables")
+        for table in shown:
+            frame = read_table(folder / "tables" / f"{table}.csv")
+            parts += [render(printed(frame, table), "md").strip(), TABLES[table].about(False)]
+    drawn = [name for name in FIGURES if (folder / "figures" / f"{name}.png").exists()]
+    if drawn:
+        parts.append("## Figures")
+        for figure in drawn:
+            entry = FIGURES[figure]
+            parts.append(f"![{entry.title}](figures/{figure}.png)\n\n{entry.about(True)}")
+    machines = filter(None, dict.fromkeys(runs["machine"]))
+    parts.append("## Runs")
+    if (folder / "images.json").exists():
+        splits = read_json(folder / "images.json").items()
+        told = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
+        parts.append(f"Images, and where the digest of each split begins: {told or 'none yet'}.")
+    parts += [
+        f"On {' and on '.join(machines) or 'no machine yet'}. Operations are counted from the "
+        "settings; device hours are wall-clock hours times ranks, also where other work shared the "
+        "cores. What each finished run was told is in `resolved/`; `curves.csv` has losses and "
+        "looks, `runs.csv` the fine-tunings, too, with revisions and checksums of encoders, and "
+        "`measured.csv` every number of every evaluation.",
+        _runs_table(runs),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _progress(folder: Path, runs: pd.DataFrame) -> str:
+    """How much of the experiment there is; empty for all of it."""
+    trained, results = int(runs["finished"].sum()), read_json(folder / "evaluations.json")
+    missing = results.get("missing", [])
+    if trained == len(runs) and results["made"] == results["asked"] and not missing:
+        return ""
+    done = f"{trained} of {len(runs)} trainings"
+    return f"{done}, {results['made']} of {results['asked']} evaluations"
+
+
+def _headline(folder: Path, runs: pd.DataFrame) -> str:
+    """The main models and what tuning costs; empty before their tables are made."""
+    made = [folder / f"tables/{table}.csv" for table in ("low_shot", "clustering")]
+    if not all(path.exists() for path in made):
+        return ""
+    probed, clusters = map(read_table, made)
+    frame = probed.merge(clusters, on=["architecture", "method"], suffixes=("", "_clusters"))
+    columns = (*HEADLINE, "accuracy")
+    stems = [f"{line['method']}_{line['architecture']}" for line in frame.to_dict("records")]
+    costs = [operations_behind(_seeds(stem, runs), runs) for stem in stems]
+    most = max((cost for cost in costs if not math.isnan(cost)), default=0.0)
+    unit, power = (1e15, "10¹⁵") if most >= 1e14 else (1e12, "10¹²")
+    titles = (
+        "1 shot",
+        "2 shot",
+        "5 shot",
+        "linear probe",
+        "k-NN",
+        "cluster accuracy",
+        f"operations ({power})",
+        "seeds",
+    )
+    lines = [f"| | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
+    several = (folder / "measured.csv").exists()
+    trained = set(pd.read_csv(folder / "measured.csv")["run"] if several else runs["run"])
+    for line, stem, cost in zip(frame.to_dict("records"), stems, costs, strict=True):
+        cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
+        cells.append(MISSING if math.isnan(cost) else f"{cost / unit:.2f}")
+        cells.append(str(len(trained.intersection(_seeds(stem, runs)))))
+        lines.append(f"| {method_title(str(line['method']))} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+GAINS = {
+    "k-NN": ("knn", "knn"),
+    "linear probe": ("linear_probe", "linear_probe"),
+    "1 shot": ("low_shot", "low_shot_1"),
+    "cluster accuracy": ("clustering", "accuracy"),
+}
+"""Evaluation and metric of what tuning adds."""
+
+
+def _gains(folder: Path, runs: pd.DataFrame) -> str:
+    """What tuning adds to the MAE of the same seed, and its cost; empty if nothing is there."""
+    measured = pd.read_csv(folder / "measured.csv")
+    values = measured.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+    size = next((run.removeprefix("mae_") for run in runs["run"] if run.startswith("mae_")), "")
+    lines, seeds = [], set()
+    for method in ("ct_min", "ct_aug"):
+        cells = []
+        for key in GAINS.values():
+            added = [
+                values[tuned, *key] - values[mae, *key]
+                for tuned in _seeds(f"{method}_{size}", runs)
+                if (mae := tuned.replace(method, "mae"), *key) in values and (tuned, *key) in values
+            ]
+            seeds.add(len(added))
+            std = statistics.stdev(added) if len(added) > 1 else math.nan
+            cells.append(f"{statistics.fmean(added):+.1f}" if added else MISSING)
+            cells[-1] += f" ± {std:.1f}" if not math.isnan(std) else ""
+        if all(cell == MISSING for cell in cells):
+            continue
+        behind = _seeds(f"{method}_{size}", runs)
+        total = operations_behind(behind, runs)
+        first = operations_behind(behind, runs, only_first=True)
+        shares = (total - first) / first, (total - first) / total
+        cells += [MISSING if math.isnan(share) else f"{100 * share:.0f} %" for share in shares]
+        lines.append(f"| {method_title(method)} | {' | '.join(cells)} |")
+    if not lines:
+        return ""
+    titles = [*GAINS, "operations, of the pre-training's", "of all"]
+    many = " and ".join(map(str, sorted(seeds - {0})))
+    many += " seed" if many == "1" else " seeds"
+    return "\n".join([
+        "What tuning adds to the MAE of the same seed, in points (mean ± standard deviation of "
+        f"{many}), and what head initialisation and tuning take:",
+        "",
+        f"| | {' | '.join(titles)} |",
+        f"| --- |{' ---: |' * len(titles)}",
+        *lines,
+    ])  # fmt: skip
+
+
+def _notes(folder: Path, runs: pd.DataFrame) -> str:
+    """Notes with numbers filled in.
+
+    `{RUN.COLUMN}` is from `runs.csv`, `{RUN/EVALUATION/METRIC}` from `measured.csv`, and
+    `{RUN:COLUMN}` from the last look in `curves.csv`.
+    """
+    text = (folder / "notes.md").read_text(encoding="utf-8").strip()
+    known = runs.set_index("run")
+    text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{known.at[m[1], m[2]]:g}", text)
+    values: dict[str, float] = {}
+    if (folder / "measured.csv").exists():
+        for line in pd.read_csv(folder / "measured.csv").to_dict("records"):
+            values[f"{line['run']}/{line['evaluation']}/{line['metric']}"] = line["value"]
+    if (folder / "curves.csv").exists():
+        for run, last in pd.read_csv(folder / "curves.csv").groupby("run").last().iterrows():
+            values |= {f"{run}:{name}": value for name, value in last.items()}
+    return re.sub(
+        r"\{([\w-]+[/:][\w/]+)\}",
+        lambda m: f"{values[m[1]]:.1f}" if m[1] in values else MISSING,
+        text,
+    )
+
+
+def _spread(value: float, std: float) -> str:
+    if pd.isna(value):
+        return MISSING
+    return f"{value:.1f}" if pd.isna(std) else f"{value:.1f} ± {std:.1f}"
+
+
+def operations_behind(seeds: Iterable[str], runs: pd.DataFrame, only_first: bool = False) -> float:
+    """Of all training behind the first of these runs of which all is finished, NaN if none is.
+
+    Args:
+        seeds: runs of a model.
+        runs: lines of `runs.csv`.
+        only_first: of the training that it began with.
+    """
+    known = runs[runs["finished"].astype(str) == "True"].set_index("run")
+    for seed in seeds:
+        costs, name = list[float](), seed
+        while name in known.index:
+            costs.append(float(known.at[name, "operations"]))
+            name = str(known.at[name, "from"] or "")
+        if costs and not name:
+            return costs[-1] if only_first else sum(costs)
+    return math.nan
+
+
+def _seeds(stem: str, runs: pd.DataFrame) -> list[str]:
+    """The runs of a model, one a seed."""
+    return [
+        run for run in map(str, runs["run"]) if re.fullmatch(rf"{re.escape(stem)}(-s\d+)?", run)
+    ]
+
+
+def _claims(frame: pd.DataFrame) -> str:
+    said = verdicts(frame)
+    rows = []
+    for line in said["decided"]:
+        verdict = "; ".join([line["verdict"], *line["notes"]])
+        rows.append(f"| {line['statement']} | {verdict} | {line['numbers']} |")
+    head = "| statement | verdict | differences ± standard deviation |\n| --- | --- | --- |"
+    return f"{len(frame)} statements: {said['summary']}.\n\n{LEGEND}\n\n{head}\n" + "\n".join(rows)
+
+
+LEGEND = """\
+Differences are of means over seeds, with the standard deviation that they have if the seeds are
+independent. *Within noise*: the difference does not exceed it. That is a weak test: where nothing
+differs, chance alone exceeds it in about one comparison of six with three seeds each, of three or
+four with two, and a statement may have many. A model of one seed is given the largest deviation
+that models of its size have in the same metric; *or more*: that of one side only is known. Where
+none is printed there is one seed of everything, or no chance at all, as in operations, which decide
+the statement on cost. Which statements were not measured is in `claims.csv`."""
+
+
+def _runs_table(runs: pd.DataFrame) -> str:
+    """Without the fine-tunings, of which there are many: `runs.csv` has them."""
+    runs = runs[runs["stage"] != "fine_tune"]
+    head = "| run | stage | epochs | done | 10¹² operations | device hours |\n"
+    head += "| --- | --- | ---: | ---: | ---: | ---: |\n"
+    return head + "\n".join(
+        f"| `{line['run']}` | {line['stage']} | {line['epochs']} | {line['epochs_done']:g} | "
+        f"{float(line['operations']) / 1e12:,.0f} | {line['device_hours']:.2f} |"
+        for line in runs.to_dict("records")
+    )
+
+
+def _recipes(pilots: pd.DataFrame) -> str:
+    rows = [
+        f"| `{line['run']}` | {line['recipe']} | {line['from'] or '-'} | {line['changes'] or '-'} "
+        + (f"| {float(line['knn']):.1f} |" if line["knn"] != "" else "| not run yet |")
+        for line in pilots.to_dict("records")
+    ]
+    return (
+        "# How the recipes were chosen\n\n"
+        "k-NN accuracy on training images that were held out, by [pilots.yaml](pilots.yaml); the "
+        "test images took no part in these pilots. Only what they change was compared; the rest is "
+        "the recipe's.\n\n"
+        "| pilot | recipe | starts from | changes | k-NN |\n| --- | --- | --- | --- | ---: |\n"
+        + "\n".join(rows)
+        + "\n"
+    )
+
+
+def _markdown(frame: pd.DataFrame) -> str:
+    lines = [list(frame), ["---", *["---:"] * (len(frame.columns) - 1)], *frame.to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def with_headline(readme: str, name: str, headline: str) -> str:
+    """A README with the text between its two comments replaced."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if start not in readme:
+        return readme
+    before, rest = readme.split(start)
+    return f"{before}{start}\n{headline}\n{end}{rest.split(end)[1]}"
