@@ -166,7 +166,7 @@ def merge(here: Here, published: Published, root: Path) -> None:
         folder, to = experiment.folder(name).absolute(), root / "runs" / name
         if name in published.runs:
             _restore(name, published, to)
-        elif name in here.runs or (not (folder / "run.json").exists() and folder.is_dir()):
+        elif name in here.runs:
             to.parent.mkdir(parents=True, exist_ok=True)
             to.symlink_to(folder)
     for pair in experiment.evaluations:

@@ -218,16 +218,15 @@ def _write(lines: list[dict[str, Any]], path: Path, columns: list[str] | None = 
 
 
 def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
-    """What every run of the experiment is, how far it has come, and what it cost."""
+    """What every run of the experiment is and, once it is finished, what it cost."""
     experiment, machine = here.experiment, _machine()
     lines: list[dict[str, Any]] = []
     for run in experiment.runs.values():
         if run.name in published.runs:
             lines.append(dict(published.runs[run.name]))
             continue
-        folder = experiment.folder(run.name)
-        steps = json_lines(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
-        record = here.runs.get(run.name, {})
+        record, log = here.runs.get(run.name, {}), experiment.folder(run.name) / "metrics.jsonl"
+        steps = json_lines(log) if record and log.exists() else []
         last = steps[-1] if steps else {"step": 0, "epoch": 0.0, "timing": {"device_seconds": 0.0}}
         images = last["step"] * getattr(run.settings, "batch_size", 0)
         lines.append(
