@@ -203,11 +203,15 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     if isinstance(value, dict):
         for key, one in value.items():
             yield from flat(one, f"{name}/{key}" if name else str(key))
-    elif isinstance(value, list) and all(isinstance(one, int | float) for one in value):
+    elif isinstance(value, list) and all(map(_is_number, value)):
         for number, one in enumerate(value):
             yield f"{name}/{number}", one
-    elif isinstance(value, int | float):
+    elif _is_number(value):
         yield name, value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _nested(numbers: dict[str, str]) -> Any:
