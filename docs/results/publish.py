@@ -75,13 +75,11 @@ def collect(name: str) -> None:
             if set(shown.get(figure, ())) != set(_read(experiment, figure)):
                 missing.append(f"{figure}.png")
         write_json(out / "figures.json", shown)
-        known = published.results | {
-            "/".join(pair): {
-                "settings": evaluation_config(experiment, *pair).digest,
-                "left": left(result),
-            }
-            for pair, result in here.results.items()
-        }
+        known = dict(published.results)
+        for pair, result in here.results.items():
+            told = evaluation_config(experiment, *pair).digest
+            known["/".join(pair)] = {"settings": told, "left": left(result)}
+        known = {name: known[name] for name in map("/".join, done)}
         counted = {"asked": len(results), "made": len(done), "missing": missing}
         write_json(out / "evaluations.json", counted | {"results": known})
     write_json(out / "images.json", read_mapping(out / "images.json") | _images(experiment))
