@@ -27,6 +27,9 @@ class Context(Protocol):
     def report(self, progress: dict[str, Any], /) -> None:
         """Show how far the job is."""
 
+    def saving(self, writes: bool, /) -> None:
+        """Tell the launcher whether a state is being written, which it waits for before a kill."""
+
     def saved(self, step: int, /) -> None:
         """Tell the launcher that the state of this step is complete on disk.
 

@@ -18,7 +18,7 @@ from maect.launch.state import STOPPED, Cluster, Look, State, meaning, state_of
 
 TICK = 0.5  # seconds between two looks at the files
 ATTEMPTS = 3  # attempts without progress before giving up
-STOP_PATIENCE = 60.0  # seconds that a job has for saving after Ctrl-C, at least
+STOP_PATIENCE = 60.0  # seconds that a job has after Ctrl-C until it saves, at least
 STOP_STEPS = 5  # as long as this many steps: it hears of it in one, and computes the next meanwhile
 
 
@@ -271,6 +271,8 @@ class _Launch:
             return "saved and stopped"
         step = progress.seconds_a_step(record.progress(self.folder, job)) or 0.0
         late = time.monotonic() - self.asked_at > max(STOP_PATIENCE, STOP_STEPS * step)
+        # However long the file system takes for a state; the ranks themselves give up one day.
+        late = late and not record.is_saving(self.folder, job)
         waits = look.phase == "pending" and cluster.waits(self.folder, job)
         if not (at_once or late or waits or look.phase == "ended"):
             return ""

@@ -238,6 +238,11 @@ def saved_step(folder: Path, job: Job) -> int:
     return job.step if job.saved is None else job.saved
 
 
+def is_saving(folder: Path, job: Job) -> bool:
+    """Whether rank 0 says that a state is being written."""
+    return read_mapping(rank_file(folder, job.name, 0)).get("saving") is True
+
+
 def held_seconds(folder: Path, job: Job) -> float:
     """Seconds x ranks for which this job and those before it have held their devices.
 

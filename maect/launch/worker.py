@@ -169,6 +169,11 @@ class Rank:
         if now - self._reported >= REPORT_SECONDS:
             self.flush()
 
+    def saving(self, writes: bool) -> None:
+        """Tell the launcher whether a state is being written, which it waits for before a kill."""
+        if self.rank == 0:
+            self.file.hint(saving=writes)
+
     def saved(self, step: int) -> None:
         """Tell the launcher that the state of this step is complete on disk.
 

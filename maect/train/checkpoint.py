@@ -114,6 +114,7 @@ class Saver:
 
     def _run(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         folder = self.folder / step_name(step)
+        self.context.saving(True)
         try:
             if step != self._resumed:
                 about = {"step": step, "world_size": self.world_size}
@@ -134,6 +135,8 @@ class Saver:
                     write_record(folder / f"rank-{self.rank:04d}.json", note)
             except OSError:
                 pass  # rank 0 gives up waiting, and cleans up
+        finally:
+            self.context.saving(False)
 
     def _write(self, folder: Path, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
         if self._fence:

@@ -106,6 +106,9 @@ class Alone:
     def report(self, progress: dict[str, Any], /) -> None:
         self._step = progress["step"]
 
+    def saving(self, writes: bool, /) -> None:
+        pass
+
     def saved(self, step: int, /) -> None:
         pass
 

@@ -195,6 +195,9 @@ class Rank:
     def is_current(self) -> bool:
         return True
 
+    def saving(self, writes: bool, /) -> None:
+        pass
+
     def saved(self, step: int) -> None:
         if self.rank == 0:
             self.disk.tell(step)

@@ -43,6 +43,9 @@ class Rank:
     def held_seconds(self) -> float:
         return 0.0
 
+    def saving(self, writes: bool, /) -> None:
+        pass
+
     def saved(self, step: int, /) -> None:
         pass
 

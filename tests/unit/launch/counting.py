@@ -17,6 +17,7 @@ def count(
     steps: int,
     seconds: float = 0.02,
     save_every: int = 5,
+    save_seconds: float = 0.0,
     fail_at: int | None = None,
     stuck_at: int | None = None,
     complain: str | None = None,
@@ -53,7 +54,10 @@ def count(
         context.report({"step": state["step"], "steps": steps, "epoch": 1, "epochs": 1, "loss": 0.5,
                         "images_per_second": 1 / max(seconds, 1e-3), "unknown": [1]})  # fmt: skip
         if context.rank == 0 and (stop or state["step"] % save_every == 0):
+            context.saving(True)
+            time.sleep(save_seconds)
             write_json(root / "state.json", state)
+            context.saving(False)
             context.saved(state["step"])
         if stop:
             return "requeue"

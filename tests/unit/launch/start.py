@@ -1,4 +1,4 @@
-"""A launcher in a process of its own: `python start.py FOLDER ARGUMENTS RESOURCES [detach]`."""
+"""A launcher: `python start.py FOLDER ARGUMENTS RESOURCES [detach] [impatient]`."""
 
 import json
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.log import command_log
-from maect.launch import Resources, Task, launch
+from maect.launch import Resources, Task, launch, launcher
 
 
 def main() -> int:
@@ -14,6 +14,8 @@ def main() -> int:
     arguments, resources = json.loads(sys.argv[2]), json.loads(sys.argv[3])
     function = arguments.pop("function", "counting:count")
     identity = arguments.pop("identity", "")
+    if "impatient" in sys.argv[4:]:
+        launcher.STOP_PATIENCE = 0.5
     try:
         with command_log():
             launch(

@@ -205,6 +205,16 @@ def test_interrupt_saves_stops_and_goes_on_later(run):
     assert [start["step"] >= 20 for start in run.starts()] == [False, True]
 
 
+def test_a_save_under_way_is_waited_for(run):
+    """However long it takes after Ctrl-C; only a job that does not save is cancelled."""
+    launcher = run.start("impatient", steps=150, save_every=1000, save_seconds=4.0)
+    run.reaches(20)
+    launcher.send_signal(signal.SIGINT)
+    words = finish(launcher)
+    assert launcher.returncode == 130 and "saved and stopped at step" in words
+    assert run.read("state.json")["step"] >= 20
+
+
 def test_second_interrupt_cancels_at_once(run):
     launcher = run.start(steps=1000, seconds=8)
     wait_for(lambda: run.starts(0) and run.starts(1))

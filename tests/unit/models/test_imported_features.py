@@ -39,6 +39,9 @@ class Alone:
     def held_seconds(self) -> float:
         return 0.0
 
+    def saving(self, writes: bool, /) -> None:
+        pass
+
     def saved(self, step, /):
         pass
 

@@ -58,6 +58,9 @@ class Place:
         if self.freeze_at is not None and self.rank == 1 and self.step >= self.freeze_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 
+    def saving(self, writes):
+        pass
+
     def saved(self, step):
         pass
 
