@@ -38,7 +38,13 @@ from maect.experiment.resolve import (
     shown_config,
     tables,
 )
-from maect.report.claims import COST, claims_table, tables_of_runs, write_claims
+from maect.report.claims import (
+    COST,
+    claims_table,
+    tables_of_runs,
+    tables_of_seeds,
+    write_claims,
+)
 from maect.report.configs import Row
 from maect.report.figures import draw
 from maect.report.registry import FIGURES
@@ -96,9 +102,9 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
     """Make every table with a number, and the claims of these; returns what is not complete."""
     shutil.rmtree(out / "tables", ignore_errors=True)
     made, missing = {}, []
-    for name in tables(merged):
-        shown = shown_config(merged, name, figure=False)
-        asked = shown.rows, shown.evaluations, shown.compare_with_paper, shown.runs
+    shown = [shown_config(merged, name, figure=False) for name in tables(merged)]
+    for one in shown:
+        name, asked = one.name, (one.rows, one.evaluations, one.compare_with_paper, one.runs)
         made[name] = build_table(name, *asked)
         numbers = made[name].select_dtypes(float).filter(regex="(?<!_std)(?<!_paper)$")
         if numbers.notna().any(axis=None) and _can_tell(merged, name):
@@ -108,8 +114,11 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
     if merged.spec.compare_with_paper:
         told = claims_config(merged)
         made |= tables_of_runs(told.rows, told.runs)
+        seeds = tables_of_seeds(shown, told.rows, told.runs)
         made[COST] = _cost(told.rows, runs)
-        write_claims(claims_table(made), out / "claims.csv")
+        for own in seeds.values():
+            del own[COST]
+        write_claims(claims_table(made, seeds), out / "claims.csv")
     return missing
 
 

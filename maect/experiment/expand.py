@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, check_names, did_you_mean
+from maect.core.seeds import of_seed, seedless
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, load_encoder
@@ -97,7 +98,6 @@ def _run(
 
     base, size, recipe = fill(template), fill(spec.size), fill(spec.recipe or "")
     check_name(where, base)
-    suffix = f"-s{seed}" if seed else ""
     settings: Stage
     try:
         if recipe:
@@ -110,7 +110,7 @@ def _run(
     except (UserError, ValueError) as error:
         raise UserError(f"{where}: {base}: {error}") from None
     return Run(
-        name=base + suffix,
+        name=of_seed(base, seed),
         settings=settings,
         encoder=encoder,
         size=size,
@@ -118,14 +118,9 @@ def _run(
         dataset=dataset,
         seed=seed,
         recipe=recipe or None,
-        source=fill(spec.source) + suffix if spec.source else None,
+        source=of_seed(fill(spec.source), seed) if spec.source else None,
         weights=Path(fill_path(fill(spec.weights))) if spec.weights else None,
     )
-
-
-def seedless(run: str) -> str:
-    """The name of a run without its seed."""
-    return re.sub(r"-s\d+$", "", run)
 
 
 def _shared_by_seeds(runs: Mapping[str, Run]) -> dict[str, Run]:

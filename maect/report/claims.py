@@ -2,20 +2,24 @@
 
 import math
 import re
+import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
-from uncertainties import nominal_value, std_dev, ufloat
+from uncertainties import std_dev, ufloat
 
 from maect.core.files import write_text
-from maect.report.configs import ClaimsConfig, Row
+from maect.core.seeds import seed_of
+from maect.report.configs import ClaimsConfig, Row, ShownConfig
 from maect.report.render import claims_page
 from maect.report.statements import EACH_SHIFT, SHIFTED, STATEMENTS, Statement
 from maect.report.tables import (
     DECIMALS,
+    build_table,
     cost_table,
     pretraining_table,
     printed_tables,
@@ -27,6 +31,8 @@ HOLDS, FAILS, NOISE, OPEN = "holds", "fails", "within noise", "not measured"
 Key = tuple[str, str, str, str]
 """Table, architecture, method, metric."""
 Tables = Mapping[str, pd.DataFrame]
+Seeds = Mapping[int, Tables]
+"""The same tables of each seed alone."""
 
 VALUE = re.compile(r"""([a-z]\w*)\.(\w+|\*)(?:\.(\w+)|\["([\w.]+)"\])\.(\w+)""")
 COST, PRETRAINING, TRAINED = "cost", "pretraining", "trained"
@@ -153,17 +159,22 @@ def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
     return () if frame is None else set(frame.loc[frame["architecture"] == architecture, "method"])
 
 
-def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
+def compare(
+    text: str, tables: Tables, suffix: str = "", seeds: Seeds = MappingProxyType({})
+) -> Comparison:
     """Decide one comparison, without `*`.
 
-    The standard deviation is that of a function of independent values, to first order. A model
-    that was trained with one seed has the largest that any of its architecture has in this metric;
-    an imported one counts as exact.
+    A tuned encoder of a seed begins with the MAE of this seed. So the difference is computed seed
+    by seed where all models that were trained here have seeds in common, and its mean and standard
+    deviation are over these. With fewer than two of them the deviation is that of a function of
+    independent values, to first order: a model of one seed has the largest that any of its
+    architecture has in this metric. An imported one counts as exact.
 
     Args:
         text: the comparison.
         tables: by name, as `build_table` makes them.
         suffix: `_paper` decides it with the paper's own numbers.
+        seeds: the tables of each seed alone.
 
     Raises:
         ValueError: not one of > >= < <= between two sides.
@@ -176,24 +187,38 @@ def compare(text: str, tables: Tables, suffix: str = "") -> Comparison:
     spreads = {key: math.nan if suffix else _deviation(tables, key) for key in values}
     varying = {key: spread for key, spread in spreads.items() if spread is not None}
     known = {key: spread for key, spread in varying.items() if not math.isnan(spread)}
-    numbers = values | {key: ufloat(values[key], std) for key, std in known.items() if std}
 
-    def number(side: str) -> Any:
+    def both(numbers: Mapping[Key, Any]) -> tuple[Any, Any]:
         # Statements are our own text, so Python may read them.
-        code = VALUE.sub(lambda match: f"numbers[{_key(match)!r}]", side)
-        return eval(code, {"__builtins__": {}}, {"numbers": numbers})
+        codes = (VALUE.sub(lambda m: f"numbers[{_key(m)!r}]", side) for side in sides[::2])
+        left, right = (eval(c, {"__builtins__": {}}, {"numbers": numbers}) for c in codes)
+        return left, right
 
-    left, sign, right = number(sides[0]), sides[1], number(sides[2])
+    sign = sides[1]
     label = f"{_short(sides[0])} {sign.replace('>=', '≥').replace('<=', '≤')} {_short(sides[2])}"
-    ends = nominal_value(left), nominal_value(right)
     if missing:
-        return Comparison(label, None, *ends, math.nan, math.nan, False, missing)
-    difference = left - right if sign.startswith(">") else right - left
-    margin = nominal_value(difference)
+        return Comparison(label, None, *both(values), math.nan, math.nan, False, missing)
+    of_seeds = [both(values | own) for own in _in_common(varying, seeds)]
+    if of_seeds:
+        left, right = (statistics.fmean(side) for side in zip(*of_seeds, strict=True))
+    else:
+        left, right = both(values)
+    margin = left - right if sign.startswith(">") else right - left
     holds = margin >= -TOLERANCE if sign.endswith("=") else margin > TOLERANCE
-    std = std_dev(difference) if known else math.nan
+    std, at_least = math.nan, False
+    if len(of_seeds) > 1:
+        std = statistics.stdev(one - other for one, other in of_seeds)
+    elif known:
+        one, other = both(values | {k: ufloat(values[k], std) for k, std in known.items() if std})
+        std, at_least = std_dev(one - other), len(known) < len(varying)
     decimals = _decimals(margin, values.values())
-    return Comparison(label, holds, *ends, margin, std, 0 < len(known) < len(varying), (), decimals)
+    return Comparison(label, holds, left, right, margin, std, at_least, (), decimals)
+
+
+def _in_common(varying: Collection[Key], seeds: Seeds) -> list[dict[Key, float]]:
+    """These values of each seed that has all of them."""
+    of_each = ({key: _look_up(tables, key, "") for key in varying} for tables in seeds.values())
+    return [own for own in of_each if own and not any(map(math.isnan, own.values()))]
 
 
 def _decimals(difference: float, values: Iterable[float]) -> int:
@@ -243,14 +268,17 @@ def _architectures(tables: Tables, table: str, method: str) -> list[str]:
 
 
 def judge(
-    tables: Tables, statements: Iterable[Statement] = STATEMENTS, suffix: str = ""
+    tables: Tables,
+    statements: Iterable[Statement] = STATEMENTS,
+    suffix: str = "",
+    seeds: Seeds = MappingProxyType({}),
 ) -> list[Verdict]:
     """The verdict on every statement, in the paper's order."""
     return [
         Verdict(
             statement,
             tuple(
-                compare(one, tables, suffix)
+                compare(one, tables, suffix, seeds)
                 for text in statement.comparisons
                 for one in expand(text, tables)
             ),
@@ -265,8 +293,12 @@ def on_plain_knn(statement: Statement) -> Statement:
     return replace(statement, comparisons=tuple(texts))
 
 
-def claims_table(tables: Tables) -> pd.DataFrame:
+def claims_table(tables: Tables, seeds: Seeds = MappingProxyType({})) -> pd.DataFrame:
     """All statements with their verdicts.
+
+    Args:
+        tables: by name, as `build_table` makes them, and those of `tables_of_runs`.
+        seeds: the same of each seed alone.
 
     Returns:
         `claim`, `statement`, `paper` (where it is made), `verdict` (holds, fails, within noise,
@@ -275,9 +307,10 @@ def claims_table(tables: Tables) -> pd.DataFrame:
         standardised, where k-NN decides), `expression`.
     """
     statements = [*STATEMENTS]
+    decided = judge(tables, statements, seeds=seeds)
     printed = judge(printed_tables(), statements, "_paper")
     others = [one for one in map(on_plain_knn, statements) if one not in statements]
-    plain = {one.statement.name: one.result for one in judge(tables, others)}
+    plain = {one.statement.name: one.result for one in judge(tables, others, seeds=seeds)}
     lines = [
         {
             "claim": verdict.statement.name,
@@ -290,7 +323,7 @@ def claims_table(tables: Tables) -> pd.DataFrame:
             "plain_knn": plain.get(verdict.statement.name, ""),
             "expression": "; ".join(verdict.statement.comparisons),
         }
-        for verdict, paper in zip(judge(tables, statements), printed, strict=True)
+        for verdict, paper in zip(decided, printed, strict=True)
     ]
     return pd.DataFrame(lines)
 
@@ -304,6 +337,27 @@ def tables_of_runs(rows: Sequence[Row], runs: Path) -> dict[str, pd.DataFrame]:
     }
 
 
+def tables_of_seeds(
+    shown: Sequence[ShownConfig], rows: Iterable[Row], runs: Path
+) -> dict[int, dict[str, pd.DataFrame]]:
+    """All tables once more, of each seed alone; nothing where there is one seed of everything.
+
+    Args:
+        shown: the tables that are shown.
+        rows: models of any of them.
+        runs: folder of the runs.
+    """
+    rows = list(rows)
+    seeds = sorted({seed_of(run) for row in rows for run in row.runs})
+    made: dict[int, dict[str, pd.DataFrame]] = {}
+    for seed in seeds if len(seeds) > 1 else ():
+        made[seed] = tables_of_runs([row.of_seed(seed) for row in rows], runs)
+        for one in shown:
+            own = [row.of_seed(seed) for row in one.rows]
+            made[seed][one.name] = build_table(one.name, own, one.evaluations, paper=False)
+    return made
+
+
 def write_claims(frame: pd.DataFrame, path: Path) -> None:
     """Write the verdicts as CSV."""
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
@@ -313,6 +367,10 @@ def make_claims(path: Path) -> None:
     """`maect claims claims.yaml`: beside it the verdicts as CSV and as a page."""
     config = ClaimsConfig.read(path)
     tables = {file.stem: read_table(file) for file in config.tables}
-    verdicts = claims_table(tables | tables_of_runs(config.rows, config.runs))
+    shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.tables]
+    verdicts = claims_table(
+        tables | tables_of_runs(config.rows, config.runs),
+        tables_of_seeds(shown, config.rows, config.runs),
+    )
     write_claims(verdicts, path.with_suffix(".csv"))
     write_text(path.with_suffix(".html"), claims_page(verdicts))

@@ -3,11 +3,13 @@
 `tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `images.yaml` and `summary.yaml`.
 """
 
+from dataclasses import replace
 from typing import Annotated
 
 import pydantic.dataclasses
 from pydantic import ConfigDict, StringConstraints
 
+from maect.core.seeds import seed_of
 from maect.core.settings import LocalPath, SettingsFile, later
 from maect.report.groups import Groups
 
@@ -21,6 +23,11 @@ class Row:
     architecture: Name
     method: Name
     runs: tuple[str, ...]
+
+    def of_seed(self, seed: int) -> "Row":
+        """This line with the runs of one seed alone."""
+        runs = tuple(run for run in self.runs if seed_of(run) == seed)
+        return replace(self, runs=runs)
 
 
 class ShownConfig(SettingsFile):
@@ -45,7 +52,7 @@ class ClaimsConfig(SettingsFile):
     """The claims: `claims.yaml`."""
 
     tables: list[LocalPath]
-    """CSV files; a table is known by its file's name."""
+    """CSV files; a table is known by its file's name, and by the resolved file beside it."""
     rows: list[Row]
     """Models whose cost is counted."""
     runs: LocalPath

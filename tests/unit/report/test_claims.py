@@ -9,8 +9,11 @@ from maect.report.claims import (
     compare,
     expand,
     judge,
+    tables_of_runs,
+    tables_of_seeds,
     write_claims,
 )
+from maect.report.configs import ShownConfig
 from maect.report.render import claims_page
 from maect.report.statements import STATEMENTS, Statement
 from maect.report.tables import Row, build_table, printed_tables
@@ -97,6 +100,42 @@ def test_a_comparison_in_numbers(tables):
     assert one.holds and one.significant
     assert (one.left, one.right, one.difference) == (62.0, 51.0, 11.0)
     assert one.std == pytest.approx(math.sqrt(2**2 + 1**2), rel=1e-6)
+
+
+def test_differences_are_taken_seed_by_seed(result, evaluations, tmp_path):
+    """Seeds that differ much, and tuning that adds nearly the same to each."""
+    for seed, run in enumerate(("", "-s1", "-s2")):
+        result(f"mae{run}", "clustering", accuracy=50.0 + 3 * seed)
+        result(f"ct{run}", "clustering", accuracy=51.0 + 3 * seed + 0.1 * seed)
+    result("ct_k1", "clustering", accuracy=52.0)
+    result("ibot", "clustering", accuracy=53.0)
+    (tmp_path / "runs/ibot").mkdir(parents=True)
+    (tmp_path / "runs/ibot/run.json").write_text(
+        '{"run": "ibot", "stage": "import", "device_hours": 0}'
+    )
+    runs = {method: (method, f"{method}-s1", f"{method}-s2") for method in ("mae", "ct")}
+    runs |= {"ct_k1": ("ct_k1",), "ibot": ("ibot",)}
+    rows = [Row("tiny", method, of) for method, of in runs.items()]
+    shown = ShownConfig(
+        name="clustering", rows=rows, evaluations=evaluations, runs=tmp_path / "runs"
+    )
+    tables = {"clustering": build_table("clustering", rows, evaluations)}
+    tables |= tables_of_runs(rows, tmp_path / "runs")
+    seeds = tables_of_seeds([shown], rows, tmp_path / "runs")
+
+    def difference(left: str, right: str):
+        text = f"clustering.tiny.{left}.accuracy > clustering.tiny.{right}.accuracy"
+        one = compare(text, tables, seeds=seeds)
+        return one.difference, one.std
+
+    assert difference("ct", "mae") == pytest.approx((1.1, 0.1))
+    assert difference("mae", "ct") == pytest.approx((-1.1, 0.1))
+    assert difference("ct", "ibot") == pytest.approx((54.1 - 53, 3.1))  # the same for every seed
+    # Of one seed: compared with that seed, by deviations of independent values.
+    assert difference("ct_k1", "mae") == pytest.approx((2.0, math.hypot(3.0, 3.1)))
+    assert compare("2 * clustering.tiny.ct.accuracy > 0", tables, seeds=seeds).std == pytest.approx(
+        6.2
+    )
 
 
 def test_margins_are_printed_so_that_they_show(result, evaluations):
