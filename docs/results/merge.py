@@ -17,10 +17,11 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import read_mapping, write_json, write_text
 from maect.core.settings import digest
-from maect.evaluate import Trained
+from maect.evaluate import Left, Trained
 from maect.experiment import Experiment
 from maect.experiment.resolve import evaluation_config, input_path, run_config
 from maect.stages.run import RunConfig
+from maect.train.run_folder import fingerprint
 
 LOOKS = ("look_knn", "look_rank_me", "look_uniformity", "look_alignment")
 Pair = tuple[str, str]
@@ -46,39 +47,86 @@ class Published:
     """Runs and results that do not count any more."""
 
 
+@dataclass(frozen=True)
 class Here:
     """What of the results folder is what the experiment asks for today."""
 
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
-        self.runs = {name: one for name in experiment.runs if (one := self._record(name))}
-        self.results = {p: one for p in experiment.evaluations if (one := self._result(p))}
+    experiment: Experiment
+    runs: dict[str, dict[str, Any]]
+    """Completion records, by run."""
+    results: dict[Pair, dict[str, Any]]
+    """Results, by run and evaluation."""
 
-    def _record(self, name: str) -> dict[str, Any] | None:
-        """A run's completion record, if it was told the same."""
-        record = read_mapping(self.experiment.folder(name) / "run.json")
-        if not record:
-            return None
-        now = run_config(self.experiment, name)
-        settings = now.settings.model_dump(mode="json")
-        told = {"stage": now.stage, "source": self.experiment.runs[name].source}
+
+def what_is_here(experiment: Experiment) -> Here:
+    """Runs and results of this machine that count.
+
+    A run counts if it was told what the experiment says today and started from the weights of one
+    that counts, with the same images. A result counts if it was told the same, and if its run and
+    all that it was made from do.
+    """
+
+    def digest_of(dataset: str, split: str) -> str | None:
+        """Of a split's images, if they are here."""
+        return read_mapping(experiment.shards(dataset, split) / "index.json").get("digest")
+
+    @cache
+    def record(name: str) -> dict[str, Any]:
+        """A run's completion record; empty if the run does not count."""
+        folder, run = experiment.folder(name), experiment.runs[name]
+        found, now = read_mapping(folder / "run.json"), run_config(experiment, name)
+        told: dict[str, Any] = {"stage": now.stage, "source": run.source}
         if now.settings.trains:
             told |= {"seed": now.seed, "encoder": now.encoder.model_dump(mode="json")}
             decisive = now.settings.decisive
-            if decisive(record.get("recipe", {})) != decisive(settings):
-                return None
-        return record if all(record.get(key) == value for key, value in told.items()) else None
+            if decisive(found.get("recipe", {})) != decisive(now.settings.model_dump(mode="json")):
+                return {}
+        if any(found.get(key) != value for key, value in told.items()):
+            return {}
+        if run.source is not None and not record(run.source):
+            return {}
+        images = digest_of(run.dataset, run.split)
+        if now.settings.trains and images is not None:
+            source = None if run.source is None else experiment.folder(run.source)
+            given = now.stage, now.settings, now.encoder, now.seed, images, source
+            if found.get("fingerprint") != fingerprint(folder, *given):
+                return {}
+        return found
 
-    def _result(self, pair: Pair) -> dict[str, Any] | None:
-        """An evaluation's result, if it was told the same and is of that encoder."""
-        result = read_mapping(result_file(self.experiment, pair))
-        if not result or pair[0] not in self.runs:
-            return None
-        now = evaluation_config(self.experiment, *pair)
+    @cache
+    def result(pair: Pair) -> dict[str, Any]:
+        """An evaluation's result; empty if it does not count."""
+        found, made_by = read_mapping(result_file(experiment, pair)), record(pair[0])
+        if not found or not made_by:
+            return {}
+        now, about = evaluation_config(experiment, *pair), found["provenance"]
         told = now.settings.decisive(now.settings.model_dump(mode="json")) | {"resize": now.resize}
-        same = now.settings.decisive(result["settings"]) == told
-        encoder = result["provenance"]["encoder_sha256"]
-        return result if same and encoder == checksum(self.runs[pair[0]]) else None
+        same = now.settings.decisive(found["settings"]) == told
+        if not same or about["encoder_sha256"] != checksum(made_by):
+            return {}
+        for name, kind in now.settings.inputs().items():
+            given = about.get("inputs", {}).get(name)
+            if isinstance(kind, Left):
+                made = result((pair[0], kind.evaluation))
+                if not made or given != left(made):
+                    return {}
+            elif isinstance(kind, Trained):
+                folders = input_path(experiment, *pair, kind)
+                records = [record(folder.name) for folder in folders]
+                if not all(records) or given != [checksum(one) for one in records]:
+                    return {}
+            else:
+                images = digest_of(experiment.default_dataset, kind.split)
+                seen = about.get("splits", {}).get(name, {}).get("index_digest", images)
+                if images is not None and seen != images:
+                    return {}
+        return found
+
+    return Here(
+        experiment,
+        {name: one for name in experiment.runs if (one := record(name))},
+        {pair: one for pair in experiment.evaluations if (one := result(pair))},
+    )
 
 
 def counts(here: Here, folder: Path) -> Published:

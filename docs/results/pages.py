@@ -227,7 +227,7 @@ def operations_behind(seeds: Iterable[str], runs: pd.DataFrame, only_first: bool
     Args:
         seeds: runs of a model.
         runs: lines of `runs.csv`.
-        only_first: of the training that it began with.
+        only_first: of the training that it began with, NaN if that was not trained here.
     """
     known = runs[runs["finished"].astype(str) == "True"].set_index("run")
     for seed in seeds:
@@ -236,7 +236,7 @@ def operations_behind(seeds: Iterable[str], runs: pd.DataFrame, only_first: bool
             costs.append(float(known.at[name, "operations"]))
             name = str(known.at[name, "from"] or "")
         if costs and not name:
-            return costs[-1] if only_first else sum(costs)
+            return (costs[-1] or math.nan) if only_first else sum(costs)
     return math.nan
 
 

@@ -22,7 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from merge import LOOKS, Here, Published, checksum, counts, flat, left, merge, result_file, weights
+from merge import (
+    LOOKS,
+    Here,
+    Published,
+    checksum,
+    counts,
+    flat,
+    left,
+    merge,
+    result_file,
+    weights,
+    what_is_here,
+)
 from pages import operations_behind, pages, with_headline
 from PIL import Image
 
@@ -60,7 +72,7 @@ OF_NUMBERS = ("gpu_hours", "label_efficiency", "color_histogram", "knn_compute")
 def collect(name: str) -> None:
     """Copy and list all that there is: what was published and is not on this machine stays."""
     experiment, out = load(name), HERE / name
-    here = Here(experiment)
+    here = what_is_here(experiment)
     published = counts(here, out)
     for one in published.refuted:
         print(f"{one}: not what was published, or not of it: left out", file=sys.stderr)
@@ -154,7 +166,11 @@ def _figures(
                 draw(shown_config(merged, name, figure=True), new.with_suffix(".pdf"), new)
                 _copy(new, out / "figures")
                 shown[name] = [one for one, path in _read(merged, name).items() if path.exists()]
-        elif _is_newest(made, list(read.values())) and (name not in before or known >= read.keys()):
+        elif (
+            _is_newest(made, list(read.values()))
+            and known >= {one for one, path in read.items() if path.exists()}
+            and (name not in before or known >= read.keys())
+        ):
             _copy(made, out / "figures")
             shown[name] = [one for one in read if one in known]
         elif name in before and to.exists():
@@ -240,7 +256,7 @@ def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
             {
                 "run": run.name,
                 "stage": run.stage,
-                "from": run.source,
+                "from": run.source or "",
                 "seed": run.seed,
                 "epochs": getattr(run.settings, "epochs", 0),
                 "epochs_done": round(last["epoch"], 2),

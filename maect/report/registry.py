@@ -556,9 +556,9 @@ FIGURES: dict[str, Figure] = {
         "Figure 1",
         "embedding:cluster_formation",
         caption=(
-            "UMAP embeddings of all classes before and after contrastive tuning: coarse groups "
-            "come apart into classes. Colours are groups of classes, where the dataset has any "
-            "(for ImageNet by WordNet)."
+            "UMAP embeddings of all classes before and after contrastive tuning; in the paper "
+            "coarse groups come apart into classes. Colours are groups of classes, where the "
+            "dataset has any (for ImageNet by WordNet). Of several seeds, the first."
         ),
         needs=("umap_all", "umap"),  # where `umap` shows some classes only, there is one of all
         besides=("clustering",),
@@ -622,9 +622,9 @@ FIGURES: dict[str, Figure] = {
         "embedding:umap",
         caption=(
             "UMAP embeddings of the evaluation split's features, coloured by true class, with the "
-            "accuracy of k-means on the features themselves (not on the picture). Distances "
-            "between groups and their sizes mean little in such an embedding; whether a class is "
-            "one group, does."
+            "accuracy of k-means on the features themselves (not on the picture), of the first "
+            "seed. Distances between groups and their sizes mean little in such an embedding; "
+            "whether a class is one group is what counts."
         ),
         compared="Paper: figures 6 and 8.",
         needs=("umap",),
@@ -637,7 +637,7 @@ FIGURES: dict[str, Figure] = {
         "grids:confusion",
         caption=(
             "Clusters of k-means (columns, matched to the classes one to one) against true classes "
-            "(rows), in percent of the class."
+            "(rows), in percent of the class. Of several seeds, the first."
         ),
         needs=("clustering",),
         names_classes=True,
@@ -648,7 +648,8 @@ FIGURES: dict[str, Figure] = {
         "grids:cluster_retrieval",
         caption=(
             "The images nearest to each cluster's centre, one row a cluster. A frame marks images "
-            "that are not of the class that the cluster was matched to."
+            "that are not of the class that the cluster was matched to. Where the evaluation is "
+            "of some of the classes, so are the clusters."
         ),
         compared="Paper: figures 7 and 10.",
         needs=("retrieval",),
@@ -682,8 +683,8 @@ FIGURES: dict[str, Figure] = {
         caption=(
             "A few training images, always with the same mask: what the encoder sees, what the "
             "decoder makes of it, and the image; at the first, a middle and the last look. "
-            "Predicted patches are shown with the mean and standard deviation of the true ones, "
-            "where these were not to be predicted."
+            "Predicted patches are shown with the mean and standard deviation of the true ones "
+            "where the model predicts normalised pixels."
         ),
         reads_runs=True,
     ),
@@ -703,9 +704,10 @@ FIGURES: dict[str, Figure] = {
         "lines:knn_compute",
         caption=(
             "k-NN accuracy against the operations of all training behind a model, counted from its "
-            "settings. Markers: on the test images, with the standard deviation of several seeds. "
-            "Lines and dots: on a part of the training images, while the first seed was trained; "
-            "with fewer images to compare with they lie lower."
+            "settings. Markers: on the test images, with the standard deviation over seeds. Lines: "
+            "on a part of the training images, while the first seed was trained; with fewer "
+            "images to compare with they lie lower. A tuned model's line begins where its MAE's "
+            "ends."
         ),
         needs=("knn",),
         reads_runs=True,

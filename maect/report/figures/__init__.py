@@ -23,7 +23,9 @@ from maect.report.registry import named_figure
 
 # Okabe and Ito's palette, told apart with any kind of colour vision; yellow last (faint on white).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
-# With more classes than colours the marker changes too.
+# Ten classes are common: wine and olive are as far from these as two more can be. With more classes
+# than colours the marker changes too.
+CLASS_COLORS = (*COLORS, "#882255", "#7F7F00")
 MARKERS = ("o", "^", "s", "D")
 LINES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
 WIDTH = 6.8
@@ -81,8 +83,9 @@ def save(figure: Figure, pdf: Path, png: Path) -> None:
 
 
 def class_style(number: int) -> tuple[str, str]:
-    """Colour and marker of a class; 32 classes before one repeats."""
-    return COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)]
+    """Colour and marker of a class; 40 classes before one repeats."""
+    colors = len(CLASS_COLORS)
+    return CLASS_COLORS[number % colors], MARKERS[number // colors % len(MARKERS)]
 
 
 def blank(axes: Axes | Sequence[Axes]) -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
+from matplotlib.textpath import TextPath
 
 from maect.core.errors import UserError
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import COLORS, WIDTH, blank, class_style, panels
+from maect.report.figures import CLASS_COLORS, WIDTH, blank, class_style, panels
 from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
 from maect.report.registry import named_figure
 from maect.report.tables import measured, paper_value
@@ -25,6 +27,7 @@ LONGEST = 14  # letters of a name in a panel
 NAME_SIZE = 6.5
 COVERED = 0.25
 """Part of a panel that names may take."""
+_BOLD = FontProperties(family="DejaVu Sans", weight="bold")
 MISSING = "#999999"
 DENSE = 5000  # points above which a PDF holds a picture of them instead of each one
 
@@ -67,7 +70,9 @@ def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence
     if len(known) > LEGEND_CLASSES:  # neighbouring numbers, similar colours: super-classes show
         axes.scatter(points[order, 0], points[order, 1], c=labels[order], cmap="viridis", **options)
         return
-    if len(points) > DENSE and len(known) <= len(COLORS):  # where points overlap, no class wins
+    if len(points) > DENSE and len(known) <= len(
+        CLASS_COLORS
+    ):  # where points overlap, no class wins
         looks = {number: class_style(position)[0] for position, number in enumerate(known)}
         colors = [looks.get(number, MISSING) for number in labels[order].tolist()]
         axes.scatter(points[order, 0], points[order, 1], c=colors, **options)
@@ -89,7 +94,8 @@ def _names(
     """
     here = [number for number in names if (labels == number).any()]
     texts = [_cut(names[number]) for number in here]
-    sizes = np.array([[0.62 * len(text), 1.2] for text in texts]) * NAME_SIZE / 72 / inches
+    widths = [TextPath((0, 0), text, NAME_SIZE, prop=_BOLD).get_extents().width for text in texts]
+    sizes = np.array([[width + 2, 1.2 * NAME_SIZE] for width in widths]) / 72 / inches
     if not here or sizes.prod(axis=1).sum() > COVERED:
         return
     centers = np.stack([np.median(points[labels == number], axis=0) for number in here])

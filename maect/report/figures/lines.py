@@ -42,7 +42,7 @@ LABELS = {
     "fine_tune": "100 %",
 }
 LOOKS = {
-    "look_knn": ("look k-NN", "accuracy on training images (%)"),
+    "look_knn": ("k-NN at looks", "accuracy on training images (%)"),
     "look_rank_me": ("RankMe", "effective rank"),
     "look_uniformity": ("uniformity", "uniformity"),
     "look_alignment": ("alignment", "alignment"),
@@ -53,6 +53,7 @@ POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
 _PAPER = Line2D([], [], color="#777777", marker="o", fillstyle="none", linestyle="", label="paper")
 _RECORDED = Line2D([], [], color="#777777", marker="+", linestyle="", label="hours as recorded")
+_LOOKS = Line2D([], [], color="#777777", linewidth=0.9, label="while training, on training images")
 
 
 @dataclass(frozen=True)
@@ -149,22 +150,26 @@ def knn_compute(shown: ShownConfig) -> Figure:
     frame = build_table("low_shot", shown.rows, shown.evaluations)[[*KEYS, "knn", "knn_std"]]
     known = {line[:2]: line[2:] for line in frame.itertuples(index=False, name=None)}
     figure, (ax,) = panels(1, 1, height=3.2)
-    drawn: set[str] = set()
+    drawn, looked = set[str](), False
     for number, row in enumerate(shown.rows):
         done = [run for run in row.runs if (shown.runs / run / "run.json").exists()]
         accuracy, std = known[row.architecture, row.method]
         if not done or math.isnan(accuracy):
             continue
         color, before = COLORS[number % len(COLORS)], 0.0
+        line = list[tuple[float, float]]()
         for record in reversed(chain(done[0], shown.runs)):
             steps = read_metrics_lines(shown.runs / record["run"] / "metrics.jsonl")
             flops = flops_of_step(record) / 1e15
             looks = [(before + flops * s["step"], s["look_knn"]) for s in steps if "look_knn" in s]
-            if looks and record["run"] not in drawn:
-                marker = "." if len(looks) == 1 else ""
-                ax.plot(*zip(*looks, strict=True), color=color, linewidth=0.9, marker=marker)
+            # A line begins where that of the model before it ends.
+            line = (looks or line)[-1:] if record["run"] in drawn else [*line, *looks]
             drawn.add(record["run"])
             before += flops * steps[-1]["step"]
+        if line:
+            looked = True
+            marker = "." if len(line) == 1 else ""
+            ax.plot(*zip(*line, strict=True), color=color, linewidth=0.9, marker=marker)
         ax.errorbar(
             [before], [accuracy], yerr=[0 if math.isnan(std) else std], color=color,
             marker=MARKERS[number % len(MARKERS)], linestyle="", capsize=2,
@@ -174,7 +179,8 @@ def knn_compute(shown: ShownConfig) -> Figure:
         raise UserError("knn_compute figure: no run has both a k-NN and a completion record")
     ax.set(xlabel="operations of training (10$^{15}$)", ylabel="k-NN accuracy (%)")
     ax.set_xlim(left=0)
-    ax.legend(loc="best")
+    handles, _ = ax.get_legend_handles_labels()
+    ax.legend(handles=[*handles, _LOOKS] if looked else handles, loc="best")
     return figure
 
 
