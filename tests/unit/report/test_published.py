@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -207,12 +208,14 @@ def train_here(run: str, checksum: str, **changes: Any) -> None:
     (folder / "metrics.jsonl").write_text(f"{json.dumps(step)}\n")
 
 
-def evaluate_here(run: str, name: str, checksum: str, **metrics: Any) -> None:
+def evaluate_here(
+    run: str, name: str, checksum: str, inputs: dict[str, str] | None = None, **metrics: Any
+) -> None:
     """Leave what an evaluation leaves that this machine made."""
     config = evaluation_config(load("cifar10"), run, name)
     settings = config.settings.model_dump(mode="json") | {"resize": config.resize}
     result = {"metrics": metrics, "settings": settings, "left_sha256": "0" * 64}
-    result |= {"provenance": {"encoder_sha256": checksum}}
+    result |= {"provenance": {"encoder_sha256": checksum, "inputs": inputs or {}}}
     write_json(Path(f"results/cifar10/evaluations/{run}/{name}.json"), result)
 
 
@@ -300,3 +303,46 @@ def test_what_this_machine_has_of_other_settings_is_not_taken(elsewhere: Path) -
     publish.collect("cifar10")
     robust = {run for run, _ in known(elsewhere, "robustness")}
     assert "mae_micro" in robust and "mae_micro-s1" not in robust
+
+
+def test_what_was_made_here_from_something_else_is_not_taken(elsewhere: Path) -> None:
+    runs = pd.read_csv(elsewhere / "runs.csv", index_col="run")["encoder_sha256"]
+    before, of_probe = known(elsewhere), known(elsewhere, "robustness")
+    train_here("mae_micro", "0" * 64, epochs=31)
+    train_here("head_min_micro", "0" * 64)
+    train_here("ct_min_micro", "1" * 64)
+    evaluate_here("ct_min_micro", "knn", "1" * 64, knn=11.0)
+    other = runs["mae_micro-s1"]
+    train_here("mae_micro-s1", other)
+    evaluate_here("mae_micro-s1", "linear_probe", other, linear_probe=51.0)
+    evaluate_here("mae_micro-s1", "robustness", other, {"probe": "of another"}, noise=1.0)
+    assert publish.what_is_here(load("cifar10")).runs.keys() == {"mae_micro-s1"}
+    publish.collect("cifar10")
+    assert known(elsewhere) == before
+    assert known(elsewhere, "robustness").items() < of_probe.items()  # its probe is another
+    evaluate_here("mae_micro-s1", "robustness", other, {"probe": "0" * 64}, noise=1.0)
+    publish.collect("cifar10")
+    assert known(elsewhere, "robustness")["mae_micro-s1", "noise"] == 1.0
+
+
+def test_images_that_are_others_are_seen_here(elsewhere: Path) -> None:
+    train_here("mae_micro", "0" * 64)
+    assert publish.what_is_here(load("cifar10")).runs
+    write_json(Path("results/cifar10/shards/cifar10/train/index.json"), {"n": 1, "digest": "x"})
+    assert not publish.what_is_here(load("cifar10")).runs  # `train_here` told it of none
+
+
+def test_operations_are_counted_of_what_was_trained_here(elsewhere: Path) -> None:
+    for run in ("mae_micro", "head_min_micro", "ct_min_micro"):
+        train_here(run, "0" * 64)
+    (elsewhere / "runs.csv").unlink()
+    here = publish.what_is_here(load("cifar10"))
+    lines = pd.DataFrame(publish._runs(here, publish.counts(here, elsewhere)))
+    first = publish.operations_behind(["mae_micro"], lines)
+    assert publish.operations_behind(["ct_min_micro"], lines) > first > 0
+    assert publish.operations_behind(["ct_min_micro"], lines, only_first=True) == first
+    # What was imported cost nothing here, and tuning is no part of it.
+    lines.loc[lines["run"] == "mae_micro", "operations"] = 0.0
+    assert math.isnan(publish.operations_behind(["ct_min_micro"], lines, only_first=True))
+    rows = [Row("micro", "ct_min", ("ct_min_micro",))]
+    assert publish._cost(rows, lines)["overhead"].isna().all()
