@@ -65,7 +65,7 @@ def _training(chain: list[tuple[Path, RunConfig]]) -> str:
 
 
 def results_of(run: Path) -> tuple[dict[str, Any], ...]:
-    """The same numbers as the section "Results" has, as the hub's `model-index` holds them."""
+    """What the section "Results" has of images, as the hub's `model-index` holds it."""
     return tuple(
         {
             "task": {"type": "image-classification"},
@@ -73,30 +73,33 @@ def results_of(run: Path) -> tuple[dict[str, Any], ...]:
             "metrics": [{"type": key, "name": f"{name}: {key}", "value": round(value, 4)}],
         }
         for name, key, data, split, value in _numbers(run)
+        if data
     )
 
 
-def _data_of(result: Path) -> str:
-    """The data set that a result was measured on, by the inputs of its resolved file."""
-    told = result.with_suffix(".yaml")
-    if not told.exists():  # of a revision without resolved files, or made by hand
-        return "unknown"
-    try:
-        config = EvaluationConfig.read(told)
-        for name, kind in config.settings.inputs().items():
+def _measured_on(path: Path, result: dict[str, Any], metric: str) -> tuple[str, str]:
+    """Data set and split of a metric, by the inputs of the resolved file; empty: of no images."""
+    told = path.with_suffix(".yaml")
+    if told.exists():  # else of a revision without resolved files, or made by hand
+        try:
+            config = EvaluationConfig.read(told)
+            inputs = config.settings.inputs()
+            name = metric if metric in inputs else "test"  # several test sets: a metric for each
+            kind = inputs.get(name)
             if isinstance(kind, Features):
-                return config.paths(name)[0].stem.removesuffix(f"-{kind.split}")
+                return config.paths(name)[0].stem.removesuffix(f"-{kind.split}"), kind.split
             if isinstance(kind, Shards):
-                return config.paths(name)[0].parent.name
-    except (UserError, KeyError):  # of another version
-        pass
-    return "unknown"
+                return config.paths(name)[0].parent.name, kind.split
+            return "", ""
+        except (UserError, KeyError):  # of another version
+            pass
+    return "unknown", result["settings"].get("test_split", "")
 
 
 def _numbers(run: Path) -> list[tuple[str, str, str, str, float]]:
     """Evaluation, name, data set, split and value of every single number of the evaluations."""
     return [
-        (path.stem, key, _data_of(path), result["settings"].get("test_split", ""), value)
+        (path.stem, key, *_measured_on(path, result, key), value)
         for path, result in _evaluations(run)
         for key, value in result["metrics"].items()
         if isinstance(value, float)

@@ -363,8 +363,9 @@ def stage_step(
     for group in groups:
         group["lr"] = group["peak_lr"]
     optimizer = torch.optim.AdamW(groups, fused=fused)
-    side, ids = objective.encoder.settings.image_size, np.arange(batch)
-    shape = (len(stage.view_settings()), batch, 3, side, side)
+    encoder, ids = objective.encoder.settings, np.arange(batch)
+    size = encoder.pixels.channels, encoder.image_size, encoder.image_size
+    shape = (len(stage.view_settings()), batch, *size)
     images = torch.randint(256, shape, dtype=torch.uint8)
     inputs = objective.prepare(Batch(0, ids, 0 * ids, 0 * ids, images), device)
 
@@ -400,12 +401,13 @@ def method_step(
     if passes.teacher:
         teacher = build_encoder(encoder).to(device).requires_grad_(False)
     # In full patches, as near as they come to 96 of 224 pixels.
-    patch, size = encoder.patch_size, encoder.image_size
+    patch, size, channels = encoder.patch_size, encoder.image_size, encoder.pixels.channels
     side = max(1, round(size * 96 / 224 / patch)) * patch
     small = _resized(student, encoder.model_copy(update={"image_size": side}), device)
     optimizer = torch.optim.AdamW(student.parameters(), fused=device.type == "cuda")
-    images = torch.randn(max(passes.learning, passes.teacher) * batch, 3, size, size, device=device)
-    local = torch.randn(passes.local * batch, 3, side, side, device=device)
+    views = max(passes.learning, passes.teacher)
+    images = torch.randn(views * batch, channels, size, size, device=device)
+    local = torch.randn(passes.local * batch, channels, side, side, device=device)
     kept = None
     if passes.mask_ratio:
         visible = visible_patches(encoder.patches, passes.mask_ratio)

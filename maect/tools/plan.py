@@ -172,9 +172,10 @@ def measured(root: Path, stage: str, size: str, encoder: Encoder) -> tuple[float
     A finished run with the same encoder is nearer to the truth than a `throughput` result, which
     is without loader and network.
     """
+    shape = encoder.model_dump(mode="json")
     for file in sorted(root.glob("runs/*/run.json")):
         record = read_mapping(file)
-        same = record.get("stage") == stage and record.get("encoder") == encoder.model_dump()
+        same = record.get("stage") == stage and record.get("encoder") == shape
         if same and record.get("images_per_second") and record.get("world_size"):
             return record["images_per_second"] / record["world_size"], str(file)
     for file in sorted(root.glob("evaluations/*/*.json")):

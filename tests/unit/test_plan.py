@@ -12,7 +12,7 @@ import yaml
 from maect.core.errors import UserError
 from maect.experiment import Experiment, load
 from maect.launch.record import Job, write_job
-from maect.recipes import load_encoder
+from maect.recipes import Pixels, load_encoder
 from maect.recipes.flops import encode_flops, parameters
 from maect.stages import Training, load_recipe
 from maect.tools.dry_run import jobs_to_run
@@ -38,6 +38,7 @@ from maect.tools.speed import Machine, this_machine
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"
 HERE = {"cluster": "local", "nodes": 1, "devices": 2, "runtime": 1440}
 HEAD = "results/digits/runs/head_min_tiny/encoder.safetensors"
+FIVE = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
 
 
 @pytest.fixture
@@ -155,6 +156,15 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     assert "ct_aug_tiny/run.json" in planned.source
 
 
+def test_a_run_on_images_of_many_channels_is_a_measurement(here: Path) -> None:
+    encoder = load_encoder("tiny", None, FIVE)
+    record = {"stage": "tune", "encoder": encoder.model_dump(mode="json"), "world_size": 4}
+    (here / "runs/ct").mkdir(parents=True)
+    (here / "runs/ct/run.json").write_text(json.dumps(record | {"images_per_second": 100.0}))
+    known = measured(here, "tune", "tiny", encoder)
+    assert known is not None and known[0] == 25.0
+
+
 def unknown_images(folder: Path, runs: dict[str, Any] | None = None) -> Experiment:
     splits = {split: {"images": str(folder)} for split in ("train", "val")}
     file = folder / "x.yaml"
@@ -241,9 +251,10 @@ def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.images_per_second(labelled, encoder, 2) == by_operations
 
 
-def test_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pixels", [Pixels(), FIVE], ids=["RGB", "5 channels"])
+def test_a_step_is_measured(pixels: Pixels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maect.tools.speed.SECONDS", 0.0)
-    machine, encoder = this_machine(), load_encoder("tiny", 16)
+    machine, encoder = this_machine(), load_encoder("tiny", 16, pixels)
     for recipe in ("mae", "head_min", "ct_min"):
         stage = load_recipe(recipe, "tiny", {"batch_size": 4})
         assert 0 < machine.images_per_second(stage, encoder) < 1e6

@@ -72,3 +72,19 @@ def test_an_unsaid_licence_is_said_to_be_none(root: Path) -> None:
     assert "license" not in yaml.safe_load(card.split("---")[1])
     assert "None is stated." in card
     assert "- `birds`, split `train`" in card.splitlines()
+
+
+def test_each_number_is_of_its_own_split_or_of_no_images(root: Path) -> None:
+    """A shifted test set has its own, and a speed has none."""
+    evaluations = root / "evaluations/ct"
+    for name, metrics in (("robustness", {"fog": 33.25}), ("throughput", {"flash_gain": 21.5})):
+        settings = load_evaluation(name, "tiny", {"splits": ["fog"]} if "fog" in metrics else {})[1]
+        given = {"probe": evaluations / "linear_probe.safetensors", "fog": root / "shards/owls/fog"}
+        inputs = {key: given[key] for key in settings.inputs()}
+        told = {"evaluation": name, "protocol": name, "run": root / "runs/ct", "inputs": inputs}
+        EvaluationConfig(**told, settings=settings).write(evaluations / f"{name}.yaml")
+        about = {"settings": settings.model_dump(mode="json"), "provenance": {}}
+        write_record(evaluations / f"{name}.json", {"metrics": metrics} | about)
+    found = {one["metrics"][0]["type"]: one["dataset"] for one in results_of(root / "runs/ct")}
+    assert found["fog"] == {"name": "owls", "type": "owls", "split": "fog"}
+    assert "flash_gain" not in found and found["knn"]["split"] == "val"

@@ -17,7 +17,7 @@ from maect.evaluate.throughput import (
 )
 from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder
+from maect.recipes import Encoder, Pixels
 from maect.report.tables import paper_table
 from maect.stages import load_recipe
 
@@ -183,6 +183,8 @@ def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     step()
     # Teacher: 49 patches; learning views: 41 of them; local views: 12 of 28 pixels, 9 patches.
     assert seen == [(3, 49, False), (6, 41, True), (30, 9, True)]
+    pixels = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
+    method_step(Passes(2, 10, 1), SMALL.model_copy(update={"pixels": pixels}), 3, CPU)()
 
 
 def test_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
