@@ -1,4 +1,4 @@
-# make demo      set up, then the whole pipeline on bundled digits: tables, a figure, a report
+# make demo      set up, then the whole pipeline on bundled digits: tables, figures, a report
 # make test      set up, then all checks and tests
 # make install   only the environment (.venv, from the lock file): for a cluster's login node
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from maect.core.files import read_json
+from maect.core.seeds import seedless
 from maect.report.registry import FIGURES, TABLES
 from maect.report.render import MISSING, printed, render, verdicts
 from maect.report.tables import read_table
@@ -28,12 +29,14 @@ def pages(folder: Path) -> dict[str, str]:
             replaced = pd.read_csv(folder / "replaced.csv", dtype=str)
             told = (
                 "A run that was evaluated and then replaced, beside the others of its seed; on "
-                "test images where no training image is named."
+                "test images where no training image is named. Copied by hand from the results of "
+                "that time."
             )
             made["recipes.md"] += f"\n## Replaced\n\n{told}\n\n{_markdown(replaced)}\n"
         if (folder / "tried.csv").exists():
             tried = pd.read_csv(folder / "tried.csv", dtype=str).fillna("")
-            made["recipes.md"] += f"\n## Also tried\n\n{_markdown(tried)}\n"
+            told = "Likewise copied by hand."
+            made["recipes.md"] += f"\n## Also tried\n\n{told}\n\n{_markdown(tried)}\n"
     if headline:
         made["headline.md"] = headline
         if progress:
@@ -63,7 +66,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         published = pd.read_csv(folder / "neighbours.csv", dtype=str)
         parts += [
             "Published encoders of the same shape, trained for 100 epochs on other images and "
-            "evaluated on CIFAR-10, in percent, by their sources:",
+            "evaluated on CIFAR-10, in percent, copied from their sources:",
             _markdown(published),
         ]
     if (folder / "recipes.csv").exists():
@@ -89,11 +92,12 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         told = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
         parts.append(f"Images, and where the digest of each split begins: {told or 'none yet'}.")
     parts += [
-        f"On {' and on '.join(machines) or 'no machine yet'}. Operations are counted from the "
-        "settings; device hours are wall-clock hours times ranks, also where other work shared the "
-        "cores. What each finished run was told is in `resolved/`; `curves.csv` has losses and "
-        "looks, `runs.csv` the fine-tunings, too, with revisions and checksums of encoders, and "
-        "`measured.csv` every number of every evaluation.",
+        f"On {' and on '.join(machines) or 'no machine yet'}. Operations, of matrix products, are "
+        "counted from the settings and not measured; device hours are wall-clock hours times "
+        "ranks, also where other work shared the cores. What each finished run was told is in "
+        "`resolved/`; `curves.csv` has what looks found and the loss of their steps, `runs.csv` "
+        "the fine-tunings, too, with revisions and checksums of encoders, and `measured.csv` every "
+        "number of every evaluation.",
         _runs_table(runs),
     ]
     return "\n\n".join(parts) + "\n"
@@ -143,74 +147,112 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
 
 
 GAINS = {
-    "k-NN": ("knn", "knn"),
-    "linear probe": ("linear_probe", "linear_probe"),
     "1 shot": ("low_shot", "low_shot_1"),
+    "2 shot": ("low_shot", "low_shot_2"),
+    "5 shot": ("low_shot", "low_shot_5"),
+    "linear probe": ("linear_probe", "linear_probe"),
+    "k-NN": ("knn", "knn"),
     "cluster accuracy": ("clustering", "accuracy"),
 }
 """Evaluation and metric of what tuning adds."""
+SURE = 3
+"""Standard deviations that a gain has to exceed."""
+Values = dict[tuple[str, str, str], float]
+"""Numbers by run, evaluation and metric."""
+
+
+def _measured(folder: Path) -> Values:
+    if not (folder / "measured.csv").exists():
+        return {}
+    frame = pd.read_csv(folder / "measured.csv")
+    return frame.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+
+
+def _added(tuned: str, key: tuple[str, str], values: Values, runs: pd.DataFrame) -> list[float]:
+    """What a tuned model has more than the MAE of the same seed, for each seed of both."""
+    size = tuned.rpartition("_")[2]
+    pairs = [(run, run.replace(seedless(run), f"mae_{size}")) for run in _seeds(tuned, runs)]
+    return [
+        values[run, *key] - values[mae, *key]
+        for run, mae in pairs
+        if (run, *key) in values and (mae, *key) in values
+    ]
 
 
 def _gains(folder: Path, runs: pd.DataFrame) -> str:
     """What tuning adds to the MAE of the same seed, and its cost; empty if nothing is there."""
-    measured = pd.read_csv(folder / "measured.csv")
-    values = measured.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+    values = _measured(folder)
     size = next((run.removeprefix("mae_") for run in runs["run"] if run.startswith("mae_")), "")
-    lines, seeds = [], set()
+    lines, said, seeds = [], [], set()
     for method in ("ct_min", "ct_aug"):
-        cells = []
-        for key in GAINS.values():
-            added = [
-                values[tuned, *key] - values[mae, *key]
-                for tuned in _seeds(f"{method}_{size}", runs)
-                if (mae := tuned.replace(method, "mae"), *key) in values and (tuned, *key) in values
-            ]
+        behind, cells, sure = _seeds(f"{method}_{size}", runs), [], []
+        for title, key in GAINS.items():
+            added = _added(f"{method}_{size}", key, values, runs)
             seeds.add(len(added))
             std = statistics.stdev(added) if len(added) > 1 else math.nan
             cells.append(f"{statistics.fmean(added):+.1f}" if added else MISSING)
             cells[-1] += f" ± {std:.1f}" if not math.isnan(std) else ""
+            sure += [title] if added and statistics.fmean(added) > SURE * std else []
         if all(cell == MISSING for cell in cells):
             continue
-        behind = _seeds(f"{method}_{size}", runs)
         total = operations_behind(behind, runs)
         first = operations_behind(behind, runs, only_first=True)
         shares = (total - first) / first, (total - first) / total
         cells += [MISSING if math.isnan(share) else f"{100 * share:.0f} %" for share in shares]
         lines.append(f"| {method_title(method)} | {' | '.join(cells)} |")
+        said.append(f"for {method_title(method)} {', '.join(sure) or 'nothing'}")
     if not lines:
         return ""
     titles = [*GAINS, "operations, of the pre-training's", "of all"]
     many = " and ".join(map(str, sorted(seeds - {0})))
     many += " seed" if many == "1" else " seeds"
-    return "\n".join([
+    table = [
         "What tuning adds to the MAE of the same seed, in points (mean ± standard deviation of "
         f"{many}), and what head initialisation and tuning take:",
         "",
         f"| | {' | '.join(titles)} |",
         f"| --- |{' ---: |' * len(titles)}",
         *lines,
-    ])  # fmt: skip
+    ]
+    if max(seeds) > 1:
+        table += ["", f"More than {SURE} standard deviations above MAE: {'; '.join(said)}."]
+    return "\n".join(table)
 
 
 def _notes(folder: Path, runs: pd.DataFrame) -> str:
     """Notes with numbers filled in.
 
-    `{RUN.COLUMN}` is from `runs.csv`, `{RUN/EVALUATION/METRIC}` from `measured.csv`, and
-    `{RUN:COLUMN}` from the last look in `curves.csv`.
+    `{RUN.COLUMN}` is from `runs.csv`, `{RUN/EVALUATION/METRIC}` from `measured.csv`,
+    `{RUN:COLUMN}` from the last look in `curves.csv`; `{mean RUN/EVALUATION/METRIC}` is the mean
+    over seeds, `{gain ...}` that of what it has more than the MAE of the same seed, and
+    `{seeds ...}` the value of every seed.
     """
     text = (folder / "notes.md").read_text(encoding="utf-8").strip()
-    known = runs.set_index("run")
+    known, values = runs.set_index("run"), _measured(folder)
     text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{known.at[m[1], m[2]]:g}", text)
-    values: dict[str, float] = {}
-    if (folder / "measured.csv").exists():
-        for line in pd.read_csv(folder / "measured.csv").to_dict("records"):
-            values[f"{line['run']}/{line['evaluation']}/{line['metric']}"] = line["value"]
+    looks: dict[tuple[str, str], float] = {}
     if (folder / "curves.csv").exists():
         for run, last in pd.read_csv(folder / "curves.csv").groupby("run").last().iterrows():
-            values |= {f"{run}:{name}": value for name, value in last.items()}
+            looks |= {(str(run), str(name)): value for name, value in last.items()}
+
+    def number(match: re.Match[str]) -> str:
+        how, run, evaluation, metric = match.groups()
+        key = evaluation, metric
+        if how == "gain ":
+            found, form = _added(run, key, values, runs), "+.1f"
+        else:
+            named = _seeds(run, runs) if how else [run]
+            found, form = [values[one, *key] for one in named if (one, *key) in values], ".1f"
+        if not found:
+            return MISSING
+        if how == "seeds ":
+            return ", ".join(f"{value:.1f}" for value in found)
+        return f"{statistics.fmean(found):{form}}"
+
+    text = re.sub(r"\{(mean |gain |seeds )?([\w-]+)/(\w+)/(\w+)\}", number, text)
     return re.sub(
-        r"\{([\w-]+[/:][\w/]+)\}",
-        lambda m: f"{values[m[1]]:.1f}" if m[1] in values else MISSING,
+        r"\{([\w-]+):(\w+)\}",
+        lambda m: f"{looks[m[1], m[2]]:.1f}" if (m[1], m[2]) in looks else MISSING,
         text,
     )
 
@@ -242,9 +284,7 @@ def operations_behind(seeds: Iterable[str], runs: pd.DataFrame, only_first: bool
 
 def _seeds(stem: str, runs: pd.DataFrame) -> list[str]:
     """The runs of a model, one a seed."""
-    return [
-        run for run in map(str, runs["run"]) if re.fullmatch(rf"{re.escape(stem)}(-s\d+)?", run)
-    ]
+    return [run for run in map(str, runs["run"]) if seedless(run) == stem]
 
 
 def _claims(frame: pd.DataFrame) -> str:
@@ -258,25 +298,29 @@ def _claims(frame: pd.DataFrame) -> str:
 
 
 LEGEND = """\
-Differences are of means over seeds, with the standard deviation that they have if the seeds are
-independent. *Within noise*: the difference does not exceed it. That is a weak test: where nothing
-differs, chance alone exceeds it in about one comparison of six with three seeds each, of three or
-four with two, and a statement may have many. A model of one seed is given the largest deviation
-that models of its size have in the same metric; *or more*: that of one side only is known. Where
-none is printed there is one seed of everything, or no chance at all, as in operations, which decide
-the statement on cost. Which statements were not measured is in `claims.csv`."""
+A difference is computed seed by seed, since a tuned encoder begins with the MAE of its seed; it is
+the mean over the seeds that all models of the comparison have, ± the standard deviation over these.
+A model of one seed is compared by that seed; the ± is then that of independent values, of which a
+model of one seed is given the largest that models of its size have in the same metric; *or more*:
+that of one side only is known. *Within noise*: the difference does not exceed its ±. That is a weak
+test: where nothing differs, chance alone exceeds it in two of nine comparisons with three seeds, in
+two of five with two, in about one of three with one, and a statement may have many. No ± is printed
+where everything has one seed, or where nothing is random, as in operations. Which statements were
+not measured is in `claims.csv`."""
 
 
 def _runs_table(runs: pd.DataFrame) -> str:
     """Without the fine-tunings, of which there are many: `runs.csv` has them."""
-    runs = runs[runs["stage"] != "fine_tune"]
     head = "| run | stage | epochs | done | 10¹² operations | device hours |\n"
     head += "| --- | --- | ---: | ---: | ---: | ---: |\n"
-    return head + "\n".join(
+    lines = [
         f"| `{line['run']}` | {line['stage']} | {line['epochs']} | {line['epochs_done']:g} | "
         f"{float(line['operations']) / 1e12:,.0f} | {line['device_hours']:.2f} |"
-        for line in runs.to_dict("records")
-    )
+        for line in runs[runs["stage"] != "fine_tune"].to_dict("records")
+    ]
+    operations, hours = runs["operations"].astype(float).sum() / 1e12, runs["device_hours"].sum()
+    what = "all, fine-tunings too" if (runs["stage"] == "fine_tune").any() else "all"
+    return head + "\n".join([*lines, f"| {what} | | | | {operations:,.0f} | {hours:.2f} |"])
 
 
 def _recipes(pilots: pd.DataFrame) -> str:
@@ -288,8 +332,8 @@ def _recipes(pilots: pd.DataFrame) -> str:
     return (
         "# How the recipes were chosen\n\n"
         "k-NN accuracy on training images that were held out, by [pilots.yaml](pilots.yaml); the "
-        "test images took no part in these pilots. Only what they change was compared; the rest is "
-        "the recipe's.\n\n"
+        "test images took no part in these pilots. What two pilots that start from the same run "
+        "have alike was set, and not compared.\n\n"
         "| pilot | recipe | starts from | changes | k-NN |\n| --- | --- | --- | --- | ---: |\n"
         + "\n".join(rows)
         + "\n"

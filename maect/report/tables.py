@@ -98,7 +98,12 @@ def measured(
 
 
 @cache
-def _paper(name: str) -> pd.DataFrame:
+def paper_table(name: str) -> pd.DataFrame:
+    """The paper's numbers of a table, indexed by architecture and method; not to be changed.
+
+    Raises:
+        UserError: no such table.
+    """
     named_table(name)
     text = PAPER / f"{name}.csv"
     if not text.is_file():
@@ -106,18 +111,9 @@ def _paper(name: str) -> pd.DataFrame:
     return pd.read_csv(io.StringIO(text.read_text(encoding="utf-8"))).set_index(KEYS)
 
 
-def paper_table(name: str) -> pd.DataFrame:
-    """The paper's numbers of a table, indexed by architecture and method.
-
-    Raises:
-        UserError: no such table.
-    """
-    return _paper(name).copy()
-
-
 def paper_value(name: str, architecture: str, method: str, column: str) -> float | None:
     """One number of the paper, or None where it prints none."""
-    table = _paper(name)
+    table = paper_table(name)
     if (architecture, method) not in table.index or column not in table.columns:
         return None
     value = float(cast(float, table.at[(architecture, method), column]))
@@ -126,7 +122,7 @@ def paper_value(name: str, architecture: str, method: str, column: str) -> float
 
 def _paper_text(name: str, architecture: str, method: str, column: str) -> str | None:
     """What the paper prints in a column of text, or None."""
-    table = _paper(name)
+    table = paper_table(name)
     known = (architecture, method) in table.index and column in table.columns
     value: Any = table.at[(architecture, method), column] if known else None
     return None if pd.isna(value) else str(value)
@@ -182,7 +178,10 @@ def build_table(
     of_models = _of_models(table, rows, evaluations)
     source = table.printed or name
     metrics = [*table.metrics, *_others(table, rows, evaluations)]
-    given, printed = {(row.architecture, row.method) for row in rows}, list(_paper(source).index)
+    given, printed = (
+        {(row.architecture, row.method) for row in rows},
+        list(paper_table(source).index),
+    )
     if paper and table.all_of_paper and not given.isdisjoint(printed):
         rows += [Row(size, method, ()) for size, method in printed if (size, method) not in given]
     lines: list[dict[str, Any]] = []
@@ -220,10 +219,13 @@ def printed_tables() -> dict[str, pd.DataFrame]:
     """All of the paper's tables as `build_table` makes them, with nothing measured."""
     return {
         name: build_table(
-            name, [Row(str(a), str(m), ()) for a, m in _paper(name).index], Path(), as_printed=True
+            name,
+            [Row(str(a), str(m), ()) for a, m in paper_table(name).index],
+            Path(),
+            as_printed=True,
         )
         for name in TABLES
-        if len(_paper(name))
+        if len(paper_table(name))
     }
 
 
