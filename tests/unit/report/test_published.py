@@ -87,7 +87,13 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
     open_one = dict.fromkeys(claim, "") | {"verdict": "not measured", "statement": "It is large."}
     pd.DataFrame([claim, open_one]).to_csv(out / "claims.csv", index=False)
     write_json(out / "evaluations.json", {"asked": 16, "made": 16})
-    (out / "notes.md").write_text("After {mae_micro.epochs} epochs.\n")
+    looks = pd.DataFrame({"run": "mae_micro", "step": [1, 2], "look_knn": [40.25, 41.5]})
+    looks.to_csv(out / "curves.csv", index=False)
+    (out / "notes.md").write_text(
+        "After {mae_micro.epochs} epochs k-NN {ct_min_micro/knn/knn}, of both "
+        "{mean ct_min_micro/knn/knn} ({seeds ct_min_micro/knn/knn}), {gain ct_min_micro/knn/knn}; "
+        "look {mae_micro:look_knn}; {gain ct_min_micro/umap/x}.\n"
+    )
     return out
 
 
@@ -102,11 +108,13 @@ def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     assert "2 statements: 1 hold, 1 not measured." in page
     notes = "holds; beyond the standard deviation over seeds; fails by k-NN on features as they are"
     assert f"| It helps. | {notes} | +2.00 ± 1.00 |" in page and "It is large" not in page
-    assert "**Low-shot and feature evaluations**" in page and "After 4 epochs." in page
+    assert "**Low-shot and feature evaluations**" in page and "After 4 epochs k-NN 43.0" in page
     # 43 - 40 and 46 - 41; 4 of 20, and of 24.
     assert "standard deviation of 2 seeds" in page
     no = MISSING
-    assert f"| MAE-CT min | +4.0 ± 1.4 | {no} | {no} | {no} | 20 % | 17 % |" in page
+    assert f"| MAE-CT min |{f' {no} |' * 4} +4.0 ± 1.4 | {no} | 20 % | 17 % |" in page
+    assert "More than 3 standard deviations above MAE: for MAE-CT min nothing." in page
+    assert f"k-NN 43.0, of both 44.5 (43.0, 46.0), +4.0; look 41.5; {no}." in page
     assert "(fine-tuning, at its best epoch on the test split)" in page
 
 
