@@ -15,6 +15,7 @@ from maect.report.render import MISSING, printed, render, verdicts
 from maect.report.tables import read_table
 from maect.report.titles import method_title
 
+EXPERIMENTS = Path(__file__).parents[2] / "workflow/experiments"
 HEADLINE = ("low_shot_1", "low_shot_2", "low_shot_5", "linear_probe", "knn")
 
 
@@ -48,6 +49,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
     name = folder.name
     parts = [
         f"# {name}",
+        f"{_variables(name)}"
         f"    snakemake --profile cluster_profiles/local --config experiment={name}\n"
         f"    python docs/results/publish.py collect {name}\n"
         f"    python docs/results/publish.py page {name}",
@@ -101,6 +103,14 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         _runs_table(runs),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _variables(experiment: str) -> str:
+    """Lines that say where the images of an experiment are."""
+    file = EXPERIMENTS / f"{experiment}.yaml"
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    names = dict.fromkeys(re.findall(r"images: \$(\w+)", text))
+    return "".join(f"    export {name}=FOLDER\n" for name in names)
 
 
 def _progress(folder: Path, runs: pd.DataFrame) -> str:

@@ -72,7 +72,7 @@ def confusion(shown: ShownConfig) -> Figure:
 
 
 def _write(axes: Axes, share: np.ndarray) -> None:
-    for row, column in np.argwhere(share >= 0.5):
+    for row, column in np.argwhere(share > 0.5):  # 0.5 is rounded to 0
         value = share[row, column]
         color = "black" if value > 55 else "white"
         axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color=color)
