@@ -104,7 +104,8 @@ def _names(
     halo = [withStroke(linewidth=2.0, foreground="white")]
     for text, (x, y) in zip(texts, spots, strict=True):
         axes.text(
-            x, y, text, size=NAME_SIZE, weight="bold", ha="center", va="center", path_effects=halo
+            x, y, text, size=NAME_SIZE, weight="bold", ha="center", va="center", path_effects=halo,
+            in_layout=False,
         )  # fmt: skip
 
 
@@ -165,7 +166,6 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
     for ax, panel, (points, labels) in zip(axes, drawn, data, strict=False):
         _scatter(ax, points, labels, known)
         _square(ax, points)
-        _names(ax, points, labels, names, height)
         ax.spines[:].set_visible(True)
         ax.spines[:].set_color("#BBBBBB")
         paper = "" if panel.paper is None else f" (paper {panel.paper:.1f} %)"
@@ -185,6 +185,9 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
             handles, titles, loc="outside lower center",
             ncols=min(most, len(titles)), handletextpad=0.1,
         )  # fmt: skip
+        figure.draw_without_rendering()  # panels get their size by what is around them
+        for ax, (points, labels) in zip(axes, data, strict=False):
+            _names(ax, points, labels, names, ax.get_window_extent().width / figure.dpi)
     return figure
 
 
