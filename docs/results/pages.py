@@ -235,7 +235,7 @@ def _notes(folder: Path, runs: pd.DataFrame) -> str:
     `{RUN.COLUMN}` is from `runs.csv`, `{RUN/EVALUATION/METRIC}` from `measured.csv`,
     `{RUN:COLUMN}` from the last look in `curves.csv`; `{mean RUN/EVALUATION/METRIC}` is the mean
     over seeds, `{gain ...}` that of what it has more than the MAE of the same seed, and
-    `{seeds ...}` the value of every seed.
+    `{seeds ...}` the value of every seed, also of a look.
     """
     text = (folder / "notes.md").read_text(encoding="utf-8").strip()
     known, values = runs.set_index("run"), _measured(folder)
@@ -260,11 +260,14 @@ def _notes(folder: Path, runs: pd.DataFrame) -> str:
         return f"{statistics.fmean(found):{form}}"
 
     text = re.sub(r"\{(mean |gain |seeds )?([\w-]+)/(\w+)/(\w+)\}", number, text)
-    return re.sub(
-        r"\{([\w-]+):(\w+)\}",
-        lambda m: f"{looks[m[1], m[2]]:.1f}" if (m[1], m[2]) in looks else MISSING,
-        text,
-    )
+
+    def look(match: re.Match[str]) -> str:
+        how, run, column = match.groups()
+        named = _seeds(run, runs) if how else [run]
+        found = [looks[one, column] for one in named if (one, column) in looks]
+        return ", ".join(f"{one:.1f}" for one in found if not math.isnan(one)) or MISSING
+
+    return re.sub(r"\{(seeds )?([\w-]+):(\w+)\}", look, text)
 
 
 def _spread(value: float, std: float) -> str:
@@ -303,20 +306,20 @@ def _claims(frame: pd.DataFrame) -> str:
     for line in said["decided"]:
         verdict = "; ".join([line["verdict"], *line["notes"]])
         rows.append(f"| {line['statement']} | {verdict} | {line['numbers']} |")
-    head = "| statement | verdict | differences ± standard deviation |\n| --- | --- | --- |"
+    head = "| statement | verdict | numbers ± standard deviation |\n| --- | --- | --- |"
     return f"{len(frame)} statements: {said['summary']}.\n\n{LEGEND}\n\n{head}\n" + "\n".join(rows)
 
 
 LEGEND = """\
 A difference is computed seed by seed, since a tuned encoder begins with the MAE of its seed; it is
 the mean over the seeds that all models of the comparison have, ± the standard deviation over these.
-A model of one seed is compared by that seed; the ± is then that of independent values, of which a
-model of one seed is given the largest that models of its size have in the same metric; *or more*:
-that of one side only is known. *Within noise*: the difference does not exceed its ±. That is a weak
-test: where nothing differs, chance alone exceeds it in two of nine comparisons with three seeds, in
-two of five with two, in about one of three with one, and a statement may have many. No ± is printed
-where everything has one seed, or where nothing is random, as in operations. Which statements were
-not measured is in `claims.csv`."""
+Where the right side is a number, the left one is printed. A model of one seed is compared by that
+seed; the ± is then that of independent values, of which a model of one seed is given the largest
+that models of its size have in the same metric; *or more*: that of one side only is known. *Within
+noise*: the difference does not exceed its ±. That is a weak test: where nothing differs, chance
+alone exceeds it in two of nine comparisons with three seeds, in two of five with two, in about one
+of three with one, and a statement may have many. No ± is printed where everything has one seed, or
+where nothing is random, as in operations. Which statements were not measured is in `claims.csv`."""
 
 
 def _runs_table(runs: pd.DataFrame) -> str:

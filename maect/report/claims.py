@@ -59,6 +59,8 @@ class Comparison:
     missing: tuple[Key, ...]
     decimals: int = 2
     """To print the difference with."""
+    limit: bool = False
+    """Whether the right side is a number, so that the left one is printed."""
 
     @property
     def significant(self) -> bool | None:
@@ -113,8 +115,10 @@ class Verdict:
             spread = "" if math.isnan(one.std) else f" ± {one.std:.{one.decimals}f}"
             spread += " or more" if one.at_least else ""
             mark = "" if one.holds else " (fails)"
-            difference = f"{one.left - one.right:+.{one.decimals}f}"
-            parts.append(f"{one.text}: {difference}{spread}{mark}")
+            number = f"{one.left:.{one.decimals}f}"
+            if not one.limit:
+                number = f"{one.left - one.right:+.{one.decimals}f}"
+            parts.append(f"{one.text}: {number}{spread}{mark}")
         for table, models in missing.items():
             named = (f"{model} ({', '.join(metrics)})" for model, metrics in models.items())
             parts.append(f"needs {table}: {', '.join(named)}")
@@ -212,7 +216,8 @@ def compare(
         one, other = both(values | {k: ufloat(values[k], std) for k, std in known.items() if std})
         std, at_least = std_dev(one - other), len(known) < len(varying)
     decimals = _decimals(margin, values.values())
-    return Comparison(label, holds, left, right, margin, std, at_least, (), decimals)
+    limit = not VALUE.search(sides[2])
+    return Comparison(label, holds, left, right, margin, std, at_least, (), decimals, limit)
 
 
 def _in_common(varying: Collection[Key], seeds: Seeds) -> list[dict[Key, float]]:
