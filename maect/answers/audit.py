@@ -7,7 +7,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +114,8 @@ def _shards(own: Path) -> Path | None:
 def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = False) -> list[Pair]:
     """Pairs of images that are alike, the most alike first.
 
-    Equal files are found by their checksums. Others are compared by the cosine of their features,
+    Equal files are found by their checksums; each is paired with the first of every split. Others
+    are compared by the cosine of their features,
     standardised with mean and standard deviation of all of them.
 
     Args:
@@ -141,14 +141,21 @@ def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = Fals
         if len(pairs) > MOST:
             raise UserError(f"more than {MOST:,} pairs are alike; raise --threshold {threshold:g}")
 
-    for same in _equal_files(splits):
-        for one, other in combinations(same, 2):
-            add(one, other, 1.0, True)
+    group: dict[tuple[int, int], int] = {}
+    for number, same in enumerate(_equal_files(splits)):
+        group |= dict.fromkeys(same, number)
+        # One picture may be there a thousand times: each is paired with the first of each split.
+        firsts = {s: (s, i) for s, i in reversed(same)}
+        for one in same:
+            for other in firsts.values():
+                if one != other:
+                    add(one, other, 1.0, True)
     vectors = _standardised(splits)
     for t, others in enumerate(vectors):
         for s, ours in enumerate(vectors[: t + within]):
             for i, j, similarity in _near(ours, others, threshold):
-                if s != t or i < j:
+                equal = (s, i) in group and group[s, i] == group.get((t, j))
+                if (s != t or i < j) and not equal:
                     add((s, i), (t, j), similarity, False)
     return sorted(pairs.values(), key=lambda pair: (-pair.similarity, not pair.exact, pair.a))
 

@@ -24,6 +24,7 @@ from maect.data.decode import (
     halved,
     image_size,
     lower_half,
+    one_at_a_time,
     open_image,
     read_rgb,
     reason,
@@ -31,14 +32,15 @@ from maect.data.decode import (
     resample,
     to_rgb,
 )
-from maect.recipes import Pixels
+from maect.recipes import MOST_CHANNELS, Pixels
 
 ARRAY = b"\x93NUMPY"
 _JPEG = b"\xff\xd8"
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _DICOM = slice(128, 132)
-_SAMPLE = 4096
-_ORIENTATION = 0x0112  # of EXIF
+_SAMPLE, _ROWS = 4096, 256
+_ORIENTATION = 0x0112  # of EXIF, and of TIFF
+_ALPHA = (1, 2)  # kinds of TIFF's extra samples
 # Of each orientation: whether the stored picture is transposed, and then mirrored left to right
 # and top to bottom, to be upright.
 _TURNS = {
@@ -133,6 +135,12 @@ def look(data: bytes) -> Look:
     if values.ndim != 3 or not values.size:
         raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
     height, width, channels = values.shape
+    if channels > MOST_CHANNELS:
+        raise UnreadableError(
+            f"an array {list(values.shape)}: a stack of pages, or more than {MOST_CHANNELS} "
+            "channels; save one page a file"
+        )
+    _check_type(values)
     sample = values.reshape(-1, channels)[:: max(1, width * height // _SAMPLE)]
     found = None
     if values.dtype != np.uint8:
@@ -268,16 +276,16 @@ def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
         raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
     values = values if values.ndim == 3 else values[..., None]
     height, width, channels = values.shape
-    if channels == 1 and pixels.channels == 3:
-        values = values.repeat(3, axis=2)
-    elif channels != pixels.channels:
+    if channels != pixels.channels and (channels, pixels.channels) != (1, 3):
         hint = "; state `channels` in the data set's `pixels`" if channels <= 16 else ""
         raise UnreadableError(f"{channels} channels, {pixels.channels} expected{hint}")
+    _check_type(values)
     found, levels = None, 0
     if values.dtype != np.uint8:
         found = _extremes(values)
         values = scaled(values, pixels.range)
         levels = _levels(values)
+    values = values.repeat(3, axis=2) if channels < pixels.channels else values
     if pixels.channels in (1, 3):
         stream = io.BytesIO()
         flat = values[..., 0] if pixels.channels == 1 else values
@@ -286,6 +294,11 @@ def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
     stream = io.BytesIO()
     np.save(stream, np.ascontiguousarray(values))
     return Ready(stream.getvalue(), "npy", width, height, False, found, levels, True)
+
+
+def _check_type(values: NDArray[Any]) -> None:
+    if values.dtype.kind not in "uif":
+        raise UnreadableError(f"values of type {values.dtype}, which are no brightness")
 
 
 def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np.uint8]:
@@ -303,8 +316,11 @@ def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np
             "it: `range` in the data set's `pixels`"
         )
     low, high = span
-    part = (values.astype(np.float64) - low) / (high - low)
-    return np.rint(255 * np.clip(np.nan_to_num(part), 0, 1)).astype(np.uint8)
+    levels = np.empty(values.shape, np.uint8)
+    for row in range(0, len(values), _ROWS):  # eight bytes a value are much
+        part = (values[row : row + _ROWS].astype(np.float64) - low) / (high - low)
+        levels[row : row + _ROWS] = np.rint(255 * np.clip(np.nan_to_num(part), 0, 1))
+    return levels
 
 
 def _extremes(values: NDArray[Any]) -> tuple[float, float]:
@@ -329,20 +345,26 @@ def _read_array(data: bytes, pixels: Pixels) -> NDArray[Any] | None:
 
 
 def _tiff(data: bytes) -> NDArray[Any] | None:
-    """The first picture, channels last; None where Pillow knows more: of colours of 8 bits.
+    """The first picture, upright, channels last; None where Pillow knows more: of 8 bits or one.
 
-    Also where it is packed in a way that only Pillow knows.
+    Also where it is packed in a way that only Pillow knows. What shows through is left out, and it
+    is turned whatever a data set says, as Pillow does.
     """
     import tifffile
 
     try:
         with tifffile.TiffFile(io.BytesIO(data)) as file:
-            series, colors = file.series[0], file.pages[0].photometric.name  # type: ignore[union-attr]
+            series, page = file.series[0], file.pages[0]
+            colors = page.photometric.name  # type: ignore[union-attr]
             shape = [side for side in series.shape if side > 1]
             pictures = len(shape) == 2 or colors in ("RGB", "PALETTE", "SEPARATED", "YCBCR")
-            if series.dtype == np.uint8 and (pictures or len(shape) != 3):
+            if series.dtype == bool or (series.dtype == np.uint8 and (pictures or len(shape) != 3)):
                 return None
-            values = np.squeeze(series.asarray())
+            pixels = math.prod(series.shape) // page.samplesperpixel  # type: ignore[union-attr]
+            with one_at_a_time(pixels):
+                values = np.squeeze(series.asarray())
+            extra = page.extrasamples  # type: ignore[union-attr]
+            code = int(page.tags.valueof(_ORIENTATION, default=1))  # type: ignore[union-attr]
     except ValueError as error:
         if "imagecodecs" in str(error):
             return None
@@ -350,7 +372,11 @@ def _tiff(data: bytes) -> NDArray[Any] | None:
     # Planes may come one after another, and where nothing says so, the shortest axis is theirs.
     if values.ndim == 3 and values.shape[0] < min(values.shape[1:]) and values.shape[0] <= 16:
         values = np.moveaxis(values, 0, -1)
-    return values
+    if values.ndim == 3 and any(kind in _ALPHA for kind in extra):
+        first = values.shape[-1] - len(extra)
+        seen = [n for n in range(values.shape[-1]) if n < first or extra[n - first] not in _ALPHA]
+        values = values[..., seen]
+    return _upright(values, code) if values.ndim in (2, 3) else values
 
 
 def _dicom(data: bytes) -> NDArray[Any]:

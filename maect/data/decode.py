@@ -13,7 +13,7 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import simplejpeg
@@ -78,7 +78,7 @@ def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
         with _open(data) as image:
             # MPO: a JPEG with further frames behind the first.
             kind = "JPEG" if image.format == "MPO" else str(image.format)
-            with _large if image.width * image.height > _LARGE else nullcontext():
+            with one_at_a_time(image.width * image.height):
                 image.load()
                 yield image, EXTENSIONS[kind]
     except UnreadableError:
@@ -86,6 +86,17 @@ def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
     # Pillow's plug-ins raise nearly anything on hostile input.
     except Exception as error:
         raise UnreadableError(reason(error)) from None
+
+
+def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
+    """A context for decoding a picture of this size: a large one waits for other large ones.
+
+    Raises:
+        UnreadableError: it is too large.
+    """
+    if Image.MAX_IMAGE_PIXELS is not None and pixels > 2 * Image.MAX_IMAGE_PIXELS:
+        raise UnreadableError(f"{pixels:,} pixels, more than {2 * Image.MAX_IMAGE_PIXELS:,}")
+    return _large if pixels > _LARGE else nullcontext()
 
 
 def reason(error: Exception) -> str:

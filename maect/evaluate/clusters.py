@@ -66,8 +66,12 @@ def cluster(
         smallest: images of a cluster at least, for HDBSCAN; none: 1 % of them, and 5 at least.
 
     Raises:
-        UserError: fewer different images than clusters.
+        UserError: fewer different images than clusters, or a number that the method does not take.
     """
+    if method == "hdbscan" and count is not None:
+        raise UserError("hdbscan finds the number of clusters itself: leave out --clusters")
+    if method == "kmeans" and smallest is not None:
+        raise UserError("k-means has no smallest cluster: leave out --smallest, or take hdbscan")
     rows = unit(vectors)
     different = len(np.unique(rows, axis=0))
     wanted = count or 2

@@ -25,13 +25,17 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Level = Annotated[int, Field(ge=0, le=255)]
 
 
+MOST_CHANNELS = 16
+"""That an image may have."""
+
+
 class Pixels(Settings):
     """How images become the values that an encoder sees, beside size and crop (`docs/data.md`).
 
     Where nothing is said, it is as for the paper: three channels, 8 bits, as they are stored.
     """
 
-    channels: int = Field(default=3, ge=1, le=16)
+    channels: int = Field(default=3, ge=1, le=MOST_CHANNELS)
     orientation: Literal["stored", "exif"] = "stored"
     """`exif`: upright, as EXIF says, if it says anything."""
     background: tuple[Level, Level, Level] | None = None

@@ -183,7 +183,14 @@ def list_texts(images: Images, out: Path, chosen: set[str]) -> dict[str, tuple[P
 
 
 def write_all(texts: dict[Path, str], out: Path) -> None:
-    """Write the files and read the experiment; what cannot be read does not stay."""
+    """Write the files and read the experiment; what cannot be read does not stay.
+
+    Raises:
+        UserError: one of them is there with another content, or the experiment cannot be read.
+    """
+    for path, text in texts.items():
+        if path.exists() and path.read_bytes() != text.encode():
+            raise UserError(f"{path}: already exists; choose another name, or remove it")
     try:
         for path, text in texts.items():
             write_text(path, text)

@@ -16,7 +16,8 @@ from maect.core.errors import UserError, counted
 from maect.data.convert import Look, look, scaled
 from maect.data.decode import UnreadableError
 from maect.data.sources import UNLABELLED, Entry, ImageSource, kind_of, open_source
-from maect.data.sources.base import SUFFIXES, is_utf8, walk_images
+from maect.data.sources.archives import Archive
+from maect.data.sources.base import SUFFIXES, is_folder, is_utf8, walk_images
 from maect.data.sources.files import Folder, Unlabelled
 from maect.recipes import Pixels
 
@@ -30,10 +31,17 @@ FEWEST, FEWEST_VAL = 200, 20
 HELD_OUT = (10, 5, 3, 2)  # one image in this many, the first of them that gives enough
 
 
+def _plain(name: str) -> str:
+    """A folder's name as those of splits are written."""
+    return name.lower().replace("-", "_").replace(" ", "_")
+
+
 def folders_in(folder: Path) -> list[Path]:
     """The folders in a folder that have images, sorted."""
     # scandir knows what is a folder without asking for each of a million files.
-    names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+    names = sorted(
+        e.name for e in os.scandir(folder) if is_folder(e) and not e.name.startswith(".")
+    )
     inside = [folder / name for name in names]
     return [path for path in inside if any(is_image for _, is_image in walk_images(path))]
 
@@ -78,9 +86,7 @@ def find_splits(folder: Path) -> Splits:
     if not folder.is_dir():
         raise UserError(f"{folder}: neither a folder nor an archive or table of images")
     folder = descend(folder)
-    inside = {
-        path.name.lower().replace("-", "_").replace(" ", "_"): path for path in folders_in(folder)
-    }
+    inside = {_plain(path.name): path for path in folders_in(folder)}
     train = next((inside[name] for name in TRAIN if name in inside), None)
     val = next((inside[name] for name in VAL if name in inside), None)
     test = next((inside[name] for name in TEST if name in inside), None)
@@ -163,6 +169,12 @@ def look_at(
     source, loose = _source_of(folder, ignore_folders)
     listing = source.listing()
     entries = listing.entries
+    found = {_plain(name) for name in listing.class_names}
+    if isinstance(source, Archive) and found & {*TRAIN} and found & {*VAL, *TEST}:
+        raise UserError(
+            f"{folder}: its folders {', '.join(listing.class_names)} are splits and no classes; "
+            "unpack it"
+        )
     for entry in entries:
         _check_name(str(folder), entry.name)
     if len(entries) < fewest:
@@ -189,7 +201,10 @@ def look_at(
             "and names those that cannot be read"
         )
     if listing.ignored:
-        ends = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())
+        ends = ", ".join(
+            f"{n} {end if end.isprintable() else ascii(end)}" if end else f"{n} without"
+            for end, n in listing.ignored_suffixes.items()
+        )
         remarks.append(f"Files left out, by suffix: {ends}")
     return Images(
         folder=folder,

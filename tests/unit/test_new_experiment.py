@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import zipfile
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import tifffile
+import yaml
 from PIL import Image
 from pyarrow import parquet
 
@@ -474,3 +476,43 @@ def test_the_walk_through_on_cifar10(cifar10, tmp_path):
         first = next(member for member in tar if member.name.endswith(".jpg"))
         with Image.open(io.BytesIO(tar.extractfile(first).read())) as image:  # type: ignore[union-attr]
             assert image.size == (32, 32)
+
+
+def test_an_archive_of_splits_is_refused(digits, tmp_path):
+    with zipfile.ZipFile(tmp_path / "own.zip", "w") as archive:
+        for file in sorted(digits.rglob("*.png")):
+            archive.write(file, f"own/{file.relative_to(digits)}")
+    with pytest.raises(
+        UserError, match=r"own\.zip: its folders .*train, val are splits .* unpack it"
+    ):
+        new_experiment(tmp_path / "own.zip", tmp_path / "mine.yaml")
+
+
+def test_lists_of_somebody_else_are_not_written_over(own, tmp_path):
+    (tmp_path / "mine.train.txt").write_text("mine\n")
+    with pytest.raises(UserError, match=r"mine\.train\.txt: already exists; choose another name"):
+        new_experiment(own, tmp_path / "mine.yaml")
+    assert (tmp_path / "mine.train.txt").read_text() == "mine\n"
+    assert not (tmp_path / "mine.yaml").exists()
+    (tmp_path / "mine.train.txt").unlink()
+    new_experiment(own, tmp_path / "mine.yaml")
+    (tmp_path / "mine.yaml").unlink()
+    new_experiment(own, tmp_path / "mine.yaml")  # its own lists are there
+
+
+@pytest.mark.parametrize("name", [b"x.\nstorage: elsewhere\n#", b"notes.caf\xe9"])
+def test_files_that_are_left_out_may_have_any_name(own, tmp_path, name):
+    Path(os.fsdecode(os.path.join(os.fsencode(own), name))).write_bytes(b"")
+    os.symlink("loop", own / "loop")  # leads to itself
+    new_experiment(own, tmp_path / "mine.yaml")
+    told = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    assert "storage" not in told
+
+
+def test_a_stack_of_pages_is_named(own, tmp_path):
+    pages = np.zeros((20, 40, 40), np.uint16)
+    tifffile.imwrite(own / "000.a.tif", pages, photometric="minisblack")
+    with pytest.raises(
+        UserError, match=r"a\.tif: .*\[20, 40, 40\]: a stack of pages.*save one page a file"
+    ):
+        new_experiment(own, tmp_path / "mine.yaml")

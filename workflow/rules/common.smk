@@ -1,5 +1,6 @@
 import os
 import re
+import shlex
 import signal
 import sys
 from contextlib import ExitStack
@@ -27,7 +28,9 @@ from maect.stages import STAGES
 ownership = ExitStack()
 
 # The rules call the `maect` of the environment that Snakemake itself runs in.
-shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
+shell.prefix(
+    f"set -euo pipefail; export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; "
+)
 
 # Launchers leave their jobs running once this process is gone. (A subprocess of it reads this, too.)
 os.environ.setdefault(SNAKEMAKE, this_process())

@@ -18,6 +18,7 @@ from maect.data.sources.base import (
     Listing,
     Source,
     files_of,
+    walk_images,
 )
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
 from maect.data.sources.files import Folder, ImageList, Unlabelled
@@ -99,20 +100,34 @@ def open_source(
 def kind_of(path: Path) -> str | None:
     """The kind of source that a file or folder is by its name and by what lies in it.
 
-    None: a folder of image files, whose folders may be classes, or nothing that is known.
+    None: a folder of image files, whose folders may be classes, or nothing that is known. Archives
+    and tables beside these are none of it.
+
+    Raises:
+        UserError: a folder with a single tar, of which it is not sure what it is.
     """
     suffix = path.suffix.lower()
     if path.is_dir():
         packed = {entry.suffix.lower() for entry in path.iterdir() if entry.is_file()}
-        if packed & SUFFIXES or not packed & {".tar", ".parquet", ".arrow"}:
+        if packed & SUFFIXES or not packed & {".tar", ".parquet", ".arrow"} or _has_below(path):
             return None
-        return WebDataset.kind if ".tar" in packed else Columns.kind
+        if ".tar" not in packed:
+            return Columns.kind
+        tars = files_of(path, ".tar")
+        if len(tars) == 1 and not _is_webdataset(tars[0]):
+            raise UserError(f"{path}: its tar is not one of webdataset's; give {tars[0]} itself")
+        return WebDataset.kind
     if suffix == ".tar":
         return WebDataset.kind if _is_webdataset(files_of(path, suffix)[0]) else Archive.kind
     if suffix == ".parquet":
         return Columns.kind if has_images(files_of(path, suffix)[0]) else ImageList.kind
     kinds = {".csv": ImageList, ".tsv": ImageList, ".arrow": Columns, ".zip": Archive}
     return kinds[suffix].kind if suffix in kinds else None
+
+
+def _has_below(folder: Path) -> bool:
+    """Whether there are image files in folders of a folder."""
+    return any(is_image and "/" in name for name, is_image in walk_images(folder))
 
 
 def _is_webdataset(tar: Path) -> bool:

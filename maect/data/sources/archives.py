@@ -46,6 +46,9 @@ class Archive(ImageSource):
         images = [one for one in members if is_image(one[0])]
         shared = _shared_folder([name for name, *_ in images])
         below = [name[len(shared) :] for name, *_ in images]
+        if not any("/" in name for name, *_ in members):  # as old programs for Windows write them
+            below = [name.replace("\\", "/") for name in below]
+            below = [name.removeprefix(_shared_folder(below)) for name in below]
         sorted_in = all("/" in name for name in below)
         classes = sorted({name.split("/")[0] for name in below}) if sorted_in else []
         labels = {name: label for label, name in enumerate(classes)}

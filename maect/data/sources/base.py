@@ -186,7 +186,7 @@ def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if _is_folder(entry):
+            if is_folder(entry):
                 if entry.is_symlink() and _leads_back(entry, folder, chain):
                     raise UserError(f"{entry.path}: a link to a folder that it lies in; remove it")
                 folders.append((f"{below}{entry.name}/", chain))
@@ -198,7 +198,8 @@ def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
         pending += reversed(folders)
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # a link to itself, which leads to no image either
@@ -251,7 +252,9 @@ def class_folders(source: Path) -> list[str]:
     """
     if not source.is_dir():
         raise UserError(f"{source}: not a folder")
-    names = sorted(e.name for e in os.scandir(source) if e.is_dir() and not e.name.startswith("."))
+    names = sorted(
+        e.name for e in os.scandir(source) if is_folder(e) and not e.name.startswith(".")
+    )
     if not names:
         raise UserError(f"{source}: no class folders (expected {source}/CLASS/IMAGE)")
     for name in names:
@@ -275,7 +278,7 @@ def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list
     Raises:
         UserError: a class without images.
     """
-    beside = [e.name for e in os.scandir(source) if not e.is_dir() and not e.name.startswith(".")]
+    beside = [e.name for e in os.scandir(source) if not is_folder(e) and not e.name.startswith(".")]
     if images := sum(os.path.splitext(name)[1].lower() in SUFFIXES for name in beside):
         log.warning("%s: left out: %s in no class folder", source, counted(images, "image"))
     entries: list[Entry] = []

@@ -149,6 +149,14 @@ def test_identical_images_are_no_clusters() -> None:
         cluster(np.ones((3, 4), np.float32))
 
 
+def test_numbers_that_a_method_does_not_take_are_refused() -> None:
+    vectors = np.eye(40, dtype=np.float32)
+    with pytest.raises(UserError, match="hdbscan finds the number of clusters itself"):
+        cluster(vectors, 12, "hdbscan")
+    with pytest.raises(UserError, match="k-means has no smallest cluster"):
+        cluster(vectors, 12, smallest=5)
+
+
 def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) -> None:
     assert main(["cluster", str(index), "--out", str(tmp_path), "--clusters", "3"]) == 0
     with open(tmp_path / "clusters.csv", newline="") as file:

@@ -121,3 +121,28 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
         UserError, match=r"features of train split alone.* make others: maect features"
     ):
         open_splits(tmp_path / "r/runs/ct")
+
+
+def test_a_picture_that_is_there_many_times_is_not_paired_with_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each copy has a pair across, and one inside; a thousand copies are no million pairs."""
+    monkeypatch.setattr("maect.answers.audit.MOST", 60)
+    for split, copies in (("train", 12), ("val", 9)):
+        (tmp_path / "images" / split).mkdir(parents=True)
+        for number in range(copies):
+            photograph(0, 40, 30).save(tmp_path / "images" / split / f"{number:02d}.png")
+        shards = tmp_path / "shards/mine" / split
+        shard(tmp_path / "images" / split, shards, "unlabelled", 1)
+        index = open_index(shards)
+        write_features(
+            tmp_path / f"features/ct/mine-{split}.safetensors", [np.ones((copies, 4), np.float32)],
+            width=4, labels=np.array(index.labels), keys=index.keys(),
+            record={"index_digest": index.digest, "class_names": []},
+        )  # fmt: skip
+    (tmp_path / "runs/ct").mkdir(parents=True)
+    splits = open_splits(tmp_path / "runs/ct")
+    across = audit(splits, 1.0)
+    assert len(across) == 12 + 9 - 1 and all(pair.exact for pair in across)
+    assert len({pair.a for pair in across}) == 12 and len({pair.b for pair in across}) == 9
+    assert len(audit(splits, 1.0, within=True)) == len(across) + 11 + 8

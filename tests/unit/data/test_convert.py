@@ -410,3 +410,49 @@ def test_arrays_and_pictures_are_made_ready_alike() -> None:
     values = bands(0)
     assert ready_array(values, BANDS).data == make_ready(npy(values), BANDS).data
     assert json.loads(json.dumps(BANDS.files)) == {"channels": 5, "range": [0.0, 4095.0]}
+
+
+def test_what_shows_through_is_no_channel_of_a_tiff() -> None:
+    values = colors(1, 4)
+    data = tiff(values, photometric="rgb", extrasamples=["unassalpha"])
+    assert look(data).channels == 3
+    made = np.asarray(open_rgb(make_ready(data, Pixels(range=(100, 4095))).data)[0])
+    assert np.array_equal(made, np.rint(255 * (values[..., :3].astype(float) - 100) / 3995))
+    bands = tiff(values, photometric="minisblack", planarconfig="contig")  # say nothing of it
+    assert look(bands).channels == 4
+
+
+@pytest.mark.parametrize("code", range(1, 9))
+def test_a_deep_tiff_is_upright_as_pillow_turns_it(code: int) -> None:
+    values = scan(1)[:20, :12]
+    data = tiff(values, extratags=[(274, "H", 1, code, True)])
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        upright = np.asarray(image)
+    for pixels in (DEEP, DEEP.model_copy(update={"orientation": "exif"})):
+        ready = make_ready(data, pixels)
+        assert (ready.height, ready.width) == upright.shape
+        grey = np.asarray(open_rgb(ready.data)[0])[..., 0]
+        assert np.array_equal(grey, np.rint(255 * (upright.astype(float) - 100) / 3995))
+    assert (look(data).height, look(data).width) == upright.shape
+
+
+def test_one_bit_is_black_and_white_whatever_the_range() -> None:
+    data = tiff(scan(1) > 2000, photometric="minisblack")
+    assert look(data).values is None
+    made = np.asarray(open_rgb(make_ready(data, Pixels(range=(0, 4095))).data)[0])
+    assert np.array_equal(made[..., 0] == 255, scan(1) > 2000) and set(np.unique(made)) == {0, 255}
+
+
+def test_values_that_are_no_brightness_are_refused() -> None:
+    for data in (tiff(scan(1).astype(np.complex64)), npy(scan(1) > 2000)):
+        for read in (look, lambda data: make_ready(data, DEEP)):
+            with pytest.raises(UnreadableError, match=r"values of type (complex64|bool)"):
+                read(data)
+
+
+def test_a_huge_tiff_is_refused_before_it_is_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tiff(scan(1))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", scan(1).size // 2 - 1)
+    with pytest.raises(UnreadableError, match=f"{scan(1).size:,} pixels, more than"):
+        make_ready(data, DEEP)

@@ -55,6 +55,26 @@ def test_an_archive_gives_what_its_folder_would(
         assert made.record["ignored"]["suffixes"] == {".txt": 1}
 
 
+def test_what_lies_beside_class_folders_is_none_of_the_images(images: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(images, folder)
+    pack(images / "c0", folder / "backup.tar")
+    (folder / "vectors.parquet").write_bytes(b"of `maect embed`")
+    assert kind_of(folder) is None
+    (tmp_path / "packed").mkdir()
+    pack(images, tmp_path / "packed/all.tar")
+    with pytest.raises(UserError, match=r"packed: its tar is not .* give .*all\.tar itself"):
+        kind_of(tmp_path / "packed")
+
+
+def test_a_zip_may_have_backslashes(images: Path, index: Index, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        for file in sorted(images.rglob("*.jpg")):
+            archive.write(file, f"all\\{file.parent.name}\\{file.name}")
+    shard(tmp_path / "a.zip", tmp_path / "train", "archive", 2, threads=2)
+    assert open_index(tmp_path / "train").digest == index.digest
+
+
 def test_an_archive_without_folders_has_no_classes(images: Path, tmp_path: Path) -> None:
     listing = open_source("archive", pack(images / "c0", tmp_path / "a.zip", "all/")).listing()
     assert listing.class_names == [] and {e.label for e in listing.entries} == {-1}
