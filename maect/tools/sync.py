@@ -123,16 +123,17 @@ def sync(service: str, run: Path, project: str) -> int:
     copy = SERVICES[service](run, project, before["id"], _told(run))
     # At once: should this end early, the next call goes on with the same copy.
     write_json(path, known | {service: {"id": copy.id, "step": before["step"]}})
+    done = before["step"]
     try:
         for line in new:
             step = int(line.pop("step"))
             files = (run / LOOKS).glob(f"*-{step:08d}.jpg")
             pictures = {file.name.rpartition("-")[0]: file for file in sorted(files)}
             copy.log(step, line.pop("timing") | line, pictures)
+            done = step
     finally:
         copy.close((run / "run.json").exists())
-    if new:
-        write_json(path, known | {service: {"id": copy.id, "step": step}})
+        write_json(path, known | {service: {"id": copy.id, "step": done}})
     return len(new)
 
 

@@ -64,13 +64,21 @@ def test_only_what_is_new_is_copied(
 
 
 def test_a_copy_that_ended_early_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def fails_once(self: Recorder, step: int, *_: Any) -> None:
+        if step == 2 and not sent[1:]:
+            sent.append(-1)
+            raise ConnectionError
+        sent.append(step)
+
     monkeypatch.setitem(sync.SERVICES, "wandb", Recorder)
     monkeypatch.setattr(Recorder, "calls", [])
-    monkeypatch.setattr(Recorder, "log", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        sync.sync("wandb", write_run(tmp_path / "ct", 2), "birds")
-    monkeypatch.setattr(Recorder, "log", lambda *_: None)
+    monkeypatch.setattr(Recorder, "log", fails_once)
+    with pytest.raises(ConnectionError):
+        sync.sync("wandb", write_run(tmp_path / "ct", 3), "birds")
     assert sync.sync("wandb", tmp_path / "ct", "birds") == 2
+    assert sent == [1, -1, 2, 3]
     assert [call[2] for call in Recorder.calls if call is not False] == [None, "abc"]
 
 
