@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import NodeError, UserError
 
 # The last resort: before it, the watchdog ends a stalled step and says which rank is missing.
 STEP_TIMEOUT = timedelta(minutes=30)
@@ -35,13 +35,13 @@ def device_of(context: Context) -> torch.device:
     """This rank's GPU, or the CPU with this rank's threads; float32 means float32 on both.
 
     Raises:
-        UserError: the job was given GPUs, and torch can use none. `DS_ACCELERATOR=cpu`, which is
+        NodeError: the job was given GPUs, and torch can use none. `DS_ACCELERATOR=cpu`, which is
             DeepSpeed's, asks for the CPU all the same.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if context.gpus and not torch.cuda.is_available() and not _cpu_is_asked_for():
-        raise UserError(_no_gpu())
+        raise NodeError(_no_gpu())
     if uses_gpus():
         device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -107,7 +107,7 @@ def join(context: Context, backend: str, timeout: timedelta) -> None:
     """Join the process group, where the launcher lets the ranks meet.
 
     Raises:
-        UserError: two ranks have one GPU, which NCCL refuses with less to go by.
+        NodeError: two ranks have one GPU, which NCCL refuses with less to go by.
     """
     if not dist.is_initialized():
         store = context.store(timeout)
@@ -140,7 +140,7 @@ def _check_own_gpu(context: Context, store: dist.Store) -> None:
     node = range(first, min(first + context.local_world_size, context.world_size))
     ranks = [rank for rank in node if store.get(f"gpu-{rank}").decode() == own]
     if len(ranks) > 1:
-        raise UserError(
+        raise NodeError(
             f"ranks {', '.join(map(str, ranks))} share one GPU: {context.local_world_size} ranks a "
             f"node, of which this one sees {torch.cuda.device_count()} GPUs; ask for as many GPUs "
             "as ranks (`devices` of the profile), or for fewer ranks"

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can fix this", and words of its messages."""
+"""Exceptions that say whose fault it is, the user's or a node's, and words of their messages."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,6 +9,22 @@ class UserError(Exception):
 
     The command line prints the text as a single line and exits with status 2, without a traceback.
     """
+
+
+class NodeError(UserError):
+    """What a setting may be the cause of, or, in a run that has worked elsewhere, this node."""
+
+
+class RankError(RuntimeError):
+    """Another rank failed, and this one can only tell.
+
+    Attributes:
+        ranks: those to blame, as far as this one knows.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
 
 
 class SupersededError(Exception):

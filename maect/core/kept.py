@@ -20,14 +20,15 @@ SUFFIX = ".kept"
 log = logging.getLogger(__name__)
 
 
-def keep(paths: Sequence[Path]) -> None:
-    """Give a job's files second names, if all of them are there."""
+def keep(paths: Sequence[Path]) -> bool:
+    """Give a job's files second names, if all of them are there; whether all of them have one."""
     if not all(path.is_file() for path in paths):
-        return  # what was kept before is still the last whole set
+        return False  # what was kept before is still the last whole set
     for path in paths:
         second_name(path).unlink(missing_ok=True)
         with suppress(OSError):  # a file system without hard links: the job computes it again
             os.link(path, second_name(path))
+    return all(second_name(path).exists() for path in paths)
 
 
 def kept(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from maect.core.errors import UserError
+from maect.core.errors import NodeError, UserError
 from maect.core.files import atomic_write, write_record
 from maect.data.index import CHECKSUMS, Index, open_index
 from maect.data.pixels import pixels_files
@@ -30,7 +30,8 @@ def stage(directory: Path, storage: str) -> Path:
         The folder to open instead.
 
     Raises:
-        UserError: no such storage, too little room, or a copy failed.
+        UserError: no such storage.
+        NodeError: too little room, or a copy failed.
     """
     parent = _folder(storage)
     index = open_index(directory)
@@ -43,7 +44,7 @@ def stage(directory: Path, storage: str) -> Path:
             _copy(index, out)
     except OSError as error:
         fault = f"{socket.gethostname()}: cannot stage {directory} to {out}: {error.strerror}"
-        raise UserError(f"{fault}; choose another --stage-to, or none") from None
+        raise NodeError(f"{fault}; choose another --stage-to, or none") from None
     return out
 
 
@@ -70,7 +71,7 @@ def _copy(index: Index, out: Path) -> None:
     needed = sum(path.stat().st_size for path, _ in missing)
     free = shutil.disk_usage(out).free
     if needed > free:
-        raise UserError(
+        raise NodeError(
             f"{socket.gethostname()}: {index.directory} needs {needed >> 20} MiB more in {out}, "
             f"where {free >> 20} MiB are free; choose another --stage-to, or none"
         )

@@ -7,6 +7,7 @@ features files are numbered alike, so that logistic regression and fine-tuning s
 import hashlib
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +178,7 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
         where: folder of the split, for messages.
 
     Raises:
-        UserError: names that the split does not have, or has more than once.
+        UserError: names that the split does not have or has more than once, or an image twice.
     """
     listed = [(name, *key_of(name).rpartition("/")[::2]) for name in names]
     # Only those listed are looked up: a split may have millions of names.
@@ -188,8 +189,8 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
     rows, missing = [], []
     for name, folder, stem in listed:
         candidates = rows_of[stem]
-        if folder and len(candidates) > 1:
-            candidates = [row for row in candidates if keys[row] == f"{folder}/{stem}"]
+        if folder:  # a list may name more folders than keys have, and fewer
+            candidates = [row for row in candidates if _agree(keys[row], f"{folder}/{stem}")]
         if len(candidates) > 1:
             raise UserError(f"{where}: {name} names {len(candidates)} images; give the folder")
         if candidates:
@@ -198,7 +199,15 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
             missing.append(name)
     if missing:
         raise UserError(f"{where}: lacks {len(missing)} listed images, {missing[0]} first")
+    if twice := [row for row, count in Counter(rows).items() if count > 1]:
+        raise UserError(f"{where}: {len(twice)} images are listed twice, {keys[twice[0]]} first")
     return np.array(sorted(rows), np.int64)
+
+
+def _agree(key: str, name: str) -> bool:
+    """Whether one of two names is the other with more folders before it."""
+    short, long = sorted((key, name), key=len)
+    return long == short or long.endswith(f"/{short}")
 
 
 def balanced_rows(

@@ -24,6 +24,7 @@ from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, Input, Protocol
 from maect.recipes import Encoder, visible_patches
 from maect.stages import Training, load_recipe
+from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:
     import torch
@@ -187,6 +188,13 @@ class Throughput(Protocol):
                 f"throughput: recipes of size {self.size} do not fit the encoder of {job.run} "
                 f"({error}); say which with settings.size=SIZE"
             ) from None
+        for name, stage in stages.items():
+            head = stage.head if isinstance(stage, SelfSupervised) else None
+            if self.batch_size and head and head.queue_size % self.batch_size:
+                raise UserError(
+                    f"throughput: batch_size {self.batch_size} does not divide the queue_size "
+                    f"{head.queue_size} of {RECIPES[name]}; take a divisor"
+                )
         device = distributed.device_of(context)
         published = PUBLISHED.get(self.size, ())
         results = {}

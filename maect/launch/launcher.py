@@ -318,7 +318,9 @@ class _Launch:
                 f"{title}: job {job.id} was cancelled by a person ({end.look.text}) "
                 f"at step {step}; start again to resume"
             )
-        if failure.kind == "UserError":
+        # What a run that has worked elsewhere fails of may be its node's: there are others.
+        elsewhere = step > 0 and job.cluster == "slurm"
+        if failure.kind == "UserError" or (failure.kind == "NodeError" and not elsewhere):
             raise LaunchError(failure.message)
         failures = 0 if step > job.step else failures + 1
         saved = end.outcome == "saved"

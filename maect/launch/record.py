@@ -7,8 +7,9 @@ A file has one writer; what would have two, on machines without a lock in common
     owner.lock                the launcher; the kernel's lock on it says who may write job.json
     jobs/NAME/submitted.json  the process that submits, which outlives a launcher that is killed
     jobs/NAME/submission.log  what that process says
-    jobs/NAME/rank-N.json     rank N: since when, where it runs, how it ended; rank 0 also where the
-                              ranks meet, its last report, the last step saved, the verdict
+    jobs/NAME/rank-N.json     rank N: since when, where it runs, how it ended; rank 0 also its last
+                              report, the last step saved, the verdict
+    jobs/NAME/meeting-N.json  rank 0 of attempt N: where its ranks meet
     jobs/NAME/*.pkl, *.out    submitit: what the ranks unpickle, and their logs
 
 `jobs` is its owner's alone: whoever could write there would decide what the ranks execute.
@@ -88,13 +89,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job failed, as far as its ranks could say."""
+    """Why a job failed, as far as its ranks could say.
+
+    Attributes:
+        rank: which one said so.
+        kind: of the error: "UserError", "NodeError" or another's name; "": none was raised.
+        message: of the error.
+        text: the end of its traceback, or of the rank's log.
+        log: of the rank.
+        blames: the ranks that it failed of, where that is not itself.
+    """
 
     rank: int
     kind: str
     message: str
     text: str
     log: Path
+    blames: tuple[int, ...] | None = None
 
 
 def new_job(
@@ -261,16 +272,26 @@ def verdict(folder: Path, job: Job) -> str | None:
 def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
     """The error that a job ended with: the first rank's that raised, else the suspect's last lines.
 
-    A wrong input outranks the others, which may have failed only because a partner left.
+    A wrong input outranks the others, which may have failed only because a partner left, and a
+    rank's own fault outranks what others say of it.
     """
     errors = [rank for rank in ranks(folder, job).values() if rank.get("end") == "error"]
     if errors:
-        first = min(errors, key=lambda rank: (rank["kind"] != "UserError", rank["time"]))
-        rank = int(first["rank"])
+        first = min(errors, key=_weight)
+        rank, blames = int(first["rank"]), first.get("blames")
         text = "\n".join(first["traceback"].strip().splitlines()[-LOG_TAIL:])
-        return Failure(rank, first["kind"], first["message"], text, log(folder, job, rank))
+        return Failure(
+            rank, first["kind"], first["message"], text, log(folder, job, rank),
+            None if blames is None else tuple(blames),
+        )  # fmt: skip
     rank = suspect or 0
     return Failure(rank, "", "", tail(log(folder, job, rank)), log(folder, job, rank))
+
+
+def _weight(error: dict[str, Any]) -> tuple[int, bool, float]:
+    """What orders the errors of ranks: less is more likely the cause."""
+    kinds = {"UserError": 0, "NodeError": 1}
+    return kinds.get(error["kind"], 2), error.get("blames") is not None, error["time"]
 
 
 def tail(path: Path) -> str:

@@ -20,11 +20,11 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from maect.core.errors import UserError
-from maect.core.files import read_mapping
-from maect.launch.record import rank_file
+from maect.core.errors import NodeError, UserError
+from maect.core.files import read_mapping, write_record
+from maect.launch.record import job_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -40,14 +40,12 @@ class Meeting:
     """What rank 0 publishes.
 
     Attributes:
-        attempt: how often SLURM had restarted the job.
         address: of the first node: loopback, where there is only one.
         secret: stands before every key.
         file: of the store, on one node.
         port: of the store, on several.
     """
 
-    attempt: int
     address: str
     secret: str
     file: str = ""
@@ -70,11 +68,12 @@ class Rendezvous:
         self._folder = ""
         self._base: Store | None = None
         self._groups = 0
-        self.meeting = self._open(attempt, hosts) if rank == 0 else _find(folder, name, attempt)
-
-    def published(self) -> dict[str, Any]:
-        """For rank 0's file."""
-        return asdict(self.meeting)
+        file = _file(folder, name, attempt)
+        if rank == 0:
+            self.meeting = self._open(hosts)
+            write_record(file, asdict(self.meeting))
+        else:
+            self.meeting = _find(file)
 
     def store(self, timeout: timedelta) -> "Store":
         """The store in which the next process group meets; on every rank as often."""
@@ -105,17 +104,17 @@ class Rendezvous:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open(self, attempt: int, hosts: list[str]) -> Meeting:
+    def _open(self, hosts: list[str]) -> Meeting:
         secret = secrets.token_hex(16)
         if len(hosts) == 1:
             if self.size > 1:
                 _check_loopback()
             self._folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
-            return Meeting(attempt, "127.0.0.1", secret, file=f"{self._folder}/store")
+            return Meeting("127.0.0.1", secret, file=f"{self._folder}/store")
         # A site's script may name the fast interface.
         address = os.environ.get("MASTER_ADDR") or hosts[0]
         self._listener = _listen(address)
-        return Meeting(attempt, address, secret, port=self._listener.getsockname()[1])
+        return Meeting(address, secret, port=self._listener.getsockname()[1])
 
 
 def remove_folder(folder: Path, name: str) -> None:
@@ -125,9 +124,14 @@ def remove_folder(folder: Path, name: str) -> None:
         folder: of the run.
         name: of the job.
     """
-    meeting = read_mapping(rank_file(folder, name, 0)).get("meeting")
-    if meeting and meeting["file"]:
+    meeting = read_mapping(_file(folder, name, 0))
+    if meeting.get("file"):
         shutil.rmtree(Path(meeting["file"]).parent, ignore_errors=True)
+
+
+def _file(folder: Path, name: str, attempt: int) -> Path:
+    """Where rank 0 publishes: of each attempt another, since the one before may still be alive."""
+    return job_folder(folder, name) / f"meeting-{attempt}.json"
 
 
 def _check_loopback() -> None:
@@ -162,15 +166,13 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _find(folder: Path, name: str, attempt: int) -> Meeting:
-    file = rank_file(folder, name, 0)
+def _find(file: Path) -> Meeting:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        meeting = read_mapping(file).get("meeting")
-        if meeting and meeting["attempt"] == attempt:
+        if meeting := read_mapping(file):
             return Meeting(**meeting)
         time.sleep(0.05)
-    raise UserError(
+    raise NodeError(
         f"waited {PATIENCE:.0f} s for rank 0 ({file}): "
         "is the folder on a file system that all nodes share?"
     )

@@ -48,6 +48,7 @@ SUBMISSION_FAILURES_THAT_PASS = (
     "Transport endpoint is not connected",
     "temporarily unable to accept job",
     "Resource temporarily unavailable",
+    "MaxSubmitJob",  # of a QOS, a user or an account: until one of the jobs before it has ended
     NO_ANSWER,
 )
 ALREADY_OVER = ("Invalid job id", "already completing or completed", "already finished")
@@ -109,13 +110,19 @@ class Slurm(Cluster):
         return look is not None and look.phase == "pending"
 
     def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
-        """The node of the rank that failed, or that srun says was lost; else a job's only one."""
+        """The node of the rank that failed, that others blame, or that srun says was lost.
+
+        Else a job's only one.
+        """
         ranks = record.ranks(folder, job)
         nodes = {str(rank["node"]) for rank in ranks.values() if rank.get("node")}
         lost = TASK_ENDED.search(_attempt_log(folder, job))
         # What a signal ended says nothing; those who waited for it raise.
         if lost and not (failure.kind and lost["how"].startswith(b"Exited")):
             nodes = {lost["node"].decode(errors="replace")}
+        elif failure.blames is not None:
+            blamed = {str(ranks[rank].get("node")) for rank in failure.blames if rank in ranks}
+            nodes &= blamed
         elif failure.kind:
             nodes = {str(ranks[failure.rank].get("node"))} & nodes
         elif not nodes and job.id:
@@ -293,6 +300,7 @@ class Squeue:
     def __init__(self) -> None:
         self._own: dict[str, Any] | None = None  # our last answer
         self._answered = float("-inf")  # when that was, by this process's clock
+        self._blocked: float | None = None  # since when another process asks instead, likewise
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
         # Two clusters seen from one home do not share their answers, if that can be told.
         question = "|".join([os.environ.get("SLURM_CONF", ""), *_all_jobs()])
@@ -304,15 +312,20 @@ class Squeue:
         None is no verdict: the controller did not answer, or its last answer is older and it is too
         early to ask again.
         """
-        if not self._is_fresh():
+        if self._is_fresh():
+            self._blocked = None
+        else:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 with self._file.with_suffix(".lock").open("a") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    self._blocked = None
                     if not self._is_fresh():
                         self._refresh()
-            except BlockingIOError:
-                pass  # another launcher is asking; what there is must do until then
+            except BlockingIOError:  # another launcher is asking; what there is must do until then
+                self._blocked = time.monotonic() if self._blocked is None else self._blocked
+                if time.monotonic() - self._blocked > squeue_seconds() + TIMEOUT:  # it is suspended
+                    self._refresh()
             except OSError:  # a home that is full, or mounted without locks: each asks for itself
                 self._refresh()
         value = self._read()

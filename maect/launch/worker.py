@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
+from maect.core.errors import RankError
 from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
@@ -91,13 +92,15 @@ class RankFile:
 
     def fail(self, error: BaseException) -> None:
         """Note what this rank failed of."""
-        names = {cls.__name__ for cls in type(error).__mro__}
+        names = [cls.__name__ for cls in type(error).__mro__]
         if "SupersededError" in names:  # whoever took the folder over may have this job's name
             return
+        known = [name for name in names if name in ("NodeError", "UserError")]
         self.note(
             end="error",
-            kind="UserError" if "UserError" in names else type(error).__name__,
+            kind=known[0] if known else names[0],
             message=str(error),
+            blames=list(error.ranks) if isinstance(error, RankError) else None,
             traceback="".join(traceback.format_exception(error)),
             time=time.time(),
         )
@@ -265,8 +268,6 @@ def _join(environment: Any, job: Job, folder: Path, file: RankFile, reasons: set
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     rank, size, hosts = environment.global_rank, environment.num_tasks, list(environment.hostnames)
     rendezvous = Rendezvous(folder, job.name, attempt, rank, size, hosts)
-    if rank == 0:
-        file.note(meeting=rendezvous.published())
     context = Rank(
         rank=rank,
         local_rank=environment.local_rank,

@@ -13,7 +13,13 @@ from importlib import resources
 from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings, later, one_line
@@ -191,6 +197,12 @@ class Contrastive(Settings):
     def _gradient_without_lookup(cls, values: Any) -> Any:
         without = isinstance(values, dict) and values.get("lookup") == "none"
         return {"stop_gradient": False} | values if without else values
+
+    @model_serializer(mode="wrap")
+    def _told_without_lookup(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = dump(self)
+        # There the default of the field is not what is read from a file without it.
+        return values | {"stop_gradient": self.stop_gradient} if self.lookup == "none" else values
 
 
 @cache

@@ -145,10 +145,10 @@ def _deviation(tables: Tables, key: Key) -> float | None:
     NaN where it is not known, None for what was not trained here.
     """
     own = _look_up(tables, key, "_std")
-    _, architecture, method, metric = key
+    _, architecture, _, metric = key
     if not math.isnan(own):
         return own
-    if method not in _methods(tables.get(TRAINED), architecture):
+    if not _is_trained(tables, key):
         return None
     column = f"{metric}_std"
     known = [
@@ -156,6 +156,12 @@ def _deviation(tables: Tables, key: Key) -> float | None:
     ]
     # What is the same for all seeds says nothing of others.
     return float(pd.concat(known).replace(0.0, math.nan).max()) if known else math.nan
+
+
+def _is_trained(tables: Tables, key: Key) -> bool:
+    """Whether a model was trained here: what is imported has one seed."""
+    _, architecture, method, _ = key
+    return method in _methods(tables.get(TRAINED), architecture)
 
 
 def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
@@ -172,7 +178,7 @@ def compare(
     by seed where all models that were trained here have seeds in common, and its mean and standard
     deviation are over these. With fewer than two of them the deviation is that of a function of
     independent values, to first order: a model of one seed has the largest that any of its
-    architecture has in this metric. An imported one counts as exact.
+    architecture has in this metric. An imported one counts as exact where none comes with it.
 
     Args:
         text: the comparison.
@@ -202,7 +208,8 @@ def compare(
     label = f"{_short(sides[0])} {sign.replace('>=', '≥').replace('<=', '≤')} {_short(sides[2])}"
     if missing:
         return Comparison(label, None, *both(values), math.nan, math.nan, False, missing)
-    of_seeds = [both(values | own) for own in _in_common(varying, seeds)]
+    imported = [key for key in varying if TRAINED in tables and not _is_trained(tables, key)]
+    of_seeds = [both(values | own) for own in _in_common(varying.keys() - imported, seeds)]
     if of_seeds:
         left, right = (statistics.fmean(side) for side in zip(*of_seeds, strict=True))
     else:

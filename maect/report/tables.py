@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from maect.core.errors import UserError
-from maect.core.files import json_lines, read_json, write_text
+from maect.core.files import json_lines, read_json, read_mapping, write_text
 from maect.recipes import Encoder
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric, Table, named_table
@@ -25,6 +26,8 @@ PAPER = resources.files("maect.report") / "paper"
 COST = ("hours", "overhead")
 UNKNOWN = "\N{EN DASH}"
 DECIMALS = 4  # far below any difference between seeds, and the same text on every platform
+
+log = logging.getLogger(__name__)
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
@@ -43,10 +46,27 @@ def read_metrics(path: Path) -> dict[str, Any]:
 def result_of(evaluations: Path, run: str, names: Sequence[str], key: str) -> Path | None:
     """The result of the first of these evaluations that was run and has the metric."""
     for name in names:
-        path = evaluations / run / f"{name}.json"
-        if path.exists() and read_metrics(path).get(key) is not None:
+        path = result_file(evaluations, run, name)
+        if path is not None and read_metrics(path).get(key) is not None:
             return path
     return None
+
+
+def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -> Path | None:
+    """A file that an evaluation left of the encoder that its run has now; None: there is none.
+
+    A run that was trained again with other settings may have results that are not asked for again.
+    """
+    path = evaluations / run / f"{name}{ending}"
+    if not path.exists():
+        return None
+    told = read_mapping(path.with_suffix(".json")).get("provenance", {}).get("encoder_sha256")
+    runs = read_mapping(evaluations.parent / "runs" / run / "run.json")
+    encoder = runs.get("sha256", {}).get("encoder.safetensors")
+    if None not in (told, encoder) and told != encoder:
+        log.warning("%s: of an encoder that %s no longer has; left out", path, run)
+        return None
+    return path
 
 
 def _finite(path: Path, key: str) -> float:
@@ -64,8 +84,8 @@ def _of_models(
     for metric in (metric for metric in table.metrics if metric.by_model):
         values = found.setdefault(metric.name, {})
         for run in (run for row in rows for run in row.runs):
-            path = evaluations / run / f"{metric.evaluation}.json"
-            models = read_metrics(path).get(metric.source) if path.exists() else None
+            path = result_file(evaluations, run, metric.evaluation)
+            models = read_metrics(path).get(metric.source) if path else None
             for architecture, methods in (models or {}).items():
                 values |= {(architecture, method): value for method, value in methods.items()}
     return found
@@ -138,8 +158,8 @@ def _others(table: Table, rows: Iterable[Row], evaluations: Path) -> list[Metric
     columns: dict[str, Metric] = {}
     for row in rows if table.others else ():
         for run, protocol in itertools.product(row.runs, table.reads(row.method)):
-            path = evaluations / run / f"{protocol}.json"
-            for name, value in read_metrics(path).items() if path.exists() else ():
+            path = result_file(evaluations, run, protocol)
+            for name, value in read_metrics(path).items() if path else ():
                 known = {metric.source for metric in table.metrics}
                 metric = table.other(name) if isinstance(value, float) else None
                 if metric is not None and name not in known:

@@ -137,6 +137,17 @@ class SelfSupervised(Training):
         """Peak learning rate by the linear scaling rule (paper, A.1)."""
         return base_lr * self.batch_size * (self.views if self.lr_counts_views else 1) / 256
 
+    def training_images(self, index: "Index") -> "Index":
+        """All images of a split, which an oracle needs the labels of.
+
+        Raises:
+            UserError: too few, or an oracle without labels.
+        """
+        images = super().training_images(index)
+        if self.head is not None and self.head.lookup == "oracle" and images.labels.min() < 0:
+            raise UserError(f"{index.directory}: an oracle needs labels; some images have none")
+        return images
+
     def check_contrastive(self) -> Self:
         """Refuse what the contrastive loss cannot be computed with."""
         head = self.head

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import Field, SerializeAsAny
 
 from maect.core.context import Context
-from maect.core.errors import UserError, check_names
+from maect.core.errors import NodeError, UserError, check_names
 from maect.core.files import read_mapping
 from maect.core.settings import LocalPath, SettingsFile, digest, later, validated
 from maect.recipes import Encoder, Look
@@ -118,8 +118,8 @@ def train(
         replay: only repeat this step, in a copy of the run.
 
     Raises:
-        UserError: the file is wrong or another by now, the device's memory is too small, or see
-            `maect.train.trainer.train`.
+        UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
+        NodeError: the device's memory is too small, or others have a part of it.
     """
     import torch
 
@@ -145,7 +145,7 @@ def train(
         leave()
         return verdict
     except torch.OutOfMemoryError as error:
-        raise UserError(_too_large(stage, told.encoder, context.world_size, error)) from error
+        raise NodeError(_too_large(stage, told.encoder, context.world_size, error)) from error
 
 
 def _too_large(stage: Training, encoder: Encoder, ranks: int, error: Exception) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maect.core import kept
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import need, read_json, sha256_file, write_json
 from maect.core.settings import digest
 from maect.data.index import open_index
@@ -18,7 +18,7 @@ from maect.evaluate.run import Completion, outputs
 from maect.launch import Resources, Task, launch
 from maect.launch.launcher import clusters
 from maect.launch.record import read_job
-from maect.launch.resources import fixed_nodes, gpu_here, training_nodes
+from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
 from maect.recipes.flops import relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.stages.run import RunConfig, resize_of
@@ -120,10 +120,18 @@ def train(
     data = need_shards(shards)
     if config.source is not None:
         need(config.source / "run.json", "finished run")
+    identity = fingerprint(
+        path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
+    )
+    outputs = [path.parent / name for name in (*stage.leaves, "run.json")]
+    kept.put_back(outputs, lambda: is_finished(path.parent, identity, intact=True))
+    finished = is_finished(path.parent, identity)
     devices = where.resources.devices
     step = stage.flops_per_image(config.encoder) * stage.batch_size
     gpu = where.gpu or (gpu_here() if where.resources.cluster == "local" else "")
     nodes = training_nodes(where.nodes, devices, stage.batch_size, step, relative_speed(gpu))
+    if not (finished or convert_world_size or replaced(path.parent, identity)):
+        nodes = _as_saved(path.parent, nodes, where)
     stage.check_ranks(nodes * devices)
     memory, computed = gpu_memory(gpu), {}
     if memory is not None:
@@ -133,12 +141,7 @@ def train(
         if computed:
             said = ", ".join(f"{key}: {value}" for key, value in computed.items())
             log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
-    identity = fingerprint(
-        path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
-    )
-    outputs = [path.parent / name for name in (*stage.leaves, "run.json")]
-    kept.put_back(outputs, lambda: is_finished(path.parent, identity, intact=True))
-    if is_finished(path.parent, identity):
+    if finished:
         check_weights(path.parent)
     else:
         stage.training_images(open_index(shards))  # before a job waits for a GPU
@@ -162,6 +165,36 @@ def train(
     # A rank may have been killed after the record was written: no other one is started then.
     if not stage.keeps_state and is_finished(path.parent, identity):
         remove_states(path.parent)
+
+
+def _as_saved(run: Path, nodes: int, where: Where) -> int:
+    """Nodes that go on from a run's state with as many ranks as saved it, or those given.
+
+    Raises:
+        UserError: there is a state, of a number of ranks that `where` cannot have.
+    """
+    if not (run / "state").is_dir():
+        return nodes
+    from maect.train.checkpoint import saved
+    from maect.train.replay import ranks_of
+
+    states, devices = saved(run / "state"), where.resources.devices
+    before = ranks_of(run, states) if states else None
+    if before in (None, nodes * devices):
+        return nodes
+    least, most = node_range(where.nodes)
+    if before % devices == 0 and least <= before // devices <= most:
+        log.info("%s: on %s, as its state", run.name, counted(before // devices, "node"))
+        return before // devices
+    job = read_job(run)
+    if job is not None and job.state != "ended":  # it may be running still, and is looked after
+        return nodes
+    raise UserError(
+        f"{states[0]}: resuming would change from {before} ranks to {nodes * devices}, and the "
+        f"sums' rounding with it; change --nodes and --devices (`nodes` and `devices` of a "
+        f"profile), or, if that is meant, run `maect train {run / 'config.yaml'} "
+        "--convert-world-size` with these once"
+    )
 
 
 def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Comparison":

@@ -154,13 +154,13 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
         aside.mkdir(exist_ok=True)
         _move(folder, aside)
     before = folder / f"stale-{identity}"
+    if before.exists() and known.exists() and not (before / "recipe.json").exists():
+        _put_back(before, folder)  # a kill came between
     if before.exists() and not known.exists():  # this very recipe's, set aside by another one
         weights = read_mapping(before / "run.json").get("sha256", {})
         if not all(_is_at(name, sha256, before, folder) for name, sha256 in weights.items()):
             (before / "run.json").unlink()  # what it is about is written again
-        _move(before, folder)
-        with suppress(OSError):  # what it did not promise is not lost
-            before.rmdir()
+        _put_back(before, folder)
     if known.exists():
         noted = read_json(known)
         _warn_of_changes(folder, noted.get("recipe", {}), recipe["recipe"])
@@ -206,11 +206,23 @@ def origin() -> dict[str, Any]:
     return {"versions": versions, "source_revision": revision or None}
 
 
-def _move(folder: Path, to: Path) -> None:
-    """Move what a run left, its recipe last: a kill in between is made good by the next start."""
-    for name in [*read_mapping(folder / "run.json").get("files", []), *_MOVED]:
-        if (folder / name).exists():
+def _move(folder: Path, to: Path, recipe_first: bool = False) -> None:
+    """Move what a run left.
+
+    A kill in between is made good by the next start, of this run or another: the folder's recipe
+    says whose the parts are in it, and in the `stale-` folder that has none.
+    """
+    left = [read_mapping(path / "run.json").get("files", []) for path in (folder, to)]
+    names = [*left[0], *left[1], *_MOVED]
+    for name in reversed(names) if recipe_first else names:
+        if (folder / name).exists() and not (to / name).is_dir():
             (folder / name).rename(to / name)
+
+
+def _put_back(aside: Path, folder: Path) -> None:
+    _move(aside, folder, recipe_first=True)
+    with suppress(OSError):  # what it did not promise is not lost
+        aside.rmdir()
 
 
 def _unused(path: Path) -> Path:

@@ -23,7 +23,7 @@ from maect.core.distributed import (
     sum_on_device,
     sum_scalars,
 )
-from maect.core.errors import UserError
+from maect.core.errors import RankError, UserError
 from maect.core.files import sha256_file, write_record
 from maect.core.kept import keep
 from maect.data.index import Index, open_index
@@ -65,7 +65,7 @@ class TrainingFault(UserError):
         self.fault = fault
 
 
-class ReplicaError(RuntimeError):
+class ReplicaError(RankError):
     """Ranks disagree; another attempt from the last state may succeed."""
 
 
@@ -237,8 +237,9 @@ def train(
     if fence is not None:
         fence.check()
         _finish(run, identity, stage.training_images(split), trainer)
-        keep([folder / name for name in (*stage.leaves, "run.json")])
-        if not stage.keeps_state:
+        # A Snakemake that starts anew deletes what no rule of it has finished; then the state is
+        # all there is, and the launcher removes it in the end.
+        if keep([folder / name for name in (*stage.leaves, "run.json")]) and not stage.keeps_state:
             remove_states(folder)
     barrier()
     return "done"
@@ -569,10 +570,12 @@ class Trainer:
         """
         held = itertools.chain(self.objective.parameters(), self._saved_buffers().values())
         if ranks := differing_ranks(held):
+            few = 2 * len(ranks) < self.context.world_size
             raise ReplicaError(
                 f"after step {self.step} the weights or buffers of rank "
                 f"{', '.join(map(str, ranks))} of {self.context.world_size} differ from the "
-                "others': a flipped bit, or a fault of a device; the state before is sound"
+                "others': a flipped bit, or a fault of a device; the state before is sound",
+                ranks if few else (),
             )
 
     def _not_finite(self, what: str, value: float) -> None:

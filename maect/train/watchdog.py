@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.context import Context
+from maect.core.errors import RankError
 from maect.train.straggler import Pace, Slow, Stragglers
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ LOOKING = "looking at the encoder after"
 """A rank may do so for as long as it lives."""
 
 
-class StalledError(RuntimeError):
+class StalledError(RankError):
     """A rank is missing; another attempt from the last state may succeed."""
 
 
@@ -107,7 +108,7 @@ class Watchdog:
             fault = self._fault()
             if fault:
                 faulthandler.dump_traceback()
-                self.context.fail(StalledError(fault))
+                self.context.fail(fault)
 
     def _write(self) -> None:
         """Tell the others; without fsync, since it is only ever a hint."""
@@ -134,7 +135,7 @@ class Watchdog:
             self.straggler = _described(slow, values[slow.rank]["who"])
             log.warning(self.straggler)
 
-    def _fault(self) -> str | None:
+    def _fault(self) -> StalledError | None:
         """Whom this rank has waited for in vain, if it has."""
         now, (step, activity, since) = time.monotonic(), self._doing
         waited = now - max(since, self._resumed)
@@ -152,19 +153,21 @@ class Watchdog:
             silent = now - self._seen[rank][1]
             if silent >= limit / 2:
                 who = value.get("who", f"rank {rank}")
-                return f"{who} has given no sign of life for {silent:.0f} s; {waits}"
+                fault = f"{who} has given no sign of life for {silent:.0f} s; {waits}"
+                return StalledError(fault, [rank])
         # How long a save or an evaluation takes, nobody knows: there only silence is a fault.
         activities = [activity, *(value.get("activity") for value in others.values())]
         if self._longest is None or any(one not in ORDER for one in activities):
             return None
-        for value in others.values():
+        for rank, value in others.items():
             behind = (value["step"], ORDER.index(value["activity"])) < (step, ORDER.index(activity))
             if behind and value["seconds"] >= limit / 2:
                 where = f"{value['activity']} step {value['step']} for {value['seconds']:.0f} s"
-                return f"{value['who']} has been {where}; {waits}"
+                return StalledError(f"{value['who']} has been {where}; {waits}", [rank])
         if waited < 2 * limit:
             return None
-        return f"all ranks have been {activity} step {step} for {waited:.0f} s: a device may hang"
+        all_of_them = f"all ranks have been {activity} step {step} for {waited:.0f} s"
+        return StalledError(f"{all_of_them}: a device may hang")
 
     def _others(self, now: float) -> dict[int, dict[str, Any]]:
         """What the other ranks wrote last; `_seen` has when each number was new to us."""

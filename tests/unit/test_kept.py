@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from maect.core.errors import UserError
 from maect.core.kept import forget, keep, kept, put_back, second_name, tidy
 
@@ -34,11 +36,21 @@ def test_only_a_whole_set_is_kept(tmp_path: Path) -> None:
     paths[1].unlink()
     paths[0].unlink()
     paths[0].write_text("half of a second one")
-    keep(paths)  # killed before its record was written
+    assert not keep(paths)  # killed before its record was written
     assert second_name(paths[0]).read_text() == "first"
     made(tmp_path, "second")
-    keep(paths)
+    assert keep(paths)
     assert second_name(paths[0]).read_text() == "second"
+
+
+def test_a_file_system_without_links_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr("maect.core.kept.os.link", refuse)
+    assert not keep(made(tmp_path)) and kept(tmp_path) == []
 
 
 def test_nothing_kept(tmp_path: Path) -> None:

@@ -11,13 +11,16 @@ from PIL import Image
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import write_json
+from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.experiment.load import load
 from maect.experiment.resolve import resize, run_config
+from maect.launch import Resources
 from maect.recipes import Look, load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig, resize_of, train
+from maect.tools.jobs import Where, _as_saved
 
 
 def tuning(root: Path) -> RunConfig:
@@ -48,6 +51,51 @@ def test_round_trip(tmp_path: Path) -> None:
     run, evaluation = written(tmp_path)
     assert RunConfig.read(run) == tuning(tmp_path)
     assert EvaluationConfig.read(evaluation) == probe(tmp_path)
+
+
+@pytest.mark.parametrize("lookup", ["topk", "none"])
+@pytest.mark.parametrize("stop", [None, True, False])
+def test_what_the_positive_passes_on_is_read_back(
+    tmp_path: Path, lookup: str, stop: bool | None
+) -> None:
+    """The default depends on the lookup."""
+    head = {"lookup": lookup} | ({} if stop is None else {"stop_gradient": stop})
+    settings = load_recipe("ct_min", "tiny", {"head": head})
+    config = tuning(tmp_path).model_copy(update={"settings": settings})
+    config.write(tmp_path / "runs/ct/config.yaml")
+    read = RunConfig.read(tmp_path / "runs/ct/config.yaml")
+    assert read == config and read.digest == config.digest
+    assert settings.head.stop_gradient == (lookup == "topk" if stop is None else stop)
+
+
+@pytest.mark.parametrize("least, most, given, expected", [
+    (1, 16, 4, 8), (1, 8, 8, 8), (8, 8, 8, 8), (1, 4, 4, None), (16, 16, 16, None),
+])  # fmt: skip
+def test_a_run_goes_on_with_as_many_ranks_as_saved_its_state(
+    tmp_path: Path, least: int, most: int, given: int, expected: int | None
+) -> None:
+    """Refused before a job waits in the queue, where the nodes of a profile do not allow it."""
+    write_json(tmp_path / "state/step-000000005/state.json", {"step": 5, "world_size": 32})
+    where = Where(Resources("slurm", devices=4), f"{least}..{most}" if most > least else str(most))
+    if expected is not None:
+        assert _as_saved(tmp_path, given, where) == expected
+        return
+    with pytest.raises(UserError, match=rf"from 32 ranks to {4 * given}, .*--convert-world-size"):
+        _as_saved(tmp_path, given, where)
+
+
+def test_an_oracle_needs_labels(tmp_path: Path) -> None:
+    for number in range(64):
+        path = tmp_path / f"images/{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(path)
+    shard(tmp_path / "images", tmp_path / "out", "unlabelled", 1)
+    index = open_index(tmp_path / "out")
+    changes = {"batch_size": 16, "head": {"queue_size": 64, "topk": 1}}
+    assert load_recipe("ct_min", "tiny", changes).training_images(index).n == 64
+    changes["head"]["lookup"] = "oracle"
+    with pytest.raises(UserError, match="an oracle needs labels; some images have none"):
+        load_recipe("ct_min", "tiny", changes).training_images(index)
 
 
 def test_looks_are_in_the_file_and_no_part_of_the_run(tmp_path: Path) -> None:

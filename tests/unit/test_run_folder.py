@@ -44,9 +44,10 @@ def changed_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "_git", lambda *_: "changes")
 
 
+@pytest.mark.parametrize("then", [("one", "two"), ("two", "one"), ("two", "two")])
 @pytest.mark.parametrize("count", range(15))
 def test_nothing_is_lost_between_two_recipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, then: tuple[str, ...]
 ) -> None:
     finish(tmp_path, "one")
     finish(tmp_path, "two")
@@ -58,13 +59,14 @@ def test_nothing_is_lost_between_two_recipes(
                 claim(tmp_path, "one", {"recipe": {"of": "one"}})
         else:
             claim(tmp_path, "one", {"recipe": {"of": "one"}})
-    for identity in ("one", "two"):
+    for identity in then:
         claim(tmp_path, identity, {"recipe": {"of": identity}})
         assert is_finished(tmp_path, identity)
         assert (tmp_path / FILES[1]).read_text() == f"{FILES[1]} of {identity}"
         assert (tmp_path / "metrics.jsonl").read_text() == identity
         assert (tmp_path / "state/step").read_text() == identity
-    assert [path.name for path in tmp_path.glob("stale-*")] == ["stale-one"]
+    other = {"one": "two", "two": "one"}[then[-1]]
+    assert [path.name for path in tmp_path.glob("stale-*")] == [f"stale-{other}"]
 
 
 def test_damaged_weights_are_not_put_back(tmp_path: Path) -> None:

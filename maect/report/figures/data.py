@@ -17,7 +17,7 @@ from maect.core.files import json_lines, read_json
 from maect.report.configs import Row, ShownConfig
 from maect.report.groups import group_names, group_numbers
 from maect.report.registry import named_figure
-from maect.report.tables import chain
+from maect.report.tables import chain, result_file
 from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
 
@@ -40,9 +40,10 @@ def result_files(shown: ShownConfig, ending: str) -> dict[str, Path]:
     """
     runs = {row_title(row, shown.rows): row.runs[0] for row in shown.rows if row.runs}
     for name in named_figure(shown.name).needs:
-        files = {title: shown.evaluations / run / (name + ending) for title, run in runs.items()}
-        files = {title: path for title, path in files.items() if path.exists()}
-        if files:
+        found = {
+            title: result_file(shown.evaluations, run, name, ending) for title, run in runs.items()
+        }
+        if files := {title: path for title, path in found.items() if path is not None}:
             return files
     return {}
 

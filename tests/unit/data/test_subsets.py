@@ -61,6 +61,13 @@ def test_rows_by_name(index: Index, tmp_path: Path) -> None:
         rows_by_name(keys, [*names, "c9/000.jpg"], index.directory)
     with pytest.raises(UserError, match="names 3 images; give the folder"):
         rows_by_name(keys, ["001.jpg"], index.directory)
+    # The same name in another class is another image.
+    with pytest.raises(UserError, match=r"lacks 1 listed images, b/0\.jpg first"):
+        rows_by_name(["a/0", "a/1"], ["b/0.jpg"], index.directory)
+    names = ["train/a/0.jpg", "b/1.png"]  # more folders than the keys have
+    assert rows_by_name(["a/0", "1"], names, index.directory).tolist() == [0, 1]
+    with pytest.raises(UserError, match="1 images are listed twice, a/0 first"):
+        rows_by_name(["a/0", "a/1"], ["a/0.jpg", "0.jpg"], index.directory)
 
 
 @pytest.mark.parametrize("per_class", [1, 2, 5])

@@ -61,6 +61,8 @@ def test_every_stage_and_method_is_measured(tmp_path: Path, rank: Rank) -> None:
         "ct_aug": pytest.approx(hours["pretrain"] + hours["head_aug"] + hours["tune_aug"]),
     }
     assert not {"grafting_ratio", "tune_fits", "tune_masked_fits"} & set(metrics)
+    with pytest.raises(UserError, match="batch_size 3 does not divide the queue_size 1024 of head"):
+        Throughput(size="tiny", batch_size=3).evaluate(rank, job)
     with pytest.raises(UserError, match="recipes of size large do not fit"):
         Throughput(batch_size=4).evaluate(rank, job)
 

@@ -15,9 +15,9 @@ import psutil
 from maect.core.files import write_json
 from maect.launch.record import (
     Job,
+    job_folder,
     make_job_folder,
     progress,
-    rank_file,
     read_job,
     verdict,
     write_job,
@@ -118,7 +118,7 @@ class Run:
 
     def meeting(self) -> dict:
         """Where rank 0 says that the ranks meet."""
-        return json.loads(rank_file(self.folder, self.job().name, 0).read_text())["meeting"]
+        return json.loads((job_folder(self.folder, self.job().name) / "meeting-0.json").read_text())
 
     def progress(self) -> dict:
         """The last report."""

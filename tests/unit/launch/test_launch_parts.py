@@ -1,5 +1,6 @@
 """The parts of the launcher that need no job: settings, progress line, ports, squeue's cache."""
 
+import fcntl
 import json
 import os
 import pty
@@ -152,6 +153,31 @@ def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
     assert [slurm.Squeue().ask(newer_than=0) for _ in range(5)] == [None] * 5
     (cache,) = (tmp_path / "maect").glob("*.json")
     assert json.loads(cache.read_text())["queries"] == 1
+
+
+def test_a_suspended_launcher_does_not_blind_the_others(tmp_path, monkeypatch):
+    """It keeps the lock, in the middle of its question."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "0.1")
+    monkeypatch.setattr(slurm, "TIMEOUT", 0.5)
+    waiting = slurm.Squeue()
+    waiting.ask(newer_than=0)
+    (cache,) = (tmp_path / "maect").glob("*.json")
+    with cache.with_suffix(".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        time.sleep(0.2)
+        waiting.ask(newer_than=0)
+        assert json.loads(cache.read_text())["queries"] == 1
+        time.sleep(0.8)
+        waiting.ask(newer_than=0)
+        assert json.loads(cache.read_text())["queries"] == 2
+
+
+def test_a_full_queue_of_ones_own_passes():
+    full = "sbatch: error: QOSMaxSubmitJobPerUserLimit\nBatch job submission failed: Job violates"
+    assert slurm.passes(f"{full} accounting/QOS policy")
+    assert not slurm.passes("Batch job submission failed: Job violates accounting/QOS policy")
 
 
 def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch):

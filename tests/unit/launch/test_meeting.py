@@ -19,9 +19,9 @@ from launching import HERE, Run, finish, wait_for
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import write_json
-from maect.launch.record import Job, make_job_folder, rank_file, write_job
+from maect.launch.record import Job, job_folder, make_job_folder, rank_file, write_job
 from maect.launch.rendezvous import Rendezvous
+from maect.launch.worker import RankFile
 
 
 def attack(mark: Path, *ports: int) -> dict[str, list[str]]:
@@ -72,8 +72,6 @@ class Rank:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         self.folder, self.rank, self.world_size = folder, rank, 2
         self.rendezvous = Rendezvous(folder, "job", 0, rank, 2, ["n1", "n2"])
-        if rank == 0:
-            write_json(rank_file(folder, "job", 0), {"meeting": self.rendezvous.published()})
 
     def store(self, timeout: timedelta) -> object:
         return self.rendezvous.store(timeout)
@@ -99,9 +97,9 @@ def test_on_several_nodes_nothing_is_executed_and_nobody_misled(tmp_path: Path) 
     for process in ranks:
         process.start()
     try:
-        file = rank_file(tmp_path, "job", 0)
+        file = job_folder(tmp_path, "job") / "meeting-0.json"
         wait_for(file.exists)
-        meeting = json.loads(file.read_text())["meeting"]
+        meeting = json.loads(file.read_text())
         with pytest.raises(OSError), socket.create_connection(("127.0.0.2", meeting["port"]), 5):
             pass
         wait_for((tmp_path / "met").exists)
@@ -146,7 +144,8 @@ def test_a_rank_that_fails_leaves_no_folder_to_meet_in(tmp_path: Path, function:
     environment = Run(tmp_path / "run").environment() | submitit
     assert subprocess.run([*words, str(tmp_path), "job"], env=environment, timeout=120).returncode
     rank = json.loads(rank_file(tmp_path, "job", 0).read_text())
-    assert rank["message"] == "no such file" and rank["meeting"]["file"].startswith(str(tmp_path))
+    meeting = json.loads((job_folder(tmp_path, "job") / "meeting-0.json").read_text())
+    assert rank["message"] == "no such file" and meeting["file"].startswith(str(tmp_path))
     assert list(tmp_path.glob("maect-*")) == []
 
 
@@ -160,17 +159,22 @@ def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.M
     make_job_folder(tmp_path, "job")
     # What an attempt before this one has written under the same id is not taken for this one's.
     old = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
-    write_json(rank_file(tmp_path, "job", 0), {"meeting": old.published()})
     assert Rendezvous(tmp_path, "job", 0, 1, 2, ["here"]).meeting == old.meeting
     with pytest.raises(UserError, match="all nodes share"):
         Rendezvous(tmp_path, "job", 1, 1, 2, ["here"])
+    # Nor is it in the way of this one's: the attempt before may live on, cut off from SLURM.
+    new = Rendezvous(tmp_path, "job", 1, 0, 1, ["here"])
+    RankFile(tmp_path, "job", 0, "7", 0.0, 2).hint(progress={"step": 3})
+    assert Rendezvous(tmp_path, "job", 1, 1, 2, ["here"]).meeting == new.meeting != old.meeting
     old.close()
+    new.close()
 
 
 def test_ranks_of_a_node_without_its_loopback_interface_do_not_wait(tmp_path: Path) -> None:
     alone = ["unshare", "--map-root-user", "--net"]  # in a network whose only interface is down
     if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False).returncode:
         pytest.skip("no network of one's own here")
+    make_job_folder(tmp_path, "job")
     code = f"from {Rendezvous.__module__} import Rendezvous as R; from pathlib import Path; "
     for size, said in ((1, ""), (2, "which is down (ip link set lo up)")):
         meet = code + f"R(Path({str(tmp_path)!r}), 'job', 0, 0, {size}, ['here']).close()"

@@ -1,5 +1,6 @@
 """What is concluded from what squeue and sacct say, or do not: scripts answer in their place."""
 
+import json
 import shutil
 import signal
 import time
@@ -342,6 +343,31 @@ def test_node_that_failed_twice_is_excluded(run, commands):
     assert [job["suspects"] for job in run.read("job.json")["earlier"]] == [["n7"], ["n7"]]
 
 
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(run, commands, step):
+    """As without a GPU: a setting's fault at first, this node's in a run that has saved a step."""
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    count = f"$(ls {commands.folder} | grep -c script-)"
+    jobs = f"{run.folder}/jobs"
+    told = {"rank": 0, "node": "n7", "end": "error", "kind": "NodeError", "message": "no GPU here"}
+    told |= {"traceback": "NodeError: no GPU here", "time": 0.0, "saved": step}
+    (commands.folder / "sbatch").write_text(
+        f"#!/bin/sh\nname=$(ls -t {jobs} | head -1)\n"
+        f'cp "$2" {commands.folder}/script-{count}\nid={count}\n'
+        f"echo '{json.dumps(told)}' > {jobs}/$name/rank-0.json\n"
+        f'echo "$id|FAILED|None|$name" > {commands.folder}/squeue.says\necho $id\n'
+    )
+    words = finish(run.start())
+    scripts = sorted(commands.folder.glob("script-*"))
+    assert "no GPU here" in words
+    if not step:
+        assert len(scripts) == 1 and "gave up" not in words
+        return
+    assert "gave up after 3 attempts" in words and len(scripts) == 4  # the first saved a step
+    excluded = [line for s in scripts for line in s.read_text().splitlines() if "exclude" in line]
+    assert excluded == ["#SBATCH --exclude=n7"] * 2
+
+
 def test_too_few_nodes_to_exclude_any(run, commands):
     given = "#SBATCH --exclude=n1,n2"
     assert on_a_bad_node(run, commands, "n2,n7") == [given, given, f"{given},n7", given]
@@ -360,13 +386,35 @@ def test_too_few_nodes_to_exclude_any(run, commands):
     ],
 )
 def test_which_node_is_suspected(tmp_path, commands, job, ranks, log, nodes):
+    assert suspected(tmp_path, job, ranks, log) == nodes
+
+
+@pytest.mark.parametrize(
+    "ranks, nodes",
+    [
+        ({0: [1], 1: None, 2: [1]}, ["n1"]),  # it hangs, and those that waited raise
+        ({0: [2], 1: [2], 2: [2]}, ["n2"]),  # all know whose weights differ
+        ({0: [], 1: [], 2: []}, []),  # nobody knows
+        ({0: [1], 1: "error", 2: [1]}, ["n1"]),  # its own word, although later
+        ({0: [1, 2], 1: None, 2: None}, []),
+    ],
+)
+def test_those_who_waited_are_not_suspected(tmp_path, commands, job, ranks, nodes):
+    log = "srun: error: n0: task 0: Exited with exit code 1\n"
+    assert suspected(tmp_path, job, ranks, log) == nodes
+
+
+def suspected(tmp_path, job, ranks, log):
+    """`ranks`: what each has ended with; a list: an error that blames these."""
     record.make_job_folder(tmp_path, job.name)
     for rank, end in ranks.items():
-        about = {"kind": "OSError", "message": "", "traceback": "", "time": 0.0}
+        about = {"kind": "OSError", "message": "", "traceback": "", "time": float(rank)}
+        if isinstance(end, list):
+            about["blames"], end = end, "error"
         value = {"rank": rank, "node": f"n{rank}", "end": end} | (about if end else {})
         write_record(record.rank_file(tmp_path, job.name, rank), value)
     record.log(tmp_path, job, 0).write_text(f"maect: attempt 0 on n[0-1]\n{log}")
-    assert Slurm().suspects(tmp_path, job, record.failure(tmp_path, job)) == nodes
+    return Slurm().suspects(tmp_path, job, record.failure(tmp_path, job))
 
 
 @pytest.mark.parametrize("word", ["NODE_FAIL", pytest.param("PREEMPTED", marks=pytest.mark.slow)])

@@ -244,6 +244,23 @@ def test_an_imported_encoder_has_no_seeds_and_counts_as_exact(tables, result, ev
     assert verdict(tables, alone).significant == ""
 
 
+def test_seeds_are_compared_whatever_comes_with_an_imported_encoder(result, evaluations):
+    """Its own deviation, over fine-tunings, does not make a seed of it."""
+    for run, value in (("ct", 84.9), ("ct-s1", 85.3), ("ct-s2", 85.3)):
+        result(run, "fine_tune", fine_tune=value)
+    result("mae", "fine_tune", fine_tune=85.0, fine_tune_std=0.05)
+    rows = [Row("tiny", "mae", ["mae"]), Row("tiny", "ct_min", ["ct", "ct-s1", "ct-s2"])]
+    trained = pd.DataFrame({"architecture": ["tiny"], "method": ["ct_min"]})
+
+    def of(rows):
+        return {"fine_tune": build_table("fine_tune", rows, evaluations), "trained": trained}
+
+    seeds = {n: of([row.of_seed(n) for row in rows]) for n in range(3)}
+    text = "fine_tune.tiny.ct_min.fine_tune > fine_tune.tiny.mae.fine_tune"
+    found = compare(text, of(rows), seeds=seeds)
+    assert found.holds and found.difference == pytest.approx(0.5 / 3, abs=1e-3)
+
+
 def test_a_star_is_every_architecture_there_is(tables):
     text = "clustering.*.ct_min.accuracy > clustering.*.mae.accuracy"
     assert expand(text, tables) == [text.replace("*", "tiny"), text.replace("*", "small")]

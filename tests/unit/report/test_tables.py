@@ -36,6 +36,22 @@ def test_a_table_in_the_papers_layout(result, evaluations):
     assert math.isnan(line.linear_probe) and line.linear_probe_paper == 80.2  # not run
 
 
+def test_results_of_an_encoder_that_is_gone_are_left_out(result, evaluations):
+    """Trained again with other settings, and only some evaluations asked for since."""
+    row = [Row("large", "ct_min", ["ct_min_large"])]
+    for name, encoder in (("knn", "new"), ("linear_probe", "old")):
+        path = result("ct_min_large", name, **{name: 70.0})
+        told = json.loads(path.read_text()) | {"provenance": {"encoder_sha256": encoder}}
+        path.write_text(json.dumps(told))
+    line = build_table("extended", row, evaluations).iloc[0]
+    assert (line.knn, line.linear_probe) == (70.0, 70.0)  # nobody knows the encoder
+    run = evaluations.parent / "runs/ct_min_large/run.json"
+    run.parent.mkdir(parents=True)
+    run.write_text(json.dumps({"sha256": {"encoder.safetensors": "new"}}))
+    line = build_table("extended", row, evaluations).iloc[0]
+    assert line.knn == 70.0 and math.isnan(line.linear_probe)
+
+
 def test_deviation_over_seeds_is_the_samples(result, evaluations):
     for seed, value in enumerate((70.0, 71.0, 73.0)):
         result(f"r{seed}", "clustering", accuracy=value, silhouette=-1.0)
