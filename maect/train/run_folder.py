@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = (
-    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "source.diff", "run.json",
-    "recipe.json",
+    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "source.diff", "recipe.json",
 )  # fmt: skip
+"""Of a run that is set aside; beside what its `run.json` names, which goes first of all."""
 
 
 def fingerprint(
@@ -206,21 +206,23 @@ def origin() -> dict[str, Any]:
     return {"versions": versions, "source_revision": revision or None}
 
 
-def _move(folder: Path, to: Path, recipe_first: bool = False) -> None:
-    """Move what a run left.
+def _move(folder: Path, to: Path, back: bool = False) -> None:
+    """Move what a run left, its recipe last, or first and its `run.json` last on the way back.
 
     A kill in between is made good by the next start, of this run or another: the folder's recipe
     says whose the parts are in it, and in the `stale-` folder that has none.
     """
     left = [read_mapping(path / "run.json").get("files", []) for path in (folder, to)]
-    names = [*left[0], *left[1], *_MOVED]
-    for name in reversed(names) if recipe_first else names:
+    names = ["run.json", *left[0], *left[1], *_MOVED]
+    for name in reversed(names) if back else names:
         if (folder / name).exists() and not (to / name).is_dir():
             (folder / name).rename(to / name)
 
 
 def _put_back(aside: Path, folder: Path) -> None:
-    _move(aside, folder, recipe_first=True)
+    # Weights alone are damaged ones, that were left behind.
+    if any((aside / name).exists() for name in ("run.json", *_MOVED)):
+        _move(aside, folder, back=True)
     with suppress(OSError):  # what it did not promise is not lost
         aside.rmdir()
 

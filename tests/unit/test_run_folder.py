@@ -69,6 +69,21 @@ def test_nothing_is_lost_between_two_recipes(
     assert [path.name for path in tmp_path.glob("stale-*")] == [f"stale-{other}"]
 
 
+def test_what_was_damaged_aside_never_replaces_what_is_trained_anew(tmp_path: Path) -> None:
+    finish(tmp_path, "one")
+    finish(tmp_path, "two")
+    (tmp_path / "stale-one" / FILES[0]).write_text("a bit flipped")
+    claim(tmp_path, "one", {"recipe": {"of": "one"}})
+    assert not is_finished(tmp_path, "one")
+    for name in FILES:
+        (tmp_path / name).write_text("trained anew")
+    sha256 = {name: sha256_file(tmp_path / name) for name in FILES}
+    record = {"fingerprint": "one", "files": list(FILES), "sha256": sha256}
+    write_record(tmp_path / "run.json", record)
+    claim(tmp_path, "one", {"recipe": {"of": "one"}})
+    assert is_finished(tmp_path, "one", intact=True)
+
+
 def test_damaged_weights_are_not_put_back(tmp_path: Path) -> None:
     finish(tmp_path, "one")
     outputs = [tmp_path / name for name in (*FILES, "run.json")]
