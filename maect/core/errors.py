@@ -12,7 +12,15 @@ class UserError(Exception):
 
 
 class NodeError(UserError):
-    """What a setting may be the cause of, or, in a run that has worked elsewhere, this node."""
+    """What a setting may be the cause of, or, in a run that has worked elsewhere, a node.
+
+    Attributes:
+        ranks: those to blame, as far as this one knows; None: this one itself.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] | None = None) -> None:
+        super().__init__(message)
+        self.ranks = None if ranks is None else tuple(ranks)
 
 
 class RankError(RuntimeError):

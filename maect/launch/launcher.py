@@ -191,7 +191,7 @@ class _Launch:
         if passes or (not answer.get("refused") and self.broken < ATTEMPTS):
             # It may have been accepted all the same: the caller looks for the unique name.
             what = "SLURM does not answer" if passes else "not sure that it was submitted"
-            self.line.say(f"{what}, looking for it: {error.splitlines()[-1]}")
+            self.line.say(f"{what}, looking for it: {' '.join(error.split())}")
             return job
         self.close(job, f"not accepted: {error}")
         if job.excluded:

@@ -174,5 +174,6 @@ def _find(file: Path) -> Meeting:
         time.sleep(0.05)
     raise NodeError(
         f"waited {PATIENCE:.0f} s for rank 0 ({file}): "
-        "is the folder on a file system that all nodes share?"
+        "is the folder on a file system that all nodes share?",
+        ranks=(),  # rank 0 may not have said yet where it is
     )

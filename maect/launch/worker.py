@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import psutil
 
-from maect.core.errors import RankError
+from maect.core.errors import NodeError, RankError
 from maect.core.files import sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
@@ -96,11 +96,12 @@ class RankFile:
         if "SupersededError" in names:  # whoever took the folder over may have this job's name
             return
         known = [name for name in names if name in ("NodeError", "UserError")]
+        blames = error.ranks if isinstance(error, NodeError | RankError) else None
         self.note(
             end="error",
             kind=known[0] if known else names[0],
             message=str(error),
-            blames=list(error.ranks) if isinstance(error, RankError) else None,
+            blames=blames,
             traceback="".join(traceback.format_exception(error)),
             time=time.time(),
         )

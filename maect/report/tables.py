@@ -64,9 +64,15 @@ def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -
     runs = read_mapping(evaluations.parent / "runs" / run / "run.json")
     encoder = runs.get("sha256", {}).get("encoder.safetensors")
     if None not in (told, encoder) and told != encoder:
-        log.warning("%s: of an encoder that %s no longer has; left out", path, run)
+        _leave_out(path, run)
         return None
     return path
+
+
+@cache
+def _leave_out(path: Path, run: str) -> None:
+    """Say once, whatever number of metrics is looked for there."""
+    log.warning("%s: of an encoder that %s no longer has; left out", path, run)
 
 
 def _finite(path: Path, key: str) -> float:

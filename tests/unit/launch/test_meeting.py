@@ -18,7 +18,7 @@ from exchanging import check
 from launching import HERE, Run, finish, wait_for
 
 from maect.core.context import Context
-from maect.core.errors import UserError
+from maect.core.errors import NodeError, UserError
 from maect.launch.record import Job, job_folder, make_job_folder, rank_file, write_job
 from maect.launch.rendezvous import Rendezvous
 from maect.launch.worker import RankFile
@@ -160,8 +160,9 @@ def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.M
     # What an attempt before this one has written under the same id is not taken for this one's.
     old = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
     assert Rendezvous(tmp_path, "job", 0, 1, 2, ["here"]).meeting == old.meeting
-    with pytest.raises(UserError, match="all nodes share"):
+    with pytest.raises(NodeError, match="all nodes share") as caught:
         Rendezvous(tmp_path, "job", 1, 1, 2, ["here"])
+    assert caught.value.ranks == ()  # whoever waited is not to blame
     # Nor is it in the way of this one's: the attempt before may live on, cut off from SLURM.
     new = Rendezvous(tmp_path, "job", 1, 0, 1, ["here"])
     RankFile(tmp_path, "job", 0, "7", 0.0, 2).hint(progress={"step": 3})

@@ -368,6 +368,29 @@ def test_a_fault_of_a_node_ends_only_what_has_not_worked_elsewhere(run, commands
     assert excluded == ["#SBATCH --exclude=n7"] * 2
 
 
+def test_a_limit_on_submitted_jobs_is_waited_for(run, commands):
+    run.resources |= {"cluster": "slurm", "devices": 1}
+    commands.says("squeue", "")
+    (commands.folder / "scontrol").write_text(
+        '#!/bin/sh\n[ "$2" = config ] && echo "ClusterName             = here" && exit\nexit 1\n'
+    )
+    commands.fails("sbatch", "sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job "
+                   "submission failed: Job violates accounting/QOS policy")  # fmt: skip
+    launcher = run.start()
+    wait_for(lambda: len(commands.asked("sbatch")) > 1)
+    name = run.job().name
+    commands.says("sbatch", "7\n")
+    commands.says("squeue", f"7|RUNNING|None|{name}\n")
+    (commands.folder / "sbatch.fails").unlink()
+    wait_for(lambda: run.state() == "submitted")
+    commands.says("squeue", f"7|RUNNING|None|{run.job().name}\n")
+    run.returns("done")
+    (run.folder / "done.json").write_text("{}")
+    words = finish(launcher)
+    assert launcher.returncode == 0, words
+    assert "QOSMaxSubmitJobPerUserLimit" in words and "gave up" not in words
+
+
 def test_too_few_nodes_to_exclude_any(run, commands):
     given = "#SBATCH --exclude=n1,n2"
     assert on_a_bad_node(run, commands, "n2,n7") == [given, given, f"{given},n7", given]
