@@ -493,9 +493,10 @@ class Trainer:
         self._saved_at = time.monotonic()
         if wait:
             self.saver.wait()
-            (failed,) = sum_scalars([float(self.saver.error is not None)], self.device)
-            if failed:
-                raise UserError(self.saver.error or f"state of step {self.step} not saved")
+            # Rank 0 knows the cause; the others' errors may come of its having cleaned up.
+            error = from_rank_0(self.saver.error)
+            if error:
+                raise UserError(error)
 
     @property
     def useful(self) -> float:

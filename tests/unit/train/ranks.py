@@ -84,7 +84,7 @@ def _rank(rank, world_size, meeting, jobs, results, options):
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     limit = options.pop("file_limit", None)
-    if limit is not None:
+    if rank in options.pop("limited", range(world_size)) and limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if "stall_seconds" in options:

@@ -171,7 +171,8 @@ def test_changed_recipe_never_continues_and_deletes_nothing(job, tmp_path):
     assert (Path(new["folder"]) / "encoder.safetensors").stat().st_ino == node
 
 
-def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, whole):
+@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=str)
+def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, whole, ranks):
     """A file-size limit stands in for the disk: the write fails half way with an OSError."""
     full = job("full", "ct_min", whole / "head_min") | ALWAYS
     log = tmp_path / "log"
@@ -179,7 +180,7 @@ def test_full_disk_keeps_the_state_before_and_says_so(job, tmp_path, whole):
     before = steps_saved(full["folder"])
     size = (Path(full["folder"]) / "state/step-000000003/rank-0000.safetensors").stat().st_size
     log.write_text("")
-    failed = run(2, full, log=log, file_limit=size // 2)
+    failed = run(2, full, log=log, file_limit=size // 2, limited=ranks)
     assert "UserError" in failed and "File too large" in failed
     text = log.read_text()
     assert "state of step 4 not saved" in text and "the one before it stays" in text
