@@ -24,6 +24,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import fsync_path, sha256_file, write_text
+from maect.recipes.few_labels import OFFICIAL
 
 _ATTEMPTS = 5
 _TIMEOUT = 60
@@ -54,30 +55,19 @@ class Remote:
 
 
 # The third 5-shot list is called 3imgs_class.txt at its source; it holds five names per class.
-_LISTS = (
-    (f"{_SIMCLR}/1percent.txt", "simclr_1percent.txt",
-     "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17"),
-    (f"{_SIMCLR}/10percent.txt", "simclr_10percent.txt",
-     "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091"),
-    (f"{_MSN}/imagenet_subsets1/1imgs_class.txt", "msn_1shot_split1.txt",
-     "ffa4f960419ce75479a2af80d632c7a98756b624aad2399a334a3549584ab426"),
-    (f"{_MSN}/imagenet_subsets2/1imgs_class.txt", "msn_1shot_split2.txt",
-     "7f13beaba20a6e6413cc98bcaefb084961d4c7f1938a3b7e2f20464d5575cf43"),
-    (f"{_MSN}/imagenet_subsets3/1imgs_class.txt", "msn_1shot_split3.txt",
-     "d77d56527da4842b96a7bbbc14f846c4e637a95b43df592e11770d26997b5b5f"),
-    (f"{_MSN}/imagenet_subsets1/2imgs_class.txt", "msn_2shot_split1.txt",
-     "9b0c2d1957ad7a1135773a868afbaeaa6d50d30b4ec54d1b0bf759879a3c0933"),
-    (f"{_MSN}/imagenet_subsets2/2imgs_class.txt", "msn_2shot_split2.txt",
-     "35b93fb0d809b17a30420a507b2fd356f22152671567f4b9704735e1e379b440"),
-    (f"{_MSN}/imagenet_subsets3/2imgs_class.txt", "msn_2shot_split3.txt",
-     "400ae5a31e01bc1a034c392c2bdbdfaab45699dc4f59392e65acfcaae172cf1b"),
-    (f"{_MSN}/imagenet_subsets1/5imgs_class.txt", "msn_5shot_split1.txt",
-     "f8daf7e637fafe92e7567016db43e6db2c816f7bbf8ce60f5cf59c0788f12890"),
-    (f"{_MSN}/imagenet_subsets2/5imgs_class.txt", "msn_5shot_split2.txt",
-     "284603d071f36b298c893d2df8fda2d1a110f680a25d0f8b1faa9acea20fcc04"),
-    (f"{_MSN}/imagenet_subsets3/3imgs_class.txt", "msn_5shot_split3.txt",
-     "eaab6e72d1ea83c3624f5d28a8c217568ea138ea7c5cacfa0cdcd206b5fd8e24"),
-)  # fmt: skip
+_LISTS = {
+    "simclr_1percent.txt": f"{_SIMCLR}/1percent.txt",
+    "simclr_10percent.txt": f"{_SIMCLR}/10percent.txt",
+    "msn_1shot_split1.txt": f"{_MSN}/imagenet_subsets1/1imgs_class.txt",
+    "msn_1shot_split2.txt": f"{_MSN}/imagenet_subsets2/1imgs_class.txt",
+    "msn_1shot_split3.txt": f"{_MSN}/imagenet_subsets3/1imgs_class.txt",
+    "msn_2shot_split1.txt": f"{_MSN}/imagenet_subsets1/2imgs_class.txt",
+    "msn_2shot_split2.txt": f"{_MSN}/imagenet_subsets2/2imgs_class.txt",
+    "msn_2shot_split3.txt": f"{_MSN}/imagenet_subsets3/2imgs_class.txt",
+    "msn_5shot_split1.txt": f"{_MSN}/imagenet_subsets1/5imgs_class.txt",
+    "msn_5shot_split2.txt": f"{_MSN}/imagenet_subsets2/5imgs_class.txt",
+    "msn_5shot_split3.txt": f"{_MSN}/imagenet_subsets3/3imgs_class.txt",
+}
 
 
 def _archive(url: str, folder: str) -> tuple[Remote, ...]:
@@ -89,7 +79,7 @@ def _weights(url: str, name: str | None = None) -> tuple[Remote, ...]:
 
 
 CATALOGUE: dict[str, tuple[Remote, ...]] = {
-    "low_shot_lists": tuple(Remote(url, name, sha256) for url, name, sha256 in _LISTS),
+    "low_shot_lists": tuple(Remote(url, name, OFFICIAL[name]) for name, url in _LISTS.items()),
     "imagenet_v2_matched_frequency": _archive(
         f"{_V2}/imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequency-format-val"
     ),

@@ -22,9 +22,7 @@ from maect.core.kept import forget
 from maect.data import key_of, random
 from maect.data.index import CHECKSUMS, ID, LABEL, Index, open_index
 from maect.data.sources.base import read_list
-
-SHOTS_LIST = "msn_{shots}shot_split{split}.txt"
-FRACTION_LIST = "simclr_{percent:g}percent.txt"
+from maect.recipes.few_labels import fraction_list, shots_list
 
 
 def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
@@ -118,7 +116,7 @@ def shots_rows(
         UserError: a class has fewer samples or none, or a list does not fit the split.
     """
     if folder is not None:
-        return _listed(train, _path(folder, SHOTS_LIST.format(shots=shots, split=split)))
+        return _listed(train, shots_list(folder, shots, split))
     try:
         return balanced_rows(train.labels, shots, (seed << 16) + split, train.class_names)
     except UserError as error:
@@ -153,12 +151,8 @@ def fraction_rows_of(
     if fraction == 1:
         return np.arange(len(train.labels))
     if folder is not None:
-        return _listed(train, _path(folder, FRACTION_LIST.format(percent=100 * fraction)))
+        return _listed(train, fraction_list(folder, fraction))
     return fraction_rows(train.labels, fraction, seed << 16)
-
-
-def _path(folder: str, name: str) -> Path:
-    return Path(os.path.expandvars(folder)).expanduser() / name
 
 
 def _listed(train: Labelled, path: Path) -> NDArray[np.int64]:

@@ -57,9 +57,9 @@ class Accuracy(Supervised, Protocol):
         return self
 
     @property
-    def lists(self) -> str | None:
-        """Folder of official low-shot lists that is read, if any."""
-        return self.subsets
+    def lists(self) -> list[Path]:
+        """The lists that its trainings read."""
+        return list(dict.fromkeys(f for stage, _ in self.trainings().values() for f in stage.lists))
 
     def trainings(self) -> dict[str, tuple[FineTune, int]]:
         """Settings and seed of each run that is scored, by the last part of its name."""
@@ -67,11 +67,11 @@ class Accuracy(Supervised, Protocol):
         base = FineTune(**recipe, subset_seed=self.seed)
         if not self.shots:
             seeds = range(self.seed, self.seed + self.seeds)
-            return {f"seed{seed}": (base, seed) for seed in seeds}
+            return {f"seed{seed}": (base.of_own_lists(), seed) for seed in seeds}
         subsets = [(shots, split + 1) for shots in self.shots for split in range(self.splits)]
         return {
             f"{shots}shot-split{split}": (
-                base.model_copy(update={"shots": shots, "split": split}),
+                base.model_copy(update={"shots": shots, "split": split}).of_own_lists(),
                 self.seed,
             )
             for shots, split in subsets

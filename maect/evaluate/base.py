@@ -163,11 +163,6 @@ class Protocol(Settings):
         """Runs to train for this evaluation: settings and seed by the last part of their name."""
         return {}
 
-    @property
-    def lists(self) -> str | None:
-        """Folder of official low-shot lists that is read, if any."""
-        return None
-
     def check_ranks(self, ranks: int) -> None:
         """Refuse a number of processes that cannot share the work.
 

@@ -10,8 +10,10 @@ A strictly convex problem: both solvers have the same answer, to their tolerance
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -19,6 +21,7 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, EvaluationJob, Features, Fraction, Input, Protocol, idle_cpus
+from maect.recipes.few_labels import FewLabels, fraction_list, shots_list
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +40,7 @@ MEMORY = 10
 MAX_ITERATIONS = 5000
 
 
-class LowShot(Protocol):
+class LowShot(FewLabels, Protocol):
     """Logistic regression on 1, 2 and 5 labels per class (paper, B), three splits each."""
 
     name: ClassVar[str] = "low_shot"
@@ -54,8 +57,6 @@ class LowShot(Protocol):
     """Of the same convex problem, in float64; MSN and the paper used cyanure."""
     seed: int = 0
     """Seed of the subsets where no lists are given."""
-    subsets: str | None = None
-    """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
 
     @model_validator(mode="after")
     def _asked(self) -> LowShot:
@@ -64,9 +65,15 @@ class LowShot(Protocol):
         return self
 
     @property
-    def lists(self) -> str | None:
-        """Folder of official low-shot lists that is read, if any."""
-        return self.subsets
+    def lists(self) -> list[Path]:
+        """Of every split, and of every fraction."""
+        if self.subsets is None:
+            return []
+        shots = itertools.product(self.shots, range(1, self.splits + 1))
+        return [
+            *(shots_list(self.subsets, *pair) for pair in shots),
+            *(fraction_list(self.subsets, each) for each in self.fractions if each < 1),
+        ]
 
     def inputs(self) -> dict[str, Input]:
         """Features of both splits."""
@@ -76,13 +83,14 @@ class LowShot(Protocol):
         """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`.
 
         Raises:
-            UserError: a class with fewer samples than shots, a list that does not fit the split, or
-                samples of one class only.
+            UserError: a class with fewer samples than shots, a list that does not fit the split or
+                was changed, or samples of one class only.
         """
         import numpy as np
 
         from maect.data.subsets import fraction_name, fraction_rows_of
 
+        self.check_lists()
         train, test = job.both()
         wanted = [(shots, split) for shots in self.shots for split in range(1, self.splits + 1)]
         subsets: dict[Any, NDArray[np.int64]] = {p: choose(train, *p, self) for p in wanted}

@@ -42,6 +42,7 @@ from maect.experiment.schema import (
 )
 from maect.experiment.shards import find_shards, made_of, said_otherwise
 from maect.recipes import Pixels
+from maect.recipes.few_labels import FewLabels
 from maect.report.configs import Row
 from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
 
@@ -176,9 +177,10 @@ class Experiment:
         try:
             given = self.spec.protocols.get(name, {})
             known = {k: fill_path(v) if isinstance(v, str) else v for k, v in given.items()}
-            return load_evaluation(name, size, known)[1]
+            settings = load_evaluation(name, size, known)[1]
         except UserError as error:
             raise self._error(f"protocols: {error}") from None
+        return settings.read_lists() if isinstance(settings, FewLabels) else settings
 
     def _check_evaluation(self, run: str, name: str) -> None:
         made, given = (

@@ -17,6 +17,7 @@ from maect.evaluate import PROTOCOLS, Features, Shards
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
 from maect.experiment.shards import note_own, note_taken
+from maect.recipes.few_labels import OFFICIAL, FewLabels
 from maect.stages import STAGES
 from maect.stages.run import RunConfig
 
@@ -159,14 +160,17 @@ def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -
 
 
 def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]) -> list[str]:
-    """Likewise, a sentence a folder of low-shot lists that evaluations of runs read."""
-    given = [experiment.evaluation(*one).lists for one in evaluations]
-    return [
-        f"{experiment.file}: protocols: no folder {folder} of low-shot lists; "
-        f"`maect retrieve low_shot_lists {folder}` brings them"
-        for folder in sorted({folder for folder in given if folder})
-        if not Path(folder).expanduser().is_dir()
-    ]
+    """Likewise, a sentence a folder of low-shot lists that lacks what evaluations of runs read."""
+    given = [experiment.evaluation(*one) for one in evaluations]
+    lists = {file for one in given if isinstance(one, FewLabels) for file in one.lists}
+    gone = {f.parent: f for f in sorted(lists, reverse=True) if not f.is_file()}
+    sentences = []
+    for folder, file in sorted(gone.items()):
+        what = file.name if folder.is_dir() else "low-shot lists"
+        cure = f"; `maect retrieve low_shot_lists {folder}` brings them"
+        given = f"{experiment.file}: protocols: no {what} in {folder}"
+        sentences.append(given + (cure if file.name in OFFICIAL else ""))
+    return sentences
 
 
 def changed_images(experiment: Experiment) -> list[str]:

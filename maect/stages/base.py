@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.core.settings import later
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, View
+from maect.recipes.few_labels import FewLabels
 from maect.train.stage import Training, Updates
 
 if TYPE_CHECKING:  # these import torch
@@ -170,13 +171,11 @@ class SelfSupervised(Training):
         return self
 
 
-class Supervised(Updates):
+class Supervised(Updates, FewLabels):
     """Settings of training with labels (paper, B and E); defaults: MAE's rates for ViT-L."""
 
     fraction: Fraction = 1.0
     """Of the labels of every class."""
-    subsets: str | None = None
-    """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
 
     epochs: int = Field(default=50, gt=0)
     batch_size: int = Field(default=1024, gt=0)

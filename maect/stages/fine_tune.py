@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder
+from maect.recipes.few_labels import fraction_list, shots_list
 from maect.recipes.flops import parameters, view_flops
 from maect.recipes.memory import Footprint, encoder_activations, footprint, trained_parameters
 from maect.stages.base import Supervised
@@ -52,6 +53,15 @@ class FineTune(Supervised, Training):
         return ("encoder.safetensors", "head.safetensors")
 
     @property
+    def lists(self) -> list[Path]:
+        """The list of the labelled images, if one says which they are."""
+        if self.subsets is None or not (self.shots or self.fraction < 1):
+            return []
+        if self.shots:
+            return [shots_list(self.subsets, self.shots, self.split)]
+        return [fraction_list(self.subsets, self.fraction)]
+
+    @property
     def warmup(self) -> float:
         """Fraction of the updates in which the learning rate rises."""
         return self.warmup_epochs / self.epochs
@@ -78,7 +88,8 @@ class FineTune(Supervised, Training):
         """The labelled images: all, a fraction, or this many of each class.
 
         Raises:
-            UserError: images without labels, too few classes, or too few images.
+            UserError: images without labels, too few classes, or too few images; a list that was
+                changed.
         """
         from maect.data.subsets import Labelled, fraction_rows_of, shots_rows
 
@@ -86,6 +97,7 @@ class FineTune(Supervised, Training):
             raise UserError(f"{index.directory}: fine-tuning needs labels; some images have none")
         if len(index.class_names) < 2:
             raise UserError(f"{index.directory}: fine-tuning needs at least two classes")
+        self.check_lists()
         labelled = Labelled(index.directory, index.labels, index.keys, index.class_names)
         if self.shots:
             rows = shots_rows(labelled, self.shots, self.split, self.subset_seed, self.subsets)

@@ -115,6 +115,7 @@ class Updates(Settings):
     @classmethod
     def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
         """All but how it is computed."""
+        values = super().decisive(values)
         values = {key: value for key, value in values.items() if key not in NEVER_DECISIVE}
         return values | {key: value for key, value in COMPUTED.items() if key in values}
 

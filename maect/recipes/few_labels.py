@@ -1,0 +1,83 @@
+"""Lists that say which images have labels: SimCLR's, MSN's, or somebody's own under their names."""
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from maect.core.errors import UserError
+from maect.core.files import sha256_file
+from maect.core.settings import Settings, later
+
+OFFICIAL = {
+    "simclr_1percent.txt": "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17",
+    "simclr_10percent.txt": "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091",
+    "msn_1shot_split1.txt": "ffa4f960419ce75479a2af80d632c7a98756b624aad2399a334a3549584ab426",
+    "msn_1shot_split2.txt": "7f13beaba20a6e6413cc98bcaefb084961d4c7f1938a3b7e2f20464d5575cf43",
+    "msn_1shot_split3.txt": "d77d56527da4842b96a7bbbc14f846c4e637a95b43df592e11770d26997b5b5f",
+    "msn_2shot_split1.txt": "9b0c2d1957ad7a1135773a868afbaeaa6d50d30b4ec54d1b0bf759879a3c0933",
+    "msn_2shot_split2.txt": "35b93fb0d809b17a30420a507b2fd356f22152671567f4b9704735e1e379b440",
+    "msn_2shot_split3.txt": "400ae5a31e01bc1a034c392c2bdbdfaab45699dc4f59392e65acfcaae172cf1b",
+    "msn_5shot_split1.txt": "f8daf7e637fafe92e7567016db43e6db2c816f7bbf8ce60f5cf59c0788f12890",
+    "msn_5shot_split2.txt": "284603d071f36b298c893d2df8fda2d1a110f680a25d0f8b1faa9acea20fcc04",
+    "msn_5shot_split3.txt": "eaab6e72d1ea83c3624f5d28a8c217568ea138ea7c5cacfa0cdcd206b5fd8e24",
+}
+"""sha256 of the lists behind the paper's table 1, by the names that `maect retrieve` gives them."""
+
+
+def shots_list(folder: str, shots: int, split: int) -> Path:
+    """The list with this many images per class."""
+    return _path(folder, f"msn_{shots}shot_split{split}.txt")
+
+
+def fraction_list(folder: str, fraction: float) -> Path:
+    """The list with this fraction of the images."""
+    return _path(folder, f"simclr_{100 * fraction:g}percent.txt")
+
+
+def _path(folder: str, name: str) -> Path:
+    return Path(os.path.expandvars(folder)).expanduser() / name
+
+
+class FewLabels(Settings):
+    """Settings of what sees few labels."""
+
+    subsets: str | None = None
+    """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
+    lists_sha256: dict[str, str] = later({})
+    """Of the lists, when an experiment was read; nobody writes it by hand."""
+
+    @classmethod
+    def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What lists say that are not the official ones, which were once not looked at."""
+        values = super().decisive(values)
+        lists = values.get("lists_sha256", {}).items()
+        own = {name: sha256 for name, sha256 in lists if OFFICIAL.get(name) != sha256}
+        values = {key: value for key, value in values.items() if key != "lists_sha256"}
+        return values | ({"lists_sha256": own} if own else {})
+
+    @property
+    def lists(self) -> list[Path]:
+        """The lists that are read."""
+        return []
+
+    def of_own_lists(self) -> Self:
+        """The same, without checksums of lists that it does not read."""
+        own = {file.name for file in self.lists}
+        kept = {name: sha256 for name, sha256 in self.lists_sha256.items() if name in own}
+        return self.model_copy(update={"lists_sha256": kept})
+
+    def check_lists(self) -> None:
+        """Refuse lists that say something else than when the job was resolved.
+
+        Raises:
+            UserError: which.
+        """
+        for file in self.lists:
+            asked = self.lists_sha256.get(file.name)
+            if asked is not None and file.is_file() and sha256_file(file) != asked:
+                raise UserError(f"{file}: changed since this job was prepared; start again")
+
+    def read_lists(self) -> Self:
+        """The same, of what the lists say now."""
+        there = {file.name: sha256_file(file) for file in self.lists if file.is_file()}
+        return self.model_copy(update={"lists_sha256": there})
