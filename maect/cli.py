@@ -25,12 +25,13 @@ from maect.data.sources import BUNDLED, SOURCES
 if TYPE_CHECKING:
     from maect.answers.encoder import ImageEncoder
     from maect.answers.vectors import Vectors
-    from maect.core.settings import SettingsFile
+    from maect.evaluate import EvaluationConfig
     from maect.recipes import Pixels
+    from maect.stages.run import RunConfig
     from maect.tools.jobs import Where
 
 log = logging.getLogger(__name__)
-File = TypeVar("File", bound="SettingsFile")
+File = TypeVar("File", "RunConfig", "EvaluationConfig")
 
 OF_THE_SYSTEM = {
     errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR,
@@ -542,6 +543,8 @@ def read_changed(kind: type[File], options: argparse.Namespace) -> tuple[File, P
     Raises:
         UserError: changes that would be of another run than the one whose files lie beside it.
     """
+    from maect.recipes.few_labels import FewLabels
+
     path, out = options.config, options.out
     config = kind.read(path, options.changes)
     if out is None:
@@ -551,6 +554,8 @@ def read_changed(kind: type[File], options: argparse.Namespace) -> tuple[File, P
             )
         return config, path
     config = config.named(out)
+    if isinstance(config.settings, FewLabels):
+        config = config.model_copy(update={"settings": config.settings.read_lists()})
     if out.exists() and out.read_text(encoding="utf-8") != config.text(out):
         raise UserError(f"{out}: exists and says something else; choose another --out")
     config.write(out)

@@ -17,7 +17,7 @@ from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE
 from maect.core.settings import validated
 from maect.data.sources.changes import Changes, changes
-from maect.evaluate import Protocol, evaluation_names, load_evaluation
+from maect.evaluate import EvaluationConfig, Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
     CHANGES,
     REPLACED,
@@ -167,11 +167,24 @@ class Experiment:
     def _check_names(self, what: str, names: Iterable[str], known: Iterable[str]) -> None:
         check_names(f"{self.file}: {what}", names, known)
 
-    def evaluation(self, run: str, name: str) -> Protocol:
-        """Settings of an evaluation of a run."""
-        return self._evaluation(self.runs[run].size, name)
-
     @cache  # noqa: B019 (an experiment lives as long as the process)
+    def evaluation(self, run: str, name: str) -> Protocol:
+        """Settings of an evaluation of a run.
+
+        Lists that are gone are what they were when it was prepared, so that its results stay.
+        """
+        settings = self._evaluation(self.runs[run].size, name)
+        if not isinstance(settings, FewLabels) or len(settings.lists_sha256) == len(settings.lists):
+            return settings
+        try:
+            told = EvaluationConfig.read(self.root / "evaluations" / run / f"{name}.yaml").settings
+        except UserError:
+            return settings
+        if isinstance(told, FewLabels) and told.subsets == settings.subsets:
+            return settings.read_lists(told.lists_sha256)
+        return settings
+
+    @cache  # noqa: B019
     def _evaluation(self, size: str, name: str) -> Protocol:
         check_name(f"{self.file}: protocols", name)
         try:

@@ -17,7 +17,7 @@ from maect.evaluate import PROTOCOLS, Features, Shards
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
 from maect.experiment.shards import note_own, note_taken
-from maect.recipes.few_labels import OFFICIAL, FewLabels
+from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
 from maect.stages import STAGES
 from maect.stages.run import RunConfig
 
@@ -161,15 +161,20 @@ def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -
 
 def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]) -> list[str]:
     """Likewise, a sentence a folder of low-shot lists that lacks what evaluations of runs read."""
-    given = [experiment.evaluation(*one) for one in evaluations]
-    lists = {file for one in given if isinstance(one, FewLabels) for file in one.lists}
-    gone = {f.parent: f for f in sorted(lists, reverse=True) if not f.is_file()}
+    gone: dict[Path, Path] = {}
+    own = set()
+    for settings in (experiment.evaluation(*one) for one in evaluations):
+        for file in settings.lists if isinstance(settings, FewLabels) else []:
+            if (found := checksum(file)) is None:
+                gone[file.parent] = min(file, gone.get(file.parent, file))
+            elif found != OFFICIAL.get(file.name):
+                own.add(file.parent)
     sentences = []
     for folder, file in sorted(gone.items()):
         what = file.name if folder.is_dir() else "low-shot lists"
-        cure = f"; `maect retrieve low_shot_lists {folder}` brings them"
-        given = f"{experiment.file}: protocols: no {what} in {folder}"
-        sentences.append(given + (cure if file.name in OFFICIAL else ""))
+        official = file.name in OFFICIAL and folder not in own
+        cure = f"; `maect retrieve low_shot_lists {folder}` brings them" if official else ""
+        sentences.append(f"{experiment.file}: protocols: no {what} in {folder}{cure}")
     return sentences
 
 

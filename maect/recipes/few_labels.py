@@ -1,6 +1,7 @@
 """Lists that say which images have labels: SimCLR's, MSN's, or somebody's own under their names."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,11 +45,12 @@ class FewLabels(Settings):
     subsets: str | None = None
     """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
     lists_sha256: dict[str, str] = later({})
-    """Of the lists, when an experiment was read; nobody writes it by hand."""
+    """Of the lists when an experiment was read; nobody writes it by hand. Without it a list is the
+    official one of its name."""
 
     @classmethod
     def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What lists say that are not the official ones, which were once not looked at."""
+        """The checksums of lists that are not official: those were in no digest before."""
         values = super().decisive(values)
         lists = values.get("lists_sha256", {}).items()
         own = {name: sha256 for name, sha256 in lists if OFFICIAL.get(name) != sha256}
@@ -67,17 +69,29 @@ class FewLabels(Settings):
         return self.model_copy(update={"lists_sha256": kept})
 
     def check_lists(self) -> None:
-        """Refuse lists that say something else than when the job was resolved.
+        """Refuse lists that are not those that the job was prepared with.
 
         Raises:
             UserError: which.
         """
         for file in self.lists:
-            asked = self.lists_sha256.get(file.name)
-            if asked is not None and file.is_file() and sha256_file(file) != asked:
-                raise UserError(f"{file}: changed since this job was prepared; start again")
+            expected = self.lists_sha256.get(file.name) or OFFICIAL.get(file.name)
+            if (found := checksum(file)) and found != expected:
+                raise UserError(
+                    f"{file}: not the list that this job was prepared with; the pipeline, started "
+                    "again, or `maect resolve EXPERIMENT` prepares it with this one"
+                )
 
-    def read_lists(self) -> Self:
-        """The same, of what the lists say now."""
-        there = {file.name: sha256_file(file) for file in self.lists if file.is_file()}
-        return self.model_copy(update={"lists_sha256": there})
+    def read_lists(self, before: Mapping[str, str] | None = None) -> Self:
+        """The same, of the lists as they are now; of those that are gone, as they were before."""
+        found = {file.name: checksum(file) or (before or {}).get(file.name) for file in self.lists}
+        known = {name: sha256 for name, sha256 in found.items() if sha256}
+        return self.model_copy(update={"lists_sha256": known})
+
+
+def checksum(file: Path) -> str | None:
+    """sha256 of a list; none: it cannot be read, which what reads its names says."""
+    try:
+        return sha256_file(file)
+    except OSError:
+        return None

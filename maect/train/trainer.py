@@ -196,11 +196,9 @@ def train(
     )
     try:
         if step < last:
-            if stage_to:
-                staged = open_index(stage_shards(run.shards, stage_to))
-                images = replace(staged, rows=images.rows)
+            near = open_index(stage_shards(run.shards, stage_to)) if stage_to else split
             batches = train_batches(
-                images,
+                replace(near, rows=images.rows),
                 global_batch=stage.batch_size,
                 rank=context.rank,
                 world_size=context.world_size,
@@ -236,7 +234,7 @@ def train(
         return "done"
     if fence is not None:
         fence.check()
-        _finish(run, identity, stage.training_images(split), trainer)
+        _finish(run, identity, images, trainer)
         # A Snakemake that starts anew deletes what no rule of it has finished; then the state is
         # all there is, and the launcher removes it in the end.
         if keep([folder / name for name in (*stage.leaves, "run.json")]) and not stage.keeps_state:

@@ -50,7 +50,7 @@ def test_the_images_are_those_of_logistic_regression(
     names = index.keys()
     listed = [f"{names[row].split('/')[1]}.JPEG\n" for row in rows_of(index, ten)[::-1]]
     (tmp_path / "simclr_10percent.txt").write_text("".join(listed))
-    official = FineTune(fraction=0.1, subsets=str(tmp_path), **FEW)
+    official = FineTune(fraction=0.1, subsets=str(tmp_path), **FEW).read_lists()
     assert subset_record(official.training_images(index)) == subset_record(ten)
     with pytest.raises(UserError, match="simclr_1percent"):
         official.model_copy(update={"fraction": 0.01}).training_images(index)

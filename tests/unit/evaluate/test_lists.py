@@ -1,13 +1,19 @@
 """Lists of labelled images are part of what identifies a result, by their content."""
 
+import argparse
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
+from maect.cli import read_changed
 from maect.core.errors import UserError
 from maect.core.settings import digest
+from maect.data.index import open_index
+from maect.evaluate import EvaluationConfig
 from maect.evaluate.accuracy import Accuracy
+from maect.evaluate.base import EvaluationJob
 from maect.evaluate.low_shot import LowShot
 from maect.experiment import resolve
 from maect.experiment.load import Experiment, load
@@ -15,6 +21,8 @@ from maect.experiment.start import missing_lists
 from maect.recipes.few_labels import OFFICIAL
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
+
+from .conftest import Rank, given, store
 
 NAMES = ("msn_1shot_split1.txt", "msn_1shot_split2.txt", "simclr_10percent.txt")
 EVALUATIONS = ("low_shot", "fine_tune_low_shot", "fine_tune_10pct")
@@ -71,35 +79,81 @@ def test_an_edited_list_is_another_evaluation_and_training(tmp_path: Path, lists
     assert changed(after, identities(experiment(tmp_path, lists))) == ["fine_tune_10pct", RUNS[2]]
 
 
-def test_official_lists_are_in_no_digest_as_they_were_in_none_before(
-    lists: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "before"),
+    [
+        (FineTune(shots=1, subsets="/lists"), "964815a6dfce7e37"),
+        (LowShot(subsets="/lists"), "70bee45c1f9ce1dd"),
+    ],
+    ids=["fine_tune", "low_shot"],
+)
+def test_official_lists_are_in_no_digest(settings: FineTune | LowShot, before: str) -> None:
+    """As they were in none before lists had checksums: what is there by them stays."""
+
+    def of(lists: dict[str, str]) -> FineTune | LowShot:
+        return settings.model_copy(update={"lists_sha256": lists})
+
+    official = of({file.name: OFFICIAL[file.name] for file in settings.lists})
+    others = of({file.name: "0" * 64 for file in settings.lists})
+    assert digest(settings) == digest(official) == before != digest(others)
+    old, new = (each.model_dump(mode="json") for each in (settings, official))
+    assert old != new and settings.decisive(old) == settings.decisive(new)
+
+
+def test_a_job_refuses_lists_that_it_was_not_prepared_with(
+    tmp_path: Path, lists: Path, images: Path, job: EvaluationJob, rank: Rank
 ) -> None:
-    for unknown in (
-        FineTune(shots=1, subsets=str(lists)),
-        LowShot(shots=(1,), splits=1, subsets=str(lists)),
-    ):
-        known = unknown.read_lists()
-        assert digest(known) != digest(unknown)
-        with monkeypatch.context() as official:
-            official.setitem(OFFICIAL, NAMES[0], known.lists_sha256[NAMES[0]])
-            assert digest(known) == digest(unknown)
-            before, now = (each.model_dump(mode="json") for each in (unknown, known))
-            assert before != now and known.decisive(before) == known.decisive(now)
-
-
-def test_a_job_refuses_lists_that_were_edited_while_it_waited(tmp_path: Path, lists: Path) -> None:
+    """Edited while it waited; or, of settings without checksums, not the official ones."""
     found = experiment(tmp_path, lists)
     resolve.run_config(found, RUNS[1]).write(tmp_path / "config.yaml")
     waiting = RunConfig.read(tmp_path / "config.yaml").settings
-    assert isinstance(waiting, FineTune) and list(waiting.lists_sha256) == [NAMES[1]]
     scored = found.evaluation("mae_tiny", "low_shot")
+    assert isinstance(waiting, FineTune) and list(waiting.lists_sha256) == [NAMES[1]]
     assert isinstance(scored, LowShot) and list(scored.lists_sha256) == list(NAMES[:2])
-    waiting.check_lists()
-    scored.check_lists()
+    features = store(tmp_path / "f.safetensors", np.eye(2, 4), [0, 1], ["a/one", "b/two"])
+    split = open_index(images / "shards" / "train")
+
+    def refused(message: str, *each: FineTune | LowShot) -> None:
+        for settings in each:
+            with pytest.raises(UserError, match=message):
+                if isinstance(settings, LowShot):
+                    settings.evaluate(rank, given(job, train=features, test=features))
+                else:
+                    settings.training_images(split)
+
+    refused(r"lacks 1 listed images", waiting, scored)
     (lists / NAMES[1]).write_text("another\n")
-    for settings in (waiting, scored):
-        with pytest.raises(UserError, match=r"split2\.txt: changed since this job was prepared"):
-            settings.check_lists()
+    bare = {"subsets": str(lists), "shots": (1,), "splits": 2}
+    refused(r"split2\.txt: not the list that this job was prepared with", waiting, scored)
+    refused(r"split1\.txt: not the list", FineTune(subsets=str(lists), shots=1), LowShot(**bare))
+
+
+def test_what_was_made_with_lists_that_are_gone_stays(tmp_path: Path, lists: Path) -> None:
+    found = experiment(tmp_path, lists)
+    before = identities(found)
+    for name in EVALUATIONS:
+        told = resolve.evaluation_config(found, "mae_tiny", name)
+        told.write(found.root / "evaluations" / "mae_tiny" / f"{name}.yaml")
+    lists.rename(tmp_path / "moved")
+    assert identities(experiment(tmp_path, lists)) == before
+    lists.mkdir()
+    (lists / NAMES[2]).write_text("another\n")
+    after = identities(experiment(tmp_path, lists))
+    assert changed(before, after) == ["fine_tune_10pct", RUNS[2]]
+
+
+def test_another_folder_of_lists_by_hand(tmp_path: Path, lists: Path) -> None:
+    file, other = tmp_path / "few" / "e.yaml", tmp_path / "other"
+    resolve.evaluation_config(experiment(tmp_path, lists), "mae_tiny", "low_shot").write(file)
+    other.mkdir()
+    for name in NAMES[:2]:
+        (other / name).write_text("another\n")
+    out = tmp_path / "mine.yaml"
+    options = argparse.Namespace(config=file, out=out, changes=[f"settings.subsets={other}"])
+    config, path = read_changed(EvaluationConfig, options)
+    assert path == out and isinstance(config.settings, LowShot)
+    config.settings.check_lists()
+    assert EvaluationConfig.read(out).digest == config.digest != EvaluationConfig.read(file).digest
 
 
 def test_lists_that_nobody_reads_do_not_count(lists: Path) -> None:
@@ -115,6 +169,10 @@ def test_a_list_that_is_not_there_is_named_before_anything_is_queued(
     assert missing_lists(experiment(tmp_path, lists), pairs) == []
     (lists / NAMES[1]).unlink()
     (said,) = missing_lists(experiment(tmp_path, lists), pairs)
-    assert f"no {NAMES[1]} in {lists}; `maect retrieve low_shot_lists {lists}` brings" in said
+    assert said.endswith(f"no {NAMES[1]} in {lists}")  # where there are own lists, no others
+    for name in NAMES:
+        (lists / name).unlink(missing_ok=True)
+    (said,) = missing_lists(experiment(tmp_path, lists), pairs)
+    assert f"no {NAMES[0]} in {lists}; `maect retrieve low_shot_lists {lists}` brings" in said
     (said,) = missing_lists(experiment(tmp_path, tmp_path / "gone"), pairs)
     assert f"no low-shot lists in {tmp_path}/gone; `maect retrieve" in said

@@ -194,7 +194,7 @@ def test_lists_name_the_samples(tmp_path: Path, job: EvaluationJob, rank: Rank) 
     ids = [int(np.flatnonzero(labels == label)[2]) for label in range(3)]
     path = tmp_path / "msn_1shot_split1.txt"
     path.write_text("".join(f"{keys[i].split('/')[1]}.JPEG\n" for i in reversed(ids)))
-    settings = LowShot(shots=(1,), splits=1, subsets=str(tmp_path))
+    settings = LowShot(shots=(1,), splits=1, subsets=str(tmp_path)).read_lists()
     found = low_shot.choose(open_features(train), 1, 1, settings)
     assert found.tolist() == sorted(ids)
     test = store(tmp_path / "u.safetensors", *blobs(30, 6, 3, 1))
