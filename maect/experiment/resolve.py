@@ -9,7 +9,7 @@ from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trai
 from maect.evaluate.explore import Explore
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
-from maect.report.configs import ClaimsConfig, ImagesConfig, ShownConfig, SummaryConfig
+from maect.report.configs import ClaimsConfig, ImagesConfig, Row, ShownConfig, SummaryConfig
 from maect.report.groups import Groups
 from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
 from maect.stages.run import RunConfig
@@ -225,14 +225,13 @@ def summary_config(experiment: Experiment) -> SummaryConfig:
 
 def read_by_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]:
     """Files that a table or figure reads, of those that the experiment makes."""
+    shown = FIGURES[name] if figure else TABLES[name]
     files = [
         experiment.root / "evaluations" / run / f"{evaluation}.json"
-        for run, evaluation in _evaluations(
-            experiment, name, TABLES[name] if not figure else FIGURES[name]
-        )
+        for run, evaluation in _evaluations(experiment, name, shown)
     ]
-    if (FIGURES if figure else TABLES)[name].reads_runs:
-        files += run_records(experiment, [name])
+    if shown.reads_runs:
+        files += _records(experiment, [_runs(row, shown) for row in experiment.rows(name)])
     if figure and (classes := _classes(experiment, name)):
         files.append(classes)
     return files
@@ -240,8 +239,17 @@ def read_by_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]
 
 def run_records(experiment: Experiment, names: list[str]) -> list[Path]:
     """Completion records of the runs in tables and figures and of all that they start from."""
-    runs = [run for name in names for row in experiment.rows(name) for run in row.runs]
+    return _records(experiment, [row.runs for name in names for row in experiment.rows(name)])
+
+
+def _records(experiment: Experiment, rows: list[tuple[str, ...]]) -> list[Path]:
+    runs = list(itertools.chain.from_iterable(rows))
     return [experiment.folder(run) / "run.json" for run in experiment.behind(runs)]
+
+
+def _runs(row: Row, shown: Table | Figure) -> tuple[str, ...]:
+    """Those of a line that a table or figure shows."""
+    return row.runs if isinstance(shown, Table) or shown.every_seed else row.runs[:1]
 
 
 def _evaluations(
@@ -249,7 +257,7 @@ def _evaluations(
 ) -> Iterator[tuple[str, str]]:
     """Those that a table or figure reads and the experiment makes, as (run, name)."""
     for row in experiment.rows(name):
-        for pair in itertools.product(row.runs, shown.reads(row.method)):
+        for pair in itertools.product(_runs(row, shown), shown.reads(row.method)):
             if pair in experiment.asked:
                 yield pair
 

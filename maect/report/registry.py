@@ -141,6 +141,8 @@ class Figure:
     """and then also shows these."""
     reads_runs: bool = False
     """Whether it also reads the records of all runs behind its rows."""
+    every_seed: bool = False
+    """Whether it shows every seed of a row; the others show the first, and read no other."""
     names_classes: bool = False
     groups_classes: bool = False
     """Whether it shows groups of classes in place of the classes, where the dataset has any."""
@@ -574,6 +576,7 @@ FIGURES: dict[str, Figure] = {
             "short benchmark, extrapolated to the epochs of each model, and as recorded where a "
             "model was trained here."
         ),
+        every_seed=True,
         needs=(_PROBE.evaluation, *_PROBE.instead),
         besides=("throughput",),
         reads_runs=True,
@@ -589,6 +592,7 @@ FIGURES: dict[str, Figure] = {
             "and of fine-tuning with 1 %, 10 % and all labels, at each training's best epoch on "
             "the test split."
         ),
+        every_seed=True,
         needs=(
             *(
                 name
@@ -709,6 +713,7 @@ FIGURES: dict[str, Figure] = {
             "images to compare with they lie lower. A tuned model's line begins where its MAE's "
             "ends."
         ),
+        every_seed=True,
         needs=("knn",),
         reads_runs=True,
         trained_here=True,

@@ -468,6 +468,16 @@ def test_a_wrong_config_is_named(tmp_path: Path, change: dict, words: str) -> No
         load(file, **change)
 
 
+def test_a_figure_of_one_seed_reads_the_first_only(tmp_path: Path) -> None:
+    asked = [{"runs": ["mae_tiny", "ct_*"], "protocols": ["knn", "umap", "clustering"]}]
+    figures = ["umap", "training_curves", "knn_compute"]
+    found = load(write(tmp_path, seeds=2, evaluate=asked, figures=figures))
+    seeds = {name: resolve.read_by_shown(found, name, figure=True) for name in figures}
+    other = {name: any("-s1/" in str(path) for path in paths) for name, paths in seeds.items()}
+    assert other == {"umap": False, "training_curves": False, "knn_compute": True}
+    assert {path.stem for path in seeds["umap"]} == {"umap", "clustering", "index"}
+
+
 def test_environment_variables_in_protocols_are_filled_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

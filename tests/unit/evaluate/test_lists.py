@@ -46,6 +46,7 @@ def experiment(tmp_path: Path, lists: Path) -> Experiment:
     file = tmp_path / "few.yaml"
     splits = {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}
     values = {
+        "storage": str(tmp_path / "results"),
         "datasets": {"mine": {"splits": splits}},
         "runs": {"mae_tiny": {"recipe": "mae", "size": "tiny"}},
         "evaluate": [{"runs": ["mae_tiny"], "protocols": list(EVALUATIONS)}],
