@@ -65,8 +65,8 @@ from maect.report.tables import build_table, pretraining_table, write_table
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PILOTS = "pilots.yaml"
-OF_NUMBERS = ("gpu_hours", "label_efficiency", "color_histogram", "knn_compute")
-"""Figures that need nothing but numbers."""
+OF_NUMBERS = ("gpu_hours", "label_efficiency", "pipeline", "color_histogram", "knn_compute")
+"""Figures that need nothing but numbers and records."""
 
 
 def collect(name: str) -> None:
