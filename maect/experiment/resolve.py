@@ -249,7 +249,7 @@ def _records(experiment: Experiment, rows: list[tuple[str, ...]]) -> list[Path]:
 
 def _runs(row: Row, shown: Table | Figure) -> tuple[str, ...]:
     """Those of a line that a table or figure shows."""
-    return row.runs if isinstance(shown, Table) or shown.every_seed else row.runs[:1]
+    return row.runs[:1] if isinstance(shown, Figure) and shown.first_seed else row.runs
 
 
 def _evaluations(

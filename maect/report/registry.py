@@ -141,8 +141,8 @@ class Figure:
     """and then also shows these."""
     reads_runs: bool = False
     """Whether it also reads the records of all runs behind its rows."""
-    every_seed: bool = False
-    """Whether it shows every seed of a row; the others show the first, and read no other."""
+    first_seed: bool = False
+    """Whether of a row with several seeds it shows the first, and reads no other."""
     names_classes: bool = False
     groups_classes: bool = False
     """Whether it shows groups of classes in place of the classes, where the dataset has any."""
@@ -566,6 +566,7 @@ FIGURES: dict[str, Figure] = {
         besides=("clustering",),
         names_classes=True,
         groups_classes=True,
+        first_seed=True,
     ),
     "gpu_hours": Figure(
         "Probing accuracy against GPU hours",
@@ -576,7 +577,6 @@ FIGURES: dict[str, Figure] = {
             "short benchmark, extrapolated to the epochs of each model, and as recorded where a "
             "model was trained here."
         ),
-        every_seed=True,
         needs=(_PROBE.evaluation, *_PROBE.instead),
         besides=("throughput",),
         reads_runs=True,
@@ -592,7 +592,6 @@ FIGURES: dict[str, Figure] = {
             "and of fine-tuning with 1 %, 10 % and all labels, at each training's best epoch on "
             "the test split."
         ),
-        every_seed=True,
         needs=(
             *(
                 name
@@ -607,6 +606,7 @@ FIGURES: dict[str, Figure] = {
         "schematic:pipeline",
         caption="The runs of this experiment and what starts from what.",
         reads_runs=True,
+        first_seed=True,
     ),
     "color_histogram": Figure(
         "Colour histogram error by block",
@@ -619,6 +619,7 @@ FIGURES: dict[str, Figure] = {
             "shortcut features."
         ),
         needs=("color_histogram",),
+        first_seed=True,
     ),
     "umap": Figure(
         "UMAP embeddings",
@@ -634,6 +635,7 @@ FIGURES: dict[str, Figure] = {
         needs=("umap",),
         besides=("clustering",),
         names_classes=True,
+        first_seed=True,
     ),
     "confusion": Figure(
         "Clusters against classes",
@@ -645,6 +647,7 @@ FIGURES: dict[str, Figure] = {
         ),
         needs=("clustering",),
         names_classes=True,
+        first_seed=True,
     ),
     "cluster_retrieval": Figure(
         "Images nearest to cluster centres",
@@ -658,6 +661,7 @@ FIGURES: dict[str, Figure] = {
         compared="Paper: figures 7 and 10.",
         needs=("retrieval",),
         names_classes=True,
+        first_seed=True,
     ),
     "neighbor_retrieval": Figure(
         "Nearest neighbours",
@@ -669,6 +673,7 @@ FIGURES: dict[str, Figure] = {
         ),
         needs=("retrieval",),
         names_classes=True,
+        first_seed=True,
     ),
     "neighbors_in_training": Figure(
         "Nearest neighbours while it trains",
@@ -679,6 +684,7 @@ FIGURES: dict[str, Figure] = {
             "them by cosine similarity, at the first, a middle and the last look."
         ),
         reads_runs=True,
+        first_seed=True,
     ),
     "reconstructions": Figure(
         "Reconstructions while it trains",
@@ -691,6 +697,7 @@ FIGURES: dict[str, Figure] = {
             "where the model predicts normalised pixels."
         ),
         reads_runs=True,
+        first_seed=True,
     ),
     "training_curves": Figure(
         "Training curves",
@@ -701,6 +708,7 @@ FIGURES: dict[str, Figure] = {
             "long curves are averaged to 200 points."
         ),
         reads_runs=True,
+        first_seed=True,
     ),
     "knn_compute": Figure(
         "k-NN accuracy against compute",
@@ -713,7 +721,6 @@ FIGURES: dict[str, Figure] = {
             "images to compare with they lie lower. A tuned model's line begins where its MAE's "
             "ends."
         ),
-        every_seed=True,
         needs=("knn",),
         reads_runs=True,
         trained_here=True,
