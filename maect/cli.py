@@ -240,6 +240,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--precision", choices=["fp32", "tf32", "bf16"], default="fp32",
         help="of the encoder's products; on a GPU tf32 takes about an eighth of the time of fp32",
     )  # fmt: skip
+    sub.add_argument(
+        "--before-norm", action="store_true", help="leave out the encoder's final norm"
+    )
 
     using = use_options()
     sub = command(
@@ -781,6 +784,7 @@ def features(options: argparse.Namespace) -> None:
         where_to_run(options),
         precision=options.precision,
         resize=options.resize,
+        norm=not options.before_norm,
     )
 
 

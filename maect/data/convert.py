@@ -32,6 +32,7 @@ from maect.data.decode import (
     resample,
     to_rgb,
 )
+from maect.data.native import Images
 from maect.recipes import MOST_CHANNELS, Pixels
 
 ARRAY = b"\x93NUMPY"
@@ -448,15 +449,13 @@ def _to_eight_bits(image: Image.Image, pixels: Pixels) -> Image.Image | NDArray[
     return changed
 
 
-def render_ready(
-    data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8], turned: bool
-) -> None:
+def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned: bool) -> None:
     """`render` of what was made ready, of any number of channels.
 
     Args:
         data: the file's bytes.
         geometries: [v, 8], of the upright image.
-        out: uint8 [v, C, S, S], overwritten.
+        out: uint8 [C, S, S] of each view, whose sizes S may differ; overwritten.
         turned: whether the file may have to be turned, as its EXIF says.
 
     Raises:
@@ -464,26 +463,28 @@ def render_ready(
     """
     if data[:6] == ARRAY:
         values = np.load(io.BytesIO(data), allow_pickle=False)
-        for channel in range(out.shape[1]):
+        for channel in range(len(out[0])):
             plane = Image.fromarray(np.ascontiguousarray(values[..., channel]))
-            resample(plane, geometries, out[:, channel : channel + 1])
+            resample(plane, geometries, [view[channel : channel + 1] for view in out])
         return
-    if out.shape[1] == 1:
-        colored = np.empty((len(out), 3, *out.shape[2:]), np.uint8)
+    if len(out[0]) == 1:
+        colored = [np.empty((3, *view.shape[1:]), np.uint8) for view in out]
         render_ready(data, geometries, colored, turned)
-        out[:] = colored[:, :1]
+        for view, three in zip(out, colored, strict=True):
+            view[:] = three[:1]
         return
     code = _orientation_of(data) if turned else 1
     if code not in _TURNS:
         render(data, geometries, out)
         return
-    upright = np.empty_like(out)
-    size = out.shape[-1]
-    render(data, _as_stored(geometries, code, *image_size(data), size), upright)
+    stored = [np.empty(view.shape, np.uint8) for view in out]
+    sizes = np.array([view.shape[-1] for view in out])
+    render(data, _as_stored(geometries, code, *image_size(data), sizes), stored)
     transposed, left_right, up_down = _TURNS[code]
-    upright = upright.swapaxes(2, 3) if transposed else upright
-    upright = upright[..., ::-1] if left_right else upright
-    out[:] = upright[..., ::-1, :] if up_down else upright
+    for view, upright in zip(out, stored, strict=True):
+        upright = upright.swapaxes(1, 2) if transposed else upright
+        upright = upright[..., ::-1] if left_right else upright
+        view[:] = upright[..., ::-1, :] if up_down else upright
 
 
 def is_turned(data: bytes) -> bool:
@@ -541,16 +542,19 @@ def _orientation_of(data: bytes) -> int:
 
 
 def _as_stored(
-    geometries: NDArray[np.int32], code: int, width: int, height: int, size: int
+    geometries: NDArray[np.int32], code: int, width: int, height: int, sizes: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """Geometries of an upright image as those of the stored one of this width and height."""
+    """Geometries of an upright image as those of the stored one of this width and height.
+
+    `sizes`: of the views' output, [v].
+    """
     transposed, left_right, up_down = _TURNS[code]
     width, height = (height, width) if transposed else (width, height)
     x, y, w, h, full_w, full_h, left, top = geometries.T
     if left_right:
-        x, left = width - x - w, full_w - left - size
+        x, left = width - x - w, full_w - left - sizes
     if up_down:
-        y, top = height - y - h, full_h - top - size
+        y, top = height - y - h, full_h - top - sizes
     columns = [x, y, w, h, full_w, full_h, left, top]
     if transposed:
         columns = [y, x, h, w, full_h, full_w, top, left]

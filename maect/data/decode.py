@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from maect.data import native
+from maect.data.native import Images
 
 # What a file is called in a shard, by its content and not by its name.
 EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "GIF": "gif"}
@@ -192,13 +193,13 @@ def decoder_name() -> str:
     return f"portable (simplejpeg {simplejpeg.__version__})"
 
 
-def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
     """Decode once and resample every view into `out`.
 
     Args:
         data: the file's bytes.
         geometries: [v, 8] (see `maect.data.transforms`).
-        out: uint8 [v, 3, S, S], overwritten.
+        out: uint8 [3, S, S] of each view, whose sizes S may differ; overwritten.
 
     Raises:
         UnreadableError: no decoder can read the image in full.
@@ -213,9 +214,7 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
     resample(read_rgb(data), geometries, out)
 
 
-def render_decoded(
-    image: Image.Image, geometries: NDArray[np.int32], out: NDArray[np.uint8]
-) -> None:
+def render_decoded(image: Image.Image, geometries: NDArray[np.int32], out: Images) -> None:
     """`render` of a picture of Pillow, by Pillow.
 
     Raises:
@@ -229,7 +228,7 @@ def crops(
     ids: NDArray[np.int64],
     sides: NDArray[np.int64],
     geometries: NDArray[np.int32],
-    out: NDArray[np.uint8],
+    out: Images,
 ) -> bool:
     """`render` of images that are decoded already, bit for bit (arguments: `native.crops`).
 
@@ -237,9 +236,9 @@ def crops(
         Whether `out` was made; where it depends on the file's format how `render` resamples, it is
         not.
     """
-    size = out.shape[-1]
+    sizes = np.array([view.shape[-1] for view in out], np.int64)
     area = geometries[..., 4].astype(np.int64) * geometries[..., 5]
-    if (area > _ELONGATED * size * size).any():
+    if (area > _ELONGATED * sizes * sizes).any():
         return False
     return native.crops(images, ids, sides, geometries, out)
 
@@ -262,7 +261,7 @@ def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
     return pixels
 
 
-def _render_portable(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> bool:
+def _render_portable(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
     import torch
 
     try:
@@ -273,9 +272,9 @@ def _render_portable(data: bytes, geometries: NDArray[np.int32], out: NDArray[np
         pixels = simplejpeg.decode_jpeg(data, "RGB", strict=True)
     except ValueError:
         return False
-    size = out.shape[-1]
     for geometry, target in zip(geometries.tolist(), out, strict=True):
         x, y, w, h, full_w, full_h, left, top = geometry
+        size = target.shape[-1]
         if full_w * full_h > _ELONGATED * size * size:
             return False  # an elongated image: Pillow resamples the window alone
         # NumPy copies the crop: PyTorch's own copy would start a thread pool in every thread.
@@ -288,11 +287,11 @@ def _render_portable(data: bytes, geometries: NDArray[np.int32], out: NDArray[np
     return True
 
 
-def resample(image: Image.Image, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+def resample(image: Image.Image, geometries: NDArray[np.int32], out: Images) -> None:
     """`render` of a picture in RGB, or of a grey one into a single channel, by Pillow."""
-    size = out.shape[-1]
     for geometry, target in zip(geometries.tolist(), out, strict=True):
         x, y, w, h, full_w, full_h, left, top = geometry
+        size = target.shape[-1]
         crop = image if (x, y, w, h) == (0, 0, *image.size) else image.crop((x, y, x + w, y + h))
         if full_w * full_h > _ELONGATED * size * size:
             # The full picture could be huge: resample no more than the window.

@@ -16,6 +16,7 @@ from maect.core.errors import UserError
 from maect.core.files import patiently, read_json, sha256_file
 from maect.data.convert import render_ready
 from maect.data.decode import render
+from maect.data.native import Images
 from maect.recipes import Pixels
 
 FORMAT = 1
@@ -117,13 +118,13 @@ class Index:
         """Whether every image is an RGB picture as it is stored."""
         return "pixels" not in self.record
 
-    def render(self, i: int, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+    def render(self, i: int, geometries: NDArray[np.int32], out: Images) -> None:
         """Decode a sample once and resample every view into `out` (`maect.data.decode.render`).
 
         Args:
             i: row of the sample.
             geometries: [v, 8], of the upright image.
-            out: uint8 [v, C, S, S], overwritten.
+            out: uint8 [C, S, S] of each view, whose sizes S may differ; overwritten.
 
         Raises:
             UnreadableError: no decoder can read the image in full.

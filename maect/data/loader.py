@@ -20,11 +20,12 @@ from maect.core.distributed import moved
 from maect.core.errors import UserError
 from maect.data.decode import UnreadableError, crops
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
+from maect.data.native import Images
 from maect.data.order import Order
 from maect.data.packed import Layout, Packed
 from maect.data.pixels import open_pixels
 from maect.data.transforms import Change, center_crops, random_crops
-from maect.recipes import View
+from maect.recipes import View, views_by_size
 
 _IN_FLIGHT = 3
 _PER_TASK = 8
@@ -44,18 +45,32 @@ class Batch:
     """Epoch of each sample, [b]; a batch may straddle two."""
     labels: NDArray[np.int64]
     """[b], -1 where unlabelled."""
-    images: Tensor
-    """uint8 [views, b, C, S, S] on the CPU: cropped, not yet flipped or normalized."""
+    images: tuple[Tensor, ...]
+    """Of each size of views uint8 [views, b, C, S, S] on the CPU: cropped, not yet flipped or
+    normalized. Sizes come in the order of `views_by_size`."""
     packed: Packed | None = None
     """Images, ids, labels and what was drawn for the batch, if that was asked for."""
 
-    def on(self, device: torch.device, draw: Draw) -> dict[str, Tensor]:
-        """`images`, `ids`, `labels` and what is drawn for them, on a device."""
+    def on(self, device: torch.device, draw: Draw) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """Images of each size, and `ids`, `labels` and what is drawn for them, on a device."""
+        names = image_names(len(self.images))
         if self.packed is not None:
-            return self.packed.on(device)
-        values = {"images": self.images, **_numbers(self.ids, self.labels)}
-        values |= draw(self.epochs, self.ids)
-        return {name: moved(value, device) for name, value in values.items()}
+            values = self.packed.on(device)
+        else:
+            values = dict(zip(names, self.images, strict=True))
+            values |= _numbers(self.ids, self.labels) | draw(self.epochs, self.ids)
+            values = {name: moved(value, device) for name, value in values.items()}
+        return [values.pop(name) for name in names], values
+
+    def part(self, rows: slice) -> "Batch":
+        """Some of the samples, unpacked."""
+        images = tuple(group[:, rows] for group in self.images)
+        return Batch(self.step, self.ids[rows], self.epochs[rows], self.labels[rows], images)
+
+
+def image_names(sizes: int) -> list[str]:
+    """What images of each size are called in packed memory."""
+    return ["images", *(f"images.{number}" for number in range(1, sizes))]
 
 
 def _numbers(ids: NDArray[np.int64], labels: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -68,8 +83,10 @@ class _Job(Generic[_Note]):
     rows: NDArray[np.int64]
     """Row numbers of the samples, [b]."""
     geometries: NDArray[np.int32]
-    """[b, views, 8]."""
-    change: Callable[[NDArray[np.uint8], int], None] | None = None
+    """[b, views, 8], in the order of `out`."""
+    out: Images
+    """Of each view uint8 [b, C, S, S], to be filled."""
+    change: Callable[[Sequence[NDArray[np.uint8]], int], None] | None = None
     """Called with a decoded sample's views and its row in the batch."""
     beside: Callable[[], None] | None = None
     """What else is to be done for the batch, in a thread."""
@@ -108,8 +125,9 @@ def train_batches(
     order = Order(index.n, seed)
     share = global_batch // world_size
 
-    shape = (len(views), share, index.channels, image_size, image_size)
-    layout = None if draw is None else layout_of(shape, draw)
+    sizes = views_by_size(views, image_size).items()
+    shapes = [(len(numbers), share, index.channels, size, size) for size, numbers in sizes]
+    layout = None if draw is None else layout_of(shapes, draw)
 
     def jobs() -> Iterator[_Job[Batch]]:
         for step in range(start_step, start_step + steps):
@@ -118,15 +136,16 @@ def train_batches(
             job = _views(index, step, rows, epochs, seed, views, image_size, change, packed)
             yield job if draw is None else replace(job, beside=partial(fill, job.note, draw))
 
-    yield from _decoded(index, jobs(), lambda batch: batch.images.numpy(), threads)
+    yield from _decoded(index, jobs(), threads)
 
 
-def layout_of(images: tuple[int, ...], draw: Draw) -> Layout:
-    """How batches lie in memory whose images are uint8 [views, b, C, S, S] of that shape."""
-    none = np.zeros(images[1], np.int64)
+def layout_of(images: Sequence[tuple[int, ...]], draw: Draw) -> Layout:
+    """How batches lie in memory whose images are uint8 [views, b, C, S, S] of these shapes."""
+    none = np.zeros(images[0][1], np.int64)
     values = _numbers(none, none) | draw(none, none)
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
-    return Layout({"images": (torch.uint8, images), **shapes})
+    named = zip(image_names(len(images)), images, strict=True)
+    return Layout({name: (torch.uint8, shape) for name, shape in named} | shapes)
 
 
 def fill(batch: Batch, draw: Draw) -> None:
@@ -153,7 +172,7 @@ def view_parts(
             rows = np.array(part, np.int64)
             yield _views(index, number, rows, np.zeros_like(rows), seed, views, image_size)
 
-    yield from _decoded(index, jobs(), lambda batch: batch.images.numpy(), threads)
+    yield from _decoded(index, jobs(), threads)
 
 
 def _views(
@@ -169,32 +188,36 @@ def _views(
 ) -> _Job[Batch]:
     """Random crops of some rows."""
     record = np.asarray(index.rows[rows])
+    groups = views_by_size(views, image_size)
     geometries = [
         random_crops(
             record[:, WIDTH],
             record[:, HEIGHT],
-            view.crop_scale,
-            image_size,
+            views[number].crop_scale,
+            size,
             seed=seed,
             epochs=epochs,
             ids=record[:, ID],
             view=number,
         )
-        for number, view in enumerate(views)
+        for size, numbers in groups.items()
+        for number in numbers
     ]
     if packed is None:
-        images = torch.empty(
-            len(views), len(rows), index.channels, image_size, image_size, dtype=torch.uint8
-        )
+        images = [
+            torch.empty(len(numbers), len(rows), index.channels, size, size, dtype=torch.uint8)
+            for size, numbers in groups.items()
+        ]
     else:
-        images = packed.tensors["images"]
-    batch = Batch(step, record[:, ID], epochs, record[:, LABEL], images, packed)
-    return _Job(batch, rows, np.stack(geometries, 1), _changer(change, batch))
+        images = [packed.tensors[name] for name in image_names(len(groups))]
+    batch = Batch(step, record[:, ID], epochs, record[:, LABEL], tuple(images), packed)
+    out = [view for group in images for view in group.numpy()]
+    return _Job(batch, rows, np.stack(geometries, 1), out, _changer(change, batch))
 
 
 def _changer(
     change: Change | None, batch: Batch
-) -> Callable[[NDArray[np.uint8], int], None] | None:
+) -> Callable[[Sequence[NDArray[np.uint8]], int], None] | None:
     if change is None:
         return None
     return lambda views, i: change(views, int(batch.epochs[i]), int(batch.ids[i]))
@@ -237,29 +260,24 @@ def evaluation_parts(
             images = torch.empty(
                 len(part), index.channels, image_size, image_size, dtype=torch.uint8
             )
-            yield _Job((images, record[:, LABEL], record[:, ID]), part, geometries[:, None])
+            item = images, record[:, LABEL], record[:, ID]
+            yield _Job(item, part, geometries[:, None], images.numpy()[None])
 
-    yield from _decoded(index, jobs(), lambda item: item[0].numpy()[None], threads)
+    yield from _decoded(index, jobs(), threads)
 
 
-def _decoded(
-    index: Index,
-    jobs: Iterator[_Job[_Note]],
-    target: Callable[[_Note], NDArray[np.uint8]],
-    threads: int,
-) -> Iterator[_Note]:
+def _decoded(index: Index, jobs: Iterator[_Job[_Note]], threads: int) -> Iterator[_Note]:
     """Decode jobs with `threads` threads, a few jobs ahead; yields their notes in order."""
     pixels = open_pixels(index)
     pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
     pending: deque[tuple[_Note, list[Future[None]]]] = deque()
 
     def submit(job: _Job[_Note]) -> None:
-        out = target(job.note)
         # Few enough for small images, whose decoding is as quick as a task's start.
         length = max(_PER_TASK, len(job.rows) // (4 * max(1, threads)))
         parts = [] if job.beside is None else [pool.submit(job.beside)]
         parts += [
-            pool.submit(_decode, index, pixels, job, out, slice(i, i + length))
+            pool.submit(_decode, index, pixels, job, slice(i, i + length))
             for i in range(0, len(job.rows), length)
         ]
         pending.append((job.note, parts))
@@ -285,20 +303,21 @@ def _decode(
     index: Index,
     pixels: NDArray[np.uint8] | None,
     job: _Job[_Note],
-    out: NDArray[np.uint8],
     part: slice,
 ) -> None:
-    """Make some samples of a batch in `out`, uint8 [views, b, C, S, S]: read, decode, crop."""
+    """Make some samples of a batch in the job's `out`: read, decode, crop."""
     rows, done = job.rows[part], False
     if pixels is not None:
         record = index.rows[rows]
         sides = record[:, [WIDTH, HEIGHT]]
-        done = crops(pixels, record[:, ID], sides, job.geometries[part], out[:, part])
+        out = [view[part] for view in job.out]
+        done = crops(pixels, record[:, ID], sides, job.geometries[part], out)
     for i, row in zip(range(*part.indices(len(job.rows))), rows.tolist(), strict=True):
+        views = [view[i] for view in job.out]
         try:
             if not done:
-                index.render(row, job.geometries[i], out[:, i])
+                index.render(row, job.geometries[i], views)
             if job.change is not None:
-                job.change(out[:, i], i)
+                job.change(views, i)
         except UnreadableError as error:
             raise index.undecodable(row, error) from None

@@ -8,6 +8,7 @@ The draws of a batch that are not for its pixels are here; those that are, in
 `maect.data.transforms`.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,9 +92,15 @@ def uniform(
 
 
 def ids_shuffle(
-    patches: int, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
+    patches: int,
+    seed: int,
+    epochs: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    views: Iterable[int],
 ) -> "Tensor":
     """Random order of each sample's patches (MAE's `ids_shuffle`); the first stay visible.
+
+    `views`: their numbers, each of which draws its own order.
 
     Returns:
         int64 [views, b, L].
@@ -102,7 +109,7 @@ def ids_shuffle(
 
     orders = [
         np.argsort(bits(seed, epochs, ids, view, MASK, patches), axis=1, kind="stable")
-        for view in range(views)
+        for view in views
     ]
     return torch.from_numpy(np.stack(orders))
 

@@ -11,7 +11,7 @@ corner (left, top) of the output window in the resized box.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from statistics import NormalDist
@@ -156,21 +156,20 @@ class Changes:
 
 
 def draw_changes(
-    views: Sequence[View], seed: int, epochs: ArrayLike, ids: ArrayLike, first: int = 0
+    views: Mapping[int, View], seed: int, epochs: ArrayLike, ids: ArrayLike
 ) -> Changes:
     """The changes of all samples in the first view, then of all in the next one, and so on.
 
     Order and strengths are those of the authors' code (BYOL's strengths).
 
     Args:
-        views: probabilities of each change.
+        views: probabilities of each change, by the view's number: views draw different numbers.
         seed: the run's seed.
         epochs: epoch of each sample, [b].
         ids: stable sample ids, [b].
-        first: number of the first view; views draw different numbers.
     """
     flips, uniforms, likely = [], [], []
-    for number, view in enumerate(views, first):
+    for number, view in views.items():
         flips.append(random.uniform(seed, epochs, ids, number, random.FLIP, 1)[:, 0] < view.flip)
         colours = view.jitter, view.blur, view.gray, view.solarize
         if any(colours):
@@ -222,7 +221,7 @@ def augment(
     pixels: Pixels,
 ) -> Tensor:
     """One view of cropped images, uint8 [b, C, S, S]: `draw_changes` and `apply_changes`."""
-    return apply_changes(images, draw_changes([view], seed, epochs, ids, view_number), pixels)
+    return apply_changes(images, draw_changes({view_number: view}, seed, epochs, ids), pixels)
 
 
 def _change(
@@ -378,8 +377,8 @@ def solarize(x: Tensor) -> Tensor:
 
 # --- RandAugment, erasing and mixing: timm's, but for the draws -----------------------------------
 
-Change = Callable[[NDArray[np.uint8], int, int], None]
-"""Changes a sample's views, uint8 [views, 3, S, S], in place, given its epoch and its id."""
+Change = Callable[[Sequence[NDArray[np.uint8]], int, int], None]
+"""Changes a sample's views, uint8 [3, S, S] each, in place, given its epoch and its id."""
 
 # timm's `rand-m9-mstd0.5-inc1`: each operation at even odds, strengths normal around 9 of 10.
 _PROBABILITY, _STRENGTH_STD, _STRONGEST = 0.5, 0.5, 10.0
@@ -419,7 +418,12 @@ def randaugment(layers: int, magnitude: float, seed: int) -> Change | None:
 
 
 def _randaugment(
-    layers: int, magnitude: float, seed: int, views: NDArray[np.uint8], epoch: int, sample: int
+    layers: int,
+    magnitude: float,
+    seed: int,
+    views: Sequence[NDArray[np.uint8]],
+    epoch: int,
+    sample: int,
 ) -> None:
     u = random.uniform(seed, epoch, sample, 0, random.RAND_AUGMENT, 4 * layers)
     for operation, odds, strength, sign in u.reshape(layers, 4):

@@ -17,7 +17,7 @@ from maect.core.files import checked_sha256, read_json
 from maect.core.settings import later
 from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
 from maect.recipes import Encoder
-from maect.recipes.flops import encode_flops
+from maect.recipes.cost import encode_flops
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
 
@@ -214,7 +214,7 @@ class FineTuned:
 
         with torch.inference_mode():
             with mixed_precision(images.device, self.stage.precision):
-                tokens = self.encoder(images)
+                tokens = self.encoder(images).tokens
             features = self.encoder.pool(tokens.float(), self.pooling)
             return F.linear(features, **self.classifier).argmax(dim=1)
 

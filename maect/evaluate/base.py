@@ -15,7 +15,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import checked_sha256
-from maect.core.settings import Settings
+from maect.core.settings import Settings, later
 from maect.recipes import Encoder
 
 if TYPE_CHECKING:
@@ -32,9 +32,15 @@ Images = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Features:
-    """The features file of a split, made with the run's encoder."""
+    """The features file of a split, made with the run's encoder.
+
+    Attributes:
+        split: whose images.
+        norm: whether the encoder's final norm is applied.
+    """
 
     split: str
+    norm: bool = True
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,17 @@ class Protocol(Settings):
     def needs(self) -> tuple[str, ...]:
         """Evaluations of the same run whose files are read."""
         return tuple(i.evaluation for i in self.inputs().values() if isinstance(i, Left))
+
+
+class ReadsFeatures(Protocol):
+    """Base of the protocols on stored features."""
+
+    norm: bool = later(True)
+    """Whether the encoder's final norm is applied. Many public k-NN numbers are without it."""
+
+    def read(self, split: str) -> Features:
+        """The features of a split that these settings ask for."""
+        return Features(split, self.norm)
 
 
 class Encodes(Protocol):

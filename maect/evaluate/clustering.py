@@ -14,7 +14,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import EvaluationJob, Features, Input, Protocol, idle_cpus
+from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, idle_cpus
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ SCORES = ("accuracy", "nmi", "ami", "ari")
 SMALL = 5e7
 
 
-class Clustering(Protocol):
+class Clustering(ReadsFeatures):
     """k-means on the test split (paper, E): `runs` seeds, best by inertia and mean."""
 
     name: ClassVar[str] = "clustering"
@@ -47,7 +47,7 @@ class Clustering(Protocol):
 
     def inputs(self) -> dict[str, Input]:
         """Features of the test split."""
-        return {"test": Features(self.test_split)}
+        return {"test": self.read(self.test_split)}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Scores in percent, of the best run and over all, and the silhouette of the true classes.

@@ -16,7 +16,7 @@ from maect.core.files import sha256_file
 from maect.core.settings import digest
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards
 from maect.recipes import Encoder
-from maect.recipes.flops import encode_flops
+from maect.recipes.cost import encode_flops
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,7 +15,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Left, Shards
 from maect.recipes import Encoder, Pixels
-from maect.recipes.flops import encode_flops
+from maect.recipes.cost import encode_flops
 
 if TYPE_CHECKING:
     import numpy as np

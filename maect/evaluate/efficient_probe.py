@@ -39,7 +39,7 @@ from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards, encoder_checksum
 from maect.recipes import Encoder
-from maect.recipes.flops import encode_flops
+from maect.recipes.cost import encode_flops
 
 if TYPE_CHECKING:
     import torch

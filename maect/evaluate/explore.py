@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import EvaluationJob, Features, Input, Protocol, Shards
+from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, Shards
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +29,7 @@ FEWEST = 20
 _MAP_NEIGHBORS = 15  # umap-learn's default
 
 
-class Explore(Protocol):
+class Explore(ReadsFeatures):
     """A map of images (UMAP), groups of them (k-means) and the nearest of each (cosine)."""
 
     name: ClassVar[str] = "explore"
@@ -56,7 +56,7 @@ class Explore(Protocol):
 
     def inputs(self) -> dict[str, Input]:
         """Features and images of every split."""
-        given: dict[str, Input] = {f"features_{name}": Features(name) for name in self.splits}
+        given: dict[str, Input] = {f"features_{name}": self.read(name) for name in self.splits}
         return given | {f"images_{name}": Shards(name) for name in self.splits}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:

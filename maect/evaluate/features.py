@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from maect.core import distributed
 from maect.core.context import Context
@@ -31,7 +31,7 @@ from maect.data.transforms import normalize
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import write_features
 from maect.models.precision import Precision, mixed_precision
-from maect.models.vit import Pooling
+from maect.models.vit import Features
 from maect.models.weights import load_encoder_weights
 from maect.train.accuracy import BATCH
 
@@ -59,6 +59,7 @@ class Encoding:
         blocks: int = 1,
         pooling: Literal["cls", "mean"] | None = None,
         other_pooling: bool = False,
+        norm: bool = True,
     ) -> None:
         """Load an encoder.
 
@@ -70,6 +71,7 @@ class Encoding:
                 raw output of the earlier ones; only the last is normed.
             pooling: instead of the one that its file says.
             other_pooling: append the last block's other pooling (of an encoder with [CLS] token).
+            norm: whether the final norm is applied to the last block.
 
         Raises:
             UserError: no such encoder, or no [CLS] token to pool.
@@ -81,26 +83,14 @@ class Encoding:
         if self.pooling == "cls" and not self.settings.class_token:
             raise UserError(f"{path}: has no [CLS] token, which this evaluation reads")
         self.encoder.to(device).requires_grad_(False).eval()
-        self.device, self.precision = device, precision
+        self.device, self.precision, self.norm = device, precision, norm
         depth = self.settings.depth
         self.blocks = min(blocks, depth)
+        self._earlier = range(depth - self.blocks, depth - 1)
         self.other: Literal["cls", "mean"] | None = None
         if other_pooling and self.settings.class_token:
             self.other = "mean" if self.pooling == "cls" else "cls"
         self.width = self.settings.width * (self.blocks + (self.other is not None))
-        self._earlier: list[Tensor] = []
-        for block in list(self.encoder.blocks)[depth - self.blocks : depth - 1]:
-            block.register_forward_hook(self._keep)
-
-    def _keep(self, module: nn.Module, inputs: object, output: Tensor) -> None:
-        # Pooled at once: the tokens of all blocks of a batch would fill the memory.
-        # The norm after the mean is that of the last block, as the final norm would be.
-        how = "mean" if self.pooling == "fc_norm" else self.pooling
-        self._earlier.append(self._pool(output, how))
-
-    def _pool(self, tokens: Tensor, how: Pooling) -> Tensor:
-        tokens = tokens if how == "cls" else tokens.float()  # a mean in full precision
-        return self.encoder.pool(tokens, how).float()
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
@@ -115,13 +105,20 @@ class Encoding:
         images = distributed.moved(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
-        self._earlier.clear()
+        # The norm after the mean is that of the last block, as the final norm would be.
+        mean = "mean" if self.pooling == "fc_norm" else self.pooling
         with mixed_precision(self.device, self.precision):
-            last = self.encoder(images)
-        parts = [*self._earlier, self._pool(last, self.pooling)]
+            features = self.encoder(
+                images,
+                blocks=self._earlier,
+                norm="last" if self.norm else "none",
+                pooling=mean,
+            )
+        last = features.tokens.float()  # a mean in full precision
+        parts = [features.blocks[number].float() for number in self._earlier]
+        parts.append(self.encoder.pool(last, self.pooling if self.norm else mean))
         if self.other is not None:
-            parts.append(self.encoder.pool(last.float(), self.other))
-        self._earlier.clear()
+            parts.append(self.encoder.pool(last, self.other))
         return torch.cat(parts, dim=1)
 
     @torch.no_grad()
@@ -137,12 +134,9 @@ class Encoding:
         images = distributed.moved(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
-        last: list[Tensor] = []
-        block = self.encoder.blocks[-1]
-        hook = block.register_forward_hook(lambda module, inputs, output: last.append(output))
-        with hook, mixed_precision(self.device, self.precision):
-            self.encoder(images)
-        return last[0][:, self.settings.prefix_tokens :]
+        with mixed_precision(self.device, self.precision):
+            features: Features = self.encoder(images, norm="none")
+        return features.patch_tokens()
 
 
 def finite(features: Tensor, run: Path) -> None:
@@ -165,6 +159,7 @@ def extract(
     out: str | Path,
     resize: int | None = None,
     precision: Literal["fp32", "tf32", "bf16"] = "fp32",
+    norm: bool = True,
 ) -> str:
     """Write the features of a split (see `maect.evaluate.store`); called on every rank.
 
@@ -177,6 +172,7 @@ def extract(
         precision: of the encoder's forward pass. Full float32, without TF32, by default: the
             features of an image are then the same on all machines up to rounding. Where there is
             no TF32, on CPUs, it is float32.
+        norm: whether the encoder's final norm is applied.
 
     Returns:
         "done", or "requeue" if the job was told to stop; a restart resumes from there.
@@ -188,7 +184,7 @@ def extract(
     index = open_index(shards)
     device = distributed.device_of(context)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    model = Encoding(encoder, device, "bf16" if precision == "bf16" else "fp32")
+    model = Encoding(encoder, device, "bf16" if precision == "bf16" else "fp32", norm=norm)
     index.check_channels(model.settings.pixels.channels)
     resize = resize or model.settings.default_resize
     record = {
@@ -200,6 +196,7 @@ def extract(
         "image_size": model.settings.image_size,
         "resize": resize,
         "precision": precision,
+        "norm": norm,
         "device": model.device.type,
         "torch": torch.__version__,
     }

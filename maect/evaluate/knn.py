@@ -14,7 +14,14 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, EvaluationJob, Features, Input, Positive, Protocol, idle_cpus
+from maect.evaluate.base import (
+    Count,
+    EvaluationJob,
+    Input,
+    Positive,
+    ReadsFeatures,
+    idle_cpus,
+)
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ TRAIN_ROWS = 16384
 _VOTES = 256
 
 
-class Knn(Protocol):
+class Knn(ReadsFeatures):
     """Weighted k-NN (paper, B; DINO's protocol): reports `k` and `temperature`, sweeps both."""
 
     name: ClassVar[str] = "knn"
@@ -45,7 +52,10 @@ class Knn(Protocol):
 
     def inputs(self) -> dict[str, Input]:
         """Features of both splits."""
-        return {"train": Features(self.train_split), "test": Features(self.test_split)}
+        return {
+            "train": self.read(self.train_split),
+            "test": self.read(self.test_split),
+        }
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Metrics in percent: `knn`, `knn_standardized`, and the full sweep over k and T.

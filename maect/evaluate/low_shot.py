@@ -20,7 +20,14 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, EvaluationJob, Features, Fraction, Input, Protocol, idle_cpus
+from maect.evaluate.base import (
+    Count,
+    EvaluationJob,
+    Fraction,
+    Input,
+    ReadsFeatures,
+    idle_cpus,
+)
 from maect.recipes.few_labels import FewLabels, fraction_list, shots_list
 
 if TYPE_CHECKING:
@@ -40,7 +47,7 @@ MEMORY = 10
 MAX_ITERATIONS = 5000
 
 
-class LowShot(FewLabels, Protocol):
+class LowShot(FewLabels, ReadsFeatures):
     """Logistic regression on 1, 2 and 5 labels per class (paper, B), three splits each."""
 
     name: ClassVar[str] = "low_shot"
@@ -77,7 +84,10 @@ class LowShot(FewLabels, Protocol):
 
     def inputs(self) -> dict[str, Input]:
         """Features of both splits."""
-        return {"train": Features(self.train_split), "test": Features(self.test_split)}
+        return {
+            "train": self.read(self.train_split),
+            "test": self.read(self.test_split),
+        }
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`.

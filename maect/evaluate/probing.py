@@ -136,7 +136,7 @@ class Probing:
             threads=self.context.cpus,
         )
         for batch in loader:
-            images = distributed.moved(batch.images[0], device)
+            images = distributed.moved(batch.images[0][0], device)
             x = self.encode(
                 augment(images, view, 0, settings.seed, batch.epochs, batch.ids, pixels)
             )

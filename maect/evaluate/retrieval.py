@@ -14,7 +14,14 @@ from maect.core.context import Context
 from maect.core.errors import UserError, check_names
 from maect.core.files import atomic_write
 from maect.core.settings import later
-from maect.evaluate.base import EvaluationJob, Features, Input, Left, Protocol, Shards, idle_cpus
+from maect.evaluate.base import (
+    EvaluationJob,
+    Input,
+    Left,
+    ReadsFeatures,
+    Shards,
+    idle_cpus,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     Ids = NDArray[np.int64]
 
 
-class Retrieval(Protocol):
+class Retrieval(ReadsFeatures):
     """Nearest images of some images and of cluster centres (paper, figures 7, 10 and 11)."""
 
     name: ClassVar[str] = "retrieval"
@@ -55,7 +62,7 @@ class Retrieval(Protocol):
     def inputs(self) -> dict[str, Input]:
         """Features and images of the test split, and its clusters."""
         return {
-            "test": Features(self.test_split),
+            "test": self.read(self.test_split),
             "images": Shards(self.test_split),
             "clusters": Left(self.clustering),
         }

@@ -13,7 +13,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Left, Shards
 from maect.recipes import Encoder
-from maect.recipes.flops import encode_flops
+from maect.recipes.cost import encode_flops
 
 if TYPE_CHECKING:
     import torch

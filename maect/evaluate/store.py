@@ -148,7 +148,9 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
     Raises:
         UserError: different encoders, pooling or classes, or images that were resized otherwise.
     """
-    for key in ("encoder_sha256", "pooling", "precision", "class_names", "image_size", "resize"):
+    for key in (
+        "encoder_sha256", "pooling", "precision", "norm", "class_names", "image_size", "resize",
+    ):  # fmt: skip
         if train.record.get(key) != test.record.get(key):
             raise UserError(
                 f"{train.path} and {test.path}: {key} differs; extract both in the same way"

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from maect.models.vit import VisionEncoder
     from maect.train.objective import Objective
 
 RECIPES = {
@@ -361,6 +360,7 @@ def stage_step(
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from maect.data.loader import Batch
+    from maect.recipes import views_by_size
 
     objective.to(device)
     averages: list[Tensor] = []
@@ -372,9 +372,13 @@ def stage_step(
         group["lr"] = group["peak_lr"]
     optimizer = torch.optim.AdamW(groups, fused=fused)
     encoder, ids = objective.encoder.settings, np.arange(batch)
-    size = encoder.pixels.channels, encoder.image_size, encoder.image_size
-    shape = (len(stage.view_settings()), batch, *size)
-    images = torch.randint(256, shape, dtype=torch.uint8)
+    sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
+    images = tuple(
+        torch.randint(
+            256, (len(views), batch, encoder.pixels.channels, size, size), dtype=torch.uint8
+        )
+        for size, views in sizes
+    )
     inputs = objective.prepare(Batch(0, ids, 0 * ids, 0 * ids, images), device)
 
     def step() -> None:
@@ -411,7 +415,6 @@ def method_step(
     # In full patches, as near as they come to 96 of 224 pixels.
     patch, size, channels = encoder.patch_size, encoder.image_size, encoder.pixels.channels
     side = max(1, round(size * 96 / 224 / patch)) * patch
-    small = _resized(student, encoder.model_copy(update={"image_size": side}), device)
     optimizer = torch.optim.AdamW(student.parameters(), fused=device.type == "cuda")
     views = max(passes.learning, passes.teacher)
     images = torch.randn(views * batch, channels, size, size, device=device)
@@ -428,10 +431,11 @@ def method_step(
             target = torch.zeros((), device=device)
             if teacher is not None:
                 with torch.no_grad():
-                    target = teacher(images[: passes.teacher * batch])[:, 0].float().mean(dim=0)
-            loss = _distance(student(images[: passes.learning * batch], kept), target)
+                    tokens = teacher(images[: passes.teacher * batch]).tokens
+                    target = tokens[:, 0].float().mean(dim=0)
+            loss = _distance(student(images[: passes.learning * batch], kept).tokens, target)
             if passes.local:
-                loss = loss + _distance(small(local), target)
+                loss = loss + _distance(student(local).tokens, target)
         loss.backward()
         optimizer.step()
         if teacher is not None:
@@ -439,16 +443,6 @@ def method_step(
             torch._foreach_lerp_(average, [p.detach() for p in student.parameters()], 0.004)
 
     return step
-
-
-def _resized(encoder: VisionEncoder, settings: Encoder, device: torch.device) -> VisionEncoder:
-    """The same weights for another image size."""
-    from maect.models.vit import build_encoder
-
-    other = build_encoder(settings).to(device)
-    other.blocks, other.norm, other.cls_token = encoder.blocks, encoder.norm, encoder.cls_token
-    other.patch_embed.proj = encoder.patch_embed.proj
-    return other
 
 
 def _distance(tokens: Tensor, target: Tensor) -> Tensor:

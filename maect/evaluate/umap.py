@@ -12,10 +12,10 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.evaluate.base import EvaluationJob, Features, Input, Protocol
+from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures
 
 
-class Umap(Protocol):
+class Umap(ReadsFeatures):
     """Two-dimensional UMAP embedding of the test split (paper, figures 6 and 8)."""
 
     name: ClassVar[str] = "umap"
@@ -34,7 +34,7 @@ class Umap(Protocol):
 
     def inputs(self) -> dict[str, Input]:
         """Features of the test split."""
-        return {"test": Features(self.test_split)}
+        return {"test": self.read(self.test_split)}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n].

@@ -78,17 +78,22 @@ def resize_stated(experiment: Experiment, run: str, dataset: str) -> int:
     return resize(experiment, run, dataset) or default
 
 
-def features_file(experiment: Experiment, run: str, dataset: str, split: str) -> Path:
+WITHOUT_NORM = ".before_norm"
+"""Behind a split's name: its features before the encoder's final norm."""
+
+
+def features_file(experiment: Experiment, run: str, dataset: str, split: Features) -> Path:
     """Features of a split, made with a run's encoder."""
-    return experiment.root / "features" / run / f"{dataset}-{split}.safetensors"
+    name = split.split if split.norm else f"{split.split}{WITHOUT_NORM}"
+    return experiment.root / "features" / run / f"{dataset}-{name}.safetensors"
 
 
 def input_path(experiment: Experiment, run: str, name: str, kind: Input) -> Path | list[Path]:
     """Where an input of an evaluation is: a file, a folder of shards, or folders of runs."""
     dataset = experiment.default_dataset
     match kind:
-        case Features(split):
-            return features_file(experiment, run, dataset, split)
+        case Features():
+            return features_file(experiment, run, dataset, kind)
         case Shards(split):
             return experiment.shards(dataset, split)
         case Left(evaluation):

@@ -233,7 +233,7 @@ def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
         for kind in experiment.evaluation(run, name).inputs().values():
             made = result
             if isinstance(kind, Features):
-                made = resolve.features_file(experiment, run, default, kind.split)
+                made = resolve.features_file(experiment, run, default, kind)
             if isinstance(kind, Features | Shards) and made.exists():
                 read.add(experiment.shards(default, kind.split) / "index.json")
     lost: dict[tuple[str, str], None] = {}
@@ -260,8 +260,8 @@ def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, s
     features = {path.name for path in paths if experiment.root / "features" in path.parents}
     found: dict[tuple[str, str], None] = {}
     for dataset, split in experiment.splits:
-        made = f"{dataset}-{split}.safetensors" in features
-        if made or experiment.shards(dataset, split) in folders:
+        made = {f"{dataset}-{split}{end}.safetensors" for end in ("", resolve.WITHOUT_NORM)}
+        if made & features or experiment.shards(dataset, split) in folders:
             found[dataset, experiment.datasets[dataset].splits[split].of or split] = None
     return list(found)
 

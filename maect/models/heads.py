@@ -94,6 +94,16 @@ class NNCLRHead(nn.Module):
         self.slow_projector: nn.Module | None = None
         self.start_ema()
 
+    def exported(self) -> dict[str, Tensor]:
+        """What a finished run leaves of it: all but the EMA projector, which starts anew."""
+        slow = "slow_projector."
+        return {k: v for k, v in self.state_dict().items() if not k.startswith(slow)}
+
+    def newest(self, count: int) -> Tensor:
+        """The vectors that entered the queue last, [count, E]: the same on every rank."""
+        end = int(self.pointer) or len(self.queue)
+        return self.queue[end - count : end]
+
     def start_ema(self) -> None:
         """Set the EMA projector to the projector, where the settings ask for one."""
         if self.settings.projector_ema:

@@ -1,12 +1,17 @@
 """The vision transformer: timm's blocks and names, with masking and frozen lower blocks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from timm.layers import PatchEmbed
-from timm.models.vision_transformer import VisionTransformer, global_pool_nlc
+from timm.layers import PatchEmbed, resample_abs_pos_embed
+from timm.models.vision_transformer import (
+    Block,
+    ResPostBlock,
+    VisionTransformer,
+    global_pool_nlc,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,12 +22,53 @@ from maect.recipes import Encoder
 
 Pooling = Literal["cls", "mean", "fc_norm"]
 """How tokens become one vector; with `fc_norm` the final norm follows the mean of the patches."""
+Norm = Literal["last", "none", "all"]
+"""Whose output the final norm is applied to: the last block's, none, or that of all blocks."""
+
+
+class Features(NamedTuple):
+    """What an encoder gives for images. Tokens are [CLS] if there is one, registers, then patches.
+
+    Attributes:
+        tokens: of the last block, [b, P + K, D].
+        blocks: output of each block asked for, by its number from 0: tokens [b, P + K, D], or
+            vectors [b, D] if they were to be pooled.
+        prefixes: number P of tokens before the patches.
+        grid: rows and columns of the images' patches, rows * columns = L; K = L, or fewer if only
+            some were encoded.
+    """
+
+    tokens: Tensor
+    blocks: dict[int, Tensor]
+    prefixes: int
+    grid: tuple[int, int]
+
+    def prefix_tokens(self, block: int | None = None) -> Tensor:
+        """[CLS] and registers of the last block or of another one, [b, P, D]."""
+        return self._of(block)[:, : self.prefixes]
+
+    def patch_tokens(self, block: int | None = None) -> Tensor:
+        """Patch tokens of the last block or of another one, row by row, [b, K, D]."""
+        return self._of(block)[:, self.prefixes :]
+
+    def _of(self, block: int | None) -> Tensor:
+        return self.tokens if block is None else self.blocks[block]
+
+
+class PostNormBlock(ResPostBlock):
+    """timm's block with each norm behind the sum, as data2vec has it: x = norm(x + attn(x))."""
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Tokens [b, N, D]."""
+        x = self.norm1(x + self.drop_path1(self.attn(x)))
+        return self.norm2(x + self.drop_path2(self.mlp(x)))
 
 
 class VisionEncoder(VisionTransformer):
     """timm's `VisionTransformer` without a classifier; its state dict is timm's.
 
-    Its tokens are [CLS] if there is one, the registers (Darcet et al. 2024), then the patches.
+    With `norm: post` in the settings (data2vec 2.0) a norm stands behind the embedding and behind
+    each sum of a block, and there is no final norm.
 
     Attributes:
         frozen_blocks: how many blocks, with what comes before them, run without gradients.
@@ -34,6 +80,7 @@ class VisionEncoder(VisionTransformer):
     pos_embed: Tensor  # type: ignore[assignment]
 
     def __init__(self, settings: Encoder) -> None:
+        post_norm = settings.norm == "post"
         super().__init__(
             img_size=settings.image_size,
             patch_size=settings.patch_size,
@@ -46,10 +93,16 @@ class VisionEncoder(VisionTransformer):
             reg_tokens=settings.registers,
             global_pool="token" if settings.class_token else "avg",
             fc_norm=False,
+            pre_norm=post_norm,  # timm's name for a norm behind the embedding
+            final_norm=not post_norm,
+            block_fn=PostNormBlock if post_norm else Block,
         )
+        if post_norm:  # timm leaves out the bias before a norm
+            self.patch_embed.proj.bias = nn.Parameter(torch.zeros(settings.width))
         self.settings = settings
         self.frozen_blocks = 0
         self.checkpointing = False
+        self._resampled: dict[tuple[int, int], Tensor] = {}
         del self.pos_embed  # learnt in timm, fixed here: a buffer is neither trained nor sharded
         grid = settings.image_size // settings.patch_size
         self.register_buffer("pos_embed", sincos_2d(settings.width, grid, self.num_prefix_tokens))
@@ -65,32 +118,95 @@ class VisionEncoder(VisionTransformer):
         return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
     def forward(  # type: ignore[override]
-        self, images: Tensor, ids_keep: Tensor | None = None
-    ) -> Tensor:
-        """Encode images.
+        self,
+        images: Tensor,
+        ids_keep: Tensor | None = None,
+        *,
+        blocks: Collection[int] = (),
+        norm: Norm = "last",
+        pooling: Pooling | None = None,
+    ) -> Features:
+        """Encode images of any height and width that patches tile.
 
         Args:
-            images: float [b, C, S, S], normalized.
+            images: float [b, C, H, W], normalized.
             ids_keep: patches to encode, int64 [b, K]; all L of them if None.
+            blocks: numbers, from 0, of the blocks whose output is asked for beside the last one's.
+            norm: whose output the final norm is applied to. A block number in `blocks` names the
+                raw output, also of the last block, unless it is "all".
+            pooling: pool the output of `blocks` at once: the tokens of many blocks fill the memory.
 
-        Returns:
-            All tokens after the final norm, [b, P + K, D], P = `num_prefix_tokens`.
+        Raises:
+            ValueError: images that patches do not tile, or no such block.
         """
+        if unknown := set(blocks) - set(range(len(self.blocks))):
+            raise ValueError(f"no block {min(unknown)} of {len(self.blocks)}")
+        kept: dict[int, Tensor] = {}
+
+        def keep(number: int, x: Tensor) -> None:
+            if number in blocks:
+                x = self.norm(x) if norm == "all" else x
+                kept[number] = x if pooling is None else self.pool(x, pooling)
+
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_blocks):
+            grid = self.grid_of(images)
             x = embed_patches(self.patch_embed, images)
-            x = x + self.pos_embed[:, self.num_prefix_tokens :]
+            positions = self.positions(*grid)
+            x = x + positions[:, self.num_prefix_tokens :]
             if ids_keep is not None:
                 (x,) = take_tokens(ids_keep, x)
             if self.num_prefix_tokens:
                 tokens = self._prefix()
                 prefix = torch.cat(tokens, dim=1) if len(tokens) > 1 else tokens[0]
-                prefix = prefix + self.pos_embed[:, : self.num_prefix_tokens]
+                prefix = prefix + positions[:, : self.num_prefix_tokens]
                 x = torch.cat([prefix.expand(len(x), -1, -1), x], dim=1)
-            for block in self.blocks[: self.frozen_blocks]:
-                x = block(x)
-        for block in self.blocks[self.frozen_blocks :]:
-            x = run_block(block, x, self.checkpointing)
-        return self.norm(x)
+            x = self.norm_pre(x)
+            for number in range(self.frozen_blocks):
+                x = self.blocks[number](x)
+                keep(number, x)
+        for number in range(self.frozen_blocks, len(self.blocks)):
+            x = run_block(self.blocks[number], x, self.checkpointing)
+            keep(number, x)
+        x = x if norm == "none" else self.norm(x)
+        return Features(x, kept, self.num_prefix_tokens, grid)
+
+    def grid_of(self, images: Tensor) -> tuple[int, int]:
+        """Rows and columns of patches of images [b, C, H, W].
+
+        Raises:
+            ValueError: patches do not tile them.
+        """
+        height, width = images.shape[2:]
+        patch = self.settings.patch_size
+        if height % patch or width % patch:
+            raise ValueError(f"images of {height} x {width} pixels: patches have {patch}")
+        return height // patch, width // patch
+
+    def positions(self, rows: int, columns: int) -> Tensor:
+        """Position table [1, P + rows * columns, D] of a grid.
+
+        It is the encoder's own, or made of it once for each other grid: bicubic, without
+        antialiasing, in float32 on the CPU, so that every device has the same.
+        """
+        side = self.settings.image_size // self.settings.patch_size
+        if rows == columns == side:
+            return self.pos_embed
+        if (rows, columns) not in self._resampled:
+            with torch.inference_mode(False), torch.no_grad():
+                own = self.pos_embed.detach().float().cpu().clone()
+                table = resample_abs_pos_embed(
+                    own, [rows, columns], [side, side], self.num_prefix_tokens, antialias=False
+                )
+                self._resampled[rows, columns] = table.to(self.pos_embed)
+        return self._resampled[rows, columns]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "VisionEncoder":
+        self._resampled.clear()  # moved, or in other numbers
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._resampled.clear()  # of other positions
+        super()._load_from_state_dict(*args)
 
     def pool(self, tokens: Tensor, how: Pooling) -> Tensor:  # type: ignore[override]
         """One vector per image, [b, D]: the [CLS] token, or the mean of the patch tokens.
@@ -113,9 +229,10 @@ class VisionEncoder(VisionTransformer):
         self.fc_norm, self.norm = nn.LayerNorm(self.settings.width, eps=1e-6), nn.Identity()
 
     def freeze(self, blocks: int) -> None:
-        """Freeze the lowest blocks, patch embedding, [CLS] and registers (the paper's protocol)."""
+        """Freeze the lowest blocks and all before them: embedding, [CLS], registers (the paper)."""
         self.frozen_blocks = blocks
-        for part in [self.patch_embed, *self.blocks[:blocks]] if blocks else []:
+        before = [self.patch_embed, self.norm_pre]
+        for part in [*before, *self.blocks[:blocks]] if blocks else []:
             part.requires_grad_(False).eval()
         for token in self._prefix():
             token.requires_grad_(not blocks)
@@ -134,7 +251,7 @@ def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
 
 
 def embed_patches(embed: PatchEmbed, images: Tensor) -> Tensor:
-    """timm's patch embedding as a matrix product, [b, C, S, S] to [b, L, D].
+    """timm's patch embedding as a matrix product, [b, C, H, W] to [b, L, D].
 
     A convolution's gradient need not be the same in every run: cuDNN may sum atomically, and
     oneDNN's kernel for AVX2 has hung in the barrier between its threads.

@@ -7,7 +7,7 @@ Nothing heavy is imported: a dry run of the pipeline reads these to validate an 
 size that is not among them has the value of the size which it is `like` (`encoders.yaml`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any, ClassVar, Literal
@@ -96,8 +96,14 @@ class Encoder(Settings):
     """Only some imported encoders (I-JEPA) have none; no stage trains them."""
     registers: int = later(0, ge=0)
     """Tokens beside [CLS] that nothing reads (Darcet et al. 2024)."""
+    norm: Literal["pre", "post"] = later("pre")
+    """Of blocks: before attention and MLP, or behind their sums (data2vec 2.0)."""
     pixels: Pixels = later(Pixels())
     """What it is given."""
+    shape: ClassVar[tuple[str, ...]] = (
+        "image_size", "patch_size", "width", "depth", "heads", "class_token", "registers", "norm",
+    )  # fmt: skip
+    """Settings that an encoder must share with one whose weights it takes over."""
 
     @property
     def patches(self) -> int:
@@ -143,11 +149,28 @@ class View(Settings):
     """
 
     crop_scale: tuple[float, float]
+    size: int | None = Field(default=None, gt=0)
+    """Height and width in pixels; none: the encoder's."""
     flip: float = 0.5
     jitter: float = 0.0
     blur: float = 0.0
     gray: float = 0.0
     solarize: float = 0.0
+
+
+def views_by_size(views: Sequence[View], image_size: int) -> dict[int, list[int]]:
+    """Numbers of the views of each size in pixels; sizes in the order of their first view.
+
+    Views of one size are one tensor of a batch, and one pass through the encoder.
+
+    Args:
+        views: of an image.
+        image_size: of the views that name none.
+    """
+    groups: dict[int, list[int]] = {}
+    for number, view in enumerate(views):
+        groups.setdefault(view.size or image_size, []).append(number)
+    return groups
 
 
 # MAE: scale from 0.2; tuning and probing from 0.08; the aug variant follows BYOL's asymmetry.
@@ -191,6 +214,10 @@ class Contrastive(Settings):
     """Of similarities, lookup and loss; bf16 is the authors'."""
     head_lr: float = Field(gt=0)
     head_weight_decay: float = Field(ge=0)
+    shape: ClassVar[tuple[str, ...]] = (
+        "queue_size", "projector_hidden", "predictor_hidden", "embedding",
+    )  # fmt: skip
+    """Settings that a head must share with one that it takes over."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""Bytes of device memory that a training takes, counted from its settings; no torch needed.
+"""Bytes of device memory that a training takes, added up from what its parts cost; no torch needed.
 
 What stays for the whole training, for P weights of which T are trained, on N ranks:
 
@@ -6,28 +6,17 @@ What stays for the whole training, for P weights of which T are trained, on N ra
     averages 4 A / N, buffers three times: as they are, and as the last two passes found them
 
 and what the passes add: inputs, bfloat16 copies of the trained weights, activations that wait for
-the backward pass, and what its first steps need beside all of these. With c bytes a number in
-products (2 in bfloat16) a block of width D keeps for each token
-
-    8 D       the inputs of two norms, in float32
-    14 c D    what its products read: two norms' outputs, queries, keys and values (3), attention's
-              output, the MLP's hidden layer before and after GELU (4 each)
-
-which is 36 D bytes in bfloat16. With checkpointing it keeps its input, 4 D, and one block at a time
-has the rest. The backward pass of a block begins with gradients of its output in both precisions
-and of the hidden layer, 4 D + 5 c D. Softmax statistics, indices and the like are left out.
+the backward pass (`maect.recipes.cost`), and what its first steps need beside all of these.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from maect.recipes import Contrastive, Encoder, View
-from maect.recipes.flops import parameters
+from maect.recipes import Encoder, views_by_size
+from maect.recipes.cost import FLOAT, Computed, Cost
 
 GIB = 2**30
-FLOAT = 4
 BUCKET = 25_000_000
 """Gradients that leave at once, and are held beside their sums meanwhile: 100 MB take a few
 milliseconds between nodes, and the last of them are not hidden."""
@@ -43,35 +32,6 @@ def gpu_memory(name: str) -> float | None:
     """Bytes of a GPU that a name such as A100-40GB gives, less what the driver takes; or None."""
     given = re.search(r"\b([0-9]+) ?GB\b", name.replace("-", " "))
     return None if given is None else 0.98 * GIB * int(given[1])
-
-
-class Computed(Protocol):
-    """How a training is computed."""
-
-    @property
-    def precision(self) -> str:
-        """Of matrix products, bf16 or fp32."""
-
-    @property
-    def activation_checkpointing(self) -> bool:
-        """Whether blocks are computed again in the backward pass."""
-
-    def view_settings(self) -> tuple[View, ...]:
-        """How each view of an image is made."""
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Bytes of a part of a model for one view of one image.
-
-    Attributes:
-        kept: wait for the backward pass through the part.
-        forward, backward: come and go at the worst moment of each pass through it.
-    """
-
-    kept: float
-    forward: float
-    backward: float
 
 
 @dataclass(frozen=True)
@@ -118,119 +78,43 @@ def footprint(
     computed: Computed,
     encoder: Encoder,
     images: int,
-    parts: Iterable[Activations],
+    parts: Sequence[Cost],
     *,
-    weights: float,
-    trained: float,
-    averaged: float = 0.0,
-    buffers: float = 0.0,
+    averaged: int = 0,
     mixes: bool = False,
 ) -> Footprint:
-    """Add up what the parts of a model, in the order of the forward pass, need for its images.
+    """Add up what the parts of an objective, in the order of the forward pass, need for its images.
 
     The backward pass meets the last part first, and frees what each part kept.
+
+    Args:
+        computed: how it is computed, and the views of an image.
+        encoder: shape of the images.
+        images: of a pass on one rank.
+        parts: of the objective.
+        averaged: weights with a running average.
+        mixes: whether images are mixed in pairs.
     """
-    copies = 2 * trained if _product(computed) == 2 else 0
+    weights, trained = sum(part.weights for part in parts), sum(part.trained for part in parts)
+    copies = 2 * trained if computed.precision == "bf16" else 0
     worst = kept = 0.0
-    for part in parts:
-        kept += images * part.kept
-        forward, backward = copies + images * part.forward, copies + images * part.backward
+    for memory in (memory for part in parts for memory in part.passes):
+        kept += images * memory.kept
+        forward, backward = copies + images * memory.forward, copies + images * memory.backward
         worst = max(worst, kept + forward, kept + backward)
-    inputs = images * FLOAT * pixels(encoder)
-    coloured = any(view.jitter or view.blur for view in computed.view_settings())
-    prepared = inputs * (COLOURS if coloured else MIXES if mixes else FLIPS)
+    buffers = sum(part.buffers for part in parts)
+    inputs, prepared = _inputs(computed, encoder, images, mixes)
     return Footprint(weights, trained, averaged, buffers, inputs, prepared, worst)
 
 
-def pixels(encoder: Encoder) -> int:
-    """Numbers of an image."""
-    return encoder.pixels.channels * encoder.image_size**2
-
-
-def _product(computed: Computed) -> int:
-    """Bytes of a number in matrix products."""
-    return 2 if computed.precision == "bf16" else 4
-
-
-def blocks(computed: Computed, tokens: int, width: int, trained: int) -> Activations:
-    """This many blocks that learn, or none that do, and the norm behind them.
-
-    A block that keeps nothing has the inputs of itself and of its MLP, a norm's output, and the
-    hidden layer before and after GELU; with checkpointing its own input is kept.
-    """
-    c, checkpointing = _product(computed), computed.activation_checkpointing
-    block, norm, begin = (8 + 14 * c) * width, 4 * width, (4 + 5 * c) * width
-    passing = (12 + 8 * c) * width - norm if checkpointing or not trained else 0
-    passing -= norm if checkpointing and trained else 0
-    kept = norm + trained * (norm if checkpointing else block)
-    # The norm behind the blocks is over then, and the input of the block is kept.
-    backward = begin - norm + (block - norm if checkpointing else 0) if trained else 0
-    return Activations(tokens * kept, tokens * passing, tokens * backward)
-
-
-def encoder_activations(
-    computed: Computed, encoder: Encoder, tokens: int, trained: int
-) -> Activations:
-    """The encoder, of which this many blocks learn, with the patch embedding if these are all."""
-    own = blocks(computed, tokens, encoder.width, trained)
-    patches = _product(computed) * pixels(encoder) if trained == encoder.depth else 0
-    return Activations(own.kept + patches, own.forward, own.backward)
-
-
-def decoder_activations(
-    computed: Computed, encoder: Encoder, visible: int, mask_ratio: float
-) -> Activations:
-    """MAE's decoder, given this many tokens, and the loss.
-
-    The loss keeps the difference on masked patches in float32. While it is computed there are its
-    two sides, and the prediction in both precisions.
-    """
-    c, tokens, width = _product(computed), 1 + encoder.patches, encoder.decoder_width
-    own = blocks(computed, tokens, width, encoder.decoder_depth)
-    masked = FLOAT * mask_ratio * pixels(encoder)
-    loss = (c + FLOAT) * pixels(encoder) + 2 * masked
-    behind = c * tokens * width + masked  # the blocks
-    kept = own.kept + c * visible * encoder.width + behind
-    return Activations(kept, max(own.forward - behind, loss), own.backward - behind)
-
-
-def head_activations(computed: Computed, head: Contrastive, width: int) -> Activations:
-    """The NNCLR head.
-
-    A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
-    reads. The lookup has similarities to the queue twice, and which entries are one's own.
-    """
-    c = _product(computed)
-    hidden = (8 + c) * (2 * head.projector_hidden + head.predictor_hidden)
-    ends = c * width + (20 + c) * head.embedding
-    exact = FLOAT if head.precision == "fp32" else 2
-    lookup = (2 * exact + 0.5) * head.queue_size if head.lookup != "none" else 0
-    return Activations(hidden + ends, lookup, 0)
-
-
-def decoder_parameters(encoder: Encoder) -> int:
-    """Weights of MAE's decoder, near enough."""
-    width = encoder.decoder_width
-    ends = encoder.width * width + encoder.pixels.channels * encoder.patch_size**2 * width
-    return ends + encoder.decoder_depth * (12 * width**2 + 13 * width)
-
-
-def head_weights(head: Contrastive, width: int) -> int:
-    """Trained weights of the NNCLR head, near enough."""
-    hidden = head.projector_hidden
-    projector = hidden * (width + hidden + head.embedding)
-    return projector + 2 * head.embedding * head.predictor_hidden
-
-
-def head_buffers(head: Contrastive, width: int) -> int:
-    """Bytes of the queue, its ids and labels, and of the EMA projector."""
-    hidden = head.projector_hidden
-    slow = hidden * (width + hidden + head.embedding) if head.projector_ema else 0
-    return FLOAT * slow + head.queue_size * (FLOAT * head.embedding + 16)
-
-
-def trained_parameters(encoder: Encoder, trained: int) -> float:
-    """Weights of the last blocks, this many; of all of the encoder, if these are all."""
-    if trained == encoder.depth:
-        return parameters(encoder)
-    return trained * (12 * encoder.width**2 + 13 * encoder.width)
+def _inputs(computed: Computed, encoder: Encoder, images: int, mixes: bool) -> tuple[float, float]:
+    """Bytes of the views of some images, and at the worst moment of making them, size by size."""
+    views = computed.view_settings()
+    inputs = prepared = 0.0
+    for size, numbers in views_by_size(views, encoder.image_size).items():
+        own = images * len(numbers) * FLOAT * encoder.pixels.channels * size**2
+        coloured = any(views[number].jitter or views[number].blur for number in numbers)
+        factor = COLOURS if coloured else MIXES if mixes else FLIPS
+        prepared = max(prepared, inputs + factor * own)
+        inputs += own
+    return inputs, prepared

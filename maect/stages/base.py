@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.settings import later
-from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, View
+from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, View, views_by_size
+from maect.recipes.cost import Cost, encoder_cost, head_cost, view_groups
 from maect.recipes.few_labels import FewLabels
-from maect.train.stage import Training, Updates
+from maect.train.stage import Stage, Training, Updates
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
@@ -34,8 +35,23 @@ def check_colors(views: Sequence[View], encoder: Encoder) -> None:
         )
 
 
+def head_file(name: str) -> str:
+    """The file that a run leaves of a head."""
+    return f"{name}.safetensors"
+
+
 class SelfSupervised(Training):
-    """Settings of the stages that learn without labels, from views of images."""
+    """Settings of the stages that learn without labels, from views of images.
+
+    Their objective has named parts: `encoder`, whatever else a stage adds, and any number of
+    heads, whose settings stand in `heads`. What holds for a head is said here, once: its learning
+    rate, what it costs, the file it leaves, and that a run takes it over from another one.
+
+    Attributes:
+        continues_heads: whether a run starts with the heads of the run that it starts from.
+    """
+
+    continues_heads: ClassVar[bool] = False
 
     augmentation: Literal["mae", "min", "aug"]
     crop_scale: tuple[float, float] | None = None
@@ -47,7 +63,8 @@ class SelfSupervised(Training):
     warmup_fraction: float = Field(ge=0, lt=1)
     lr_counts_views: bool = True
     """lr = base_lr x batch_size x views / 256 (authors' code); False leaves `views` out."""
-    views: int = Field(default=2, ge=1, le=2)
+    views: int = Field(default=2, ge=1)
+    """Of an image; the augmentation has a pair, of which further views take the next in turn."""
     mask_ratio: float = Field(default=0.0, ge=0, lt=1)
     head: Contrastive | None = None
 
@@ -57,34 +74,91 @@ class SelfSupervised(Training):
         return self.warmup_fraction
 
     @property
+    def heads(self) -> dict[str, Contrastive]:
+        """Settings of the heads, by the name of each in the objective: `head`, `heads.3`."""
+        return {} if self.head is None else {"head": self.head}
+
+    @property
     def leaves(self) -> tuple[str, ...]:
-        """The encoder, and the NNCLR head where there is one."""
-        return ("encoder.safetensors", *(["head.safetensors"] if self.head else []))
+        """The encoder, and a file for each head."""
+        return ("encoder.safetensors", *map(head_file, self.heads))
+
+    def takes(self, source: Stage) -> tuple[str, ...]:
+        """The encoder, and the heads of the same names if this stage continues them."""
+        return (*super().takes(source), *map(head_file, self._continued(source)))
+
+    def _continued(self, source: Stage) -> list[str]:
+        """Names of the heads that a run takes over from one of `source`."""
+        if not (self.continues_heads and isinstance(source, SelfSupervised)):
+            return []
+        return [name for name in self.heads if name in source.heads]
+
+    def check_source(self, encoder: Encoder, source: Stage, source_encoder: Encoder) -> None:
+        """Refuse another encoder, and heads of other shapes."""
+        super().check_source(encoder, source, source_encoder)
+        for name in self._continued(source):
+            ours, theirs = self.heads[name], cast(SelfSupervised, source).heads[name]
+            for key in ours.shape:
+                if getattr(ours, key) != getattr(theirs, key, None):
+                    here, there = getattr(ours, key), getattr(theirs, key, None)
+                    raise ValueError(f"{name}.{key} {here} differs from {there}")
 
     def view_settings(self) -> tuple[View, ...]:
         """The augmentation's views with this run's crop scale, flips and blur."""
         changes = {"crop_scale": self.crop_scale, "flip": self.flip, "blur": self.blur}
         changes = {key: value for key, value in changes.items() if value is not None}
-        return tuple(view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation])[
-            : self.views
-        ]
+        pair = [view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation]]
+        return tuple(pair[number % len(pair)] for number in range(self.views))
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse an encoder without [CLS] token, or changes of colours where there are none."""
-        check_colors(self.view_settings(), encoder)
+        """Refuse an encoder without [CLS] token, and views that it cannot be given."""
+        views = self.view_settings()
+        check_colors(views, encoder)
         if not encoder.class_token:
             raise ValueError("an encoder without [CLS] token is not trained without labels")
+        sizes = views_by_size(views, encoder.image_size)
+        for size in sizes:
+            if size % encoder.patch_size:
+                raise ValueError(
+                    f"views of {size} pixels: not a multiple of patch_size {encoder.patch_size}"
+                )
+        if self.mask_ratio and len(sizes) > 1:
+            raise ValueError("mask_ratio: views of several sizes are not masked")
+
+    def trained_blocks(self, encoder: Encoder) -> int:
+        """How many of the encoder's last blocks learn."""
+        return encoder.depth
+
+    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+        """What the encoder takes, then what the heads take."""
+        groups = view_groups(encoder, self.view_settings(), self.mask_ratio)
+        trained = self.trained_blocks(encoder)
+        learns = self.reaches_encoder and trained > 0
+        heads = {
+            name: head_cost(
+                self, head, encoder,
+                batch_size=self.batch_size, views=groups[0].views, encoder_learns=learns,
+            )
+            for name, head in self.heads.items()
+        }  # fmt: skip
+        return {"encoder": encoder_cost(self, encoder, groups, trained), **heads}
+
+    @property
+    def reaches_encoder(self) -> bool:
+        """Whether the heads' gradient goes on into the encoder."""
+        return True
 
     def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
-        """The head's rates for the head, `encoder_rates` for everything else."""
+        """Each head's rates for that head, `encoder_rates` for everything else."""
         from maect.train.optimizer import grouped
 
         depth = len(objective.encoder.blocks)
 
         def rates(name: str) -> tuple[float, float]:
+            for part, head in self.heads.items():
+                if name.startswith(f"{part}."):
+                    return self.scaled_lr(head.head_lr), head.head_weight_decay
             part, _, inner = name.partition(".")
-            if part == "head" and self.head is not None:
-                return self.scaled_lr(self.head.head_lr), self.head.head_weight_decay
             return self.encoder_rates(inner if part == "encoder" else None, depth)
 
         return grouped(objective, rates)
@@ -98,10 +172,13 @@ class SelfSupervised(Training):
         raise NotImplementedError
 
     def start_from(self, source: Path, objective: Any, encoder: Encoder) -> None:
-        """Take over the encoder of the run in a folder."""
-        from maect.stages.weights import load_source
+        """Take over the encoder of the run in a folder and, if they are continued, its heads."""
+        from maect.stages.weights import load_head, load_source
 
         load_source(objective.encoder, encoder, source)
+        for name in self.heads if self.continues_heads else ():
+            if (source / head_file(name)).exists():
+                load_head(objective.get_submodule(name), source / head_file(name))
 
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()
@@ -124,14 +201,16 @@ class SelfSupervised(Training):
         source: Path | None,
         index: "Index",
     ) -> dict[str, Any]:
-        """Write the encoder, or its running average, and the head where there is one."""
-        from maect.stages.weights import export_encoder, export_head
+        """Write the encoder, or its running average, and each head."""
+        from maect.stages.weights import copy_encoder, export_encoder, export_head
         from maect.train.checkpoint import AVERAGE, PARAM
 
+        for name, head in self.heads.items():
+            export_head(folder / head_file(name), name, head, encoder, reader)
+        if not self.trains_encoder:
+            return {"pooling": copy_encoder(self.need(source), folder)}
         pooling, kind = self.pooling(encoder), PARAM if self.encoder_average is None else AVERAGE
         export_encoder(folder, encoder, reader, source, pooling, kind)
-        if self.head is not None:
-            export_head(folder, self.head, encoder, reader)
         return {"pooling": pooling}
 
     def scaled_lr(self, base_lr: float) -> float:
@@ -145,25 +224,24 @@ class SelfSupervised(Training):
             UserError: too few, or an oracle without labels.
         """
         images = super().training_images(index)
-        if self.head is not None and self.head.lookup == "oracle" and images.labels.min() < 0:
+        oracle = any(head.lookup == "oracle" for head in self.heads.values())
+        if oracle and images.labels.min() < 0:
             raise UserError(f"{index.directory}: an oracle needs labels; some images have none")
         return images
 
     def check_contrastive(self) -> Self:
         """Refuse what the contrastive loss cannot be computed with."""
-        head = self.head
-        if head is None:
-            return self
-        if self.views != 2:
+        if self.heads and self.views != 2:
             raise ValueError("the contrastive loss needs views: 2")
-        if head.queue_size % self.batch_size:
-            raise ValueError(
-                f"batch_size {self.batch_size} does not divide queue_size {head.queue_size}: "
-                "the queue is filled in whole batches"
-            )
-        if head.topk > head.queue_size:
-            raise ValueError(f"topk {head.topk} is larger than queue_size {head.queue_size}")
-        if self.accumulation != 1:
+        for head in self.heads.values():
+            if head.queue_size % self.batch_size:
+                raise ValueError(
+                    f"batch_size {self.batch_size} does not divide queue_size {head.queue_size}: "
+                    "the queue is filled in whole batches"
+                )
+            if head.topk > head.queue_size:
+                raise ValueError(f"topk {head.topk} is larger than queue_size {head.queue_size}")
+        if self.heads and self.accumulation != 1:
             raise ValueError(
                 "accumulation must be 1 in contrastive stages: batch statistics and negatives are "
                 "those of the whole global batch"

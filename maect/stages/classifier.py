@@ -111,10 +111,8 @@ class Classifier(Objective):
         """Flipped, erased and mixed images, and which residual branches are dropped."""
         stage, seed, ids, epochs = self.stage, self.seed, batch.ids, batch.epochs
         (view,) = stage.view_settings()
-        values = batch.on(device, self.draw)
-        images = augment(
-            values["images"][0], view, 0, seed, epochs, ids, self.encoder.settings.pixels
-        )
+        (cropped,), values = batch.on(device, self.draw)
+        images = augment(cropped[0], view, 0, seed, epochs, ids, self.encoder.settings.pixels)
         erase(images, stage.random_erasing, seed, epochs, ids)
         mix = draw_mix(stage.mixup, stage.cutmix, images.shape[-1], seed, batch.step)
         kept = values.get("kept")
@@ -158,7 +156,7 @@ class Classifier(Objective):
     def _pooled(self, encoder: VisionEncoder, norm: nn.Module, images: Tensor) -> Tensor:
         how = "mean" if self.pooling == "fc_norm" else self.pooling
         with mixed_precision(images.device, self.stage.precision):
-            tokens = encoder(images)
+            tokens = encoder(images).tokens
         with torch.autocast(images.device.type, enabled=False):
             pooled: Tensor = norm(encoder.pool(tokens.float(), how))
         return pooled

@@ -10,9 +10,8 @@ from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder
+from maect.recipes.cost import Cost, encoder_cost, view_groups
 from maect.recipes.few_labels import fraction_list, shots_list
-from maect.recipes.flops import parameters, view_flops
-from maect.recipes.memory import Footprint, encoder_activations, footprint, trained_parameters
 from maect.stages.base import Supervised
 from maect.train.stage import EVERY_OTHER, Training
 
@@ -171,20 +170,8 @@ class FineTune(Supervised, Training):
                 f"frozen_blocks {self.frozen_blocks}: the encoder has {encoder.depth} blocks"
             )
 
-    def flops_per_image(self, encoder: Encoder) -> float:
-        """Operations of one training step, forward and backward, per image."""
-        return view_flops(encoder, encoder.prefix_tokens + encoder.patches, self.frozen_blocks)
-
-    def footprint(self, encoder: Encoder, images: int) -> Footprint:
-        """Device memory of a pass over this many images on one rank."""
-        tuned, tokens = encoder.depth - self.frozen_blocks, encoder.prefix_tokens + encoder.patches
-        return footprint(
-            self, encoder, images, [encoder_activations(self, encoder, tokens, tuned)],
-            weights=parameters(encoder), trained=trained_parameters(encoder, tuned),
-            mixes=self.mixes,
-        )  # fmt: skip
-
-    def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a finished run leaves."""
-        body = parameters(encoder)
-        return self._state(body, 0, body)
+    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+        """What the encoder takes; the classifier is small."""
+        groups = view_groups(encoder, self.view_settings())
+        tuned = encoder.depth - self.frozen_blocks
+        return {"encoder": encoder_cost(self, encoder, groups, tuned)}

@@ -18,10 +18,9 @@ from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatch
 from maect.models.heads import NNCLRHead
 from maect.models.precision import mixed_precision
 from maect.models.vit import Pooling, VisionEncoder
-from maect.recipes import visible_patches
+from maect.recipes import views_by_size, visible_patches
 from maect.stages.base import SelfSupervised
-from maect.train.collapse import collapse, effective_rank, newest
-from maect.train.look import uniformity
+from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
 
 
@@ -30,13 +29,16 @@ class Views:
     """One rank's part of a batch, on the device.
 
     Attributes:
-        images: augmented and normalized, float32 [views, b, 3, S, S].
-        ids_shuffle: patch numbers of each view, the visible ones first, int64 [views, b, L].
+        images: of each size, in the order of the first view of each, augmented and normalized,
+            float32 [views, b, C, S, S].
+        ids_shuffle: patch numbers of each view of the first size, the visible ones first, int64
+            [views, b, L].
         ids, labels: int64 [b]; labels are -1 where unknown.
-        neighbors: which of the k nearest neighbours to take, int64 [views, b].
+        neighbors: which of the k nearest neighbours to take, for each view of the first size, int64
+            [views, b].
     """
 
-    images: Tensor
+    images: tuple[Tensor, ...]
     ids_shuffle: Tensor | None
     ids: Tensor
     labels: Tensor
@@ -44,10 +46,7 @@ class Views:
 
 
 class ViewsObjective(Objective):
-    """Base of the objectives on views, with or without an NNCLR head."""
-
-    head: NNCLRHead | None
-    """None, unless a subclass sets it."""
+    """Base of the objectives on views, with any number of NNCLR heads among its parts."""
 
     def __init__(self, stage: SelfSupervised, encoder: VisionEncoder, seed: int) -> None:
         """Hold what every such objective has.
@@ -62,7 +61,13 @@ class ViewsObjective(Objective):
         self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
         self.left_pooling: Pooling = self.pooling
         """What evaluations of the encoder that is left read."""
-        self.encoder, self.head = encoder, None
+        self.encoder = encoder
+        self.sizes = views_by_size(self.view_settings, encoder.settings.image_size)
+
+    @property
+    def nnclr_heads(self) -> dict[str, NNCLRHead]:
+        """All heads, by their names in this module."""
+        return {name: part for name, part in self.named_modules() if isinstance(part, NNCLRHead)}
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """bfloat16 for matrix products; parameters stay in float32."""
@@ -74,52 +79,63 @@ class ViewsObjective(Objective):
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
         """Masks and lookup numbers, as `Views` has them."""
-        stage, seed, views, drawn = self.stage, self.seed, len(self.view_settings), {}
+        stage, seed, drawn = self.stage, self.seed, {}
+        first, *_ = self.sizes.values()
         if stage.mask_ratio:
             patches = self.encoder.settings.patches
-            drawn["ids_shuffle"] = ids_shuffle(patches, seed, epochs, ids, views)
+            drawn["ids_shuffle"] = ids_shuffle(patches, seed, epochs, ids, first)
         if stage.head is not None:
-            drawn["neighbors"] = lookup_numbers(stage.head.topk, seed, epochs, ids, views)
+            drawn["neighbors"] = lookup_numbers(stage.head.topk, seed, epochs, ids, len(first))
         return drawn
 
     def prepare(self, batch: Batch, device: torch.device) -> Views:
         """Augmented views, masks and lookup numbers of a batch."""
-        values = batch.on(device, self.draw)
-        raw = values["images"]
-        changes = draw_changes(self.view_settings, self.seed, batch.epochs, batch.ids)
-        pixels = self.encoder.settings.pixels
-        images = apply_changes(flat(raw), changes, pixels).unflatten(0, raw.shape[:2])
+        cropped, values = batch.on(device, self.draw)
+        pixels, images = self.encoder.settings.pixels, []
+        for numbers, raw in zip(self.sizes.values(), cropped, strict=True):
+            views = {number: self.view_settings[number] for number in numbers}
+            changes = draw_changes(views, self.seed, batch.epochs, batch.ids)
+            images.append(apply_changes(flat(raw), changes, pixels).unflatten(0, raw.shape[:2]))
         shuffle, neighbors = values.get("ids_shuffle"), values.get("neighbors")
-        return Views(images, shuffle, values["ids"], values["labels"], neighbors)
+        return Views(tuple(images), shuffle, values["ids"], values["labels"], neighbors)
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
         """Pooled tokens of whole images, [b, D]."""
         encoder = cast(VisionEncoder, parts["encoder"])
         with self.autocast(images.device):
-            return encoder.pool(encoder(images), self.left_pooling)
+            return encoder.pool(encoder(images).tokens, self.left_pooling)
 
     def changing_buffers(self) -> list[Tensor]:
-        """The head's queue and statistics."""
-        return [] if self.head is None else list(self.head.buffers())
+        """The heads' queues and statistics."""
+        return [buffer for head in self.nnclr_heads.values() for buffer in head.buffers()]
 
     def after_update(self, gathered: Gathered) -> None:
-        """Move the EMA projector towards the projector."""
-        if self.head is not None and self.head.slow_projector is not None:
-            with gathered(self.head.projector):
-                self.head.update_ema()
+        """Move each EMA projector towards its projector."""
+        for head in self.nnclr_heads.values():
+            if head.slow_projector is not None:
+                with gathered(head.projector):
+                    head.update_ema()
 
     @property
     def has_health(self) -> bool:
         """With a head."""
-        return self.head is not None
+        return bool(self.nnclr_heads)
 
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:
-        """Spread of the newest vectors of the queue, which is the same on every rank."""
-        if self.head is None:
-            return {}, None
-        vectors = newest(self.head, batch_size)
-        spread = {"uniformity": uniformity(vectors), "effective_rank": effective_rank(vectors)}
-        return spread, collapse(spread)
+        """Spread of the newest vectors of each queue, which is the same on every rank.
+
+        Of several heads, values have the head's name behind theirs, `uniformity.heads.3`.
+        """
+        values, faults, heads = dict[str, float](), [], self.nnclr_heads
+        for name, head in heads.items():
+            found = spread(head.newest(batch_size))
+            fault = collapse(found)
+            if len(heads) > 1:
+                found = {f"{key}.{name}": value for key, value in found.items()}
+                fault = fault and f"{name}: {fault}"
+            values |= found
+            faults += [fault] if fault else []
+        return values, faults[0] if faults else None
 
 
 def flat(x: Tensor) -> Tensor:
@@ -156,15 +172,16 @@ class MaskedAutoencoder(ViewsObjective):
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """MAE's loss over all views, [] and scalars to log."""
         assert views.ids_shuffle is not None
-        images, order = flat(views.images), flat(views.ids_shuffle)
+        (images,), order = map(flat, views.images), flat(views.ids_shuffle)
         visible = self.visible(order.shape[1])
         with self.autocast(images.device):
-            tokens = self.encoder(images, order[:, :visible])
+            tokens = self.encoder(images, order[:, :visible]).tokens
             prediction = self.decoder(tokens, order)
             loss = reconstruction_loss(prediction, images, order, visible, self.normalize_pixels)
             if self.head is None:
                 return loss, {}
-            features = self.encoder.pool(tokens, self.pooling).unflatten(0, views.images.shape[:2])
+            features = self.encoder.pool(tokens, self.pooling)
+            features = features.unflatten(0, views.images[0].shape[:2])
             features = features.detach() if self.detached else features
             out = self.head(features, views.ids, views.labels, views.neighbors)
         total = loss + self.weight * out.loss
@@ -185,7 +202,8 @@ class MaskedAutoencoder(ViewsObjective):
         encoder, decoder = cast(VisionEncoder, parts["encoder"]), parts["decoder"]
         visible = self.visible(ids_shuffle.shape[1])
         with self.autocast(images.device):
-            predicted = decoder(encoder(images, ids_shuffle[:, :visible]), ids_shuffle).float()
+            tokens = encoder(images, ids_shuffle[:, :visible]).tokens
+            predicted = decoder(tokens, ids_shuffle).float()
         patch = encoder.settings.patch_size
         target = patchify(images.float(), patch)
         if self.normalize_pixels:
@@ -205,8 +223,6 @@ class ContrastiveObjective(ViewsObjective):
     With `train_encoder=False` the whole encoder is frozen and no graph of it is built.
     """
 
-    head: NNCLRHead
-
     def __init__(
         self,
         stage: SelfSupervised,
@@ -222,14 +238,15 @@ class ContrastiveObjective(ViewsObjective):
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """The symmetrised NNCLR loss, [] and scalars to log."""
-        images = flat(views.images)
+        (images,) = map(flat, views.images)
         kept = None
         if views.ids_shuffle is not None:
             order = flat(views.ids_shuffle)
             kept = order[:, : self.visible(order.shape[1])]
         with self.autocast(images.device):
             with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
-                tokens = self.encoder(images, kept)
-            features = self.encoder.pool(tokens, self.pooling).unflatten(0, views.images.shape[:2])
+                tokens = self.encoder(images, kept).tokens
+            features = self.encoder.pool(tokens, self.pooling)
+            features = features.unflatten(0, views.images[0].shape[:2])
             out = self.head(features, views.ids, views.labels, views.neighbors)
         return out.loss, out.metrics

@@ -4,18 +4,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from maect.recipes import Encoder, visible_patches
-from maect.recipes.flops import decoder_flops, head_flops, head_parameters, parameters, view_flops
-from maect.recipes.memory import (
-    Footprint,
-    decoder_activations,
-    decoder_parameters,
-    encoder_activations,
-    footprint,
-    head_activations,
-    head_buffers,
-    head_weights,
-)
+from maect.recipes import Encoder
+from maect.recipes.cost import Cost, decoder_cost, view_groups
 from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:  # these import torch
@@ -68,35 +58,14 @@ class Pretrain(SelfSupervised):
         """As evaluations pool an encoder that was only pre-trained."""
         return encoder.mae_pooling
 
-    def flops_per_image(self, encoder: Encoder) -> float:
-        """Operations of one training step, forward and backward over all views, per image."""
-        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
-        view = view_flops(encoder, tokens) + 3 * decoder_flops(encoder, tokens)
-        if self.head is not None:
-            combined = self.contrastive == "combined"
-            view += head_flops(self.head, encoder.width, self.batch_size, combined)
-        return self.views * view
+    @property
+    def reaches_encoder(self) -> bool:
+        """Not if it is detached."""
+        return self.contrastive == "combined"
 
-    def footprint(self, encoder: Encoder, images: int) -> Footprint:
-        """Device memory of a pass over this many images on one rank."""
-        tokens = encoder.prefix_tokens + visible_patches(encoder.patches, self.mask_ratio)
-        parts = [
-            encoder_activations(self, encoder, tokens, encoder.depth),
-            decoder_activations(self, encoder, tokens, self.mask_ratio),
-        ]
-        weights, buffers = parameters(encoder) + decoder_parameters(encoder), 0
-        if self.head is not None:
-            parts.append(head_activations(self, self.head, encoder.width))
-            weights += head_weights(self.head, encoder.width)
-            buffers = head_buffers(self.head, encoder.width)
-        return footprint(
-            self, encoder, self.views * images, parts,
-            weights=weights, trained=weights, buffers=buffers,
-        )  # fmt: skip
-
-    def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a finished run leaves."""
-        learnt = parameters(encoder) + encoder.decoder_depth * 12 * encoder.decoder_width**2
-        if self.head is not None:
-            learnt += head_parameters(self.head, encoder.width)
-        return self._state(learnt, 0, learnt)
+    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+        """The decoder's between the encoder's and the head's."""
+        costs = super().costs(encoder)
+        (group,) = view_groups(encoder, self.view_settings(), self.mask_ratio)
+        decoder = decoder_cost(self, encoder, group, self.mask_ratio)
+        return {"encoder": costs.pop("encoder"), "decoder": decoder, **costs}

@@ -1,10 +1,12 @@
 """Weights that stages take over from a run and leave behind; imports torch."""
 
+import shutil
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from maect.core.errors import UserError
+from maect.core.files import atomic_write
 from maect.models.heads import NNCLRHead
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.models.weights import (
@@ -16,9 +18,6 @@ from maect.models.weights import (
 from maect.recipes import Contrastive, Encoder
 from maect.train.checkpoint import PARAM, StateReader
 
-EMA_PROJECTOR = "slow_projector."
-"""Its name in states; a head's file is without it."""
-
 
 def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
     """Take over the encoder of a finished run.
@@ -27,22 +26,22 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
         UserError: it has another shape.
     """
     module, settings, _ = load_encoder_weights(source / "encoder.safetensors")
-    for key in ("image_size", "patch_size", "width", "depth", "heads", "class_token", "registers"):
+    for key in encoder.shape:
         here, there = getattr(encoder, key), getattr(settings, key)
         if here != there:
             raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
     vit.load_state_dict(module.state_dict())
 
 
-def load_head(head: NNCLRHead, path: Path) -> None:
+def load_head(head: nn.Module, path: Path) -> None:
     """Take over projector, predictor and queue; the EMA projector starts at the projector.
 
     Raises:
         UserError: they have other shapes.
     """
+    assert isinstance(head, NNCLRHead)
     tensors, _ = load_tensors(path)
-    own = {k: v for k, v in head.state_dict().items() if not k.startswith(EMA_PROJECTOR)}
-    for name, value in own.items():
+    for name, value in head.exported().items():
         if name not in tensors or tensors[name].shape != value.shape:
             there = list(tensors[name].shape) if name in tensors else "nothing"
             raise UserError(
@@ -70,9 +69,18 @@ def export_encoder(
     save_encoder(folder / "encoder.safetensors", template | trained, encoder, pooling)
 
 
-def export_head(folder: Path, head: Contrastive, encoder: Encoder, reader: StateReader) -> None:
-    """Write `head.safetensors`."""
-    shapes = NNCLRHead(encoder.width, head).state_dict()
-    shapes = {k: v for k, v in shapes.items() if not k.startswith(EMA_PROJECTOR)}
+def copy_encoder(source: Path, folder: Path) -> Pooling:
+    """Copy the encoder of a run, to the byte; gives its pooling."""
+    target = folder / "encoder.safetensors"
+    with atomic_write(target) as temporary:
+        shutil.copyfile(source / "encoder.safetensors", temporary)
+    return load_encoder_weights(target)[2]
+
+
+def export_head(
+    path: Path, name: str, head: Contrastive, encoder: Encoder, reader: StateReader
+) -> None:
+    """Write a head; `name` is its name in the objective."""
+    shapes = NNCLRHead(encoder.width, head).exported()
     metadata = {"head": head.model_dump_json(), "width": str(encoder.width)}
-    save_tensors(folder / "head.safetensors", reader.part(PARAM, "head.", shapes), metadata)
+    save_tensors(path, reader.part(PARAM, f"{name}.", shapes), metadata)

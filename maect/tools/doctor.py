@@ -284,16 +284,16 @@ def needs(experiment: Experiment) -> tuple[int, int]:
                 files += 4 * given.shards
     for run in experiment.runs.values():
         size += run.settings.state_bytes(run.encoder)
-    for name, split in _features(experiment):
-        images = shards_of(experiment.shards(experiment.default_dataset, split)).images or 0
+    for name, source in _features(experiment):
+        images = shards_of(experiment.shards(experiment.default_dataset, source.split)).images or 0
         size += feature_bytes(experiment.runs[name].encoder, images)
     return size, files + 10 * len(experiment.evaluations)
 
 
-def _features(experiment: Experiment) -> set[tuple[str, str]]:
+def _features(experiment: Experiment) -> set[tuple[str, Features]]:
     """(run, split) of all features that evaluations read."""
     return {
-        (run, source.split)
+        (run, source)
         for run, name in experiment.evaluations
         for source in experiment.evaluation(run, name).inputs().values()
         if isinstance(source, Features)

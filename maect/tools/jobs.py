@@ -268,7 +268,14 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Comp
 
 
 def extract_features(
-    run: Path, shards: Path, out: Path, where: Where, *, precision: str, resize: int | None
+    run: Path,
+    shards: Path,
+    out: Path,
+    where: Where,
+    *,
+    precision: str,
+    resize: int | None,
+    norm: bool = True,
 ) -> None:
     """Write the features of all images of a split.
 
@@ -279,6 +286,7 @@ def extract_features(
         where: devices, on a fixed number of nodes.
         precision: "fp32", "tf32" or "bf16".
         resize: shorter side before the centre crop; by default the run's, or its encoder's.
+        norm: whether the encoder's final norm is applied.
 
     Raises:
         UserError: no encoder or shards, or another suffix.
@@ -295,6 +303,7 @@ def extract_features(
         "index_digest": need_shards(shards),
         "precision": precision,
         "resize": resize,
+        "norm": norm,
     }
 
     def is_done() -> bool:
@@ -315,6 +324,7 @@ def extract_features(
         out=str(out.absolute()),
         precision=precision,
         resize=resize,
+        norm=norm,
     )
 
 

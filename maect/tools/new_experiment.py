@@ -24,7 +24,7 @@ from maect.experiment import load
 from maect.experiment.schema import check_plain
 from maect.launch.progress import duration
 from maect.recipes import Look, load_encoder
-from maect.recipes.flops import parameters
+from maect.recipes.cost import encoder_weights
 from maect.stages import Training, load_recipe
 from maect.stages.tune import Tune
 from maect.tools.own_images import (
@@ -74,7 +74,7 @@ def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
 
 def weights(size: str) -> str:
     """How large an encoder is, in words."""
-    return f"{parameters(load_encoder(size)) / 1e6:.1f} million"
+    return f"{encoder_weights(load_encoder(size)) / 1e6:.1f} million"
 
 
 def about(number: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from maect.core.errors import UserError, counted
 from maect.core.files import read_mapping
 from maect.data.sources import open_source
+from maect.evaluate.base import Features
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
 from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run, run_config
@@ -18,7 +19,8 @@ from maect.launch import record
 from maect.launch.progress import duration, part
 from maect.launch.resources import count_devices, fixed_nodes, training_nodes
 from maect.recipes import Encoder
-from maect.recipes.flops import encode_flops, peak_flops, relative_speed
+from maect.recipes.cost import encode_flops
+from maect.recipes.flops import peak_flops, relative_speed
 from maect.recipes.memory import GIB, gpu_memory
 from maect.stages import STAGES, Training
 
@@ -370,7 +372,7 @@ def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     if images is None:
         plan.unknown.add(f"images of {dataset} {split}")
     flops = None if images is None else images * encode_flops(encoder)
-    makes = features_file(experiment, run, dataset, split)
+    makes = features_file(experiment, run, dataset, Features(split, not job.wildcards["norm"]))
     return _on_devices(
         job, f"{run} {makes.stem}", flops, experiment.spec.features == "fp32", device, makes=makes,
         needs=(experiment.folder(run),), bytes=feature_bytes(encoder, images or 0),

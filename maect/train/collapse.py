@@ -3,16 +3,15 @@
 import torch
 from torch import Tensor
 
-from maect.models.heads import NNCLRHead
+from maect.train.look import uniformity
 
 UNIFORMITY_LIMIT = -0.02
 RANK_LIMIT = 1.2
 
 
-def newest(head: NNCLRHead, count: int) -> Tensor:
-    """The vectors that entered the queue last: the global batch, the same on every rank."""
-    end = int(head.pointer) or len(head.queue)
-    return head.queue[end - count : end]
+def spread(vectors: Tensor) -> dict[str, float]:
+    """How far unit vectors [n, E] spread: `uniformity` and `effective_rank`."""
+    return {"uniformity": uniformity(vectors), "effective_rank": effective_rank(vectors)}
 
 
 def effective_rank(vectors: Tensor) -> float:

@@ -108,7 +108,7 @@ class Looker:
         )  # fmt: skip
         for rows, batch in zip(own(self.queries), batches, strict=True):
             for number, view in enumerate(views):
-                raw = batch.images[number].to(self.device)
+                raw = batch.images[0][number].to(self.device)
                 images = augment(raw, view, number, SEED, batch.epochs, batch.ids, pixels)
                 pairs[number, rows.start : rows.stop] = self._features(images)
         sum_over_ranks(features), sum_over_ranks(pairs)
@@ -127,7 +127,7 @@ class Looker:
         images = self._images(torch.cat([first[:, None], near], dim=1).flatten())
         sheets = {"neighbors": sheet(images, 1 + near.shape[1])}
         ids = self.index.rows[:count, ID]
-        order = random.ids_shuffle(self.encoder.patches, SEED, np.zeros_like(ids), ids, 1)[0]
+        order = random.ids_shuffle(self.encoder.patches, SEED, np.zeros_like(ids), ids, [0])[0]
         pixels = self.encoder.pixels
         normal = normalize(images[:: 1 + near.shape[1]].to(self.device), pixels)
         made = self.objective.reconstruct(self.parts, normal, order.to(self.device))

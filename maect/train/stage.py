@@ -10,8 +10,8 @@ from pydantic import Field, ValidationError
 from maect.core.errors import UserError
 from maect.core.settings import Settings, later
 from maect.recipes import Encoder, View
-from maect.recipes.flops import parameters
-from maect.recipes.memory import FLOAT, GIB, Footprint
+from maect.recipes.cost import FLOAT, Cost, encoder_weights
+from maect.recipes.memory import GIB, Footprint, footprint
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
@@ -77,7 +77,7 @@ class Stage(Settings):
 
     def state_bytes(self, encoder: Encoder) -> int:
         """Bytes that a finished run leaves: what it exports, and its states if it keeps them."""
-        return 4 * parameters(encoder)
+        return FLOAT * encoder_weights(encoder)
 
 
 COMPUTED = {
@@ -159,6 +159,11 @@ class Training(Updates, Stage):
         """Momentum of the encoder's running average; None: no average."""
         return None
 
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed in pairs."""
+        return False
+
     @abstractmethod
     def view_settings(self) -> tuple[View, ...]:
         """How each view of an image is made."""
@@ -197,8 +202,31 @@ class Training(Updates, Stage):
         """
 
     @abstractmethod
+    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+        """Count what each part of the objective takes, by its name, in the forward pass' order."""
+
+    def flops_per_image(self, encoder: Encoder) -> float:
+        """Operations of one training step, forward and backward over all views, per image."""
+        return sum(part.operations for part in self.costs(encoder).values())
+
     def footprint(self, encoder: Encoder, images: int) -> Footprint:
         """Device memory of a pass over this many images on one rank."""
+        costs = self.costs(encoder)
+        averaged = 0 if self.encoder_average is None else costs["encoder"].trained
+        parts = list(costs.values())
+        return footprint(self, encoder, images, parts, averaged=averaged, mixes=self.mixes)
+
+    def state_bytes(self, encoder: Encoder) -> int:
+        """Bytes that a finished run leaves: its exports and, if it keeps them, its states.
+
+        A state has weights and AdamW's two moments in float32, averages and buffers.
+        """
+        costs = self.costs(encoder)
+        state = sum(3 * FLOAT * part.trained + part.buffers for part in costs.values())
+        if self.encoder_average is not None:
+            state += FLOAT * costs["encoder"].trained
+        exported = FLOAT * sum(part.exported for part in costs.values())
+        return (STATES * state if self.keeps_state else 0) + exported
 
     def peak_memory(self, encoder: Encoder, ranks: int) -> float:
         """Bytes of each rank's device at the worst moment of a step."""
@@ -293,8 +321,3 @@ class Training(Updates, Stage):
         if source is None:
             raise UserError(f"stage {self.name} needs a run to start from: none given")
         return source
-
-    def _state(self, learnt: int, averaged: int, left: int) -> int:
-        """Bytes of states (weights and AdamW's two moments in fp32; averages) and exports."""
-        states = STATES if self.keeps_state else 0
-        return states * (12 * learnt + 4 * averaged) + 4 * left

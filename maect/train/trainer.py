@@ -655,14 +655,7 @@ def _piece(batch: Batch, number: int, pieces: int) -> Batch:
     if pieces == 1:
         return batch
     share = len(batch.ids) // pieces
-    rows = slice(number * share, (number + 1) * share)
-    return replace(
-        batch,
-        ids=batch.ids[rows],
-        epochs=batch.epochs[rows],
-        labels=batch.labels[rows],
-        images=batch.images[:, rows],
-    )
+    return batch.part(slice(number * share, (number + 1) * share))
 
 
 def _told(run: Run) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from maect.data import transforms
 from maect.data.loader import Batch
 from maect.models import attention, precision, vit
-from maect.recipes import Encoder, load_encoder
+from maect.recipes import Encoder, load_encoder, views_by_size
 from maect.recipes.memory import GIB
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised
@@ -156,7 +156,7 @@ def count(stage: Training, encoder: Encoder, images: int, classes: int = 1000) -
     with torch.device("meta"):
         objective = build(stage, encoder, classes)
     ids = np.arange(images, dtype=np.int64)
-    views, side = len(stage.view_settings()), encoder.image_size
+    sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
     with pretended() as gpu:
         without_data(objective)
         # Gradients have their memory before a step, as the engine's.
@@ -165,7 +165,10 @@ def count(stage: Training, encoder: Encoder, images: int, classes: int = 1000) -
             parameter.grad = torch.empty_like(parameter)
         gpu.hold([*objective.parameters(), *objective.buffers(), *(p.grad for p in learning)])
         before = gpu.now
-        pixels = torch.empty(views, images, 3, side, side, dtype=torch.uint8)
+        pixels = tuple(
+            torch.empty(len(views), images, 3, side, side, dtype=torch.uint8)
+            for side, views in sizes
+        )
         batch = Batch(0, ids, ids * 0, ids % classes, pixels)
         gpu.reset()
         inputs = objective.prepare(batch, torch.device("cpu"))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from maect.recipes import Encoder, load_encoder
-from maect.recipes.flops import parameters
+from maect.recipes.cost import encoder_weights
 from maect.recipes.memory import BUCKET
 from maect.stages import Stage, load_recipe
 from maect.stages.head import Head
@@ -68,9 +68,9 @@ def learning(stage: Stage, encoder: Encoder) -> float:
     total = 0.0
     if isinstance(stage, Pretrain):
         width = encoder.decoder_width
-        total = parameters(encoder) + encoder.decoder_depth * (12 * width**2 + 13 * width)
+        total = encoder_weights(encoder) + encoder.decoder_depth * (12 * width**2 + 13 * width)
     elif isinstance(stage, Tune):
-        total = parameters(encoder) * (1 - stage.frozen_blocks / encoder.depth)
+        total = encoder_weights(encoder) * (1 - stage.frozen_blocks / encoder.depth)
     head = getattr(stage, "head", None)
     if head is not None:
         hidden = head.projector_hidden

@@ -100,7 +100,7 @@ def random_batch(shape: Encoder, size: int) -> Batch:
     """A batch on the CPU, where the loader leaves it."""
     pixels = torch.randint(0, 256, (2, size, 3, shape.image_size, shape.image_size))
     ids = np.arange(size, dtype=np.int64)
-    return Batch(0, ids, ids * 0, ids % 10, pixels.to(torch.uint8))
+    return Batch(0, ids, ids * 0, ids % 10, (pixels.to(torch.uint8),))
 
 
 def source_run(folder: Path, shape: Encoder) -> Path:
@@ -174,7 +174,7 @@ class PlainLoop:
         named = self.objective.encoder.named_parameters()
         self.masters = [p for _, p in named if p.requires_grad]
         self.averages = [p.detach().clone() for p in self.masters]
-        self.pixels = random_batch(shape, stage.batch_size).images
+        self.pixels = random_batch(shape, stage.batch_size).images[0]
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -186,7 +186,7 @@ class PlainLoop:
         head = self.stage.head
         neighbors = torch.randint(head.topk, (2, b), device=self.device) if head else None
         loss, _ = self.objective(
-            Views(images, order if self.stage.mask_ratio else None, ids, ids, neighbors)
+            Views((images,), order if self.stage.mask_ratio else None, ids, ids, neighbors)
         )
         self.optimizer.zero_grad()
         loss.backward()

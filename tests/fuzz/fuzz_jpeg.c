@@ -14,8 +14,8 @@
 typedef struct workspace workspace_t;
 workspace_t *maect_workspace_new(void);
 void maect_workspace_free(workspace_t *);
-int maect_render(workspace_t *, const uint8_t *, size_t, const int32_t *, int, int, uint8_t *,
-                 ptrdiff_t);
+int maect_render(workspace_t *, const uint8_t *, size_t, const int32_t *, int, const int32_t *,
+                 uint8_t *const *);
 
 static uint64_t state;
 
@@ -134,14 +134,17 @@ int main(int argc, char **argv) {
     frame(data, size, &width, &height);
     if (!width) width = 1;
     if (!height) height = 1;
-    int n = 1 + (int)below(3), side = 1 + (int)below(next() & 3 ? 24 : 70);
-    int32_t *geometry = malloc((size_t)n * 8 * sizeof *geometry);
-    for (int v = 0; v < n; v++) make_geometry(geometry + 8 * v, width, height, side);
-    size_t view = (size_t)side * side * 3;
-    uint8_t *out = malloc(view * (size_t)n);
-    int status = maect_render(space, data, size, geometry, n, side, out, (ptrdiff_t)view);
+    int n = 1 + (int)below(3);
+    int32_t *geometry = malloc((size_t)n * 8 * sizeof *geometry), sides[3];
+    uint8_t *out[3];
+    for (int v = 0; v < n; v++) {
+      sides[v] = 1 + (int)below(next() & 3 ? 24 : 70);
+      make_geometry(geometry + 8 * v, width, height, sides[v]);
+      out[v] = malloc((size_t)sides[v] * (size_t)sides[v] * 3);
+    }
+    int status = maect_render(space, data, size, geometry, n, sides, out);
     seen[status & 7]++;
-    free(out);
+    for (int v = 0; v < n; v++) free(out[v]);
     free(geometry);
     free(data);
   }

@@ -190,7 +190,7 @@ def random_batch(stage: Any, encoder: Any, batch: int, seed: int = 0) -> Any:
     shape = (len(stage.view_settings()), batch, 3, encoder.image_size, encoder.image_size)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=noise)
     ids = np.arange(batch, dtype=np.int64)
-    return Batch(0, ids, ids * 0, ids % 10, pixels)
+    return Batch(0, ids, ids * 0, ids % 10, (pixels,))
 
 
 def packed(batch: Any, draw: Any, pinned: bool) -> Any:
@@ -200,9 +200,10 @@ def packed(batch: Any, draw: Any, pinned: bool) -> Any:
     from maect.data.loader import fill, layout_of
     from maect.data.packed import Packed
 
-    memory = Packed(layout_of(tuple(batch.images.shape), draw), pinned)
-    memory.tensors["images"].copy_(batch.images)
-    found = replace(batch, images=memory.tensors["images"], packed=memory)
+    memory = Packed(layout_of([tuple(group.shape) for group in batch.images], draw), pinned)
+    (images,) = batch.images
+    memory.tensors["images"].copy_(images)
+    found = replace(batch, images=(memory.tensors["images"],), packed=memory)
     fill(found, draw)
     return found
 
@@ -359,7 +360,7 @@ def gradients(objective: Any, batch: Any, device: Any, kind: Any) -> tuple[float
 
     objective.to(device, kind)
     inputs = objective.prepare(batch, device)
-    inputs.images = inputs.images.to(kind)
+    inputs.images = tuple(group.to(kind) for group in inputs.images)
     for buffer in objective.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(kind)
@@ -902,13 +903,7 @@ def two_steps(
     objective = objective_of(stage, encoder).to(device)
     engine = Engine(objective, stage, stage.parameter_groups(objective), device)
     batch = random_batch(stage, encoder, 16)
-    rows = slice(rank * 16 // ranks, (rank + 1) * 16 // ranks)
-    from dataclasses import replace
-
-    part = replace(
-        batch, ids=batch.ids[rows], epochs=batch.epochs[rows], labels=batch.labels[rows],
-        images=batch.images[:, rows],
-    )  # fmt: skip
+    part = batch.part(slice(rank * 16 // ranks, (rank + 1) * 16 // ranks))
     for _ in range(3):
         loss, _ = engine(objective.prepare(part, device))
         engine.backward(loss)

@@ -13,7 +13,7 @@ from maect.core.errors import UserError
 from maect.experiment import Experiment, load
 from maect.launch.record import Job, write_job
 from maect.recipes import Pixels, load_encoder
-from maect.recipes.flops import encode_flops, parameters
+from maect.recipes.cost import encode_flops, encoder_weights
 from maect.stages import Training, load_recipe
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.plan import (
@@ -285,7 +285,7 @@ def test_the_critical_path_is_the_longest_chain() -> None:
 def test_what_a_run_leaves_is_near_what_it_left() -> None:
     """ViT-L has 303 million weights (timm: vit_large_patch16_224 without its classifier)."""
     encoder = load_encoder("large", None)
-    assert parameters(encoder) == pytest.approx(303.3e6, rel=0.002)
+    assert encoder_weights(encoder) == pytest.approx(303.3e6, rel=0.002)
     size = load_recipe("mae", "large", {}).state_bytes(encoder)
     assert 3 * 12 * 303e6 < size < 4 * 12 * 340e6
 

@@ -6,11 +6,13 @@ rule features:
         encoder=f"{RUN}/encoder.safetensors",
         shards=lambda w: shard_index(w.dataset, w.split),
     output:
-        f"{ROOT}/features/{{run}}/{{dataset}}-{{split}}.safetensors",
+        f"{ROOT}/features/{{run}}/{{dataset}}-{{split}}{{norm}}.safetensors",
     log:
-        f"{LOGS}/{{run}}/features-{{dataset}}-{{split}}.log",
+        f"{LOGS}/{{run}}/features-{{dataset}}-{{split}}{{norm}}.log",
     benchmark:
-        f"{BENCHMARKS}/{{run}}/features-{{dataset}}-{{split}}.tsv"
+        f"{BENCHMARKS}/{{run}}/features-{{dataset}}-{{split}}{{norm}}.tsv"
+    wildcard_constraints:
+        norm=f"({re.escape(resolve.WITHOUT_NORM)})?",
     localrule: True
     conda:
         ENVIRONMENT
@@ -21,12 +23,13 @@ rule features:
         shards=lambda w: experiment.shards(w.dataset, w.split),
         resize=resize_of,
         precision=precision_of,
+        norm=lambda w: "--before-norm" if w.norm else "",
     message:
         "Features of {wildcards.run} on {wildcards.dataset} {wildcards.split}"
     shell:
         on_devices(
             "maect features $(dirname {input.encoder:q}) --shards {params.shards:q}"
-            " --out {output:q} --resize {resources.resize} {params.precision}"
+            " --out {output:q} --resize {resources.resize} {params.precision} {params.norm}"
         )
 
 

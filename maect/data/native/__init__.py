@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import threading
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,8 @@ SOURCE = Path(__file__).with_name("jpeg_crop.c")
 KERNELS = Path(__file__).with_name("kernels.h")
 LIBRARY = Path(__file__).with_name("libmaect_jpeg.so")
 _OK = 0
+Images = NDArray[np.uint8] | Sequence[NDArray[np.uint8]]
+"""One array a view: [v, C, S, S], or a list of [C, S, S] whose sizes differ."""
 
 
 def source_hash() -> str:
@@ -37,12 +40,12 @@ def library() -> ctypes.CDLL | None:
     loaded.maect_workspace_free.argtypes = [ctypes.c_void_p]
     loaded.maect_render.argtypes = [
         ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p,
-        ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_ssize_t,
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
     ]  # fmt: skip
     loaded.maect_crops.argtypes = [
         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p,
-        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int,
-        ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int,
+        ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
     ]  # fmt: skip
     return loaded
 
@@ -75,7 +78,19 @@ def _workspace(native: ctypes.CDLL) -> ctypes.c_void_p:
     return _local.workspace.handle
 
 
-def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -> bool:
+def _outputs(out: Images, axes: int) -> tuple[NDArray[np.int32], NDArray[np.uintp]]:
+    """Side of each view's pictures, and the address of its first one."""
+    sizes, addresses = np.empty(len(out), np.int32), np.empty(len(out), np.uintp)
+    for i, view in enumerate(out):
+        size = view.shape[-1]
+        inner = (size * size, size, 1)
+        if view.ndim != axes or view.strides[-3:] != inner or view.dtype != np.uint8:
+            raise ValueError("out must be uint8 [3, S, S] of each view, contiguous")
+        sizes[i], addresses[i] = size, view.__array_interface__["data"][0]
+    return sizes, addresses
+
+
+def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
     """As `maect.data.decode.render`, for the JPEGs it can take.
 
     Returns:
@@ -85,14 +100,13 @@ def render(data: bytes, geometries: NDArray[np.int32], out: NDArray[np.uint8]) -
     if native is None:
         return False
     geometries = np.ascontiguousarray(geometries, np.int32)
-    views, _, size, _ = out.shape
-    inner = (size * size, size, 1)
-    if geometries.shape != (views, 8) or out.strides[1:] != inner or out.dtype != np.uint8:
-        raise ValueError("out must be uint8 [views, 3, S, S] with contiguous images")
+    sizes, addresses = _outputs(out, 3)
+    if geometries.shape != (len(out), 8):
+        raise ValueError(f"geometries {geometries.shape} of {len(out)} views")
     # ctypes lets go of Python's lock during the call.
     status = native.maect_render(
         _workspace(native), data, len(data), geometries.ctypes.data,
-        views, size, out.ctypes.data, out.strides[0],
+        len(out), sizes.ctypes.data, addresses.ctypes.data,
     )  # fmt: skip
     return status == _OK
 
@@ -102,7 +116,7 @@ def crops(
     ids: NDArray[np.int64],
     sides: NDArray[np.int64],
     geometries: NDArray[np.int32],
-    out: NDArray[np.uint8],
+    out: Images,
 ) -> bool:
     """All views of several images that are decoded already, with the bits of `render`.
 
@@ -111,7 +125,7 @@ def crops(
         ids: which images, [b].
         sides: their widths and heights, [b, 2].
         geometries: [b, views, 8].
-        out: [views, b, 3, S, S], images contiguous; overwritten.
+        out: of each view uint8 [b, 3, S, S], images contiguous; overwritten.
 
     Returns:
         Whether `out` was made; if not, there is no library, or a crop leaves its image.
@@ -121,10 +135,11 @@ def crops(
         return False
     ids, sides = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(sides, np.int32)
     geometries = np.ascontiguousarray(geometries, np.int32)
-    views, count, _, size, _ = out.shape
-    inner = (size * size, size, 1)
-    if geometries.shape != (count, views, 8) or out.strides[2:] != inner or out.dtype != np.uint8:
-        raise ValueError("out must be uint8 [views, b, 3, S, S] with contiguous images")
+    count, views = len(ids), len(out)
+    sizes, addresses = _outputs(out, 4)
+    strides = np.array([view.strides[0] for view in out], np.int64)
+    if geometries.shape != (count, views, 8) or any(len(view) != count for view in out):
+        raise ValueError(f"geometries {geometries.shape} of {views} views of {count} images")
     total, height, width, _ = images.shape
     if count and not (
         0 <= ids.min() <= ids.max() < total and (sides.max(0) <= (width, height)).all()
@@ -132,7 +147,7 @@ def crops(
         raise ValueError("there are no such images")
     status = native.maect_crops(
         _workspace(native), images.ctypes.data, images.strides[0], images.strides[1],
-        ids.ctypes.data, sides.ctypes.data, geometries.ctypes.data, count, views, size,
-        out.ctypes.data, out.strides[0], out.strides[1],
+        ids.ctypes.data, sides.ctypes.data, geometries.ctypes.data, count, views,
+        sizes.ctypes.data, addresses.ctypes.data, strides.ctypes.data,
     )  # fmt: skip
     return status == _OK

@@ -294,6 +294,12 @@ static int valid(const geometry_t *g, int width, int height, int size) {
          size <= g->full_h - g->top;
 }
 
+static int sizes_fit(const int32_t *sizes, int n) {
+  for (int i = 0; i < n; i++)
+    if (sizes[i] < 1 || sizes[i] > MAX_OUT) return 0;
+  return 1;
+}
+
 /* Sub-sampling for which libjpeg-turbo decodes part of the rows and columns exactly. */
 static int ordinary(const struct jpeg_decompress_struct *info) {
   if (info->num_components == 1) return info->jpeg_color_space == JCS_GRAYSCALE;
@@ -335,8 +341,8 @@ static int decode(workspace_t *space, struct jpeg_decompress_struct *info, int *
 
 /* Everything between creating and destroying the decompressor. */
 static int render(workspace_t *space, struct jpeg_decompress_struct *info, const uint8_t *data,
-                  size_t length, const geometry_t *views, int n, int size, uint8_t *out,
-                  ptrdiff_t stride) {
+                  size_t length, const geometry_t *views, int n, const int32_t *sizes,
+                  uint8_t *const *out) {
   jpeg_mem_src(info, data, (unsigned long)length);
   if (jpeg_read_header(info, TRUE) != JPEG_HEADER_OK) return UNREADABLE;
   if (info->data_precision != 8 || jpeg_has_multiple_scans(info) || !ordinary(info))
@@ -344,10 +350,10 @@ static int render(workspace_t *space, struct jpeg_decompress_struct *info, const
   int width = (int)info->image_width, height = (int)info->image_height;
   int x0 = width, y0 = height, x1 = 0, y1 = 0;
   for (int i = 0; i < n; i++) {
-    if (!valid(&views[i], width, height, size)) return BAD_GEOMETRY;
+    if (!valid(&views[i], width, height, sizes[i])) return BAD_GEOMETRY;
     int a, b, c, d;
-    needed(views[i].w, views[i].full_w, views[i].left, size, &a, &b);
-    needed(views[i].h, views[i].full_h, views[i].top, size, &c, &d);
+    needed(views[i].w, views[i].full_w, views[i].left, sizes[i], &a, &b);
+    needed(views[i].h, views[i].full_h, views[i].top, sizes[i], &c, &d);
     if (views[i].x + a < x0) x0 = views[i].x + a;
     if (views[i].x + b > x1) x1 = views[i].x + b;
     if (views[i].y + c < y0) y0 = views[i].y + c;
@@ -361,22 +367,22 @@ static int render(workspace_t *space, struct jpeg_decompress_struct *info, const
   size_t pitch = 0;
   int status = decode(space, info, &x0, x1, y0, y1, &pitch);
   for (int i = 0; i < n && status == OK; i++)
-    status = make_view(space, space->pixels.start, pitch, x0, y0, &views[i], size, out + i * stride);
+    status = make_view(space, space->pixels.start, pitch, x0, y0, &views[i], sizes[i], out[i]);
   return status;
 }
 
 /* All views of one JPEG.
  *
- * geometry: n times eight int32, as in maect/data/geometry.py.
- * out: view i goes to out + i * stride as three planes of size x size bytes.
+ * geometry: n times eight int32, as in maect/data/transforms.py.
+ * out: view i goes to out[i] as three planes of sizes[i] x sizes[i] bytes.
  * Returns OK or why not; out is then undefined.
  */
 int maect_render(workspace_t *space, const uint8_t *data, size_t length, const int32_t *geometry,
-                 int n, int size, uint8_t *out, ptrdiff_t stride) {
+                 int n, const int32_t *sizes, uint8_t *const *out) {
   struct jpeg_decompress_struct info;
   errors_t errors;
   geometry_t views[MAX_VIEWS];
-  if (n < 1 || n > MAX_VIEWS || size < 1 || size > MAX_OUT) return BAD_GEOMETRY;
+  if (n < 1 || n > MAX_VIEWS || !sizes_fit(sizes, n)) return BAD_GEOMETRY;
   memcpy(views, geometry, (size_t)n * sizeof(geometry_t));
   memset(&info, 0, sizeof info);
   info.err = jpeg_std_error(&errors.base);
@@ -387,7 +393,7 @@ int maect_render(workspace_t *space, const uint8_t *data, size_t length, const i
   if (setjmp(errors.jump) == 0) {
     jpeg_create_decompress(&info);
     info.mem->max_memory_to_use = (long)MAX_PIXELS * 8;
-    int result = render(space, &info, data, length, views, n, size, out, stride);
+    int result = render(space, &info, data, length, views, n, sizes, out);
     jpeg_destroy_decompress(&info);
     return result;
   }
@@ -400,13 +406,13 @@ int maect_render(workspace_t *space, const uint8_t *data, size_t length, const i
  * images: image i begins at images + ids[i] * length, RGB, its rows `pitch` bytes apart.
  * sides: n times width and height.
  * geometry: n times `views` times eight int32.
- * out: view v of image i goes to out + v * view_stride + i * image_stride.
+ * out: view v of image i goes to out[v] + i * strides[v], sizes[v] x sizes[v] pixels.
  * Returns OK or why not; out is then undefined.
  */
 int maect_crops(workspace_t *space, const uint8_t *images, size_t length, size_t pitch,
                 const int64_t *ids, const int32_t *sides, const int32_t *geometry, int n, int views,
-                int size, uint8_t *out, ptrdiff_t view_stride, ptrdiff_t image_stride) {
-  if (views < 1 || size < 1 || size > MAX_OUT) return BAD_GEOMETRY;
+                const int32_t *sizes, uint8_t *const *out, const int64_t *strides) {
+  if (views < 1 || !sizes_fit(sizes, views)) return BAD_GEOMETRY;
   for (int i = 0; i < n; i++, sides += 2) {
     int width = sides[0], height = sides[1];
     if (width < 1 || height < 1 || (size_t)width * height > MAX_PIXELS) return BAD_GEOMETRY;
@@ -421,9 +427,9 @@ int maect_crops(workspace_t *space, const uint8_t *images, size_t length, size_t
     for (int v = 0; v < views; v++, geometry += 8) {
       geometry_t view;
       memcpy(&view, geometry, sizeof view);
-      if (!valid(&view, width, height, size)) return BAD_GEOMETRY;
-      int status = make_view(space, pixels, (size_t)width * 4, 0, 0, &view, size,
-                             out + v * view_stride + i * image_stride);
+      if (!valid(&view, width, height, sizes[v])) return BAD_GEOMETRY;
+      int status = make_view(space, pixels, (size_t)width * 4, 0, 0, &view, sizes[v],
+                             out[v] + i * (ptrdiff_t)strides[v]);
       if (status) return status;
     }
   }

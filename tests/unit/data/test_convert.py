@@ -344,9 +344,9 @@ def test_images_of_five_channels(multispectral: Path) -> None:
         start_step=0, steps=1, threads=1,
     )  # fmt: skip
     encoder = load_encoder("tiny", 16, BANDS)
-    images = augment(train.images[0], view, 0, 0, train.epochs, train.ids, BANDS)
+    images = augment(train.images[0][0], view, 0, 0, train.epochs, train.ids, BANDS)
     assert images.shape == (4, 5, 16, 16)
-    assert build_encoder(encoder)(images).shape == (4, 17, encoder.width)
+    assert build_encoder(encoder)(images).tokens.shape == (4, 17, encoder.width)
     order = torch.arange(16).repeat(4, 1)
     exact = reconstruction_loss(patchify(images, 4), images, order, 4, normalize=False)
     assert exact == 0

@@ -10,15 +10,15 @@ from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers
 
 def test_masks_depend_on_seed_epoch_id_and_view_alone() -> None:
     ids, epochs = np.arange(40, dtype=np.int64), np.zeros(40, np.int64)
-    order = ids_shuffle(16, 1, epochs, ids, 2)
+    order = ids_shuffle(16, 1, epochs, ids, range(2))
     assert order.shape == (2, 40, 16)
     assert torch.equal(order.sort(2).values, torch.arange(16).expand(2, 40, 16))
-    part = ids_shuffle(16, 1, epochs[30:33], ids[30:33], 2)
+    part = ids_shuffle(16, 1, epochs[30:33], ids[30:33], range(2))
     assert torch.equal(part, order[:, 30:33])
     for other in (
-        ids_shuffle(16, 2, epochs, ids, 2),
-        ids_shuffle(16, 1, epochs + 1, ids, 2),
-        ids_shuffle(16, 1, epochs, ids + 40, 2),
+        ids_shuffle(16, 2, epochs, ids, range(2)),
+        ids_shuffle(16, 1, epochs + 1, ids, range(2)),
+        ids_shuffle(16, 1, epochs, ids + 40, range(2)),
         order.flip(0),
     ):
         assert (other == order).all(2).float().mean() < 0.05
@@ -26,7 +26,7 @@ def test_masks_depend_on_seed_epoch_id_and_view_alone() -> None:
 
 def test_every_patch_is_equally_often_visible() -> None:
     ids = np.arange(20_000, dtype=np.int64)
-    visible = ids_shuffle(16, 0, ids * 0, ids, 1)[0, :, :4]
+    visible = ids_shuffle(16, 0, ids * 0, ids, range(1))[0, :, :4]
     counts = torch.bincount(visible.flatten(), minlength=16) / len(ids)
     assert (counts - 0.25).abs().max() < 5 * math.sqrt(0.25 * 0.75 / len(ids))
 

@@ -40,7 +40,7 @@ def same(a: Batch, b: Batch) -> bool:
         and np.array_equal(a.ids, b.ids)
         and np.array_equal(a.epochs, b.epochs)
         and np.array_equal(a.labels, b.labels)
-        and torch.equal(a.images, b.images)
+        and torch.equal(a.images[0], b.images[0])
     )
 
 
@@ -54,7 +54,7 @@ def test_every_sample_once_in_each_of_three_epochs(index: Index) -> None:
     assert all(len(set(b.epochs)) == 2 for b in found[1:])
     for b in found:
         assert (b.labels == index.labels[b.ids]).all()
-        assert b.images.shape == (2, 20, 3, 32, 32) and b.images.dtype == torch.uint8
+        assert b.images[0].shape == (2, 20, 3, 32, 32) and b.images[0].dtype == torch.uint8
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -66,7 +66,7 @@ def test_ranks_together_are_one_rank(index: Index, world_size: int) -> None:
         assert np.array_equal(np.concatenate([p.ids for p in parts]), whole.ids)
         assert np.array_equal(np.concatenate([p.epochs for p in parts]), whole.epochs)
         assert np.array_equal(np.concatenate([p.labels for p in parts]), whole.labels)
-        assert torch.equal(torch.cat([p.images for p in parts], 1), whole.images)
+        assert torch.equal(torch.cat([p.images[0] for p in parts], 1), whole.images[0])
 
 
 @pytest.mark.parametrize("start", [1, 4, 1000])
@@ -103,7 +103,7 @@ def test_pixels_are_torchvisions_crops(index: Index) -> None:
             )[0]
             x, y, w, h = u[:4].tolist()
             expected = image.crop((x, y, x + w, y + h)).resize((32, 32), Image.Resampling.BICUBIC)
-            found = batch.images[view, place].permute(1, 2, 0).numpy().astype(int)
+            found = batch.images[0][view, place].permute(1, 2, 0).numpy().astype(int)
             assert abs(found - np.asarray(expected)).max() <= 2
 
 
@@ -230,7 +230,7 @@ for b in train_batches(
     open_index(sys.argv[1]), global_batch=20, rank=0, world_size=1, seed=3,
     views=AUGMENTATIONS["min"], image_size=32, start_step=int(sys.argv[2]), steps=1000, threads=2,
 ):
-    parts = (b.ids.tobytes(), b.epochs.tobytes(), b.labels.tobytes(), b.images.numpy().tobytes())
+    parts = (b.ids.tobytes(), b.epochs.tobytes(), b.labels.tobytes(), b.images[0].numpy().tobytes())
     print(b.step, hashlib.sha256(b"".join(parts)).hexdigest(), flush=True)
 """
 
@@ -250,7 +250,7 @@ def test_killed_loader_continues_with_the_same_bits(index: Index) -> None:
     printed = killed_after(index, 0, 5) + killed_after(index, 5, 4)
     expected = []
     for b in batches(index, 9):
-        parts = (b.ids, b.epochs, b.labels, b.images.numpy())
+        parts = (b.ids, b.epochs, b.labels, b.images[0].numpy())
         content = b"".join(part.tobytes() for part in parts)
         expected.append(f"{b.step} {hashlib.sha256(content).hexdigest()}")
     assert printed == expected
@@ -259,7 +259,7 @@ def test_killed_loader_continues_with_the_same_bits(index: Index) -> None:
 def test_packed_batches_hold_what_is_drawn_for_them(index: Index) -> None:
     def draw(epochs, ids):  # type: ignore[no-untyped-def]
         return {
-            "masks": random.ids_shuffle(4, 3, epochs, ids, 2),
+            "masks": random.ids_shuffle(4, 3, epochs, ids, range(2)),
             "odd": torch.from_numpy((ids % 2).astype(np.int8)),
             "kept": torch.from_numpy(epochs.astype(np.float32) / 7),
         }
@@ -267,9 +267,10 @@ def test_packed_batches_hold_what_is_drawn_for_them(index: Index) -> None:
     plain, packed = batches(index, 3), batches(index, 3, draw=draw)
     for one, other in zip(plain, packed, strict=True):
         assert same(one, other) and other.packed is not None
-        expected, found = (batch.on(torch.device("cpu"), draw) for batch in (one, other))
-        assert (
-            expected.keys() == found.keys() == {"images", "ids", "labels", "masks", "odd", "kept"}
+        (images, expected), (others, found) = (
+            batch.on(torch.device("cpu"), draw) for batch in (one, other)
         )
+        assert all(map(torch.equal, images, others))
+        assert expected.keys() == found.keys() == {"ids", "labels", "masks", "odd", "kept"}
         for name, value in expected.items():
             assert torch.equal(value, found[name]) and value.dtype == found[name].dtype

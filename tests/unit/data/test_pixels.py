@@ -66,7 +66,7 @@ def images_of(index: Index, size: int = 24) -> list[Tensor]:
         index, global_batch=16, rank=0, world_size=1, seed=1, views=AUGMENTATIONS["aug"],
         image_size=size, start_step=2, steps=7, threads=2,
     )  # fmt: skip
-    images = [batch.images for batch in train]
+    images = [batch.images[0] for batch in train]
     rows = range(index.n)
     evaluation = evaluation_batches(index, image_size=size, rows=rows, batch_size=7, threads=2)
     return images + [batch for batch, _, _ in evaluation]

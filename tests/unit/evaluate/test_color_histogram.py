@@ -108,9 +108,11 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
         start_step=0, steps=steps, threads=1,
     ):  # fmt: skip
         x = encoding(
-            augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels)
+            augment(
+                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
+            )
         ).clone()
-        y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0].numpy()]))
+        y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0][0].numpy()]))
         for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.param_groups[0]["lr"] = 10 * schedule(batch.step, steps, 150 / 32)
             optimizer.zero_grad()

@@ -165,7 +165,9 @@ def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) ->
         start_step=0, steps=steps, threads=1,
     ):  # fmt: skip
         x = tokens(
-            augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels)
+            augment(
+                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
+            )
         )
         cosine = 0.5 * (1 + math.cos(math.pi * (batch.step - warmup) / (steps - warmup)))
         factor = (batch.step + 1) / (warmup + 1) if batch.step < warmup else cosine

@@ -68,7 +68,9 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     history, best = {}, (0.0, x_test)
     for batch in loader:
         x = encoding(
-            augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels)
+            augment(
+                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
+            )
         )
         factor = schedule(batch.step, steps, 150 / 32)
         heads.step(x, torch.from_numpy(batch.labels), factor)
@@ -288,7 +290,9 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     )  # fmt: skip
     for batch in loader:
         x = encoding(
-            augment(batch.images[0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels)
+            augment(
+                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
+            )
         ).clone()
         optimizer.param_groups[0]["lr"] = schedule(batch.step, 18, 150 / 32)
         optimizer.zero_grad()

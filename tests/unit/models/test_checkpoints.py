@@ -47,7 +47,7 @@ def test_features_are_those_of_a_plain_forward_pass(published, file, layout, poo
     assert actual == pooling
     images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
     with torch.no_grad():
-        features = module.pool(module.double()(images), actual)
+        features = module.pool(module.double()(images).tokens, actual)
     tokens = plain_vit.plain_tokens(weights, images)
     patches = tokens[:, 1:] if "cls_token" in weights else tokens
     expected = tokens[:, 0] if pooling == "cls" else patches.mean(dim=1)

@@ -35,7 +35,7 @@ def finished_run(folder, encoder, pooling, **record):
     (folder / "run.json").write_text(json.dumps(RECORD | {"run": folder.name} | record))
     images = torch.rand(2, encoder.pixels.channels, encoder.image_size, encoder.image_size)
     with torch.no_grad():
-        return images, module.pool(module(images), pooling)
+        return images, module.pool(module(images).tokens, pooling)
 
 
 def same(model, images, features):

@@ -47,15 +47,19 @@ def test_state_dict_is_timms_and_so_are_the_features():
     ours, theirs = tiny(), timm_of_the_same_size()
     theirs.load_state_dict(ours.state_dict(), strict=True)
     images = torch.randn(5, 3, 16, 16)
-    torch.testing.assert_close(ours(images), theirs.forward_features(images), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.pool(ours(images), "cls"), theirs(images), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        ours(images).tokens, theirs.forward_features(images), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        ours.pool(ours(images).tokens, "cls"), theirs(images), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_masked_encoding_is_that_of_the_visible_patches_alone():
     encoder = tiny().double()
     images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     kept = torch.tensor([[3, 0, 9], [15, 7, 2]])
-    actual = encoder(images, kept)
+    actual = encoder(images, kept).tokens
     for i in range(2):
         tokens = encoder.patch_embed(images[i : i + 1])[0] + encoder.pos_embed[0, 1:]
         x = torch.cat([encoder.cls_token[0], tokens[kept[i]]])[None]
@@ -73,7 +77,7 @@ def test_registers_are_timms_and_no_feature_reads_them():
     )
     theirs.load_state_dict(ours.state_dict(), strict=True)
     images = torch.randn(5, 3, 16, 16)
-    tokens = ours(images)
+    tokens = ours(images).tokens
     torch.testing.assert_close(tokens, theirs.forward_features(images), rtol=1e-5, atol=1e-5)
     assert tokens.shape == (5, 1 + 3 + 16, 24) and ours.pos_embed[0, :4].abs().max() == 0
     for how in ("cls", "mean"):
@@ -88,7 +92,7 @@ def test_pre_training_with_registers_masks_patches_only():
     with seeded(0):
         encoder, decoder = build_encoder(shape), Decoder(shape)
     images, order = torch.randn(2, 3, 16, 16), torch.stack([torch.randperm(16) for _ in range(2)])
-    tokens = encoder(images, order[:, :4])
+    tokens = encoder(images, order[:, :4]).tokens
     assert tokens.shape == (2, 1 + 3 + 4, 24)
     pixels = decoder(tokens, order)
     assert pixels.shape == (2, 16, 48)
@@ -136,7 +140,7 @@ def test_freezing():
     assert trained == {
         n for n, _ in encoder.named_parameters() if n.startswith(("blocks.2", "norm"))
     }
-    encoder(torch.randn(2, 3, 16, 16)).square().mean().backward()
+    encoder(torch.randn(2, 3, 16, 16)).tokens.square().mean().backward()
     assert all((p.grad is not None) == (n in trained) for n, p in encoder.named_parameters())
 
 
@@ -160,7 +164,7 @@ def test_checkpointing_gives_the_same_gradients():
     images = torch.randn(2, 3, 16, 16)
     for encoder in (plain, saving):
         # Not the squares: after the final norm their mean is constant, its gradients only rounding.
-        encoder(images).pow(3).mean().backward()
+        encoder(images).tokens.pow(3).mean().backward()
     for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
@@ -243,7 +247,7 @@ def test_weights_survive_the_disk(tmp_path):
     module, settings, pooling = load_encoder_weights(tmp_path / "encoder.safetensors")
     assert settings == TINY and pooling == "mean" and not module.training
     images = torch.randn(2, 3, 16, 16)
-    assert torch.equal(module(images), copy.deepcopy(encoder).eval()(images))
+    assert torch.equal(module(images).tokens, copy.deepcopy(encoder).eval()(images).tokens)
 
 
 def test_same_weights_same_bytes(tmp_path):

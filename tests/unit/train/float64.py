@@ -31,7 +31,7 @@ def steps(context, *, out, shards, stage, settings, encoder, seed, **_):
     losses = []
     for batch in batches:
         views = objective.prepare(batch, device)
-        views.images = views.images.double()
+        views.images = tuple(group.double() for group in views.images)
         loss, _ = objective(views)
         objective.zero_grad()
         loss.backward()

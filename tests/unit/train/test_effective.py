@@ -124,7 +124,7 @@ def attempt(machine: Machine, steps: int, minutes: float, folder, **spied) -> Tr
         metrics=None, watchdog=Watchdog(folder, place), save_seconds=60 * minutes, record={},
         losses=None, useful_seconds=record.get("useful_seconds", 0.0),
     )  # fmt: skip
-    batch = trainer.Batch(0, *[torch.zeros(8)] * 3, torch.zeros(1, 8))
+    batch = trainer.Batch(0, *[torch.zeros(8)] * 3, (torch.zeros(1, 8),))
     assert training.run(batch for _ in range(steps - step))
     return training
 

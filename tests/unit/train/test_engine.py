@@ -38,7 +38,7 @@ class Bare(Objective):
     def gradients(self):
         images = torch.linspace(-1, 1, 4 * 3 * 16 * 16).view(4, 3, 16, 16)
         with mixed_precision(images.device, self.precision):
-            tokens = self.encoder(images)
+            tokens = self.encoder(images).tokens
         tokens.square().mean().backward()
         return {name: p.grad for name, p in self.encoder.named_parameters() if p.grad is not None}
 

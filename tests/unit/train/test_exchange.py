@@ -123,7 +123,7 @@ class Encoded(torch.nn.Module):
 
     def forward(self, images):
         with precision.mixed_precision(images.device, "bf16"):
-            return self.encoder(images).square().mean()
+            return self.encoder(images).tokens.square().mean()
 
 
 def encoded(context, lending, zero_stage, checkpointing, frozen):

@@ -57,7 +57,9 @@ def test_as_counted_by_torch(case, tmp_path):
     ids, neighbors = torch.arange(b), torch.zeros(views, b, dtype=torch.int64)
     # The plain kernel: the fused ones compute the scores again in the backward pass.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        objective(Views(torch.randn(views, b, 3, 20, 20), order, ids, ids, neighbors))[0].backward()
+        objective(Views((torch.randn(views, b, 3, 20, 20),), order, ids, ids, neighbors))[
+            0
+        ].backward()
     assert counter.get_total_flops() == b * stage.flops_per_image(SHAPE)
 
 

@@ -115,7 +115,7 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
         with torch.no_grad():
             features = torch.cat(
                 [
-                    encoder.pool(encoder(normalize(images, PAPER)), pooling)
+                    encoder.pool(encoder(normalize(images, PAPER)).tokens, pooling)
                     for images, _, _ in batches
                 ]
             )

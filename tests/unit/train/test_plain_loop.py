@@ -41,14 +41,16 @@ def plain(value, kind, rates):
     for step, batch in enumerate(batches):
         images = torch.stack(
             [
-                augment(batch.images[i], v, i, seed, batch.epochs, batch.ids, PAPER)
+                augment(batch.images[0][i], v, i, seed, batch.epochs, batch.ids, PAPER)
                 for i, v in enumerate(views)
             ]
         )
-        order = ids_shuffle(16, seed, batch.epochs, batch.ids, 2) if stage.mask_ratio else None
+        order = (
+            ids_shuffle(16, seed, batch.epochs, batch.ids, range(2)) if stage.mask_ratio else None
+        )
         neighbors = lookup_numbers(3, seed, batch.epochs, batch.ids, 2)
         ids, labels = torch.from_numpy(batch.ids), torch.from_numpy(batch.labels)
-        loss, _ = objective(Views(images, order, ids, labels, neighbors))
+        loss, _ = objective(Views((images,), order, ids, labels, neighbors))
         optimizer.zero_grad()
         loss.backward()
         found.append(loss.item())

@@ -66,7 +66,7 @@ def encode(images, w, keep=None):
 def mae(views, w, _):
     """mae_vit_trainer.py: the mean over hidden patches of all views."""
     total, count = 0, 0
-    for images, shuffle in zip(views.images, views.ids_shuffle, strict=True):
+    for images, shuffle in zip(views.images[0], views.ids_shuffle, strict=True):
         visible, hidden = shuffle[:, :4], shuffle[:, 4:]
         y = linear(encode(images, w, visible), w, "decoder.embed")
         x = w["decoder.mask_token"].expand(len(y), 16, -1).clone()
@@ -99,7 +99,7 @@ def mlp(x, w, name, last):
 
 def nnclr(views, w, queue):
     """contrastive_head_base.py and nnclr_loss.py; images that come twice are no negatives."""
-    features = [encode(images, w)[:, 1:].mean(1) for images in views.images]
+    features = [encode(images, w)[:, 1:].mean(1) for images in views.images[0]]
     if not w["encoder.norm.weight"].requires_grad:
         features = [x.detach() for x in features]
     predicted = [F.normalize(mlp(mlp(x, w, "head.projector", 6), w, "head.predictor", 3), dim=1)
@@ -177,7 +177,7 @@ def test_the_same_steps_at_adams_own_epsilon(job, recipe):
     moments, twice, noise = {}, 0, 0.0
     for step, batch in enumerate(batches):
         views = objective.prepare(batch, torch.device("cpu"))
-        views.images = views.images.double()
+        views.images = tuple(group.double() for group in views.images)
         twice += len(batch.ids) - len(set(batch.ids.tolist()))
         loss, _ = objective(views)
         optimizer.zero_grad()

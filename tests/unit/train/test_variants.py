@@ -128,7 +128,7 @@ def test_head_initialisation_builds_no_graph_of_the_encoder(job, tmp_path):
     objective.encoder.register_forward_hook(lambda _, __, out: seen.append(out.requires_grad))
     ids = torch.arange(4)
     neighbors = torch.zeros(2, 4, dtype=torch.int64)
-    views = Views(torch.randn(2, 4, 3, 16, 16), None, ids, ids, neighbors)
+    views = Views((torch.randn(2, 4, 3, 16, 16),), None, ids, ids, neighbors)
     loss, _ = objective(views)
     loss.backward()
     assert seen == [False]
@@ -141,7 +141,7 @@ def test_only_a_combined_head_reaches_the_encoder(job):
     order = torch.stack([torch.stack([torch.randperm(16) for _ in range(4)]) for _ in range(2)])
     ids = torch.arange(4)
     neighbors = torch.zeros(2, 4, dtype=torch.int64)
-    views = Views(torch.randn(2, 4, 3, 16, 16), order, ids, ids, neighbors)
+    views = Views((torch.randn(2, 4, 3, 16, 16),), order, ids, ids, neighbors)
     for how in ("none", "detached", "combined"):
         head = {} if how == "none" else {"head": {}}
         value = job(how, "mae", batch_size=4, contrastive=how, contrastive_weight=1.0, **head)

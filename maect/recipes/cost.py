@@ -1,0 +1,262 @@
+"""What the parts of a training cost: weights, operations and memory; no torch needed.
+
+Each part of an objective (encoder, decoder, head) counts what it takes for one image of a step,
+from its settings; a stage names its parts, and everything else adds them up.
+
+Operations are the method's own matrix products, forward and backward, a multiplication and an
+addition being two. Recomputed activations are not counted, nor is what is linear in the tokens
+(norms, softmax, optimizer). The backward pass of a product costs one more product for each factor
+that needs a gradient.
+
+Memory: with c bytes a number in products (2 in bfloat16) a block of width D keeps for each token
+
+    8 D       the inputs of two norms, in float32
+    14 c D    what its products read: two norms' outputs, queries, keys and values (3), attention's
+              output, the MLP's hidden layer before and after GELU (4 each)
+
+which is 36 D bytes in bfloat16. With checkpointing it keeps its input, 4 D, and one block at a time
+has the rest. The backward pass of a block begins with gradients of its output in both precisions
+and of the hidden layer, 4 D + 5 c D. Softmax statistics, indices and the like are left out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from maect.recipes import Contrastive, Encoder, View, views_by_size, visible_patches
+
+FLOAT = 4
+
+
+class Computed(Protocol):
+    """How a training is computed."""
+
+    @property
+    def precision(self) -> str:
+        """Of matrix products, bf16 or fp32."""
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether blocks are computed again in the backward pass."""
+
+    def view_settings(self) -> tuple[View, ...]:
+        """How each view of an image is made."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one pass through a part of a model, for one image.
+
+    Attributes:
+        kept: wait for the backward pass through the part.
+        forward, backward: come and go at the worst moment of each pass through it.
+    """
+
+    kept: float
+    forward: float
+    backward: float
+
+    def times(self, views: int) -> "Activations":
+        """Of several views of an image."""
+        return Activations(views * self.kept, views * self.forward, views * self.backward)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part of an objective takes.
+
+    Attributes:
+        weights: parameters that it holds.
+        trained: those that learn.
+        operations: of an image in a step, forward and backward, all views.
+        passes: memory of each of its passes, in the order of the forward pass.
+        buffers: bytes beside the weights.
+        exported: numbers in the file that a finished run leaves of it; 0: there is none.
+    """
+
+    weights: int
+    trained: int
+    operations: float
+    passes: tuple[Activations, ...]
+    buffers: int = 0
+    exported: int = 0
+
+
+@dataclass(frozen=True)
+class ViewGroup:
+    """Views of one size, which pass through the encoder together.
+
+    Attributes:
+        views: how many of an image.
+        size: height and width in pixels.
+        patches: of a view.
+        tokens: of a view that the encoder's blocks have, [CLS] and registers among them.
+    """
+
+    views: int
+    size: int
+    patches: int
+    tokens: int
+
+
+def view_groups(
+    encoder: Encoder, views: Sequence[View], mask_ratio: float = 0.0
+) -> tuple[ViewGroup, ...]:
+    """The views of an image by size; of each, a part of the patches is masked."""
+    groups = []
+    for size, numbers in views_by_size(views, encoder.image_size).items():
+        patches = (size // encoder.patch_size) ** 2
+        tokens = encoder.prefix_tokens + visible_patches(patches, mask_ratio)
+        groups.append(ViewGroup(len(numbers), size, patches, tokens))
+    return tuple(groups)
+
+
+# --- transformer blocks ---------------------------------------------------------------------------
+
+
+def block_weights(width: int) -> int:
+    """Weights of a transformer block."""
+    return 12 * width**2 + 13 * width
+
+
+def block_flops(tokens: int, width: int) -> float:
+    """Forward operations of a transformer block: four projections, MLP of 4 x width, attention."""
+    return 24 * tokens * width**2 + 4 * tokens**2 * width
+
+
+def blocks_memory(computed: Computed, tokens: int, width: int, trained: int) -> Activations:
+    """This many blocks that learn, or none that do, and the norm behind them; for one view.
+
+    A block that keeps nothing has the inputs of itself and of its MLP, a norm's output, and the
+    hidden layer before and after GELU; with checkpointing its own input is kept.
+    """
+    c, checkpointing = _product(computed), computed.activation_checkpointing
+    block, norm, begin = (8 + 14 * c) * width, 4 * width, (4 + 5 * c) * width
+    passing = (12 + 8 * c) * width - norm if checkpointing or not trained else 0
+    passing -= norm if checkpointing and trained else 0
+    kept = norm + trained * (norm if checkpointing else block)
+    # The norm behind the blocks is over then, and the input of the block is kept.
+    backward = begin - norm + (block - norm if checkpointing else 0) if trained else 0
+    return Activations(tokens * kept, tokens * passing, tokens * backward)
+
+
+def _product(computed: Computed) -> int:
+    """Bytes of a number in matrix products."""
+    return 2 if computed.precision == "bf16" else 4
+
+
+# --- encoder --------------------------------------------------------------------------------------
+
+
+def _patch_values(encoder: Encoder) -> int:
+    """Numbers of a patch of pixels."""
+    return encoder.pixels.channels * encoder.patch_size**2
+
+
+def encoder_weights(encoder: Encoder, blocks: int | None = None) -> int:
+    """Weights of the last blocks, this many, near enough; of the whole encoder if that is all."""
+    blocks = encoder.depth if blocks is None else blocks
+    embedding = _patch_values(encoder) * encoder.width if blocks == encoder.depth else 0
+    return embedding + blocks * block_weights(encoder.width)
+
+
+def encode_flops(encoder: Encoder) -> float:
+    """Forward operations of encoding one whole image."""
+    embed = 2 * encoder.patches * _patch_values(encoder) * encoder.width
+    tokens = encoder.prefix_tokens + encoder.patches
+    return embed + encoder.depth * block_flops(tokens, encoder.width)
+
+
+def encoder_cost(
+    computed: Computed, encoder: Encoder, groups: Sequence[ViewGroup], trained_blocks: int
+) -> Cost:
+    """The encoder, of which the last blocks learn; with the patch embedding if these are all."""
+    whole = trained_blocks == encoder.depth
+    operations, passes = 0.0, []
+    for group in groups:
+        embed = 2 * group.patches * _patch_values(encoder) * encoder.width
+        blocks = encoder.depth * block_flops(group.tokens, encoder.width)
+        # The pixels need no gradient: one product in the backward pass, not two.
+        view = (2 if whole else 1) * embed + (1 + 2 * trained_blocks / encoder.depth) * blocks
+        operations += group.views * view
+        own = blocks_memory(computed, group.tokens, encoder.width, trained_blocks)
+        pixels = _product(computed) * group.patches * _patch_values(encoder) if whole else 0
+        memory = Activations(own.kept + pixels, own.forward, own.backward)
+        passes.append(memory.times(group.views))
+    weights = encoder_weights(encoder)
+    trained = encoder_weights(encoder, trained_blocks)
+    return Cost(weights, trained, operations, tuple(passes), exported=weights)
+
+
+# --- MAE's decoder --------------------------------------------------------------------------------
+
+
+def decoder_cost(computed: Computed, encoder: Encoder, group: ViewGroup, mask_ratio: float) -> Cost:
+    """MAE's decoder on the views of one size, and the loss; registers do not reach it.
+
+    The loss keeps the difference on masked patches in float32. While it is computed there are its
+    two sides, and the prediction in both precisions.
+    """
+    c, tokens, width = _product(computed), 1 + group.patches, encoder.decoder_width
+    values, pixels = _patch_values(encoder), group.patches * _patch_values(encoder)
+    embed = 2 * (group.tokens - encoder.registers) * encoder.width * width
+    predict = 2 * tokens * width * values
+    forward = embed + encoder.decoder_depth * block_flops(tokens, width) + predict
+    own = blocks_memory(computed, tokens, width, encoder.decoder_depth)
+    masked = FLOAT * mask_ratio * pixels
+    loss = (c + FLOAT) * pixels + 2 * masked
+    behind = c * tokens * width + masked  # the blocks
+    kept = own.kept + c * group.tokens * encoder.width + behind
+    memory = Activations(kept, max(own.forward - behind, loss), own.backward - behind)
+    weights = (encoder.width + values) * width + encoder.decoder_depth * block_weights(width)
+    return Cost(weights, weights, 3 * group.views * forward, (memory.times(group.views),))
+
+
+# --- NNCLR head -----------------------------------------------------------------------------------
+
+
+def head_cost(
+    computed: Computed,
+    head: Contrastive,
+    encoder: Encoder,
+    *,
+    batch_size: int,
+    views: int,
+    encoder_learns: bool,
+) -> Cost:
+    """The NNCLR head on this many views of an image.
+
+    A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
+    reads. The lookup has similarities to the queue twice, and which entries are one's own.
+    """
+    width, hidden, embedding = encoder.width, head.projector_hidden, head.embedding
+    first, rest = width * hidden, hidden * (hidden + embedding)
+    projector, predictor = first + rest, 2 * embedding * head.predictor_hidden
+    looks_up = head.lookup != "none"
+
+    products = (3 if encoder_learns else 2) * first + 3 * (rest + predictor)
+    products += projector if head.projector_ema else 0
+    products += embedding * head.queue_size if looks_up else 0
+    logits = embedding * batch_size
+    # Neighbours get no gradient; the other view gets one where something behind it learns.
+    if not looks_up and not head.stop_gradient:
+        if encoder_learns and head.projector_ema:
+            products += projector
+        if encoder_learns or not head.projector_ema:
+            products += logits
+    operations = 2 * views * (products + 2 * logits)
+
+    c = _product(computed)
+    kept = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
+    exact = FLOAT if head.precision == "fp32" else 2
+    lookup = (2 * exact + 0.5) * head.queue_size if looks_up else 0
+    slow = projector if head.projector_ema else 0
+    weights = projector + predictor
+    return Cost(
+        weights,
+        weights,
+        operations,
+        (Activations(kept, lookup, 0).times(views),),
+        buffers=FLOAT * slow + head.queue_size * (FLOAT * embedding + 16),
+        exported=weights + embedding * head.queue_size,
+    )
