@@ -159,6 +159,8 @@ def count(stage: Training, encoder: Encoder, images: int, classes: int = 1000) -
     sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
     with pretended() as gpu:
         without_data(objective)
+        for side, _ in sizes:  # made once, on the CPU
+            objective.encoder.positions(*[side // encoder.patch_size] * 2)
         # Gradients have their memory before a step, as the engine's.
         learning = [p for p in objective.parameters() if p.requires_grad]
         for parameter in learning:

@@ -38,6 +38,8 @@ from maect.recipes import View
 
 SIZE = 224
 VIEW = View(crop_scale=(0.2, 1.0))
+LOCAL_SIZE = 96
+LOCAL = View(crop_scale=(0.05, 0.25), size=LOCAL_SIZE)
 BATCH = 50
 
 
@@ -85,6 +87,17 @@ class Samples:
             1,
         )  # fmt: skip
         self.out = np.zeros((2, 3, SIZE, SIZE), np.uint8)
+        self.small = np.stack(
+            [
+                random_crops(
+                    rows[:, 5], rows[:, 6], LOCAL.crop_scale, LOCAL_SIZE,
+                    seed=0, epochs=0, ids=rows[:, ID], view=view,
+                )
+                for view in range(2, 12)
+            ],
+            1,
+        )  # fmt: skip
+        self.small_out = np.zeros((10, 3, LOCAL_SIZE, LOCAL_SIZE), np.uint8)
 
     def one_view(self) -> None:
         for data, crops in zip(self.data, self.crops, strict=True):
@@ -93,6 +106,10 @@ class Samples:
     def two_views(self) -> None:
         for data, crops in zip(self.data, self.crops, strict=True):
             render(data, crops, self.out)
+
+    def twelve_views(self) -> None:
+        for data, crops, small in zip(self.data, self.crops, self.small, strict=True):
+            render(data, np.concatenate([crops, small]), [*self.out, *self.small_out])
 
     def two_decodes(self) -> None:
         for data, crops in zip(self.data, self.crops, strict=True):
@@ -232,6 +249,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> int:
     pair("portable loader", portable, 1.9)
     found = compare(samples.two_decodes, samples.two_views, options.rounds)
     add("two views from one decode : from two decodes", found.ratio, ">=", 1.5, *found.quartiles)
+    found = compare(samples.twelve_views, samples.two_views, options.rounds)
+    add("2 views of 224 and 10 of 96 : 2 of 224", found.ratio, "<=", 2.2, *found.quartiles)
     if native.library() is not None:
         found = compare(entropy_floor(scratch, samples), samples.one_view, options.rounds)
         name = "native decode, crop and resize : Huffman decoding alone"

@@ -16,7 +16,7 @@ from maect.data.decode import read_rgb
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, evaluation_batches, train_batches
 from maect.data.transforms import random_crops
-from maect.recipes import AUGMENTATIONS
+from maect.recipes import AUGMENTATIONS, View
 
 VIEWS = AUGMENTATIONS["min"]
 
@@ -224,7 +224,7 @@ PRINT_BATCHES = """
 import hashlib, sys
 from maect.data.index import open_index
 from maect.data.loader import train_batches
-from maect.recipes import AUGMENTATIONS
+from maect.recipes import AUGMENTATIONS, View
 
 for b in train_batches(
     open_index(sys.argv[1]), global_batch=20, rank=0, world_size=1, seed=3,
@@ -254,6 +254,63 @@ def test_killed_loader_continues_with_the_same_bits(index: Index) -> None:
         content = b"".join(part.tobytes() for part in parts)
         expected.append(f"{b.step} {hashlib.sha256(content).hexdigest()}")
     assert printed == expected
+
+
+LOCAL = View(crop_scale=(0.05, 0.25), size=12)
+
+
+def test_views_of_several_sizes_come_from_one_decode(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views = (VIEWS[0], LOCAL, LOCAL, VIEWS[1])
+    reads = []
+    read = Index.read
+    monkeypatch.setattr(Index, "read", lambda self, i: reads.append(i) or read(self, i))
+    found = batches(index, 3, views=views)
+    assert len(reads) == 3 * 20
+    for batch in found:
+        assert [tuple(group.shape) for group in batch.images] == [
+            (2, 20, 3, 32, 32), (2, 20, 3, 12, 12),
+        ]  # fmt: skip
+        # Each as drawn for its own number, whatever stands before it.
+        for group, numbers in zip(batch.images, ([0, 3], [1, 2]), strict=True):
+            size = group.shape[-1]
+            for images, number in zip(group, numbers, strict=True):
+                for row in (0, 7, 19):
+                    width, height = (
+                        np.array([s]) for s in read_rgb(read(index, batch.ids[row])).size
+                    )
+                    crop = random_crops(
+                        width, height, views[number].crop_scale, size,
+                        seed=3, epochs=batch.epochs[row], ids=batch.ids[row : row + 1], view=number,
+                    )  # fmt: skip
+                    out = np.zeros((1, 3, size, size), np.uint8)
+                    index.render(int(batch.ids[row]), crop, out)
+                    assert np.array_equal(out[0], images[row].numpy())
+
+
+def test_views_of_one_size_are_the_same_beside_others(index: Index) -> None:
+    alone = batches(index, 3)
+    for one, other in zip(alone, batches(index, 3, views=(*VIEWS, LOCAL)), strict=True):
+        assert same(one, other) and len(one.images) == 1 and len(other.images) == 2
+
+
+def test_ranks_restarts_and_packed_memory_of_several_sizes(index: Index) -> None:
+    views = (*VIEWS, LOCAL, LOCAL, LOCAL)
+    whole = batches(index, 3, views=views)
+    ranks = [batches(index, 3, views=views, rank=r, world_size=2) for r in range(2)]
+    later = batches(index, 1, start=2, views=views)
+    packed = batches(index, 3, views=views, draw=lambda epochs, ids: {})
+    for number in range(2):
+        for step, batch in enumerate(whole):
+            parts = torch.cat([rank[step].images[number] for rank in ranks], 1)
+            assert torch.equal(parts, batch.images[number])
+            images, values = packed[step].on(torch.device("cpu"), lambda epochs, ids: {})
+            assert torch.equal(images[number], batch.images[number])
+            assert values.keys() == {"ids", "labels"}
+        assert torch.equal(later[0].images[number], whole[2].images[number])
+    half = whole[0].part(slice(5, 15))
+    assert torch.equal(half.images[1], whole[0].images[1][:, 5:15]) and len(half.ids) == 10
 
 
 def test_packed_batches_hold_what_is_drawn_for_them(index: Index) -> None:

@@ -15,7 +15,7 @@ from sample_images import jpeg, photographs, random_crop
 
 from maect.core.errors import UserError
 from maect.data import native
-from maect.data.decode import UnreadableError, decoder_name, read_rgb, render
+from maect.data.decode import UnreadableError, decoder_name, read_rgb, render, resample
 from maect.data.native import build
 from maect.data.transforms import center_crops, random_crops
 
@@ -131,6 +131,33 @@ def test_views_together_are_views_apart(decoder: None) -> None:
             apart = np.zeros((1, 3, size, size), np.uint8)
             native.render(data, geometries[view : view + 1], apart)
             assert np.array_equal(apart[0], together[view])
+
+
+def test_views_of_several_sizes_are_views_apart(decoder: None, use, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """By the native way, the portable one and Pillow."""
+    data = jpeg(photographs()[0])
+    width, height = (np.array([side]) for side in photographs()[0].size)
+    sizes = [24, 9, 40, 9]
+    geometries = np.concatenate(
+        [
+            random_crops(width, height, (0.05, 1), size, seed=1, epochs=0, ids=[0], view=view)
+            for view, size in enumerate(sizes)
+        ]
+    )
+    outs = [np.zeros((3, size, size), np.uint8) for size in sizes]
+    assert native.render(data, geometries, outs)
+    for geometry, size, out in zip(geometries, sizes, outs, strict=True):
+        assert np.abs(out.astype(int) - reference(data, geometry[None], size)[0]).max() <= 1
+    with pytest.raises(ValueError):
+        native.render(data, geometries[:3], outs)
+    assert use(tmp_path / "missing.so") is None
+    portable = [np.zeros_like(out) for out in outs]
+    render(data, geometries, portable)
+    pillow = [np.zeros_like(out) for out in outs]
+    resample(read_rgb(data), geometries, pillow)
+    for other in (portable, pillow):
+        for mine, theirs in zip(outs, other, strict=True):
+            assert np.abs(mine.astype(int) - theirs).max() <= 3
 
 
 def test_output_may_be_a_slice_of_a_batch(decoder: None) -> None:

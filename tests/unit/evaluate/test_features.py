@@ -8,9 +8,11 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.data.index import open_index
+from maect.data.loader import evaluation_batches
+from maect.data.transforms import normalize
 from maect.evaluate import features
 from maect.evaluate.features import Encoding, extract, part_ranges
-from maect.evaluate.store import open_features
+from maect.evaluate.store import open_features, same_encoder
 from maect.models.precision import bfloat16_on
 from maect.models.weights import load_encoder_weights, save_encoder
 
@@ -31,7 +33,7 @@ def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: 
         pixels = np.asarray(Image.open(images / "images" / "val" / f"{key}.png"), np.float32) / 255
         x = torch.from_numpy((pixels - MEAN) / STD).permute(2, 0, 1)[None].float()
         with torch.inference_mode():
-            expected.append(module(x)[:, 1:].mean(1)[0].numpy())
+            expected.append(module(x).patch_tokens().mean(1)[0].numpy())
     np.testing.assert_allclose(found.all(), np.array(expected), atol=1e-5)
     assert np.array_equal(found.labels, index.labels)
     assert found.names() == index.keys()
@@ -42,6 +44,31 @@ def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: 
         ".a.safetensors.kept",
         "a.safetensors",
     ]
+
+
+def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank) -> None:
+    encoder, shards = images / "runs" / "mae" / "encoder.safetensors", images / "shards" / "val"
+    files = tmp_path / "after.safetensors", tmp_path / "before.safetensors"
+    for file, norm in zip(files, (True, False), strict=True):
+        assert (
+            extract(rank, encoder=encoder, shards=shards, out=file, resize=16, norm=norm) == "done"
+        )
+    after, before = map(open_features, files)
+    module, settings, _ = load_encoder_weights(encoder)
+    (pixels, _, _), *_ = evaluation_batches(
+        open_index(shards), image_size=16, rows=range(8), batch_size=8, threads=1, resize=16
+    )
+    with torch.inference_mode():
+        x = normalize(pixels, settings.pixels)
+        x = module.patch_embed(x) + module.pos_embed[:, 1:]
+        x = torch.cat([module.cls_token.expand(8, -1, -1), x], 1)
+        for block in module.blocks:
+            x = block(x)
+        expected = x[:, 1:].mean(1), module.norm(x)[:, 1:].mean(1)
+    np.testing.assert_allclose(before.rows(0, 8), expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(after.rows(0, 8), expected[1], rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="norm differs"):
+        same_encoder(after, before)
 
 
 def test_a_restart_goes_on_with_the_same_bits(

@@ -176,9 +176,10 @@ def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     plain = VisionEncoder.forward
 
     def counted(self, images, kept=None):
-        tokens = plain(self, images, kept)
-        seen.append((len(images), tokens.shape[1] - 1, tokens.requires_grad))
-        return tokens
+        found = plain(self, images, kept)
+        patches = found.patch_tokens()
+        seen.append((len(images), patches.shape[1], patches.requires_grad))
+        return found
 
     monkeypatch.setattr(VisionEncoder, "forward", counted)
     step = method_step(Passes(2, 10, 1, mask_ratio=0.15), SMALL, 3, CPU)

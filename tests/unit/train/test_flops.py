@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from maect.models.vit import build_encoder
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder, load_encoder
+from maect.recipes import Encoder, View, load_encoder
+from maect.recipes.cost import encoder_cost, view_groups
 from maect.recipes.flops import peak_flops
 from maect.stages import load_recipe
 from maect.stages.objectives import Views
@@ -61,6 +62,22 @@ def test_as_counted_by_torch(case, tmp_path):
             0
         ].backward()
     assert counter.get_total_flops() == b * stage.flops_per_image(SHAPE)
+
+
+def test_views_of_two_sizes_as_counted_by_torch():
+    encoder = build_encoder(SHAPE)
+    encoder.freeze(2)
+    groups = view_groups(
+        SHAPE, (View(crop_scale=(0.2, 1)),) * 2 + (View(crop_scale=(0, 1), size=8),) * 3
+    )
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss = sum(
+            encoder(torch.randn(views, 3, size, size)).tokens.sum()
+            for views, size in ((2, 20), (3, 8))
+        )
+        loss.backward()
+    stage = load_recipe("ct_min", "base", {})
+    assert counter.get_total_flops() == encoder_cost(stage, SHAPE, groups, 3).operations
 
 
 def test_vit_large():

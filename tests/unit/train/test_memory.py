@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import multicrop
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder, load_encoder
@@ -40,12 +41,16 @@ CASES = {
     "tune": ("ct_min", {"frozen_blocks": 2, "head": HEAD}),
     "tune, colours": ("ct_aug", {"frozen_blocks": 3, "head": HEAD}),
     "tune, checkpointing": ("ct_min", {"frozen_blocks": 0, "head": HEAD, **CHECKPOINTING}),
+    "two sizes": ("multicrop", {}),
+    "two sizes, checkpointing": ("multicrop", CHECKPOINTING),
     "fine-tune": ("fine_tune", {"frozen_blocks": 1}),
     "fine-tune, checkpointing": ("fine_tune", CHECKPOINTING),
 }
 
 
 def stage_of(recipe, size="base", **changes):
+    if recipe == "multicrop":
+        return multicrop(local_size=20, read=(1, 3), head=HEAD, **changes)
     if recipe == "fine_tune":
         return STAGES["fine_tune"].model_validate(changes)
     return load_recipe(recipe, size, changes)

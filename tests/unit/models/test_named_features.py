@@ -1,0 +1,173 @@
+"""What an encoder gives by name, for images of any size, against timm and plain second writings."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import timm.models.vision_transformer as timm_vit
+import torch
+from timm.layers import resample_abs_pos_embed
+from torch.nn import functional as F
+
+from maect.models.vit import VisionEncoder, build_encoder, seeded
+from maect.recipes import Encoder
+
+SHAPE = Encoder(
+    image_size=16, patch_size=4, width=24, depth=4, heads=2, decoder_width=16, decoder_depth=2,
+    decoder_heads=2, mae_pooling="cls", ct_pooling="mean", registers=2,
+)  # fmt: skip
+
+
+def encoder_of(**changes) -> VisionEncoder:
+    with seeded(0):
+        module = build_encoder(SHAPE.model_copy(update=changes))
+        for parameter in module.parameters():  # norms, too, so that none is the identity
+            torch.nn.init.normal_(parameter, std=0.2)
+    return module
+
+
+def timms(module: VisionEncoder, **options) -> timm_vit.VisionTransformer:
+    """timm's own model with the same weights; registers have no positions."""
+    other = timm_vit.VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=24, depth=4, num_heads=2, num_classes=0,
+        reg_tokens=2, **options,
+    )  # fmt: skip
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("norm", ["last", "none", "all"])
+def test_blocks_are_timms_intermediates(norm):
+    module, images = encoder_of(), torch.randn(3, 3, 16, 16)
+    found = module(images, blocks=[1, 3], norm=norm)
+    expected = timms(module).forward_intermediates(
+        images, indices=[1, 3], norm=norm == "all", return_prefix_tokens=True,
+        output_fmt="NLC", intermediates_only=True,
+    )  # fmt: skip
+    for block, (patches, prefix) in zip([1, 3], expected, strict=True):
+        torch.testing.assert_close(found.patch_tokens(block), patches, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.prefix_tokens(block), prefix, rtol=1e-5, atol=1e-5)
+    raw = found.blocks[3]
+    last = {"last": module.norm(raw), "none": raw, "all": raw}[norm]
+    assert torch.equal(found.tokens, last) and found.grid == (4, 4) and found.prefixes == 3
+    assert found.prefix_tokens().shape == (3, 3, 24) and found.patch_tokens().shape == (3, 16, 24)
+
+
+def test_asking_for_blocks_changes_nothing_and_reaches_the_gradients():
+    images, order = torch.randn(3, 3, 16, 16), torch.rand(3, 16).argsort(1)
+    kept = order[:, :5]
+    plain, saving = encoder_of(), encoder_of()
+    saving.checkpointing = True
+    gradients = []
+    for module in (plain, saving):
+        module.freeze(1)
+        found = module(images, kept, blocks=range(4), pooling="cls")
+        assert torch.equal(found.tokens, module(images, kept).tokens)
+        assert found.blocks[2].shape == (3, 24) and found.tokens.shape == (3, 8, 24)
+        raw = module(images, kept, blocks=[2]).blocks[2]
+        assert torch.equal(found.blocks[2], module.pool(raw, "cls"))
+        assert not found.blocks[0].requires_grad and found.blocks[1].requires_grad
+        found.blocks[2].pow(3).sum().backward()
+        gradients.append({n: p.grad for n, p in module.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert {name.split(".")[1] for name in gradients[0]} == {"1", "2"}  # none above, none frozen
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name])
+
+
+def test_unknown_blocks_and_images_that_patches_do_not_tile_are_refused():
+    with pytest.raises(ValueError, match="no block 4 of 4"):
+        encoder_of()(torch.randn(1, 3, 16, 16), blocks=[4])
+    with pytest.raises(ValueError, match="images of 16 x 18 pixels: patches have 4"):
+        encoder_of()(torch.randn(1, 3, 16, 18))
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 8), (24, 24), (8, 20), (4, 16)])
+def test_other_sizes_are_timms_without_antialiasing(height, width, monkeypatch):
+    module, images = encoder_of(), torch.randn(2, 3, height, width)
+    plain = partial(resample_abs_pos_embed, antialias=False)
+    monkeypatch.setattr(timm_vit, "resample_abs_pos_embed", plain)
+    expected = timms(module, dynamic_img_size=True).forward_features(images)
+    found = module(images)
+    torch.testing.assert_close(found.tokens, expected, rtol=1e-5, atol=1e-5)
+    assert found.grid == (height // 4, width // 4)
+
+
+def cubic(x: float) -> float:
+    """Keys' kernel with a = -0.75, which is PyTorch's."""
+    x = abs(x)
+    if x <= 1:
+        return 1.25 * x**3 - 2.25 * x**2 + 1
+    return -0.75 * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+def test_positions_are_bicubic_by_its_formula():
+    module = encoder_of()
+    table = module.pos_embed[0, 3:].double().reshape(4, 4, 24)
+
+    def along(rows: torch.Tensor, count: int) -> torch.Tensor:
+        out = []
+        for i in range(count):
+            centre = (i + 0.5) * len(rows) / count - 0.5
+            first = math.floor(centre) - 1
+            near = [min(max(j, 0), len(rows) - 1) for j in range(first, first + 4)]
+            weights = [cubic(centre - j) for j in range(first, first + 4)]
+            out.append(sum(w * rows[j] for w, j in zip(weights, near, strict=True)))
+        return torch.stack(out)
+
+    expected = along(table, 3)
+    expected = along(expected.transpose(0, 1), 6).transpose(0, 1).reshape(18, 24)
+    found = module.positions(3, 6)[0]
+    torch.testing.assert_close(found[3:].double(), expected, rtol=0, atol=1e-6)
+    assert found[:3].abs().max() == 0  # of [CLS] and registers
+
+
+def test_positions_are_made_once_and_follow_the_encoders_own():
+    module = encoder_of()
+    own = module.positions(2, 2)
+    assert module.positions(2, 2) is own and module.positions(4, 4) is module.pos_embed
+    assert not any("resampled" in name for name in module.state_dict())
+    state = module.state_dict()
+    state["pos_embed"] = 2 * state["pos_embed"]
+    module.load_state_dict(state)
+    torch.testing.assert_close(module.positions(2, 2), 2 * own)
+    assert module.double().positions(2, 2).dtype == torch.float64
+    with torch.inference_mode():
+        made = copy.deepcopy(module).positions(2, 3)
+    assert not made.is_inference()  # a training may use what an evaluation has asked for first
+
+
+def test_post_norm_blocks_by_their_formula():
+    """data2vec 2.0: a norm behind the embedding and behind each sum, none at the end."""
+    module = encoder_of(norm="post", registers=0, depth=2).double()
+    images = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    w = module.state_dict()
+    assert "norm.weight" not in w and "norm_pre.weight" in w and "patch_embed.proj.bias" in w
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / (var + 1e-6).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    patches = images.reshape(2, 3, 4, 4, 4, 4).permute(0, 2, 4, 1, 3, 5).reshape(2, 16, 48)
+    x = patches @ w["patch_embed.proj.weight"].reshape(24, 48).T + w["patch_embed.proj.bias"]
+    x = torch.cat([w["cls_token"].expand(2, -1, -1), x + w["pos_embed"][:, 1:]], dim=1)
+    x, outputs = norm(x, "norm_pre"), []
+    for block in ("blocks.0", "blocks.1"):
+        q, k, v = linear(x, f"{block}.attn.qkv").reshape(2, 17, 3, 2, 12).permute(2, 0, 3, 1, 4)
+        mixed = (q @ k.transpose(2, 3) / math.sqrt(12)).softmax(-1) @ v
+        mixed = linear(mixed.transpose(1, 2).reshape(2, 17, 24), f"{block}.attn.proj")
+        x = norm(x + mixed, f"{block}.norm1")
+        hidden = F.gelu(linear(x, f"{block}.mlp.fc1"))
+        x = norm(x + linear(hidden, f"{block}.mlp.fc2"), f"{block}.norm2")
+        outputs.append(x)
+    found = module(images, blocks=[0, 1])
+    torch.testing.assert_close(found.tokens, x, rtol=1e-10, atol=1e-10)
+    for number, expected in enumerate(outputs):
+        torch.testing.assert_close(found.blocks[number], expected, rtol=1e-10, atol=1e-10)
+    module.freeze(1)
+    frozen = {name for name, p in module.named_parameters() if not p.requires_grad}
+    assert {"norm_pre.weight", "norm_pre.bias", "cls_token"} <= frozen
