@@ -72,13 +72,18 @@ def export_run(
         How timm makes the model and the transform of its images, as Python.
 
     Raises:
-        UserError: the run is not finished, its encoder is damaged, or images would become smaller
-            than it is given.
+        UserError: the run is not finished, its encoder is damaged or none that timm has, or images
+            would become smaller than it is given.
     """
     record = read_json(run / "run.json")
     source = run / "encoder.safetensors"
     checksum = checked_sha256(source)
     _, encoder, pooling = load_encoder_weights(source)
+    if encoder.norm == "post":
+        raise UserError(
+            f"{run}: its blocks have their norms behind the sums, which no model of timm has; use "
+            f"the run as it is: maect.load({str(run)!r})"
+        )
     resize = resize or encoder.default_resize
     if resize < encoder.image_size:
         raise UserError(f"{run}: resize {resize} is smaller than image_size {encoder.image_size}")

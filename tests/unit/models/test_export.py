@@ -43,6 +43,14 @@ def same(model, images, features):
         torch.testing.assert_close(model.eval()(images), features, rtol=1e-5, atol=1e-5)
 
 
+def test_blocks_that_timm_does_not_have_are_refused(tmp_path, capsys):
+    encoder = load_encoder("tiny").model_copy(update={"norm": "post"})
+    finished_run(tmp_path / "data2vec", encoder, "cls")
+    assert main(["export", str(tmp_path / "data2vec"), str(tmp_path / "out")]) == 2
+    assert "norms behind the sums" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("pooling", "change"),
     [
