@@ -4,16 +4,19 @@ import maect
 
 encoder = maect.load("results/birds/runs/ct_min")
 vectors = encoder.encode(["a.jpg", "b.png"])  # float32 [2, encoder.width]
+images = maect.shards("results/birds/shards/birds/train")  # a torch Dataset
 """
 
+from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
     from maect.answers.encoder import ImageEncoder
+    from maect.data.dataset import ShardDataset
 
-__all__ = ["load"]
+__all__ = ["load", "shards"]
 __version__ = "0.1.0"
 
 
@@ -37,3 +40,25 @@ def load(
     from maect.answers.encoder import ImageEncoder
 
     return ImageEncoder(Path(folder), device, precision, resize)
+
+
+def shards(
+    folder: str | PathLike[str],
+    image: Literal["pil", "tensor"] = "pil",
+    transform: Callable[[Any], Any] | None = None,
+) -> "ShardDataset":
+    """Open a split's shards as a map-style torch Dataset, for training code of one's own.
+
+    It also gives a stock webdataset pipeline, files, and the order of a training.
+
+    Args:
+        folder: of a split, such as `results/birds/shards/birds/train`.
+        image: Pillow images, or tensors uint8 [C, H, W].
+        transform: called with each of them, such as one of torchvision's.
+
+    Raises:
+        maect.core.errors.UserError: no such shards, or one is missing or of another size.
+    """
+    from maect.data.dataset import ShardDataset
+
+    return ShardDataset(folder, image, transform)

@@ -500,10 +500,24 @@ def upright_rgb(ready: Ready) -> Image.Image:
     """
     if ready.extension == "npy":
         raise UnreadableError("only pictures of three channels can be recompressed")
-    picture = read_rgb(ready.data)
-    if not ready.turned:
-        return picture
-    return Image.fromarray(_upright(np.asarray(picture), _orientation_of(ready.data)))
+    return Image.fromarray(ready_pixels(ready.data, ready.turned, 3))
+
+
+def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
+    """All pixels of what was made ready, upright, uint8 [H, W, channels].
+
+    Args:
+        data: the file's bytes.
+        turned: whether the file may have to be turned, as its EXIF says.
+        channels: of the data set.
+
+    Raises:
+        UnreadableError: it cannot be decoded.
+    """
+    if data[:6] == ARRAY:
+        return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
+    pixels = np.asarray(read_rgb(data))
+    return _upright(pixels, _orientation_of(data) if turned else 1)[..., :channels]
 
 
 def picture_of(data: bytes, pixels: Pixels) -> Image.Image:

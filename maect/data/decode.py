@@ -76,12 +76,9 @@ def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
     if not data:
         raise UnreadableError("empty file")
     try:
-        with _open(data) as image:
-            # MPO: a JPEG with further frames behind the first.
-            kind = "JPEG" if image.format == "MPO" else str(image.format)
-            with one_at_a_time(image.width * image.height):
-                image.load()
-                yield image, EXTENSIONS[kind]
+        with _open(data) as image, one_at_a_time(image.width * image.height):
+            image.load()
+            yield image, _extension(image)
     except UnreadableError:
         raise
     # Pillow's plug-ins raise nearly anything on hostile input.
@@ -116,6 +113,24 @@ def _open(data: bytes) -> ImageFile.ImageFile:
         raise UnreadableError(f"no header in the first {_PNM_HEADER_BYTES} bytes")
     known = [name for name in _FORMATS if name != "HEIF" or name in Image.OPEN]
     return Image.open(io.BytesIO(data), formats=known)
+
+
+def extension_of(data: bytes) -> str:
+    """What a file is called in a shard, by its header.
+
+    Raises:
+        UnreadableError: of no known format.
+    """
+    try:
+        with _open(data) as image:
+            return _extension(image)
+    except Exception as error:  # as in `open_image`
+        raise UnreadableError(reason(error)) from None
+
+
+def _extension(image: Image.Image) -> str:
+    # MPO: a JPEG with further frames behind the first.
+    return EXTENSIONS["JPEG" if image.format == "MPO" else str(image.format)]
 
 
 def image_size(data: bytes) -> tuple[int, int]:

@@ -1,0 +1,247 @@
+"""A split's shards for training code of one's own: the same images, in the same order.
+
+As a map-style `Dataset`, as a stock webdataset pipeline, and as files.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
+from os import PathLike
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from isal import isal_zlib
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.data import Dataset, Sampler
+
+from maect.core.errors import UserError, counted
+from maect.core.files import atomic_write
+from maect.data.convert import ARRAY, ready_pixels
+from maect.data.decode import UnreadableError, extension_of
+from maect.data.index import ID, LABEL, SHARD, open_index
+from maect.data.order import Order
+from maect.data.sources import UNLABELLED
+
+if TYPE_CHECKING:  # it takes a second to import
+    from webdataset import WebDataset
+
+Form = Literal["pil", "tensor"]
+_AT_ONCE = 16
+
+
+class ShardDataset(Dataset[dict[str, Any]]):
+    """A map-style data set over a folder of shards; may be pickled for the workers of a DataLoader.
+
+    Attributes:
+        index: where each image is (`maect.data.index.Index`); `index.labels` are int64 [n].
+        classes: their names, by label.
+    """
+
+    def __init__(
+        self,
+        folder: str | PathLike[str],
+        image: Form = "pil",
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Open a split; see `maect.shards`."""
+        if image not in get_args(Form):
+            raise UserError(f"image {image!r}: {' or '.join(get_args(Form))}")
+        self.index = open_index(Path(folder).resolve())
+        self.classes = list(self.index.class_names)
+        self.image, self.transform = image, transform
+        if image == "pil" and self.index.channels not in (1, 3):
+            raise UserError(
+                f"{folder}: images of {self.index.channels} channels are no Pillow images; "
+                'ask for image="tensor"'
+            )
+
+    def __reduce__(self) -> tuple[type["ShardDataset"], tuple[Any, ...]]:
+        return ShardDataset, (self.index.directory, self.image, self.transform)
+
+    def __len__(self) -> int:
+        return self.index.n
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """Sample number i.
+
+        Returns:
+            `image`, upright: RGB (or grey, of one channel) or a tensor uint8 [C, H, W], or what
+            `transform` makes of it; `label`, -1 without one; `key`, its name below the source
+            without extension; `id`, its number in the split.
+
+        Raises:
+            UserError: the image is damaged; it and its tar are named.
+        """
+        try:
+            pixels = ready_pixels(self.index.read(i), self.index.turned, self.index.channels)
+        except UnreadableError as error:
+            raise self.index.undecodable(i, error) from None
+        image: Any
+        if self.image == "tensor":
+            image = torch.from_numpy(np.array(pixels.transpose(2, 0, 1), order="C"))
+        else:
+            image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+        return {
+            "image": image if self.transform is None else self.transform(image),
+            "label": int(self.index.rows[i, LABEL]),
+            "key": self.index.key(i),
+            "id": int(self.index.rows[i, ID]),
+        }
+
+    def order(self, seed: int, epoch: int) -> NDArray[np.int64]:
+        """Return every sample's number, int64 [n], as a training of that seed sees them."""
+        n = len(self)
+        return Order(n, seed).take(epoch * n, n)[0]
+
+    def batch_sampler(
+        self,
+        batch_size: int,
+        *,
+        seed: int,
+        steps: int,
+        start_step: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> "StepSampler":
+        """Batches of a run of `steps` steps, for the `batch_sampler` of a DataLoader.
+
+        Args:
+            batch_size: of all ranks together.
+            seed: of the order.
+            steps: of the whole run; epochs follow each other without a gap.
+            start_step: steps that are done; those that follow are the same as without a break.
+            rank: which part of each batch to give; by default that of torch.distributed.
+            world_size: number of ranks, likewise.
+
+        Raises:
+            UserError: `batch_size` is not a multiple of `world_size`.
+        """
+        joined = dist.is_available() and dist.is_initialized()
+        if rank is None:
+            rank = dist.get_rank() if joined else 0
+        if world_size is None:
+            world_size = dist.get_world_size() if joined else 1
+        if batch_size % world_size:
+            raise UserError(f"batch_size {batch_size} is not a multiple of {world_size} ranks")
+        if not 0 <= rank < world_size:
+            raise UserError(f"rank {rank} of {world_size}: ranks count from 0")
+        return StepSampler(
+            Order(len(self), seed), range(start_step, steps), batch_size, rank, world_size
+        )
+
+    def webdataset(self, **options: Any) -> "WebDataset":
+        """A stock pipeline over the tars, for `.shuffle(…).decode("pil").to_tuple("jpg", "cls")`.
+
+        It gives files as they are stored. Unlike a pipeline over the bare tars, it leaves out what
+        a view leaves out, has the labels of the split, and raises `UserError`, with the tar's name,
+        for a changed image and for a tar that ends early, which tar programs take for its end.
+
+        Args:
+            options: of `webdataset.WebDataset`; several ranks need a `nodesplitter`.
+        """
+        from webdataset import WebDataset
+
+        used = np.unique(self.index.rows[:, SHARD]).tolist()
+        urls = [str(self.index.shards[number]) for number in used]
+        return WebDataset(urls, **{"shardshuffle": False} | options).compose(partial(_known, self))
+
+    def extract(self, folder: str | PathLike[str]) -> int:
+        """Write every image as CLASS/KEY.ext, of unlabelled ones KEY.ext, with its stored bytes.
+
+        A class folder that keys begin with is not repeated. Stopped, it continues when it is called
+        again: files that are there already are compared.
+
+        Returns:
+            Number of images.
+
+        Raises:
+            UserError: an image is damaged, or a file of other content is there already.
+        """
+        folder = Path(folder)
+        names = self._names()
+
+        def write(i: int) -> None:
+            data = self.index.read(i)
+            extension = "npy" if data[:6] == ARRAY else extension_of(data)
+            path = folder / f"{names[i]}.{extension}"
+            if path.exists():
+                if path.read_bytes() != data:
+                    raise UserError(f"{path}: holds something else; choose another folder")
+                return
+            with atomic_write(path) as temporary:
+                temporary.write_bytes(data)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for start in range(0, len(self), 1 << 10):
+                list(pool.map(write, range(start, min(start + (1 << 10), len(self)))))
+        return len(self)
+
+    def _names(self) -> list[str]:
+        """Where each image belongs, without extension.
+
+        Raises:
+            UserError: a name that leads out of the folder, or that two images have.
+        """
+        names, labels = self.index.keys(), self.index.labels.tolist()
+        folders = ["" if n == UNLABELLED else f"{self.classes[n]}/" for n in labels]
+        if not all(map(str.startswith, names, folders)):
+            names = list(map(str.__add__, folders, names))
+        for name in names:
+            if name.startswith("/") or ".." in PurePosixPath(name).parts:
+                raise UserError(f"{self.index.directory}: sample {name!r} leads out of a folder")
+        if len(set(names)) < len(names):
+            raise UserError(f"{self.index.directory}: some samples would have the same file")
+        return names
+
+
+class StepSampler(Sampler[list[int]]):
+    """One rank's samples of each step, as `maect.data.loader.train_batches` has them."""
+
+    def __init__(
+        self, order: Order, steps: range, batch_size: int, rank: int, world_size: int
+    ) -> None:
+        self._order, self._steps, self._batch_size = order, steps, batch_size
+        self._share = batch_size // world_size
+        self._rank = rank
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self._steps:
+            start = step * self._batch_size + self._rank * self._share
+            yield self._order.take(start, self._share)[0].tolist()
+
+
+def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Samples of the index alone, with its labels, and all of those that a tar should hold."""
+    index = dataset.index
+    shards = np.asarray(index.rows[:, SHARD])
+    numbers = {str(path): number for number, path in enumerate(index.shards)}
+    for url, found in groupby(samples, lambda sample: sample["__url__"]):
+        rows = {index.key(i): i for i in np.flatnonzero(shards == numbers[url]).tolist()}
+        missing = set(rows)
+        for sample in found:
+            row = rows.get(sample["__key__"])
+            if row is None:
+                continue
+            missing.discard(sample["__key__"])
+            _, _, _, size, label, *_ = index.rows[row].tolist()
+            files = [value for value in sample.values() if isinstance(value, bytes)]
+            if index.checksums is not None:
+                wanted = index.checksums[index.rows[row, ID]]
+                if not any(len(x) == size and isal_zlib.crc32(x) == wanted for x in files):
+                    index.read(row)  # says how it is damaged
+                    raise UserError(f"{url}: sample {sample['__key__']} is not the indexed image")
+            sample.pop("cls", None)
+            yield sample if label == UNLABELLED else {**sample, "cls": str(label).encode()}
+        if missing:
+            raise UserError(
+                f"{url}: webdataset misses {len(missing)} of {counted(len(rows), 'image')} "
+                f"({min(missing)} first); check the shards with maect shard --verify"
+            )
