@@ -540,8 +540,8 @@ TABLES: dict[str, Table] = {
         "Error of predicting the colour histogram",
         "Figure 5",
         (
-            Metric("error_last", "Last block", "color_histogram"),
-            Metric("error_mean", "Mean of blocks", "color_histogram"),
+            Metric("error_last", "Last block", "color_histogram", std="error_last_std"),
+            Metric("error_mean", "Mean of blocks", "color_histogram", std="error_mean_std"),
         ),
         caption=(
             "Error of a linear probe that predicts an image's colour histogram from one token "
