@@ -1,13 +1,16 @@
 """Weighted k-nearest-neighbour classification (paper, B; Wu et al. 2018, DINO).
 
 The k training samples of highest cosine similarity s vote for their class with weight exp(s / T).
-Reported on the features as they are (`knn`) and standardised with the train set's mean and
-standard deviation (`knn_standardized`, what the authors' logger does).
+Reported on the features as they are (`knn`), without the gain and bias of the encoder's final norm
+(`knn_before_norm`: a strong gain decides which features count, and a MAE's is strong), and
+standardised with the train set's mean and standard deviation (`knn_standardized`, what the authors'
+logger does, which does not see them).
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -34,8 +37,8 @@ class Knn(Protocol):
     name: ClassVar[str] = "knn"
     title: ClassVar[str] = "k-nearest neighbours"
     test_data: ClassVar[str | None] = (
-        "knn_best_k chooses k and knn_best k and T on the test split, with and without "
-        "standardisation; knn and knn_standardized choose nothing"
+        "knn_best_k chooses k and knn_best k and T on the test split, however features are "
+        "scaled; knn, knn_before_norm and knn_standardized choose nothing"
     )
 
     k: int = Field(default=KNN_K, gt=0)
@@ -51,7 +54,8 @@ class Knn(Protocol):
         """Metrics in percent: `knn`, `knn_standardized`, and the full sweep over k and T.
 
         `knn_best_k` and `knn_standardized_best_k` choose k on the test split, as the paper does for
-        other methods' checkpoints; `knn_best` and `knn_standardized_best` choose k and T.
+        other methods' checkpoints; `knn_best` and `knn_standardized_best` choose k and T. The same
+        of `knn_before_norm`, where the encoder has such a norm.
 
         Raises:
             UserError: fewer training samples than k.
@@ -67,8 +71,10 @@ class Knn(Protocol):
         temperatures = sorted({self.temperature, *self.temperatures})
         metrics: dict[str, Any] = {}
         sweep = []
-        for name, standardized in (("knn", False), ("knn_standardized", True)):
-            scale = moments(train.rows, train.n, train.width) if standardized else None
+        scales = {"knn": None, "knn_standardized": moments(train.rows, train.n, train.width)}
+        if (of_norm := final_norm(job.run / "encoder.safetensors", train.width)) is not None:
+            scales["knn_before_norm"] = of_norm
+        for name, scale in scales.items():
             similarity, ids = nearest(train, test.all(), max(counts), scale, idle_cpus(context))
             for k in counts:
                 for temperature in temperatures:
@@ -78,18 +84,43 @@ class Knn(Protocol):
                         {
                             "k": k,
                             "temperature": temperature,
-                            "standardized": standardized,
+                            "features": name,
                             "accuracy": accuracy,
                         }
                     )
                     if (k, temperature) == (self.k, self.temperature):
                         metrics[name] = accuracy
-            chosen = [row for row in sweep if row["standardized"] == standardized]
+            chosen = [row for row in sweep if row["features"] == name]
             metrics[f"{name}_best"] = max(row["accuracy"] for row in chosen)
             metrics[f"{name}_best_k"] = max(
                 row["accuracy"] for row in chosen if row["temperature"] == self.temperature
             )
         return {**metrics, "sweep": sweep}
+
+
+def final_norm(encoder: Path, width: int) -> Scale | None:
+    """Bias and gain of the norm that an encoder's features went through; None: it has none.
+
+    A feature without a gain says nothing: its gain is infinite, which makes it 0.
+
+    Args:
+        encoder: `encoder.safetensors`, with timm's names.
+        width: of the features: those of several parts went through no single norm.
+    """
+    import numpy as np
+    from safetensors import safe_open
+
+    if not encoder.exists():
+        return None
+    with safe_open(encoder, "np") as file:
+        for norm in ("fc_norm", "norm"):
+            if {f"{norm}.weight", f"{norm}.bias"} <= {*file.keys()}:
+                gain, bias = (
+                    file.get_tensor(f"{norm}.{part}").astype(np.float64)
+                    for part in ("weight", "bias")
+                )
+                return (bias, np.where(gain == 0, np.inf, gain)) if len(gain) == width else None
+    return None
 
 
 def nearest(
@@ -107,7 +138,7 @@ def nearest(
         train: the train set, read in chunks.
         queries: float32 [q, width].
         k: neighbours, at most train.n.
-        scale: mean and standard deviation to standardise both sides with.
+        scale: what to subtract from both sides and divide them by.
         threads: how many blocks of queries are worked on at once.
 
     Returns:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
@@ -28,29 +29,67 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(knn, name, value)
 
 
-@pytest.mark.parametrize("standardized", [False, True])
-def test_agrees_with_scikit_learn(
-    job: EvaluationJob, rank: Rank, small_blocks, standardized: bool
-) -> None:
+GAIN, BIAS = np.geomspace(0.05, 20, 12, dtype=np.float32), np.linspace(-1, 2, 12, dtype=np.float32)
+
+
+@pytest.mark.parametrize("name", ["knn", "knn_standardized", "knn_before_norm"])
+def test_agrees_with_scikit_learn(job: EvaluationJob, rank: Rank, small_blocks, name: str) -> None:
+    job.run.mkdir()
+    norm = {"norm.weight": GAIN, "norm.bias": BIAS, "cls_token": np.zeros((1, 1, 12), np.float32)}
+    save_file(norm, job.run / "encoder.safetensors")
     train, test = open_features(job.path("train")), open_features(job.path("test"))
     metrics = Knn().evaluate(rank, job)
     x, y = train.all() + 0, test.all() + 0
-    if standardized:
+    if name == "knn_before_norm":
+        x, y = ((rows.astype(np.float64) - BIAS) / GAIN for rows in (x, y))
+    if name == "knn_standardized":
         scaler = StandardScaler().fit(x)
         x, y = scaler.transform(x), scaler.transform(y)
-    rows = [row for row in metrics["sweep"] if row["standardized"] == standardized]
+    rows = [row for row in metrics["sweep"] if row["features"] == name]
     assert {(row["k"], row["temperature"]) for row in rows} == {
         (k, t) for k in (1, 5, 10, 20, 50, 100, 200) for t in (0.02, 0.07, 0.2)
     }
     for row in rows:
         predicted = reference(x, train.labels, y, row["k"], row["temperature"])
         assert row["accuracy"] == pytest.approx(100 * np.mean(predicted == test.labels), abs=1e-9)
-    name = "knn_standardized" if standardized else "knn"
     (paper,) = [row["accuracy"] for row in rows if (row["k"], row["temperature"]) == (10, 0.07)]
     assert metrics[name] == paper
     assert metrics[f"{name}_best"] == max(row["accuracy"] for row in rows)
     at = [row["accuracy"] for row in rows if row["temperature"] == 0.07]
     assert metrics[f"{name}_best_k"] == max(at) and len(at) < len(rows)
+
+
+def test_a_gain_of_the_final_norm_decides_plain_neighbours_only(
+    job: EvaluationJob, rank: Rank, tmp_path: Path
+) -> None:
+    """What a MAE's norm does: plain accuracy falls, the other two do not see it."""
+    job.run.mkdir()
+    found = {}
+    for number, gain in enumerate((np.ones(12, np.float32), GAIN[::-1].copy())):
+        files = {}
+        for part, path in job.inputs.items():
+            own = open_features(path)
+            files[part] = store(tmp_path / f"{part}{number}", own.all() * gain + BIAS, own.labels)
+        save_file({"norm.weight": gain, "norm.bias": BIAS}, job.run / "encoder.safetensors")
+        found[number] = Knn().evaluate(rank, given(job, **files))
+    assert found[1]["knn"] < found[0]["knn"] - 5
+    for name in ("knn_standardized", "knn_before_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], abs=2.3)  # two of 90 near a tie
+
+
+def test_features_that_went_through_no_single_norm_have_none(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.safetensors"
+    assert knn.final_norm(path, 12) is None
+    save_file({"norm.weight": GAIN, "norm.bias": BIAS}, path)
+    assert knn.final_norm(path, 24) is None
+    bias, gain = knn.final_norm(path, 12)
+    assert np.array_equal(bias, BIAS) and np.array_equal(gain, GAIN)
+    own = np.where(np.arange(12) == 3, np.float32(0), 2 * GAIN)
+    save_file(
+        {"norm.weight": GAIN, "norm.bias": BIAS, "fc_norm.weight": own, "fc_norm.bias": BIAS}, path
+    )
+    gain = knn.final_norm(path, 12)[1]
+    assert gain[3] == np.inf and gain[4] == own[4]
 
 
 def exact(train, queries, k: int):
