@@ -404,6 +404,20 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("root", type=Path, help="such as results/digits")
 
     sub = command(
+        "verify", verify,
+        "Make published numbers again, from the images, and compare them: cells of tables, by name "
+        "or drawn.",
+        example="verify docs/results/digits low_shot.ct_min.knn",
+    )  # fmt: skip
+    sub.add_argument("published", type=Path, help="such as docs/results/digits")
+    sub.add_argument(
+        "cells", nargs="*", metavar="TABLE.METHOD.METRIC", help="none: ten that are drawn"
+    )
+    sub.add_argument("--out", type=Path, default=Path("verified"), help="default: verified")
+    sub.add_argument("--seed", type=int, help="of the draw; none: another one each time")
+    sub.add_argument("--profile", default="local", help=PROFILE)
+
+    sub = command(
         "clean", clean, "List training states that nothing needs any more.",
         example="clean results/digits --remove",
     )  # fmt: skip
@@ -955,6 +969,17 @@ def show(options: argparse.Namespace) -> None:
     from maect.report.render import show as tables
 
     tables(options.root)
+
+
+def verify(options: argparse.Namespace) -> int:
+    """`maect verify`: 0 if all cells agree."""
+    from maect.tools.verify import verify as compare
+
+    def run(experiment: Path, targets: list[str]) -> int:
+        return snakemake(str(experiment), options.profile, (), targets)
+
+    need(options.published, "published results")
+    return compare(options.published, options.cells, options.out, run, options.seed)
 
 
 def clean(options: argparse.Namespace) -> None:

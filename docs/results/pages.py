@@ -10,9 +10,10 @@ import pandas as pd
 
 from maect.core.files import read_json
 from maect.core.seeds import seedless
+from maect.report.claims import beyond_chance
 from maect.report.registry import FIGURES, TABLES
 from maect.report.render import MISSING, printed, render, verdicts
-from maect.report.tables import read_table
+from maect.report.tables import paper_value, read_table
 from maect.report.titles import method_title
 
 EXPERIMENTS = Path(__file__).parents[2] / "workflow/experiments"
@@ -46,14 +47,23 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str:
+    """What was found, with one table and one figure; then how, what differs, and everything."""
     name = folder.name
-    parts = [
-        f"# {name}",
+    how = (
         f"{_variables(name)}"
         f"    snakemake --profile cluster_profiles/local --config experiment={name}\n"
         f"    python docs/results/publish.py collect {name}\n"
-        f"    python docs/results/publish.py page {name}",
-    ]
+        f"    python docs/results/publish.py page {name}"
+    )
+    parts = []
+    if (folder / "found.md").exists():
+        parts += [
+            _filled((folder / "found.md").read_text(encoding="utf-8"), folder, runs),
+            "## How",
+        ]
+    else:
+        parts.append(f"# {name}")
+    parts.append(how)
     if progress:
         parts.append(
             f"**Unfinished: {progress}.** Numbers, figures and claims below are of what is "
@@ -61,9 +71,11 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         )
     if headline:
         parts.append(headline)
-    if (folder / "measured.csv").exists() and (gains := _gains(folder, runs)):
-        parts.append(gains)
-    parts.append(_notes(folder, runs))
+    if chosen := _after_tests(folder):
+        parts.append(
+            f"{CHOSEN} Chosen after test results had been seen: {'; '.join(chosen.values())}."
+        )
+    parts.append(_filled((folder / "notes.md").read_text(encoding="utf-8"), folder, runs))
     if (folder / "neighbours.csv").exists():
         published = pd.read_csv(folder / "neighbours.csv", dtype=str)
         parts += [
@@ -74,7 +86,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
     if (folder / "recipes.csv").exists():
         parts.append("What was tried to choose the recipes: [recipes](recipes.md).")
     if (folder / "claims.csv").exists():
-        parts += ["## Claims", _claims(pd.read_csv(folder / "claims.csv", keep_default_na=False))]
+        parts += ["## Claims", _claims(folder)]
     shown = [name for name in TABLES if (folder / "tables" / f"{name}.csv").exists()]
     if shown:
         parts.append("## Tables")
@@ -148,12 +160,28 @@ def _headline(folder: Path, runs: pd.DataFrame) -> str:
     lines = [f"| | {' | '.join(titles)} |", f"| --- |{' ---: |' * len(titles)}"]
     several = (folder / "measured.csv").exists()
     trained = set(pd.read_csv(folder / "measured.csv")["run"] if several else runs["run"])
+    chosen = _after_tests(folder)
     for line, stem, cost in zip(frame.to_dict("records"), stems, costs, strict=True):
         cells = [_spread(line[c], line[f"{c}_std"]) for c in columns]
         cells.append(MISSING if math.isnan(cost) else f"{cost / unit:.2f}")
         cells.append(str(len(trained.intersection(_seeds(stem, runs)))))
-        lines.append(f"| {method_title(str(line['method']))} | {' | '.join(cells)} |")
+        title = method_title(str(line["method"])) + _mark([str(line["method"])], chosen)
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+CHOSEN = "†"
+
+
+def _after_tests(folder: Path) -> dict[str, str]:
+    """What was chosen after test results had been seen, by a pattern of methods."""
+    path = folder / "after_tests.csv"
+    return dict(pd.read_csv(path).to_numpy().tolist()) if path.exists() else {}
+
+
+def _mark(methods: Iterable[str], chosen: Iterable[str]) -> str:
+    """The sign of what was chosen so, if any of these methods was."""
+    return CHOSEN if any(re.fullmatch(one, name) for one in chosen for name in methods) else ""
 
 
 GAINS = {
@@ -165,15 +193,21 @@ GAINS = {
     "cluster accuracy": ("clustering", "accuracy"),
 }
 """Evaluation and metric of what tuning adds."""
-SURE = 3
-"""Standard deviations that a gain has to exceed."""
 Values = dict[tuple[str, str, str], float]
 """Numbers by run, evaluation and metric."""
 
 
 def _measured(folder: Path) -> Values:
-    if not (folder / "measured.csv").exists():
-        return {}
+    if not (folder / "measured.csv").exists():  # one seed: its numbers are those of the tables
+        tables = {name: folder / f"tables/{name}.csv" for name in ("low_shot", "clustering")}
+        known = {
+            n: read_table(path).to_dict("records") for n, path in tables.items() if path.exists()
+        }
+        return {
+            (f"{line['method']}_{line['architecture']}", *key): float(line[key[1]])
+            for key in GAINS.values()
+            for line in known.get("clustering" if key[0] == "clustering" else "low_shot", ())
+        }
     frame = pd.read_csv(folder / "measured.csv")
     return frame.set_index(["run", "evaluation", "metric"])["value"].to_dict()
 
@@ -189,55 +223,68 @@ def _added(tuned: str, key: tuple[str, str], values: Values, runs: pd.DataFrame)
     ]
 
 
-def _gains(folder: Path, runs: pd.DataFrame) -> str:
-    """What tuning adds to the MAE of the same seed, and its cost; empty if nothing is there."""
-    values = _measured(folder)
-    size = next((run.removeprefix("mae_") for run in runs["run"] if run.startswith("mae_")), "")
-    lines, said, seeds = [], [], set()
-    for method in ("ct_min", "ct_aug"):
-        behind, cells, sure = _seeds(f"{method}_{size}", runs), [], []
-        for title, key in GAINS.items():
-            added = _added(f"{method}_{size}", key, values, runs)
-            seeds.add(len(added))
-            std = statistics.stdev(added) if len(added) > 1 else math.nan
-            cells.append(f"{statistics.fmean(added):+.1f}" if added else MISSING)
-            cells[-1] += f" ± {std:.1f}" if not math.isnan(std) else ""
-            sure += [title] if added and statistics.fmean(added) > SURE * std else []
-        if all(cell == MISSING for cell in cells):
-            continue
-        total = operations_behind(behind, runs)
-        first = operations_behind(behind, runs, only_first=True)
-        shares = (total - first) / first, (total - first) / total
-        cells += [MISSING if math.isnan(share) else f"{100 * share:.0f} %" for share in shares]
-        lines.append(f"| {method_title(method)} | {' | '.join(cells)} |")
-        said.append(f"for {method_title(method)} {', '.join(sure) or 'nothing'}")
-    if not lines:
-        return ""
-    titles = [*GAINS, "operations, of the pre-training's", "of all"]
-    many = " and ".join(map(str, sorted(seeds - {0})))
-    many += " seed" if many == "1" else " seeds"
-    table = [
-        "What tuning adds to the MAE of the same seed, in points (mean ± standard deviation of "
-        f"{many}), and what head initialisation and tuning take:",
-        "",
-        f"| | {' | '.join(titles)} |",
-        f"| --- |{' ---: |' * len(titles)}",
-        *lines,
-    ]
-    if max(seeds) > 1:
-        table += ["", f"More than {SURE} standard deviations above MAE: {'; '.join(said)}."]
-    return "\n".join(table)
+def _gain(tuned: str, key: tuple[str, str], values: Values, runs: pd.DataFrame) -> str:
+    """What tuning adds to the MAE of the same seed, ± over seeds, and whether that is undecided.
 
-
-def _notes(folder: Path, runs: pd.DataFrame) -> str:
-    """Notes with numbers filled in.
-
-    `{RUN.COLUMN}` is from `runs.csv`, `{RUN/EVALUATION/METRIC}` from `measured.csv`,
-    `{RUN:COLUMN}` from the last look in `curves.csv`; `{mean RUN/EVALUATION/METRIC}` is the mean
-    over seeds, `{gain ...}` that of what it has more than the MAE of the same seed, and
-    `{seeds ...}` the value of every seed, also of a look.
+    By the claims' test: over seeds and, with few labels, over the sets of labels as well. One seed
+    has neither.
     """
-    text = (folder / "notes.md").read_text(encoding="utf-8").strip()
+    added = _added(tuned, key, values, runs)
+    if not added:
+        return MISSING
+    sets = [_added(tuned, (key[0], f"{key[1]}_splits/{n}"), values, runs) for n in range(3)]
+    tests = [added, [statistics.fmean(one) for one in sets if one]]
+    decided = [beyond_chance(one) for one in tests if len(one) > 1]
+    cell = f"{statistics.fmean(added):+.1f}"
+    cell += f" ± {statistics.stdev(added):.1f}" if len(added) > 1 else ""
+    return cell if all(decided) else f"{cell}, undecided"
+
+
+def gains_table(folder: Path, runs: pd.DataFrame) -> str:
+    """The main models: what MAE has, what either tuning adds and costs, and the paper's ViT-B."""
+    values, chosen = _measured(folder), _after_tests(folder)
+    size = next((run.removeprefix("mae_") for run in runs["run"] if run.startswith("mae_")), "")
+    tuned = ("ct_min", "ct_aug")
+    heads = ("+ crops and flips", "+ colours", "paper, ViT-B: MAE, + crops and flips, + colours")
+    heads = (heads[0] + _mark(tuned[:1], chosen), heads[1] + _mark(tuned[1:], chosen), heads[2])
+    lines = [f"| | MAE | {' | '.join(heads)} |", f"| --- |{' ---: |' * 4}"]
+    for title, key in GAINS.items():
+        table = "clustering" if key[0] == "clustering" else "low_shot"
+        known = [values[run, *key] for run in _seeds(f"mae_{size}", runs) if (run, *key) in values]
+        cells = [f"{statistics.fmean(known):.1f}" if known else MISSING]
+        cells += [_gain(f"{method}_{size}", key, values, runs) for method in tuned]
+        printed_by = [paper_value(table, "base", method, key[1]) for method in ("mae", *tuned)]
+        mae = printed_by[0]
+        of_paper = [
+            f"{one - mae:+.1f}" for one in printed_by[1:] if one is not None and mae is not None
+        ]
+        cells.append(", ".join([f"{mae:.1f}", *of_paper]) if of_paper else MISSING)
+        lines.append(f"| {title} | {' | '.join(cells)} |")
+    shares = []
+    for method in tuned:
+        behind = _seeds(f"{method}_{size}", runs)
+        first = operations_behind(behind, runs, only_first=True)
+        share = (operations_behind(behind, runs) - first) / first
+        shares.append(MISSING if math.isnan(share) else f"{100 * share:.0f} %")
+    lines.append(f"| operations after MAE, of MAE's | | {' | '.join(shares)} | |")
+    return "\n".join(lines)
+
+
+def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
+    """A text with numbers filled in.
+
+    `{gains}` is the table of the main models, `{RUN.COLUMN}` from `runs.csv`,
+    `{RUN/EVALUATION/METRIC}` from `measured.csv`, `{RUN:COLUMN}` from the last look in
+    `curves.csv`; `{mean RUN/EVALUATION/METRIC}` is the mean over seeds, `{gain ...}` that of what
+    it has more than the MAE of the same seed, and `{seeds ...}` the value of every seed, also of a
+    look; `{claims VERDICT}` is how many statements have that verdict.
+    """
+    text = text.strip()
+    if "{gains}" in text:
+        text = text.replace("{gains}", gains_table(folder, runs))
+    if "{claims " in text:
+        verdict = pd.read_csv(folder / "claims.csv", keep_default_na=False)["verdict"]
+        text = re.sub(r"\{claims ([a-z ]+)\}", lambda m: str((verdict == m[1]).sum()), text)
     known, values = runs.set_index("run"), _measured(folder)
     text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{known.at[m[1], m[2]]:g}", text)
     looks: dict[tuple[str, str], float] = {}
@@ -300,11 +347,12 @@ def _seeds(stem: str, runs: pd.DataFrame) -> list[str]:
     return [run for run in map(str, runs["run"]) if seedless(run) == stem]
 
 
-def _claims(frame: pd.DataFrame) -> str:
-    said = verdicts(frame)
-    rows = []
+def _claims(folder: Path) -> str:
+    frame = pd.read_csv(folder / "claims.csv", keep_default_na=False)
+    said, rows, chosen = verdicts(frame), [], _after_tests(folder)
     for line in said["decided"]:
-        verdict = "; ".join([line["verdict"], *line["notes"]])
+        methods = re.findall(r"[a-z]\w*\.[\w*]+\.(\w+)\.\w+", line["expression"])
+        verdict = "; ".join([line["verdict"] + _mark(methods, chosen), *line["notes"]])
         rows.append(f"| {line['statement']} | {verdict} | {line['numbers']} |")
     head = "| statement | verdict | numbers ± standard deviation |\n| --- | --- | --- |"
     return f"{len(frame)} statements: {said['summary']}.\n\n{LEGEND}\n\n{head}\n" + "\n".join(rows)
@@ -313,13 +361,17 @@ def _claims(frame: pd.DataFrame) -> str:
 LEGEND = """\
 A difference is computed seed by seed, since a tuned encoder begins with the MAE of its seed; it is
 the mean over the seeds that all models of the comparison have, ± the standard deviation over these.
-Where the right side is a number, the left one is printed. A model of one seed is compared by that
-seed; the ± is then that of independent values, of which a model of one seed is given the largest
-that models of its size have in the same metric; *or more*: that of one side only is known. *Within
-noise*: the difference does not exceed its ±. That is a weak test: where nothing differs, chance
-alone exceeds it in two of nine comparisons with three seeds, in two of five with two, in about one
-of three with one, and a statement may have many. No ± is printed where everything has one seed, or
-where nothing is random, as in operations. Which statements were not measured is in `claims.csv`."""
+Where the right side is a number, the left one is printed. *Within noise*: chance may have made it.
+With several seeds in common a paired t-test at 5 % decides (of three, a difference has to exceed
+2.5 of its standard deviations), and with few labels the same test over the sets of labelled images
+as well, whose differences are printed. Otherwise 2.5 standard deviations of a difference of
+independent values decide: a model of one seed has the largest that models of its size have in the
+same metric, and the binomial error of an accuracy on so many images beside it. Where no seed says
+how much a training varies, that error is the least there is (*or more*), and *one seed, which
+cannot tell* stands beside what exceeds it. *Not comparable*: models of the statement were
+pre-trained for different numbers of epochs, so that it has no verdict. A statement may have many
+comparisons, of which chance decides one in twenty. No ± is printed where nothing is random, as in
+operations. Which statements were not measured is in `claims.csv`."""
 
 
 def _runs_table(runs: pd.DataFrame) -> str:

@@ -55,6 +55,7 @@ from maect.report.claims import (
     claims_table,
     tables_of_runs,
     tables_of_seeds,
+    tables_of_sets,
     write_claims,
 )
 from maect.report.configs import Row
@@ -76,6 +77,7 @@ def collect(name: str) -> None:
     published = counts(here, out)
     for one in published.refuted:
         print(f"{one}: not what was published, or not of it: left out", file=sys.stderr)
+    write_json(out / "images.json", read_mapping(out / "images.json") | _images(experiment))
     with tempfile.TemporaryDirectory() as folder:
         merged = copy.copy(experiment)
         merged.root = Path(folder)
@@ -100,7 +102,6 @@ def collect(name: str) -> None:
         known = {name: known[name] for name in map("/".join, done)}
         counted = {"asked": len(results), "made": len(done), "missing": missing}
         write_json(out / "evaluations.json", counted | {"results": known})
-    write_json(out / "images.json", read_mapping(out / "images.json") | _images(experiment))
     shutil.rmtree(out / "resolved", ignore_errors=True)
     for run in [*published.resolved, *here.runs]:
         told = published.resolved.get(run)
@@ -130,7 +131,10 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         made[COST] = _cost(told.rows, runs)
         for own in seeds.values():
             del own[COST]
-        write_claims(claims_table(made, seeds), out / "claims.csv")
+        sets, splits = tables_of_sets(shown), read_mapping(out / "images.json").items()
+        images = {name.partition(" ")[2]: told["n"] for name, told in splits}
+        frame = claims_table(made, seeds=seeds, sets=sets, images=images)
+        write_claims(frame, out / "claims.csv")
     return missing
 
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.settings import digest
+from maect.core.settings import digest, later
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
@@ -46,6 +46,8 @@ class ColorHistogram(Encodes):
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: float = Field(default=0.5, ge=0, le=1)
     seed: int = 0
+    probes: int = later(1, gt=0)
+    """Of each block, that differ in their initial weights alone: how far they agree is measured."""
 
     def inputs(self) -> dict[str, Input]:
         """Images of both splits."""
@@ -60,13 +62,16 @@ class ColorHistogram(Encodes):
         """Errors in percent of a uniform prediction's: `errors` of every block, first to last.
 
         `error_last` and `error_mean` are of the last block and the mean; `uniform_error` is the
-        mean absolute error of predicting 1/64 everywhere on the test split.
+        mean absolute error of predicting 1/64 everywhere on the test split. Of several probes it
+        is their mean, and `error_last_std`, `error_mean_std` are the standard deviations.
 
         Raises:
             Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
             UserError: an encoder without the [CLS] token that is to be read, or a batch larger
                 than all epochs together.
         """
+        import numpy as np
+
         from maect.core import distributed
         from maect.data.index import open_index
         from maect.evaluate.features import Encoding
@@ -82,16 +87,16 @@ class ColorHistogram(Encodes):
         device = distributed.device_of(context)
         encoding = Encoding(path, device, self.precision, blocks=10**9, pooling=self.pooling)
         identity = digest(self, sha256_file(path), train.digest, test.digest, str(job.resize))
-        rank, size, blocks = context.rank, context.world_size, encoding.blocks
-        mine = slice(blocks * rank // size, blocks * (rank + 1) // size)
+        rank, size, total = context.rank, context.world_size, encoding.blocks * self.probes
+        mine = slice(total * rank // size, total * (rank + 1) // size)
         with distributed.process_group(context):
             peak = self.learning_rate * self.batch_size / 256
             heads = HistogramHeads(
-                encoding.settings.width, blocks, peak, self.momentum, self.seed, device, mine
+                encoding.settings.width, total, peak, self.momentum, self.seed, device, mine
             )
 
             def update(features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-                features = distributed.gather_rows(features)
+                features = distributed.gather_rows(features).repeat(1, self.probes)
                 return heads.step(features, distributed.gather_rows(targets), lr_multiplier)
 
             groups = {"heads": heads}
@@ -106,13 +111,14 @@ class ColorHistogram(Encodes):
                 save_tensors(job.out.with_suffix(".safetensors"), trained, {})
         if uniform == 0:
             raise UserError(f"{test.directory}: every image's colours are spread uniformly")
-        relative = [100 * error / uniform for error in errors]
-        return {
-            "errors": relative,
-            "error_last": relative[-1],
-            "error_mean": sum(relative) / len(relative),
-            "uniform_error": uniform,
-        }
+        relative = 100 * np.reshape(errors, (self.probes, -1)) / uniform
+        of_each = {"error_last": relative[:, -1], "error_mean": relative.mean(axis=1)}
+        metrics: dict[str, Any] = {"errors": relative.mean(axis=0).tolist()}
+        for name, values in of_each.items():
+            metrics[name] = float(values.mean())
+            if self.probes > 1:
+                metrics[f"{name}_std"] = float(values.std(ddof=1))
+        return metrics | {"uniform_error": uniform}
 
 
 def histograms(images: Tensor) -> Tensor:
@@ -137,7 +143,7 @@ def _targets(batch: Batch, images: Tensor) -> Tensor:
 def _errors(
     context: Context, job: EvaluationJob, test: Index, encoding: Encoding, heads: dict[str, Tensor]
 ) -> tuple[list[float], float]:
-    """Mean absolute error of each block's head on the test split, and of a uniform prediction."""
+    """Mean absolute error of each head on the test split, and of a uniform prediction."""
     import torch
 
     from maect.core import distributed
@@ -145,13 +151,14 @@ def _errors(
     from maect.evaluate.heads import BINS, BN_EPS, predict_histograms
     from maect.train.accuracy import share
 
-    sums = torch.zeros(encoding.blocks + 1, dtype=torch.float64)
+    sums = torch.zeros(len(heads["weight"]) + 1, dtype=torch.float64)
+    probes = len(heads["weight"]) // encoding.blocks
     scale = torch.rsqrt(heads["var"] + BN_EPS)[:, None]
     size = encoding.settings.image_size
     for images, _, _ in share(context, test, encoding.device, size, job.resize):
         features = encoding(images).view(len(images), encoding.blocks, -1).transpose(0, 1)
         finite(features, job.run)
-        target = histograms(images)
+        target, features = histograms(images), features.repeat(probes, 1, 1)
         p = predict_histograms(
             (features - heads["mean"][:, None]) * scale, heads["weight"], heads["bias"]
         )

@@ -174,6 +174,11 @@ def claims_config(experiment: Experiment) -> ClaimsConfig:
         tables=[experiment.root / "tables" / f"{name}.csv" for name in names],
         rows=list(rows),
         runs=experiment.root / "runs",
+        images={
+            split: experiment.shards(dataset, split) / "index.json"
+            for dataset, split in experiment.splits
+            if dataset == experiment.default_dataset
+        },
     )
 
 

@@ -1,5 +1,6 @@
 """Checks the paper's statements (`statements.py`) against measured tables."""
 
+import itertools
 import math
 import re
 import statistics
@@ -12,9 +13,10 @@ from typing import Any
 import pandas as pd
 from uncertainties import std_dev, ufloat
 
-from maect.core.files import write_text
+from maect.core.files import read_mapping, write_text
 from maect.core.seeds import seed_of
 from maect.report.configs import ClaimsConfig, Row, ShownConfig
+from maect.report.registry import TABLES
 from maect.report.render import claims_page
 from maect.report.statements import EACH_SHIFT, SHIFTED, STATEMENTS, Statement
 from maect.report.tables import (
@@ -28,11 +30,13 @@ from maect.report.tables import (
 )
 
 HOLDS, FAILS, NOISE, OPEN = "holds", "fails", "within noise", "not measured"
+UNEQUAL = "not comparable"
 Key = tuple[str, str, str, str]
 """Table, architecture, method, metric."""
 Tables = Mapping[str, pd.DataFrame]
 Seeds = Mapping[int, Tables]
-"""The same tables of each seed alone."""
+"""The same tables of each seed, or of each set of few labels, alone."""
+NOTHING: Seeds = MappingProxyType({})
 
 VALUE = re.compile(r"""([a-z]\w*)\.(\w+|\*)(?:\.(\w+)|\["([\w.]+)"\])\.(\w+)""")
 COST, PRETRAINING, TRAINED = "cost", "pretraining", "trained"
@@ -40,6 +44,16 @@ COST, PRETRAINING, TRAINED = "cost", "pretraining", "trained"
 models were trained here."""
 # What the paper prints as equal is equal.
 TOLERANCE = 1e-9
+LOW_SHOT = "low_shot"
+LEVEL = 0.05
+"""Of the paired t-tests, two-sided: three differences exceed 2.5 of their standard deviations."""
+DEVIATIONS = 2.5
+"""What a difference of independent values has to exceed, in its standard deviations."""
+ACCURACIES = frozenset({
+    "low_shot", "ablation", "combined", "robustness", "reimplementation", "sensitivity", "extended",
+    "concat_probe", "fine_tune", "huge14", "oracle", "efficient_probe",
+})  # fmt: skip
+"""Tables of how many of the evaluated images are classified correctly, in percent."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +69,27 @@ class Comparison:
     std: float
     """Standard deviation of the difference over seeds; NaN where nothing says what it is."""
     at_least: bool
-    """Whether that is of a part of the values only: no one knows it of the others."""
+    """Whether that is of a part of what varies only: no one knows it of the rest."""
     missing: tuple[Key, ...]
     decimals: int = 2
     """To print the difference with."""
     limit: bool = False
     """Whether the right side is a number, so that the left one is printed."""
+    beyond: bool | None = None
+    """Whether the difference is more than chance; None where its error is not known."""
+    exact: bool = False
+    """Whether nothing in it is random."""
+    of_sets: tuple[float, ...] = ()
+    """The difference with each set of few labels alone, where these are known."""
+    epochs: tuple[float, ...] = ()
+    """Those of the models' pre-trainings, where they are not the same: no fair comparison."""
 
     @property
     def significant(self) -> bool | None:
-        """Whether the difference exceeds its standard deviation; None where that is not known."""
-        if self.holds is None or math.isnan(self.std):
+        """Whether the difference is more than chance; None where that is not known."""
+        if self.holds is None or (self.beyond and self.at_least):
             return None
-        exceeds = abs(self.difference) > self.std
-        return None if exceeds and self.at_least else exceeds
+        return self.beyond
 
 
 @dataclass(frozen=True)
@@ -82,9 +103,11 @@ class Verdict:
     def result(self) -> str:
         """`holds` if all comparisons do, `fails` if one does not, else `not measured`.
 
-        `within noise` where that rests on a difference that does not exceed its standard
-        deviation: one that had to hold, or all those that do not.
+        `within noise` where that rests on a difference that chance may have made: one that had to
+        hold, or all those that do not. `not comparable` if models differ in their pre-training.
         """
+        if any(one.epochs for one in self.comparisons):
+            return UNEQUAL
         failing = [one for one in self.comparisons if one.holds is False]
         if failing:
             return NOISE if all(one.significant is False for one in failing) else FAILS
@@ -94,12 +117,17 @@ class Verdict:
 
     @property
     def significant(self) -> str:
-        """`yes` or `no`: whether the standard deviation is exceeded; empty where it is unknown."""
-        if self.result in (OPEN, NOISE):
+        """Whether what decides is more than chance: `yes`, `no`, or `one seed`, which cannot tell.
+
+        Empty where nothing is random or nothing is decided.
+        """
+        if self.result in (OPEN, UNEQUAL, NOISE):
             return "no" if self.result == NOISE else ""
-        if self.result == FAILS:  # one is enough for that
-            return "yes" if any(c.significant for c in self.comparisons if not c.holds) else ""
-        return "yes" if all(c.significant for c in self.comparisons) else ""
+        decide = [one for one in self.comparisons if one.holds is (self.result == HOLDS)]
+        if all(one.exact for one in decide):
+            return ""
+        known = [one.significant or one.exact for one in decide]  # one is enough to fail
+        return "yes" if (all if self.result == HOLDS else any)(known) else "one seed"
 
     @property
     def numbers(self) -> str:
@@ -113,8 +141,16 @@ class Verdict:
             if one.holds is None:
                 continue
             spread = "" if math.isnan(one.std) else f" ± {one.std:.{one.decimals}f}"
-            spread += " or more" if one.at_least else ""
-            mark = "" if one.holds else " (fails)"
+            spread += " or more" if one.at_least and spread else ""
+            marks = [] if one.holds or one.epochs else ["fails"]
+            marks += ["within noise"] if one.significant is False and not one.epochs else []
+            if one.of_sets:
+                of_each = ", ".join(f"{value:+.1f}" for value in one.of_sets)
+                marks.append(f"by sets of labels {of_each}")
+            if one.epochs:
+                lengths = " and ".join(f"{value:g}" for value in one.epochs)
+                marks.append(f"pre-trained for {lengths} epochs")
+            mark = f" ({'; '.join(marks)})" if marks else ""
             number = f"{one.left:.{one.decimals}f}"
             if not one.limit:
                 number = f"{one.left - one.right:+.{one.decimals}f}"
@@ -169,22 +205,58 @@ def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
     return () if frame is None else set(frame.loc[frame["architecture"] == architecture, "method"])
 
 
+def beyond_chance(differences: Sequence[float]) -> bool:
+    """Whether the mean of paired differences is not zero, by a t-test at `LEVEL`.
+
+    Args:
+        differences: two or more.
+    """
+    from scipy.stats import t as student  # takes a while
+
+    mean, error = statistics.fmean(differences), statistics.stdev(differences)
+    most = student.ppf(1 - LEVEL / 2, len(differences) - 1) * error / math.sqrt(len(differences))
+    return abs(mean) > max(float(most), TOLERANCE)
+
+
+def _error_of_images(key: Key, value: float, images: Mapping[str, int]) -> float:
+    """Standard deviation of an accuracy over as many other images, in percent; NaN: none is known.
+
+    Args:
+        key: where it stands.
+        value: in percent.
+        images: how many there are, by split; a column of no split is of `val`.
+    """
+    n = images.get(key[3]) or images.get("val")
+    if key[0] not in ACCURACIES or not n or not 0 <= value <= 100:
+        return math.nan
+    return math.sqrt(value * (100 - value) / n)
+
+
 def compare(
-    text: str, tables: Tables, suffix: str = "", seeds: Seeds = MappingProxyType({})
+    text: str,
+    tables: Tables,
+    suffix: str = "",
+    seeds: Seeds = NOTHING,
+    sets: Seeds = NOTHING,
+    images: Mapping[str, int] = MappingProxyType({}),
 ) -> Comparison:
     """Decide one comparison, without `*`.
 
     A tuned encoder of a seed begins with the MAE of this seed. So the difference is computed seed
     by seed where all models that were trained here have seeds in common, and its mean and standard
-    deviation are over these. With fewer than two of them the deviation is that of a function of
-    independent values, to first order: a model of one seed has the largest that any of its
-    architecture has in this metric. An imported one counts as exact where none comes with it.
+    deviation are over these: a paired t-test decides. With fewer than two of them the deviation is
+    that of a function of independent values, to first order: a model of one seed has the largest
+    that any of its architecture has in this metric, and the binomial error of an accuracy beside
+    it; `DEVIATIONS` of them decide. An imported one counts as exact where none comes with it. With
+    few labels the difference also has to pass a paired t-test over the sets of labels.
 
     Args:
         text: the comparison.
         tables: by name, as `build_table` makes them.
         suffix: `_paper` decides it with the paper's own numbers.
         seeds: the tables of each seed alone.
+        sets: likewise of each set of few labels.
+        images: how many are evaluated, by split.
 
     Raises:
         ValueError: not one of > >= < <= between two sides.
@@ -196,7 +268,6 @@ def compare(
     missing = tuple(key for key, value in values.items() if math.isnan(value))
     spreads = {key: math.nan if suffix else _deviation(tables, key) for key in values}
     varying = {key: spread for key, spread in spreads.items() if spread is not None}
-    known = {key: spread for key, spread in varying.items() if not math.isnan(spread)}
 
     def both(numbers: Mapping[Key, Any]) -> tuple[Any, Any]:
         # Statements are our own text, so Python may read them.
@@ -215,20 +286,54 @@ def compare(
     else:
         left, right = both(values)
     margin = left - right if sign.startswith(">") else right - left
-    holds = margin >= -TOLERANCE if sign.endswith("=") else margin > TOLERANCE
-    std, at_least = math.nan, False
+    few = [k for k in values if not all(math.isnan(_look_up(s, k, "")) for s in sets.values())]
+    of_sets = [one - other for one, other in (both(values | own) for own in _in_common(few, sets))]
+    std, at_least, beyond = math.nan, False, None
     if len(of_seeds) > 1:
-        std = statistics.stdev(one - other for one, other in of_seeds)
-    elif known:
-        one, other = both(values | {k: ufloat(values[k], std) for k, std in known.items() if std})
-        std, at_least = std_dev(one - other), len(known) < len(varying)
-    decimals = _decimals(margin, values.values())
-    limit = not VALUE.search(sides[2])
-    return Comparison(label, holds, left, right, margin, std, at_least, (), decimals, limit)
+        differences = [one - other for one, other in of_seeds]
+        std, beyond = statistics.stdev(differences), beyond_chance(differences)
+    elif not suffix:
+        of_images = {key: _error_of_images(key, value, images) for key, value in values.items()}
+        errors = {key: (varying.get(key, math.nan), of_images[key]) for key in values}
+        known = {
+            key: math.hypot(*filter(math.isfinite, both_of)) for key, both_of in errors.items()
+        }
+        if any(known.values()):
+            one, other = both(values | {k: ufloat(values[k], e) for k, e in known.items() if e})
+            std, at_least = std_dev(one - other), any(map(math.isnan, varying.values()))
+            beyond = abs(margin) > DEVIATIONS * std
+    if len(of_sets) > 1 and not beyond_chance(of_sets):
+        beyond = False
+    return Comparison(
+        label,
+        margin >= -TOLERANCE if sign.endswith("=") else margin > TOLERANCE,
+        left,
+        right,
+        margin,
+        std,
+        at_least,
+        (),
+        decimals=_decimals(margin, values.values()),
+        limit=not VALUE.search(sides[2]),
+        beyond=beyond,
+        exact=math.isnan(std) and all(key[0] == COST for key in values),
+        of_sets=tuple(of_sets),
+        epochs=() if suffix else _epochs(tables, values),
+    )
+
+
+def _epochs(tables: Tables, keys: Iterable[Key]) -> tuple[float, ...]:
+    """Epochs of the pre-trainings that the models begin with, if they are not the same."""
+    frame = tables.get(TRAINED)
+    if frame is None or "pretraining_epochs" not in frame:
+        return ()
+    known = (_look_up(tables, (TRAINED, *key[1:3], "pretraining_epochs"), "") for key in keys)
+    found = sorted({value for value in known if not math.isnan(value)})
+    return tuple(found) if len(found) > 1 else ()
 
 
 def _in_common(varying: Collection[Key], seeds: Seeds) -> list[dict[Key, float]]:
-    """These values of each seed that has all of them."""
+    """These values of each seed, or set of labels, that has all of them."""
     of_each = ({key: _look_up(tables, key, "") for key in varying} for tables in seeds.values())
     return [own for own in of_each if own and not any(map(math.isnan, own.values()))]
 
@@ -283,14 +388,14 @@ def judge(
     tables: Tables,
     statements: Iterable[Statement] = STATEMENTS,
     suffix: str = "",
-    seeds: Seeds = MappingProxyType({}),
+    **more: Any,
 ) -> list[Verdict]:
-    """The verdict on every statement, in the paper's order."""
+    """The verdict on every statement, in the paper's order; `more` is what `compare` takes."""
     return [
         Verdict(
             statement,
             tuple(
-                compare(one, tables, suffix, seeds)
+                compare(one, tables, suffix, **more)
                 for text in statement.comparisons
                 for one in expand(text, tables)
             ),
@@ -305,24 +410,24 @@ def on_plain_knn(statement: Statement) -> Statement:
     return replace(statement, comparisons=tuple(texts))
 
 
-def claims_table(tables: Tables, seeds: Seeds = MappingProxyType({})) -> pd.DataFrame:
+def claims_table(tables: Tables, **more: Any) -> pd.DataFrame:
     """All statements with their verdicts.
 
     Args:
         tables: by name, as `build_table` makes them, and those of `tables_of_runs`.
-        seeds: the same of each seed alone.
+        more: `seeds`, `sets` and `images` of `compare`.
 
     Returns:
         `claim`, `statement`, `paper` (where it is made), `verdict` (holds, fails, within noise,
-        not measured), `significant` (yes, no, or empty where no deviation is known), `numbers`,
+        not comparable, not measured), `significant` (yes, no, `one seed`, or empty), `numbers`,
         `paper_verdict` (by the paper's own printed numbers), `plain_knn` (on features that are not
         standardised, where k-NN decides), `expression`.
     """
     statements = [*STATEMENTS]
-    decided = judge(tables, statements, seeds=seeds)
+    decided = judge(tables, statements, **more)
     printed = judge(printed_tables(), statements, "_paper")
     others = [one for one in map(on_plain_knn, statements) if one not in statements]
-    plain = {one.statement.name: one.result for one in judge(tables, others, seeds=seeds)}
+    plain = {one.statement.name: one.result for one in judge(tables, others, **more)}
     lines = [
         {
             "claim": verdict.statement.name,
@@ -370,6 +475,22 @@ def tables_of_seeds(
     return made
 
 
+def tables_of_sets(shown: Sequence[ShownConfig]) -> dict[int, dict[str, pd.DataFrame]]:
+    """The tables with few labels once more, of each set of labels alone."""
+    few = [o for o in shown if any(m.evaluation == LOW_SHOT for m in TABLES[o.name].metrics)]
+    made: dict[int, dict[str, pd.DataFrame]] = {}
+    for part in itertools.count():
+        of_part = {
+            one.name: build_table(one.name, one.rows, one.evaluations, paper=False, part=part)
+            for one in few
+        }
+        known = {n: f for n, f in of_part.items() if f.select_dtypes(float).notna().any(axis=None)}
+        if not known:
+            return made
+        made[part] = known
+    return made
+
+
 def write_claims(frame: pd.DataFrame, path: Path) -> None:
     """Write the verdicts as CSV."""
     write_text(path, frame.to_csv(index=False, lineterminator="\n"))
@@ -380,9 +501,12 @@ def make_claims(path: Path) -> None:
     config = ClaimsConfig.read(path)
     tables = {file.stem: read_table(file) for file in config.tables}
     shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.tables]
+    read = {split: read_mapping(index).get("n") for split, index in config.images.items()}
     verdicts = claims_table(
         tables | tables_of_runs(config.rows, config.runs),
-        tables_of_seeds(shown, config.rows, config.runs),
+        seeds=tables_of_seeds(shown, config.rows, config.runs),
+        sets=tables_of_sets(shown),
+        images={split: n for split, n in read.items() if n},
     )
     write_claims(verdicts, path.with_suffix(".csv"))
     write_text(path.with_suffix(".html"), claims_page(verdicts))

@@ -57,6 +57,8 @@ class ClaimsConfig(SettingsFile):
     """Models whose cost is counted."""
     runs: LocalPath
     """Folder of the runs, whose records tell the cost."""
+    images: dict[str, LocalPath]
+    """Index of the shards of each split that is evaluated: how many images it has."""
 
 
 class SummaryConfig(SettingsFile):

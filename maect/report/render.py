@@ -247,11 +247,12 @@ def render_page(template: str, **values: Any) -> str:
 def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
     """What a page prints of `claims_table`: a summary, what was measured, and what was not."""
     counts = frame["verdict"].value_counts()
-    words = {"holds": "hold", "fails": "fail"} | dict.fromkeys(("within noise", "not measured"))
+    others = ("within noise", "not comparable", "not measured")
+    words = {"holds": "hold", "fails": "fail"} | dict.fromkeys(others)
+    notes = {"yes": "beyond chance", "one seed": "one seed, which cannot tell"}
     lines: list[dict[Any, Any]] = frame.to_dict("records")
     for line in lines:
-        sure = line["significant"] == "yes"
-        line["notes"] = ["beyond the standard deviation over seeds"] if sure else []
+        line["notes"] = [notes[line["significant"]]] if line["significant"] in notes else []
         if line["paper_verdict"] not in ("", "holds"):
             line["notes"].append(f"{line['paper_verdict']} by the paper's own numbers")
         if line["plain_knn"] not in ("", line["verdict"]):

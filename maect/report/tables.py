@@ -98,7 +98,12 @@ def _of_models(
 
 
 def measured(
-    evaluations: Path, runs: Sequence[str], names: Sequence[str], key: str, std: str = ""
+    evaluations: Path,
+    runs: Sequence[str],
+    names: Sequence[str],
+    key: str,
+    std: str = "",
+    part: int | None = None,
 ) -> tuple[float | None, float | None]:
     """Mean over the runs and sample standard deviation; None where there is nothing to compute.
 
@@ -108,12 +113,17 @@ def measured(
         names: evaluations that may give the metric: the first that any run has, of all of them.
         key: the metric.
         std: metric that holds the standard deviation where there is one run.
+        part: of the sets of few labels, this one alone.
 
     Raises:
         UserError: a value that is not a finite number.
     """
     of_each = ([result_of(evaluations, run, (name,), key) for run in runs] for name in names)
     paths = next((found for one in of_each if (found := [*filter(None, one)])), [])
+    if part is not None:
+        of_parts = [read_metrics(path).get(f"{key}_splits", []) for path in paths]
+        values = [float(one[part]) for one in of_parts if part < len(one)]
+        return (round(statistics.fmean(values), DECIMALS) if values else None), None
     values = [_finite(path, key) for path in paths]
     mean = round(statistics.fmean(values), DECIMALS) if values else None
     if len(values) > 1:
@@ -180,6 +190,7 @@ def build_table(
     paper: bool = True,
     runs: Path | None = None,
     as_printed: bool = False,
+    part: int | None = None,
 ) -> pd.DataFrame:
     """A table of the registry.
 
@@ -191,6 +202,7 @@ def build_table(
         runs: folder of the runs, whose records tell how they were trained.
         as_printed: in the rows where the paper prints them; else those of the public MAE, which the
             paper mixes with its own, stand in the row `mae_public`.
+        part: of the sets of few labels, this one alone; other metrics are left empty.
 
     Returns:
         `architecture`, `method`, then `D` and `D_paper` for every detail D, None where nothing is
@@ -226,7 +238,7 @@ def build_table(
             if metric.by_model:
                 mean, std = of_models[metric.name].get((row.architecture, row.method)), None
             for value in () if metric.by_model else metric.sources(row.method):
-                mean, std = measured(evaluations, row.runs, names, value, metric.std)
+                mean, std = measured(evaluations, row.runs, names, value, metric.std, part)
                 if mean is not None:
                     break
             line[metric.name], line[f"{metric.name}_std"] = mean, std
@@ -368,18 +380,21 @@ def trained_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     """Device hours of each model's own training alone, also if it began with imported weights.
 
     Returns:
-        As `cost_table`, with `hours`. Rows of weights as they were imported are left out.
+        As `cost_table`, with `hours` and `pretraining_epochs`, of the training that the model
+        begins with, NaN where that was imported. Rows of weights as they were imported are left
+        out.
 
     Raises:
         UserError: a record that cannot be read.
     """
 
-    def hours(run: str) -> tuple[float]:
-        record = chain(run, runs)[0]
-        stage = STAGES.get(record["stage"])
-        return (float(record["device_hours"]) if stage and stage.trains else math.nan,)
+    def told(run: str) -> tuple[float, float]:
+        records = chain(run, runs)
+        stage = STAGES.get(records[0]["stage"])
+        hours = float(records[0]["device_hours"]) if stage and stage.trains else math.nan
+        return hours, float(records[-1].get("recipe", {}).get("epochs", math.nan))
 
-    return _by_row(rows, runs, ("hours",), hours)
+    return _by_row(rows, runs, ("hours", "pretraining_epochs"), told)
 
 
 def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:

@@ -3,6 +3,7 @@
 ARCHITECTURES = {
     "tiny": "ViT-Tiny/4",
     "micro": "ViT-Micro/4",
+    "micro8": "ViT-Micro/8",
     "small": "ViT-Small/4",
     "base": "ViT-B/16",
     "large": "ViT-L/16",

@@ -92,14 +92,17 @@ def test_heads_train_like_modules_under_autograd() -> None:
         )
 
 
+@pytest.mark.parametrize("probes", [1, 2])
 def test_protocol_is_the_plain_loop_and_survives_a_kill(
-    images: Path, tmp_path: Path, rank: Rank
+    images: Path, tmp_path: Path, rank: Rank, probes: int
 ) -> None:
     job = job_of(images, tmp_path / "color_histogram.json")
-    metrics = SETTINGS.evaluate(rank, job)
+    settings = SETTINGS.model_copy(update={"probes": probes})
+    metrics = settings.evaluate(rank, job)
     train, test = open_index(job.path("train")), open_index(job.path("test"))
     encoding = Encoding(job.run / "encoder.safetensors", CPU, blocks=3, pooling="cls")
-    models = [Model(HistogramHeads(16, 3, 10.0, 0.9, 0, CPU), block) for block in range(3)]
+    heads = HistogramHeads(16, 3 * probes, 10.0, 0.9, 0, CPU)
+    models = [Model(heads, number) for number in range(3 * probes)]
     optimizers = [torch.optim.SGD(m.parameters(), 1.0, 0.9) for m in models]
     view = View(crop_scale=(0.6, 1.0), flip=0.0)
     steps = 3 * 150 // 32
@@ -111,7 +114,7 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
             augment(
                 batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
             )
-        ).clone()
+        ).repeat(1, probes)
         y = torch.from_numpy(np.stack([plain_histogram(i) for i in batch.images[0][0].numpy()]))
         for block, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.param_groups[0]["lr"] = 10 * schedule(batch.step, steps, 150 / 32)
@@ -126,19 +129,26 @@ def test_protocol_is_the_plain_loop_and_survives_a_kill(
     y = torch.from_numpy(np.stack([plain_histogram(image) for image in x_test.numpy()]))
     uniform = float((y - 1 / 64).abs().mean())
     assert metrics["uniform_error"] == pytest.approx(uniform, rel=1e-5)
-    features = encoding(x_test)
+    features = encoding(x_test).repeat(1, probes)
     errors = [
         100 * float((m.eval()(features[:, 16 * i : 16 * i + 16]) - y).abs().mean()) / uniform
         for i, m in enumerate(models)
     ]
-    assert metrics["errors"] == pytest.approx(errors, rel=1e-3)
-    assert metrics["error_last"] == metrics["errors"][-1] < 100
+    of_each = np.reshape(errors, (probes, 3))
+    assert metrics["errors"] == pytest.approx(of_each.mean(0).tolist(), rel=1e-3)
+    assert metrics["error_last"] == pytest.approx(metrics["errors"][-1]) and max(errors) < 100
     assert metrics["error_mean"] == pytest.approx(np.mean(errors), rel=1e-3)
+    assert ("error_last_std" in metrics) == (probes > 1)
+    if probes > 1:
+        differences = of_each[0] - of_each[1]
+        assert np.abs(differences).max() > 1e-3  # each begins elsewhere
+        expected = abs(differences[-1]) / np.sqrt(2)
+        assert metrics["error_last_std"] == pytest.approx(expected, abs=0.2)
     for patience in (0, 6, 11):
         again = job_of(images, tmp_path / f"again-{patience}.json")
         with pytest.raises(Interrupted):
-            SETTINGS.evaluate(Rank(patience=patience), again)
-        assert SETTINGS.evaluate(rank, again) == metrics
+            settings.evaluate(Rank(patience=patience), again)
+        assert settings.evaluate(rank, again) == metrics
         kept = again.out.with_suffix(".safetensors")
         assert kept.read_bytes() == job.out.with_suffix(".safetensors").read_bytes()
 

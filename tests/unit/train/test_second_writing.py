@@ -212,3 +212,69 @@ def test_the_same_steps_at_adams_own_epsilon(job, recipe):
             torch.testing.assert_close(*both, rtol=1e-8, atol=1e-10, msg=name)
             moved += 1
     assert moved > 10
+
+
+BLIND_IN_TUNING = ("head.projector.7.bias", "encoder.norm.bias")
+
+
+def tuned(job, dtype, without=()):
+    """What tuning trains, before and after its steps, and the largest gradient of each.
+
+    Args:
+        job: the fixture.
+        dtype: of the stage.
+        without: parameters whose gradients are set to zero.
+    """
+    value = job("run", "ct_min", warmup_fraction=2 / STEPS, head={"topk": 3})
+    stage = STAGES[value["stage"]].model_validate(value["settings"])
+    encoder, seed = Encoder.model_validate(value["encoder"]), value["seed"]
+    objective = stage.objective(encoder, seed).to(dtype)
+    groups = stage.parameter_groups(objective)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
+    before = {n: p.detach().clone() for n, p in trained.items()}
+    largest = dict.fromkeys(trained, 0.0)
+    batches = train_batches(
+        open_index(Path(value["shards"])), global_batch=16, rank=0, world_size=1, seed=seed,
+        views=stage.view_settings(), image_size=16, start_step=0, steps=STEPS, threads=1,
+    )  # fmt: skip
+    for step, batch in enumerate(batches):
+        views = objective.prepare(batch, torch.device("cpu"))
+        views.images = views.images.to(dtype)
+        loss, _ = objective(views)
+        optimizer.zero_grad()
+        loss.backward()
+        for name, parameter in trained.items():
+            largest[name] = max(largest[name], float(parameter.grad.abs().max()))
+            if name in without:
+                parameter.grad.zero_()
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * stage.lr_multiplier(step, STEPS)
+        optimizer.step()
+        objective.after_update(lambda part: nullcontext())
+    after = {n: p.detach() for n, p in trained.items()}
+    return before, after, largest
+
+
+def test_what_has_no_gradient_moves_by_rounding_noise(job):
+    """In float32 as far as its neighbour that has one; in float64 nobody could see it."""
+
+    def moved(found, name):
+        before, after, _ = found
+        return float((after[name] - before[name]).abs().mean())
+
+    single, double = tuned(job, torch.float32), tuned(job, torch.float64)
+    for blind, sees in (
+        ("encoder.norm.bias", "encoder.norm.weight"),
+        ("head.projector.7.bias", "head.projector.7.weight"),
+    ):
+        for (_, _, gradients), least in ((single, 1e-4), (double, 1e-12)):
+            assert gradients[blind] < least * gradients[sees], blind
+        assert moved(single, blind) > 0.1 * moved(single, sees)
+        assert moved(double, blind) < 1e-4 * moved(double, sees)
+    # A shift of all features alike: the other parameters become the same without it.
+    others = tuned(job, torch.float64, without=BLIND_IN_TUNING)[1]
+    for name, value in others.items():
+        if name not in BLIND_IN_TUNING:
+            both = seen(name, value), seen(name, double[1][name])
+            torch.testing.assert_close(*both, rtol=1e-7, atol=1e-9, msg=name)

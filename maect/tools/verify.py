@@ -1,0 +1,166 @@
+"""Makes published numbers again, from nothing but the images, and compares them.
+
+A published folder has the numbers of tables (`tables/NAME.csv`) and checksums of the encoders
+behind them (`runs.csv`). The experiment of its name says how each was made, and makes it again.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+import yaml
+
+from maect.core.errors import UserError, did_you_mean
+from maect.core.files import read_mapping, write_text
+from maect.experiment import Experiment, load
+from maect.report.configs import Row
+from maect.report.registry import TABLES, Metric
+from maect.report.tables import DECIMALS, build_table, read_table
+
+DRAWN = 10
+"""Cells where none is named."""
+DEVIATIONS = 2.5
+IMAGES = 3
+"""Predictions that rounding may turn, of the same encoder on another machine."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a table: `TABLE.METHOD.METRIC`, of one architecture."""
+
+    table: str
+    row: Row
+    metric: Metric
+    value: float
+    std: float
+
+    @property
+    def name(self) -> str:
+        """How the command names it."""
+        return f"{self.table}.{self.row.method}.{self.metric.name}"
+
+    @property
+    def asked(self) -> list[tuple[str, str]]:
+        """The evaluations behind it, as (run, evaluation)."""
+        names = TABLES[self.table].evaluations_of(self.metric, self.row.method)
+        return [(run, name) for run in self.row.runs for name in names]
+
+
+def cells(published: Path, experiment: Experiment) -> list[Cell]:
+    """Every number of the published tables that the experiment's runs make."""
+    found = []
+    for path in sorted(published.glob("tables/*.csv")):
+        table = TABLES.get(path.stem)
+        if table is None or path.stem not in experiment.spec.tables | experiment.spec.figures:
+            continue
+        frame = read_table(path).set_index(["architecture", "method"])
+        for row in experiment.rows(path.stem):
+            for metric in (m for m in table.metrics if not m.by_model and m.name in frame):
+                if (row.architecture, row.method) not in frame.index:
+                    continue
+                value, std = (
+                    float(frame.at[(row.architecture, row.method), f"{metric.name}{part}"])
+                    for part in ("", "_std")
+                )
+                cell = Cell(path.stem, row, metric, value, std)
+                if not math.isnan(value) and any(e in experiment.evaluations for e in cell.asked):
+                    found.append(cell)
+    return found
+
+
+def chosen(found: Sequence[Cell], names: Sequence[str], seed: int | None = None) -> list[Cell]:
+    """The cells of these names, or some that are drawn.
+
+    Raises:
+        UserError: a name of none.
+    """
+    known: dict[str, Cell] = {cell.name: cell for cell in found}
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"{name}: no such cell (TABLE.METHOD.METRIC); {did_you_mean(name, known)}"
+            )
+    if names:
+        return [known[name] for name in dict.fromkeys(names)]
+    return random.Random(seed).sample(list(found), min(DRAWN, len(found)))
+
+
+def tolerance(cell: Cell, same: bool, images: int) -> tuple[float, str]:
+    """What a number may differ by, in its own unit, and why.
+
+    Args:
+        cell: the number.
+        same: whether the encoders behind it have the published bits.
+        images: of the split that it is measured on.
+    """
+    unit = 1.0 if abs(cell.value) <= 1 and cell.metric.digits > 2 else 100.0
+    if same:
+        return unit * IMAGES / images, f"{IMAGES} of {images:,} predictions, the same encoder"
+    if not math.isnan(cell.std):
+        return DEVIATIONS * cell.std, f"{DEVIATIONS} standard deviations over seeds"
+    share = min(max(cell.value / unit, 0.0), 1.0)
+    error = unit * math.sqrt(2 * share * (1 - share) / images)
+    return DEVIATIONS * error, f"{DEVIATIONS} binomial errors of {images:,} images"
+
+
+def verify(
+    published: Path,
+    names: Sequence[str],
+    out: Path,
+    run: Callable[[Path, list[str]], int],
+    seed: int | None = None,
+) -> int:
+    """Make cells of a published folder again and print how each compares; returns a status.
+
+    Args:
+        published: such as `docs/results/digits`; its name is the experiment's.
+        names: cells; none: some that are drawn.
+        out: folder of what is made; what is there already is not made again.
+        run: runs the pipeline on an experiment's file and targets; returns its status.
+        seed: of the draw.
+
+    Raises:
+        UserError: not such a folder, or no such cell.
+    """
+    runs = published / "runs.csv"
+    if not runs.exists():
+        raise UserError(f"{published}: no published results (runs.csv); try docs/results/digits")
+    before = load(published.resolve().name)
+    spec = yaml.safe_load(before.file.read_text(encoding="utf-8"))
+    file = out / f"{before.name}.yaml"
+    again = out / before.name
+    write_text(file, yaml.safe_dump(spec | {"storage": str(again)}, sort_keys=False))
+    experiment = load(str(file))
+    asked = chosen(cells(published, experiment), names, seed)
+    files = {
+        str(again / "evaluations" / pair[0] / f"{pair[1]}.json")
+        for cell in asked
+        for pair in cell.asked
+        if pair in experiment.evaluations
+    }
+    print(f"{len(asked)} cells by {len(files)} evaluations, below {again}", flush=True)
+    if status := run(file, sorted(files)):
+        return status
+    index = experiment.shards(experiment.default_dataset, "val") / "index.json"
+    images = int(read_mapping(index).get("n", 1))
+    known = pd.read_csv(runs, index_col="run", keep_default_na=False)["encoder_sha256"]
+    outside = 0
+    for cell in asked:
+        frame = build_table(cell.table, [cell.row], again / "evaluations", paper=False)
+        value = float(frame[cell.metric.name].iloc[0])
+        made = [read_mapping(again / "runs" / one / "run.json") for one in cell.row.runs]
+        sums = [one.get("sha256", {}).get("encoder.safetensors", "") for one in made]
+        same = sums == [str(known.get(one, "")) for one in cell.row.runs]
+        most, why = tolerance(cell, same, images)
+        difference = round(value - cell.value, DECIMALS)
+        verdict = "same" if difference == 0 else f"{difference:+.4g}, at most {most:.2g} ({why})"
+        inside = abs(difference) <= most
+        outside += not inside
+        bits = "the same bits" if same else "another encoder"
+        mark = "" if inside else "  OUTSIDE"
+        print(f"{cell.name}: {cell.value:g} published, {value:g} now: {verdict}; {bits}{mark}")
+    print(f"{len(asked) - outside} of {len(asked)} cells agree")
+    return min(outside, 1)

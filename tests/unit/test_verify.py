@@ -1,0 +1,100 @@
+"""`maect verify`: published numbers, made again by a pipeline that is written here."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from maect.core.errors import UserError
+from maect.core.files import write_json
+from maect.experiment import load
+from maect.tools.verify import Cell, cells, chosen, tolerance, verify
+
+PUBLISHED = Path(__file__).parents[2] / "docs/results/digits"
+KNN = "low_shot.mae.knn"
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    folder = tmp_path / "docs/digits"
+    shutil.copytree(PUBLISHED / "tables", folder / "tables")
+    shutil.copy(PUBLISHED / "runs.csv", folder)
+    return folder
+
+
+def pipeline(published: Path, metrics: dict[str, float], sha256: str | None = None):
+    """Makes what is asked for, with these metrics, by encoders of the published checksums."""
+    known = pd.read_csv(published / "runs.csv", index_col="run")["encoder_sha256"]
+
+    def run(file: Path, targets: list[str]) -> int:
+        experiment = load(str(file))
+        for target in map(Path, targets):
+            assert target.is_relative_to(experiment.root)
+            name = target.parent.name
+            assert (name, target.stem) in experiment.evaluations
+            write_json(target, {"metrics": metrics})
+            record = {"run": name, "sha256": {"encoder.safetensors": sha256 or known[name]}}
+            write_json(experiment.root / "runs" / name / "run.json", record)
+        write_json(experiment.root / "shards/digits/val/index.json", {"n": 500})
+        return 0
+
+    return run
+
+
+def test_a_number_that_is_the_same_agrees(published: Path, tmp_path: Path, capsys) -> None:
+    run = pipeline(published, {"knn": 86.4, "linear_probe": 71.0})
+    assert verify(published, [KNN, "low_shot.mae.linear_probe"], tmp_path / "out", run) == 0
+    told = capsys.readouterr().out
+    assert f"{KNN}: 86.4 published, 86.4 now: same; the same bits" in told
+    assert "linear_probe: 70.6 published, 71 now: +0.4, at most 0.6 (3 of 500" in told
+    assert "2 cells by 2 evaluations" in told and "2 of 2 cells agree" in told
+
+
+@pytest.mark.parametrize(
+    ("value", "sha256", "status"),
+    [
+        (85.8, None, 0),
+        (85.6, None, 1),
+        (83.0, "0" * 64, 0),
+        (79.0, "0" * 64, 1),
+        (86.4, "0" * 64, 0),
+    ],
+)
+def test_what_a_number_may_differ_by(
+    published: Path, tmp_path: Path, capsys, value: float, sha256: str | None, status: int
+) -> None:
+    """Three predictions of the same encoder; of another one 2.5 errors of two accuracies, 5.4."""
+    run = pipeline(published, {"knn": value}, sha256)
+    assert verify(published, [KNN], tmp_path / "out", run) == status
+    told = capsys.readouterr().out
+    assert ("OUTSIDE" in told) == (status == 1)
+    assert ("another encoder" in told) == (sha256 is not None)
+    assert f"{1 - status} of 1 cells agree" in told
+
+
+def test_a_pipeline_that_fails_is_no_agreement(published: Path, tmp_path: Path) -> None:
+    assert verify(published, [KNN], tmp_path / "out", lambda file, targets: 3) == 3
+
+
+def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
+    found = cells(published, load("digits"))
+    names = [cell.name for cell in found]
+    assert len(found) > 200 and KNN in names and len(names) == len(set(names))
+    assert [cell.name for cell in chosen(found, [KNN, KNN])] == [KNN]
+    drawn = [cell.name for cell in chosen(found, (), seed=1)]
+    assert len(set(drawn)) == 10 and drawn == [c.name for c in chosen(found, (), seed=1)]
+    assert drawn != [cell.name for cell in chosen(found, (), seed=2)]
+    with pytest.raises(UserError, match=r"low_shot.mae.kn: no such cell .*'low_shot\.mae\.knn'"):
+        chosen(found, ["low_shot.mae.kn"])
+    with pytest.raises(UserError, match="no published results"):
+        verify(tmp_path, [], tmp_path / "out", lambda file, targets: 0)
+
+
+def test_deviations_over_seeds_come_first() -> None:
+    (cell,) = (c for c in cells(PUBLISHED, load("digits")) if c.name == KNN)
+    several = Cell(cell.table, cell.row, cell.metric, cell.value, 0.5)
+    assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
+    assert tolerance(several, True, 500)[0] == pytest.approx(0.6)
+    assert json.dumps(tolerance(cell, False, 500)[1])  # in words
