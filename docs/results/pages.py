@@ -57,8 +57,12 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
     )
     parts = []
     if (folder / "found.md").exists():
+        headings = re.findall(r"^## (.+)$", (folder / "notes.md").read_text("utf-8"), re.MULTILINE)
+        below = ["Claims", *headings, "Tables", "Figures", "Runs"]
+        links = (f"[{one}](#{one.lower().replace(' ', '-')})" for one in below)
         parts += [
             _filled((folder / "found.md").read_text(encoding="utf-8"), folder, runs),
+            f"Below: {' · '.join(links)}.",
             "## How",
         ]
     else:

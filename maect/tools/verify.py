@@ -61,10 +61,8 @@ def cells(published: Path, experiment: Experiment) -> list[Cell]:
             for metric in (m for m in table.metrics if not m.by_model and m.name in frame):
                 if (row.architecture, row.method) not in frame.index:
                     continue
-                value, std = (
-                    float(frame.at[(row.architecture, row.method), f"{metric.name}{part}"])
-                    for part in ("", "_std")
-                )
+                at = row.architecture, row.method
+                value, std = (float(frame[f"{metric.name}{part}"][at]) for part in ("", "_std"))
                 cell = Cell(path.stem, row, metric, value, std)
                 if not math.isnan(value) and any(e in experiment.evaluations for e in cell.asked):
                     found.append(cell)

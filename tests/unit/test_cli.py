@@ -129,7 +129,7 @@ def test_options_that_do_not_exist_are_named(capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("run", "experiments: cifar10, digits, paper. tables: low_shot,"),
+        ("run", "experiments: cifar10, digits, paper, tiny_imagenet. tables: low_shot,"),
         ("train", "recipes: "),
         ("evaluate", "evaluations: "),
         ("import", "layouts: mae, mae_ct"),

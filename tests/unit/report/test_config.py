@@ -91,7 +91,9 @@ def test_what_the_commands_leave(config, result, tmp_path):
     assert endings == {".yaml", ".pdf", ".png"}
 
     csv = tmp_path / "tables/clustering.csv"
-    ClaimsConfig(tables=[csv], rows=config.rows, runs=config.runs).write(tmp_path / "claims.yaml")
+    told = {"tables": [csv], "rows": config.rows, "runs": config.runs}
+    index = tmp_path / "shards/val/index.json"  # which may be gone
+    ClaimsConfig(**told, images={"val": index}).write(tmp_path / "claims.yaml")
     make_claims(tmp_path / "claims.yaml")
     assert "silhouette" in (tmp_path / "claims.csv").read_text()
     assert (tmp_path / "claims.html").exists()
