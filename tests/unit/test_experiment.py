@@ -272,7 +272,7 @@ def test_a_dry_run_imports_nothing_heavy(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["digits", "cifar10", "paper"])
+@pytest.mark.parametrize("name", ["digits", "cifar10", "tiny_imagenet", "paper"])
 def test_bundled_experiments_are_valid(name: str) -> None:
     assert load(name).evaluations
 
@@ -642,3 +642,16 @@ def test_a_file_that_is_not_yaml(tmp_path: Path) -> None:
     file.write_text("runs: [unclosed")
     with pytest.raises(UserError, match=r"x\.yaml: not valid YAML \([^\n]*\)$"):
         load(str(file))
+
+
+def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:
+    """As many patches, the same views in tuning, and neighbours left out beside them."""
+    tiny, cifar = load("tiny_imagenet"), load("cifar10")
+    ours, theirs = tiny.runs["ct_aug_micro8"], cifar.runs["ct_aug_micro"]
+    assert ours.encoder.patches == theirs.encoder.patches == 64
+    assert ours.settings.view_settings() == theirs.settings.view_settings()
+    for aug in ("min", "aug"):
+        whole, without = (tiny.runs[f"ct_{aug}_micro8{end}"] for end in ("", "_no_lookup"))
+        assert without.settings.head.lookup == "none" and without.source == whole.source
+        changed = {"head": whole.settings.head}
+        assert without.settings.model_copy(update=changed) == whole.settings

@@ -141,7 +141,7 @@ def test_what_figures_5_and_11_show():
     assert settings.frozen_blocks == 0 and settings.randaugment_layers and settings.mixup
 
 
-@pytest.mark.parametrize("name", ["paper", "cifar10", "digits"])
+@pytest.mark.parametrize("name", ["paper", "cifar10", "tiny_imagenet", "digits"])
 def test_nothing_is_made_that_nothing_shows(name):
     """Runs and evaluations are read by a table, a figure, or an evaluation that is."""
     experiment = load(name)
