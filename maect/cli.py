@@ -20,6 +20,7 @@ from maect import __version__
 from maect.core.errors import UserError, counted
 from maect.core.files import PIPELINE, need, read_json
 from maect.core.log import command_log
+from maect.core.processes import environment, open_closed_streams
 from maect.data.sources import BUNDLED, SOURCES
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 2 wrong input, 130 interrupted, 141 nobody reads the output.
     """
+    open_closed_streams()
     try:
         try:
             return run(arguments)
@@ -545,10 +547,15 @@ def use_options() -> argparse.ArgumentParser:
 
 def where_to_run(options: argparse.Namespace) -> "Where":
     """What `launch_options` say."""
+    from maect.experiment.working_folder import other_clone
     from maect.launch import Resources
+    from maect.launch.owner import SNAKEMAKE
     from maect.launch.resources import PROFILE, node_range
     from maect.tools.jobs import Where
 
+    # Within a pipeline, that has said it once.
+    if SNAKEMAKE not in os.environ and (note := other_clone(Path.cwd())):
+        log.warning("%s", note)
     given = {option: getattr(options, option) for option, _ in PROFILE.values()}
     resources = Resources.parse(**given | {"nodes": node_range(options.nodes)[0]})
     return Where(resources, options.nodes, getattr(options, "gpu", ""), options.detach)
@@ -596,12 +603,17 @@ def snakemake(
 ) -> int:
     """Run Snakemake on the pipeline, wherever it is installed; returns its status."""
     from maect.experiment.profile import find_profile
+    from maect.experiment.working_folder import check_working_folder
 
+    check_working_folder()
+    # Without this Snakemake would also take `default` or `profiles/default` for a profile.
+    own = any(word.startswith("--workflow-profile") for word in arguments)
     process = subprocess.Popen([
-        sys.executable, "-m", "maect.tools.start", "--snakefile", PIPELINE / "Snakefile",
-        *arguments, "--profile", find_profile(profile),
+        sys.executable, "-P", "-m", "maect.tools.start", "--snakefile", PIPELINE / "Snakefile",
+        *arguments, "--profile", find_profile(profile) / "config.yaml",
+        *(() if own else ("--workflow-profile", "none")),
         "--config", f"experiment={experiment}", *config,
-    ])  # fmt: skip
+    ], env=environment())  # fmt: skip
     # Ctrl-C reaches it, too: it lets the trainings save, which takes its time.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
@@ -632,7 +644,7 @@ def own_name() -> str:
     called = sys.argv[0]
     known = shutil.which("maect")
     if Path(called).name != "maect":
-        return f"{shlex.quote(sys.executable)} -m maect"
+        return f"{shlex.quote(sys.executable)} -P -m maect"
     same = known is not None and os.path.samefile(known, called)
     return "maect" if same else shlex.quote(called)
 

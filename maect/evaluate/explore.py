@@ -73,12 +73,12 @@ class Explore(ReadsFeatures):
         """
         import numpy as np
         from safetensors.numpy import save_file
-        from umap import UMAP
 
         from maect.data.index import open_index
         from maect.data.shards import image_names
         from maect.evaluate.clusters import cluster, unit
         from maect.evaluate.retrieval import thumbnails
+        from maect.evaluate.umap import umap_class
 
         files = [job.features(f"features_{name}", labelled=False) for name in self.splits]
         indices = [open_index(job.path(f"images_{name}")) for name in self.splits]
@@ -101,7 +101,7 @@ class Explore(ReadsFeatures):
         similarity = rows @ rows.T
         np.fill_diagonal(similarity, -np.inf)
         nearest = np.argsort(-similarity, axis=1, kind="stable")[:, : self.neighbors]
-        points = UMAP(
+        points = umap_class()(
             n_neighbors=min(_MAP_NEIGHBORS, len(rows) - 1),
             random_state=self.seed,
             n_jobs=1,  # with more, the layout would not be reproducible

@@ -5,6 +5,8 @@ The authors published no code for it: umap-learn's defaults, with a fixed seed.
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -13,6 +15,22 @@ from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures
+
+_NUMBA = Path(".numba_config.yaml")
+
+
+def umap_class() -> Any:
+    """UMAP.
+
+    Raises:
+        UserError: a file of the working folder would configure the compiler that it uses, down to
+            the folder from which compiled code is taken.
+    """
+    if os.path.lexists(_NUMBA):
+        raise UserError(f"{_NUMBA.absolute()}: Numba would be configured by it; move it away")
+    from umap import UMAP
+
+    return UMAP
 
 
 class Umap(ReadsFeatures):
@@ -54,9 +72,7 @@ class Umap(ReadsFeatures):
                 f"umap: neighbors {self.neighbors} needs more than the {len(ids)} samples "
                 f"of {test.path}"
             )
-        from umap import UMAP
-
-        points = UMAP(
+        points = umap_class()(
             n_components=2,
             n_neighbors=self.neighbors,
             min_dist=self.min_dist,

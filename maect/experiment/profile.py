@@ -5,6 +5,7 @@ kind of job becomes Snakemake's own `set-resources` and `set-threads`, rule by r
 rule nor a renamed one changes a profile.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
+from maect.core.owners import exposed
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
 
@@ -26,15 +28,25 @@ Jobs = Mapping[str, Mapping[str, Any]]
 def find_profile(name_or_path: str) -> Path:
     """A profile's folder, by its name or path: `cluster_profiles/NAME` is found from anywhere.
 
+    A name without a `/` is one of the pipeline's: whatever the working folder has of that name, a
+    profile may run code.
+
     Raises:
-        UserError: there is no such profile.
+        UserError: there is no such profile, or every user could write it.
     """
-    for folder in (Path(name_or_path), PIPELINE / name_or_path, PROFILES / name_or_path):
+    known = PROFILES / name_or_path
+    folders = (Path(name_or_path), PIPELINE / name_or_path) if "/" in name_or_path else (known,)
+    for folder in folders:
         if (folder / "config.yaml").is_file():
+            if reason := exposed(folder / "config.yaml"):
+                raise UserError(f"--profile {name_or_path}: {reason}")
             return folder
-    known = sorted(file.parent.name for file in PROFILES.glob("*/config.yaml"))
-    hint = did_you_mean(Path(name_or_path).name, known)
-    raise UserError(f"--profile {name_or_path}: no config.yaml there; {hint}")
+    names = sorted(file.parent.name for file in PROFILES.glob("*/config.yaml"))
+    if (Path(name_or_path) / "config.yaml").is_file():
+        hint = f"the one in this folder is --profile ./{name_or_path}"
+    else:
+        hint = did_you_mean(Path(name_or_path).name, names)
+    raise UserError(f"--profile {name_or_path}: no such profile; {hint}")
 
 
 def kinds() -> dict[str, str]:
@@ -67,13 +79,28 @@ def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
         asked |= {rule: larger for rule, its_kind in kind_of.items() if its_kind == kind}
     asked |= {name: {**asked.get(name, {}), **jobs[name]} for name in jobs if name not in KINDS}
     resources = {
-        rule: {key: value for key, value in values.items() if key != "threads"}
+        rule: {key: _found(key, value) for key, value in values.items() if key != "threads"}
         for rule, values in asked.items()
     }
     return {
         "set-resources": {rule: values for rule, values in resources.items() if values},
         "set-threads": {r: values["threads"] for r, values in asked.items() if "threads" in values},
     }
+
+
+def _found(key: str, value: Any) -> Any:
+    """What a profile says, with the pipeline's own scripts in full, wherever one starts from."""
+    if key not in ("setup", "python"):
+        return value
+
+    def full(word: re.Match[str]) -> str:
+        path = PIPELINE / word[0]
+        # Escaped, not in quotes, which Snakemake would take for those of its own expressions.
+        return re.sub(r"(\s)", r"\\\1", str(path)) if path.is_file() else word[0]
+
+    if key == "setup":
+        return str(PIPELINE / value) if value and (PIPELINE / value).is_file() else value
+    return re.sub(r"[^\s/]+/\S+", full, str(value))
 
 
 def like_slurm(jobs: Jobs) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""`python -m maect.launch FOLDER NAME`: hand the job of this name in FOLDER/job.json to submitit.
+"""`python -P -m maect.launch FOLDER NAME`: hand a job to submitit.
 
 Only this process imports submitit: the launchers that wait for days stay small.
 """
 
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -56,7 +57,8 @@ def main(folder: Path, name: str) -> None:
     # Nothing was started yet, or sbatch itself says no; after any other error a job may exist.
     refused = here or shutil.which("sbatch") is None
     try:
-        python = job.request.get("python")
+        # Imports nothing from the folder that the job begins in, where others may write.
+        python = f"{job.request.get('python') or shlex.quote(sys.executable)} -P"
         local = LocalExecutor(jobs, python=python) if here else None
         executor = local or Sbatch(jobs, max_num_timeout=1000, python=python)
         executor.update_parameters(**job.request["parameters"])

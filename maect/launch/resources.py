@@ -206,8 +206,11 @@ class Resources:
 
 
 def _absolute(word: str) -> str:
-    """A word of a command; a file that is there in full, since jobs begin in other folders."""
-    return os.path.abspath(word) if os.path.isfile(word) else word
+    """A word of a command; a file's path in full, since jobs begin in other folders.
+
+    A word without a `/` is a command's name, whatever lies in the working folder.
+    """
+    return os.path.abspath(word) if "/" in word and os.path.isfile(word) else word
 
 
 def sbatch_arguments(text: str) -> tuple[str, ...]:

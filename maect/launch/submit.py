@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import maect
+from maect.core import processes
 from maect.core.files import read_json
+from maect.core.processes import SAFE_PATH
 from maect.launch import record
 from maect.launch.owner import SNAKEMAKE
 from maect.launch.record import Job
@@ -72,7 +74,7 @@ def submit(folder: Path, job: Job, look: Callable[[], None]) -> dict[str, Any]:
     jobs = record.make_job_folder(folder, job.name)
     with (jobs / "submission.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "maect.launch", str(folder), job.name],
+            [sys.executable, "-P", "-m", "maect.launch", str(folder), job.name],
             env=environment(job.name, job.request["cpus"]),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -98,13 +100,13 @@ def environment(name: str, cpus: int) -> dict[str, str]:
     """The environment of a job: ours, without traces of a job that we may be inside of."""
     kept = {
         key: value
-        for key, value in os.environ.items()
+        for key, value in processes.environment().items()
         if key not in RENDEZVOUS and not key.startswith(FOREIGN) and not of_slurm(key)
     }
     # cloudpickle stores an importable module by its name: the ranks must find it too.
     home = str(Path(maect.__file__).parent.parent)
-    others = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path]
-    kept["PYTHONPATH"] = os.pathsep.join([home, *(path for path in others if path != home)])
+    others = [path for path in kept.get("PYTHONPATH", "").split(os.pathsep) if path != home]
+    kept["PYTHONPATH"] = os.pathsep.join([home, *filter(None, others)])
     # Threads of several jobs share the cores here: one that waits must not keep another from work.
     kept.setdefault("OMP_WAIT_POLICY", "passive")
     return kept | {MARK: name, "OMP_NUM_THREADS": str(cpus), "SRUN_CPUS_PER_TASK": str(cpus)}
@@ -156,7 +158,7 @@ def slurm(
     if not any(key.startswith("gpus") or key == "gres" for key in extra):
         extra["gres"] = f"gpu:{resources.devices}"
     ours = environment(name, resources.cpus)
-    names = (MARK, "PYTHONPATH", "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
+    names = (MARK, "PYTHONPATH", SAFE_PATH, "OMP_NUM_THREADS", "SRUN_CPUS_PER_TASK")
     # Exported once more: a site may start jobs without the submitter's environment.
     setup = [f'echo "{ATTEMPT} ${{SLURM_RESTART_COUNT:-0}} on $SLURM_JOB_NODELIST"']
     setup += [f"export {key}={shlex.quote(ours[key])}" for key in names]

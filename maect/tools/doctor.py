@@ -179,10 +179,11 @@ def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
         str(asked["setup"]) for asked in rules.values() if asked.get("setup")
     ):
         if not Path(script).exists():
-            hint = "correct `setup` in the profile, or run this in the project's folder"
+            hint = "correct `setup` in the profile: a file below envs/, or a path in full"
             out.append(Finding("FAIL", f"setup script {script} does not exist", hint))
             continue
-        done = subprocess.run(["bash", "-c", f"source {script}"], capture_output=True, text=True)
+        words = ["bash", "-c", 'source "$0"', os.path.abspath(script)]
+        done = subprocess.run(words, capture_output=True, text=True)
         stderr = " ".join(done.stderr.split())[:200]
         if done.returncode:
             hint = "every job would fail there: correct the script"

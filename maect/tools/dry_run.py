@@ -12,14 +12,18 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from snakemake.cli import args_to_api, get_argument_parser, parse_args
-from snakemake_interface_logger_plugins.base import LogHandlerBase
-from snakemake_interface_logger_plugins.common import LogEvent
-from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
-
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
+from maect.experiment.working_folder import check_working_folder
 from maect.tools.plan import RuleJob
+from maect.tools.start import import_snakemake
+
+import_snakemake()
+
+from snakemake.cli import args_to_api, get_argument_parser, parse_args  # noqa: E402
+from snakemake_interface_logger_plugins.base import LogHandlerBase  # noqa: E402
+from snakemake_interface_logger_plugins.common import LogEvent  # noqa: E402
+from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry  # noqa: E402
 
 SNAKEFILE = PIPELINE / "Snakefile"
 
@@ -81,7 +85,9 @@ def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) ->
     """
     check_targets(targets)
     LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", sys.modules[__name__])
-    words = ["--snakefile", str(SNAKEFILE), *targets, "--profile", str(profile), "--dry-run"]
+    check_working_folder()
+    words = ["--snakefile", str(SNAKEFILE), *targets, "--dry-run", "--workflow-profile", "none"]
+    words += ["--profile", str(profile / "config.yaml")]
     logging.getLogger("snakemake").propagate = False  # our own handlers would print it
     stderr = io.StringIO()  # "Using profile ...", warnings, what the Snakefile refuses
     try:

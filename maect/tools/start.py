@@ -1,4 +1,4 @@
-"""`python -m maect.tools.start ...`: Snakemake, whose start Ctrl-C ends in a line.
+"""`python -P -m maect.tools.start ...`: Snakemake, whose start Ctrl-C ends in a line.
 
 Once jobs run, the pipeline itself says what becomes of them; until then Snakemake ends in the
 traceback of whatever it was importing.
@@ -7,9 +7,17 @@ traceback of whatever it was importing.
 import sys
 
 
+def import_snakemake() -> None:
+    """Import Snakemake without the folder below the working folder that it would import from."""
+    import snakemake
+
+    sys.path[:] = [path for path in sys.path if path != snakemake.PIP_DEPLOYMENTS_PATH]
+
+
 def main() -> None:
     """Snakemake's command, with its arguments."""
     try:
+        import_snakemake()
         from snakemake.cli import main as snakemake
 
         snakemake()

@@ -9,15 +9,20 @@ from pathlib import Path
 
 from snakemake.logging import logger
 
+# Snakemake puts the Snakefile's folder first: the rules call the installed maect, and so it is here.
+sys.path.sort(key=str(workflow.basedir).__eq__)
+
 from maect import experiment as experiments
 from maect.core.errors import UserError
 from maect.core.kept import tidy
+from maect.core.processes import SAFE_PATH
 from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
 from maect.evaluate import PROTOCOLS
 from maect.experiment import resolve
 from maect.experiment import start as starting
+from maect.experiment import working_folder
 from maect.experiment.schema import fill_path
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS
@@ -35,6 +40,9 @@ shell.prefix(
 # Launchers leave their jobs running once this process is gone. (A subprocess of it reads this, too.)
 os.environ.setdefault(SNAKEMAKE, this_process())
 
+# Nothing below imports from the working folder, not even this process started once more.
+os.environ[SAFE_PATH] = "1"
+
 # For those who let Snakemake make the environment (--software-deployment-method conda).
 ENVIRONMENT = "../../envs/environment.yaml"
 
@@ -43,6 +51,16 @@ def stop(message):
     """One line, no traceback: the user can fix this."""
     print(f"maect: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+if workflow.is_main_process:
+    try:
+        working_folder.check_working_folder()
+        working_folder.check_profiles(sys.argv)
+    except UserError as error:
+        stop(error)
+    for note in working_folder.notes(Path(workflow.basedir)):
+        print(f"maect: warning: {note}", file=sys.stderr)
 
 
 def check_views():

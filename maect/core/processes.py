@@ -1,0 +1,34 @@
+"""What the processes that a command starts are told, and what it may find closed itself."""
+
+import os
+import pwd
+import sys
+
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Python's own: nothing is imported from the working folder, where others may write."""
+
+
+def environment() -> dict[str, str]:
+    """The environment of processes that import nothing from the working folder."""
+    told = dict(os.environ) | {SAFE_PATH: "1"}
+    # An empty entry, as in `PYTHONPATH=$PYTHONPATH:...`, is the working folder.
+    if paths := [path for path in told.pop("PYTHONPATH", "").split(os.pathsep) if path]:
+        told["PYTHONPATH"] = os.pathsep.join(paths)
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:  # a container's user has a number only: libraries ask for the name
+        told = {"LOGNAME": str(os.getuid())} | told
+    return told
+
+
+def open_closed_streams() -> None:
+    """Open standard streams that are closed (`>&-`, daemons), lest a file takes their place."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)

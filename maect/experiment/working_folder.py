@@ -1,0 +1,75 @@
+"""The folder that a pipeline is started in, where Snakemake has files of its own."""
+
+import os
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import maect
+from maect.core.errors import UserError
+from maect.core.files import PIPELINE
+from maect.core.owners import exposed, is_trusted, owner_name
+
+MEMORY = Path(".snakemake")
+DEFAULT_PROFILES = (Path("default"), Path("profiles/default"))
+"""Where Snakemake looks for settings without being told to."""
+
+
+def check_working_folder() -> None:
+    """Make sure that nobody else can put something in Snakemake's way.
+
+    Raises:
+        UserError: other users could make it run code or use settings of theirs.
+    """
+    here = Path.cwd()
+    if reason := exposed(here) or exposed(here / MEMORY):
+        raise UserError(f"{reason}; or start in a folder of your own")
+    found = MEMORY.lstat() if os.path.lexists(MEMORY) else None
+    if found and here.stat().st_mode & stat.S_IWOTH and not is_trusted(found.st_uid):
+        raise UserError(
+            f"{here / MEMORY}: made by {owner_name(found.st_uid)}, and Snakemake would use it; "
+            "start in a folder of your own"
+        )
+
+
+def check_profiles(words: Sequence[str]) -> None:
+    """Make sure that Snakemake was not given settings that nobody asked for.
+
+    Args:
+        words: the command line.
+
+    Raises:
+        UserError: it looks for a profile of its own, and there is one.
+    """
+    command = Path(words[0])
+    if "snakemake" not in (command.name, command.parent.name):  # ours asks for none
+        return
+    if any(word.startswith("--workflow-profile") for word in words):
+        return
+    for folder in (*DEFAULT_PROFILES, PIPELINE / DEFAULT_PROFILES[1]):
+        if folder.exists():
+            raise UserError(
+                f"{folder.absolute()}: Snakemake takes this for a profile without being asked; "
+                "add --workflow-profile none, or start by `maect run`"
+            )
+
+
+def notes(pipeline: Path) -> list[str]:
+    """What is not as somebody who looks at the working folder may believe: a sentence each.
+
+    Args:
+        pipeline: folder of the Snakefile that is read.
+    """
+    clones = dict.fromkeys(map(other_clone, (Path.cwd(), pipeline)))
+    told = os.environ.get("SNAKEMAKE_PROFILE")
+    return [*filter(None, clones), *([f"SNAKEMAKE_PROFILE={told} is set"] if told else [])]
+
+
+def other_clone(folder: Path) -> str:
+    """A sentence if a folder is a clone of maect, and another one than that which runs; else ""."""
+    ours, theirs = Path(maect.__file__).parent, folder / "maect"
+    if not (theirs / "__init__.py").is_file() or not (folder / "Snakefile").is_file():
+        return ""
+    if theirs.samefile(ours):
+        return ""
+    return f"{folder} is another clone of maect: its code is not used, but that of {ours.parent}"
