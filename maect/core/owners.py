@@ -4,6 +4,7 @@ Who may write a folder may rename what lies in it. Root is trusted, and so are t
 group that may write: colleagues share a results folder in this way.
 """
 
+import errno
 import os
 import pwd
 import stat
@@ -73,6 +74,15 @@ def exposed(path: str | Path) -> str:
             at, found = os.path.dirname(at), above
 
 
+def is_own(folder: str | Path) -> bool:
+    """Whether a folder is there, and nobody but this user and his groups can write in it."""
+    try:
+        found = os.stat(folder)
+    except OSError:
+        return False
+    return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH and not exposed(folder)
+
+
 def read_own(path: Path, anybodys: bool = False) -> str:
     """The text of a file that only this user can have written.
 
@@ -86,7 +96,12 @@ def read_own(path: Path, anybodys: bool = False) -> str:
         ValueError: no text, or no file.
     """
     # Whether it is a pipe, which might never answer, is known once it is open.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ValueError("it is a link") from None
+        raise
     with open(descriptor, encoding="utf-8") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

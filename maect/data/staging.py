@@ -6,10 +6,12 @@ import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import NodeError, UserError
-from maect.core.files import atomic_write, write_record
+from maect.core.files import atomic_write, read_mapping, sha256_file, write_record
+from maect.core.owners import private_folder
 from maect.data.index import CHECKSUMS, Index, open_index
 from maect.data.pixels import pixels_files
 
@@ -30,15 +32,17 @@ def stage(directory: Path, storage: str) -> Path:
         The folder to open instead.
 
     Raises:
-        UserError: no such storage.
+        UserError: no such storage, or others can write there what would be read.
         NodeError: too little room, or a copy failed.
     """
     parent = _folder(storage)
     index = open_index(directory)
     identity = f"{directory.resolve()} {index.digest} {index.record['index_sha256']}"
-    out = parent / f"maect-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    # Of each user another: whoever could write there would decide what is trained on.
+    out = parent / f"maect-{os.geteuid()}-{name}"
     try:
-        out.mkdir(exist_ok=True)
+        private_folder(out)
         with open(out / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             _copy(index, out)
@@ -60,35 +64,71 @@ def _folder(storage: str) -> Path:
 
 
 def _copy(index: Index, out: Path) -> None:
-    beside = (*pixels_files(index), index.directory / CHECKSUMS)
-    files = [index.directory / name for name in ("index.npy", "keys.txt")]
-    files += [path for path in beside if path.exists()]
+    record, pixels = index.record, pixels_files(index)
+    told = {
+        index.directory / "index.npy": record["index_sha256"],
+        index.directory / CHECKSUMS: record.get("crc32_sha256"),
+        pixels[0]: read_mapping(pixels[1]).get("sha256"),
+    }
+    beside = [index.directory / "keys.txt", pixels[1], *told]
+    given = [_File(path, path.name, told.get(path)) for path in beside if path.exists()]
     shards = [path.name for path in index.shards]
     if len(set(shards)) < len(shards):  # a webdataset's, in several folders
         shards = [f"{number:06d}-{name}" for number, name in enumerate(shards)]
-    names = [(path, path.name) for path in files] + [*zip(index.shards, shards, strict=True)]
-    missing = [(path, name) for path, name in names if not _is_copied(path, out / name)]
-    needed = sum(path.stat().st_size for path, _ in missing)
+    for path, name, shard in zip(index.shards, shards, record["shards"], strict=True):
+        # Of tars that are read in place it is the images' checksum, not the file's.
+        sha256 = None if record.get("in_place") else shard.get("sha256")
+        given.append(_File(path, name, sha256, is_shard=True))
+    missing = [file for file in given if not file.is_copied(out)]
+    needed = sum(file.path.stat().st_size for file in missing)
     free = shutil.disk_usage(out).free
     if needed > free:
         raise NodeError(
             f"{socket.gethostname()}: {index.directory} needs {needed >> 20} MiB more in {out}, "
             f"where {free >> 20} MiB are free; choose another --stage-to, or none"
         )
-
-    def copy(given: tuple[Path, str]) -> None:
-        path, name = given
-        with atomic_write(out / name) as temporary:
-            shutil.copyfile(path, temporary)
-
     with ThreadPoolExecutor(_COPIES_AT_ONCE) as pool:
-        list(pool.map(copy, missing))
-    if missing or not (out / "index.json").exists():
-        # A view names shards in other folders; the copies lie side by side.
-        told = zip(index.record["shards"], shards, strict=True)
-        copies = [{**shard, "file": name} for shard, name in told]
-        write_record(out / "index.json", index.record | {"shards": copies})
+        list(pool.map(lambda file: file.copy(out), missing))
+    # A view names shards in other folders; the copies lie side by side.
+    pairs = zip(record["shards"], shards, strict=True)
+    copies = record | {"shards": [{**shard, "file": name} for shard, name in pairs]}
+    if read_mapping(out / "index.json") != copies:
+        write_record(out / "index.json", copies)
 
 
-def _is_copied(source: Path, copy: Path) -> bool:
-    return copy.exists() and copy.stat().st_size == source.stat().st_size
+@dataclass(frozen=True)
+class _File:
+    """What is copied.
+
+    Attributes:
+        path: of the original.
+        name: of the copy.
+        sha256: that the original has by its record; of a file without one, what it has now.
+        is_shard: its images are compared with their checksums when they are read.
+    """
+
+    path: Path
+    name: str
+    sha256: str | None
+    is_shard: bool = False
+
+    def is_copied(self, out: Path) -> bool:
+        """Whether a copy from before is the same."""
+        copy = out / self.name
+        if not copy.exists() or copy.stat().st_size != self.path.stat().st_size:
+            return False
+        return self.is_shard or sha256_file(copy) == (self.sha256 or sha256_file(self.path))
+
+    def copy(self, out: Path) -> None:
+        """Copy.
+
+        Raises:
+            NodeError: the copy is another one than the record of the original says.
+        """
+        with atomic_write(out / self.name) as temporary:
+            shutil.copyfile(self.path, temporary)
+            if self.sha256 is not None and sha256_file(temporary) != self.sha256:
+                raise NodeError(
+                    f"{socket.gethostname()}: {self.path}: its copy in {out} has another checksum "
+                    "than its record; damaged there or here? `maect shard --verify` says"
+                )

@@ -2,13 +2,17 @@
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/unit/launch"))
@@ -16,7 +20,11 @@ sys.path.insert(0, str(ROOT / "tests/unit/launch"))
 from counting import expected  # noqa: E402
 from launching import Run  # noqa: E402
 
-from maect.core.errors import UserError  # noqa: E402
+from maect.core.errors import NodeError, UserError  # noqa: E402
+from maect.core.files import read_json, sha256_file, write_record  # noqa: E402
+from maect.data.index import LABEL  # noqa: E402
+from maect.data.shards import shard  # noqa: E402
+from maect.data.staging import stage  # noqa: E402
 from maect.experiment import working_folder  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402
 from maect.launch import Resources, submit  # noqa: E402
@@ -31,6 +39,14 @@ def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path / f"run{os.getpid()}-{time.monotonic_ns()}")
     yield run
     run.end()
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that other users can enter, as pytest's own are not."""
+    with tempfile.TemporaryDirectory(prefix="doors-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -210,3 +226,72 @@ def test_numba_is_not_configured_by_the_working_folder(
     Path(".numba_config.yaml").write_text("cache_dir: /tmp/evil\n")
     with pytest.raises(UserError, match="Numba would be configured by it"):
         umap_class()
+
+
+# ---- staged shards
+
+
+@pytest.fixture
+def shards(public: Path) -> Path:
+    images = public / "images"
+    for number in range(12):
+        (images / f"c{number % 3}").mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (20 * number, 0, 0)).save(images / f"c{number % 3}/{number}.png")
+    shard(images, public / "shards/train", "folder", 2)
+    return public / "shards/train"
+
+
+@as_root
+def test_staged_shards_that_somebody_else_made_first(shards: Path, public: Path) -> None:
+    """Labels shifted by one, checksums and all, in a shared folder of the node."""
+    node = public / "node"
+    node.mkdir()
+    node.chmod(0o1777)
+    evil = stage(shards, str(node))
+    index = np.load(evil / "index.npy")
+    index[:, LABEL] = (index[:, LABEL] + 1) % 3
+    np.save(evil / "index.npy", index)
+    record = read_json(evil / "index.json") | {"index_sha256": sha256_file(evil / "index.npy")}
+    write_record(evil / "index.json", record)
+    # Kept as it was by a user of another name; the one who stages finds it under any name.
+    assert str(os.geteuid()) in evil.name
+    os.chown(evil, B, B)
+    with pytest.raises(UserError, match=f"not a folder of yours, but user {B}'s"):
+        stage(shards, str(node))
+    os.chown(evil, 0, 0)
+    (labels,) = {tuple(np.load(stage(shards, str(node)) / "index.npy")[:, LABEL].tolist())}
+    assert labels == tuple(np.load(shards / "index.npy")[:, LABEL].tolist())
+
+
+@as_root
+def test_two_users_of_a_node_stage_the_same_shards(shards: Path, public: Path) -> None:
+    """Each has a folder of his own, which the other cannot enter."""
+    node = public / "node"
+    node.mkdir()
+    node.chmod(0o1777)
+    first = stage(shards, str(node))
+    try:
+        os.seteuid(B)
+        second = stage(shards, str(node))
+        with pytest.raises(PermissionError):
+            list(first.iterdir())
+    finally:
+        os.seteuid(0)
+    assert first != second and second.stat().st_uid == B
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (first, second)} == {0o700}
+
+
+def test_a_staged_copy_that_was_changed_is_made_again(shards: Path, tmp_path: Path) -> None:
+    """A flipped bit in each file beside the tars, of the same size; and one while it is copied."""
+    out = stage(shards, str(tmp_path))
+    for name in ("index.npy", "keys.txt", "crc32.npy", "index.json"):
+        whole = (out / name).read_bytes()
+        (out / name).write_bytes(whole[:-3] + bytes([whole[-3] ^ 1]) + whole[-2:])
+        assert stage(shards, str(tmp_path)) == out and (out / name).read_bytes() == whole, name
+    (tar, *_) = out.glob("*.tar")
+    tar.unlink()
+    damaged = bytearray((shards / tar.name).read_bytes())
+    damaged[600] ^= 1
+    (shards / tar.name).write_bytes(damaged)
+    with pytest.raises(NodeError, match="has another checksum than its record"):
+        stage(shards, str(tmp_path))
