@@ -1,5 +1,6 @@
 """Files that are complete or not there (temporary name, fsync, rename); records and hashes."""
 
+import errno
 import hashlib
 import json
 import os
@@ -58,10 +59,44 @@ def need(path: Path, what: str) -> Path:
     return path
 
 
+_held: set[Path] = set()
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[Callable[[], bool]]:
+    """Yield whether `folder` is still the one that it was: neither moved nor replaced by another.
+
+    Meanwhile this process does not make it again: results would begin anew in an empty one.
+    """
+    # Open, so that its number is not given to another.
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def is_there() -> bool:
+        try:
+            return os.path.samestat(os.stat(folder), os.fstat(descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file system that is away for a moment says nothing
+            return True
+
+    _held.add(folder)
+    try:
+        yield is_there
+    finally:
+        _held.discard(folder)
+        os.close(descriptor)
+
+
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, that is still there after a loss of power."""
+    """Make a folder, and those above it, that is still there after a loss of power.
+
+    Raises:
+        FileNotFoundError: one that this process holds (`held`) is gone.
+    """
     if path.is_dir():
         return
+    if path in _held:
+        raise FileNotFoundError(errno.ENOENT, "moved or removed while it was used", str(path))
     make_folder(path.parent)
     path.mkdir(exist_ok=True)
     fsync_path(path.parent)

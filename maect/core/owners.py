@@ -102,13 +102,16 @@ def read_own(path: Path, anybodys: bool = False) -> str:
         if error.errno == errno.ELOOP:
             raise ValueError("it is a link") from None
         raise
-    with open(descriptor, encoding="utf-8") as file:
+    try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is not a file")
         if not (anybodys or is_trusted(found.st_uid)):
             raise UserError(f"{path}: written by {owner_name(found.st_uid)}, and not by you")
-        return file.read()
+        with open(descriptor, encoding="utf-8", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def private_folder(path: Path) -> Path:

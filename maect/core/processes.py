@@ -1,8 +1,17 @@
 """What the processes that a command starts are told, and what it may find closed itself."""
 
+import logging
 import os
 import pwd
 import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from maect.core.errors import UserError
+from maect.core.owners import is_own, private_folder
+
+log = logging.getLogger(__name__)
 
 SAFE_PATH = "PYTHONSAFEPATH"
 """Python's own: nothing is imported from the working folder, where others may write."""
@@ -19,6 +28,26 @@ def environment() -> dict[str, str]:
     except KeyError:  # a container's user has a number only: libraries ask for the name
         told = {"LOGNAME": str(os.getuid())} | told
     return told
+
+
+def private_caches() -> None:
+    """Let torch's compiler keep what it compiles, and loads again, where only this user can write.
+
+    Its own folder lies below `/tmp` under a name that anybody may have made before.
+    """
+    folder = Path(tempfile.gettempdir()) / f"maect-{os.geteuid()}"
+    try:
+        folder = private_folder(folder)
+    except (OSError, UserError) as error:
+        log.warning("%s: what is compiled is not kept", error)
+        folder = Path(tempfile.mkdtemp(prefix="maect-compiled-"))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        given = os.environ.get(name)
+        if given:
+            with suppress(OSError):
+                os.makedirs(given, exist_ok=True)
+        if not given or not is_own(given):
+            os.environ[name] = str(private_folder(folder / name.partition("_")[0].lower()))
 
 
 def open_closed_streams() -> None:

@@ -1,8 +1,9 @@
-"""`python -P -m maect.launch FOLDER NAME`: hand a job to submitit.
+"""`python -P -m maect.launch FOLDER < JOB`: hand a job to submitit.
 
 Only this process imports submitit: the launchers that wait for days stay small.
 """
 
+import json
 import re
 import shlex
 import shutil
@@ -20,6 +21,7 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.launch import record, submit, worker
+from maect.launch.record import Job
 from maect.launch.slurm import command
 
 ID = re.compile(r"^(?:Submitted batch job )?(\d+)(?:;\S+)?$", re.MULTILINE)
@@ -47,10 +49,10 @@ class Sbatch(SlurmExecutor):
         return job
 
 
-def main(folder: Path, name: str) -> None:
+def main(folder: Path, job: Job) -> None:
     """Submit, and write the job's id or the error to `submitted.json`."""
-    job = record.read_job(folder)
-    if job is None or job.name != name or job.state == "ended":
+    name, known = job.name, record.read_job(folder, own=True)
+    if known is None or known.name != name or known.state == "ended":
         raise UserError(f"{folder / 'job.json'}: no longer asks for {name}")
     jobs = record.make_job_folder(folder, name)
     here = job.cluster == "local"
@@ -76,4 +78,4 @@ def main(folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), Job(**json.load(sys.stdin)))

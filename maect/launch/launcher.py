@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from maect.core.files import patiently
+from maect.core.files import held, make_folder, patiently
 from maect.launch import progress, record, slurm, submit
 from maect.launch.local import Local
 from maect.launch.owner import Interruption, own
@@ -57,11 +57,13 @@ def launch(
         raise LaunchError(f"{str(folder)!r}: no job runs in a folder with a line break in its name")
     if resources.cluster == "slurm":
         submit.check_shell()
-    with own(folder), Interruption(detach) as interruption:
+    make_folder(folder)
+    record.check_folder(folder)
+    with own(folder), held(folder) as is_there, Interruption(detach) as interruption:
         line = progress.Line(describe)
         try:
             done = partial(patiently, is_done)
-            _Launch(task, folder, resources, done, line, interruption).run()
+            _Launch(task, folder, resources, done, line, interruption, is_there).run()
         except OSError as error:  # a full disk, a file system that is away
             raise LaunchError(
                 f"{describe}: {error}; a running job is left alone: start again to re-attach to it"
@@ -73,10 +75,12 @@ def launch(
 def _is_endangered(folder: Path, identity: str) -> bool:
     """Whether a job of other settings may still write over what is there."""
     try:
-        job = record.read_job(folder)
+        job = record.read_job(folder, own=True)
     except LaunchError:  # damaged: nothing is asked of the job any more
         return False
     if job is None or job.state == "ended" or record.verdict(folder, job) == "done":
+        return False
+    if record.belongs(folder, job) == "copy":
         return False
     return job.request.get("identity", "") not in ("", identity)
 
@@ -94,6 +98,7 @@ class _Launch:
     is_done: Callable[[], bool]
     line: progress.Line
     interruption: Interruption
+    is_there: Callable[[], bool]  # whether the folder is the one that it was
     asked_at: float | None = field(default=None, init=False)
     spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
     slow: str | None = field(default=None, init=False)  # what was last said of a straggler
@@ -101,7 +106,9 @@ class _Launch:
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
     def run(self) -> None:
-        job = record.read_job(self.folder)
+        job = record.read_job(self.folder, own=True)
+        if job is not None and job.state != "ended":
+            self.recognise(job)
         if job is not None and job.stop:
             # A request to stop that an earlier launcher left behind is not meant for this one.
             job.stop = False
@@ -132,11 +139,34 @@ class _Launch:
             if ours or seen:  # how a job ended while nobody watched is not held against it
                 failures = self.judge(job, end, failures)
 
+    def recognise(self, job: Job) -> None:
+        """Say whose job it is, if the folder is not where it was; a copy has none."""
+        what = record.belongs(self.folder, job)
+        if what == "moved":
+            self.line.say(f"moved here from {job.place}, where its job ends by itself")
+        elif what == "copy":
+            name = f"{job.cluster} job {job.id or job.name}"
+            self.line.say(f"a copy of {job.place}: {name} is that folder's, and left alone")
+            self.close(job, f"it is the job of {job.place}, of which this is a copy")
+
+    def check_place(self) -> None:
+        """Make sure that the folder has not been moved: nothing begins anew in its place.
+
+        Raises:
+            LaunchError: it has.
+        """
+        if not self.is_there():
+            raise LaunchError(
+                f"{self.line.title}: {self.folder} was moved, removed or replaced; a job that runs "
+                "there ends by itself; start again where the folder is now"
+            )
+
     def replace(self, job: Job) -> None:
         """Let a job whose result nobody asks for any more save and stop."""
         self.line.say("it computes what the settings were before they changed")
         how = ""
         while not how:
+            self.check_place()
             record.learn_id(self.folder, job)
             look = state_of(self.folder, job, self.clusters).look
             self.obey(job, look)
@@ -158,7 +188,8 @@ class _Launch:
         Raises:
             LaunchError: refused; or another launcher is at work, on a file system without locks.
         """
-        known = record.read_job(self.folder)
+        self.check_place()
+        known = record.read_job(self.folder, own=True)
         if known is not None and (previous is None or known.name != previous.name):
             raise LaunchError(
                 f"{self.folder}: another launcher has submitted job {known.id or known.name}: "
@@ -173,6 +204,7 @@ class _Launch:
         elif job.excluded:
             self.line.say(f"without {', '.join(job.excluded)}, which ended {record.BAD} jobs")
         job.site = self.clusters[job.cluster].site()
+        vars(job).update(record.where(self.folder))
         job.request = submit.request(job, self.folder, self.task, self.resources)
         record.make_job_folder(self.folder, job.name)
         record.write_job(self.folder, job)
@@ -211,6 +243,7 @@ class _Launch:
         cluster = self.clusters[job.cluster]
         look, seen, next_look, ended = Look("unknown", "waiting"), False, 0.0, float("inf")
         while True:
+            self.check_place()
             if self.is_done():
                 cluster.finish(self.folder, job)
                 return None, seen
@@ -278,7 +311,7 @@ class _Launch:
             return ""
         if not cluster.end(self.folder, job):
             self.line.say(
-                f"SLURM does not answer: job {job.id or job.name} was not cancelled; when it "
+                f"{cluster.out_of_reach}: job {job.id or job.name} was not cancelled; when it "
                 "runs, it will save and stop; start again to re-attach to it"
             )
             raise SystemExit(130)

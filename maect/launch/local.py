@@ -15,6 +15,8 @@ from maect.launch.submit import MARK
 
 BROKEN_GRACE = 2.0  # seconds for the other ranks to end by themselves once one has died
 TEARDOWN = 30.0  # seconds for the ranks to leave after they have returned
+START = 120.0  # seconds until the first rank of a job in another container is there
+FIRST_NAMESPACE = "pid:[4026531836]"  # of process ids, outside of all containers (Linux's number)
 
 
 def marked(name: str) -> list[psutil.Process]:
@@ -32,6 +34,7 @@ class Local(Cluster):
 
     interval = 0.5
     record_patience = 3.0
+    out_of_reach = "its processes are in another container"
 
     def look(self, folder: Path, job: Job) -> Look:
         """Look at a local job.
@@ -39,11 +42,12 @@ class Local(Cluster):
         Raises:
             LaunchError: it was started on another machine, where we cannot see.
         """
-        if job.host != socket.gethostname():
-            raise LaunchError(
-                f"{folder}: its job {job.name} was started on {job.host}; resume there, or "
-                f"delete {folder / 'job.json'} if that machine is gone for good"
-            )
+        if job.boot != record.boot():
+            if _has_restarted_since(job):
+                return Look("ended", "the machine was restarted")
+            raise _elsewhere(folder, job)
+        if job.namespace != record.namespace():
+            return self._from_outside(folder, job)
         if job.id is None:
             return (
                 Look("unknown", "starting") if marked(job.name) else Look("ended", "never started")
@@ -66,15 +70,53 @@ class Local(Cluster):
                 return Look("ended", f"rank {missing} died at its start", 2 * BROKEN_GRACE, missing)
         return Look("running" if ranks else "pending", "" if ranks else "starting")
 
+    def _from_outside(self, folder: Path, job: Job) -> Look:
+        """Look at a job of another container: by the locks of its ranks, which one kernel keeps.
+
+        Raises:
+            LaunchError: the file system has no locks.
+        """
+        live, ranks = record.live_ranks(folder, job), record.ranks(folder, job)
+        if live is None:
+            raise _elsewhere(folder, job)
+        if not live and not ranks and time.time() - job.submitted < START:
+            return Look("unknown", "starting in another container")
+        if not live:
+            return Look("ended", "its processes have ended")
+        return Look("running", "in another container")
+
     def finish(self, folder: Path, job: Job) -> None:
         """Let the ranks of a job leave that has returned."""
         _end(job.name, TEARDOWN)
 
     def end(self, folder: Path, job: Job) -> bool:
-        """Kill a job's processes, data loaders included."""
+        """Kill a job's processes, data loaders included; False if they are out of sight."""
         _end(job.name, 0.0)
+        if job.namespace != record.namespace() and record.live_ranks(folder, job):
+            return False
         remove_folder(folder, job.name)
         return True
+
+
+def _has_restarted_since(job: Job) -> bool:
+    """Whether this is the machine of a job, and its kernel began later than that.
+
+    Only outside of containers, of which several machines may have some of one name.
+    """
+    return (
+        job.host == socket.gethostname()
+        and job.namespace == record.namespace() == FIRST_NAMESPACE
+        and job.submitted < psutil.boot_time()
+    )
+
+
+def _elsewhere(folder: Path, job: Job) -> LaunchError:
+    same = job.host == socket.gethostname()
+    where = f"another machine or container called {job.host}" if same else job.host
+    return LaunchError(
+        f"{folder}: its job {job.name} was started on {where}; resume there, or "
+        f"delete {folder / 'job.json'} if that is gone for good, or this a copy"
+    )
 
 
 def _end(name: str, seconds: float) -> None:

@@ -1,16 +1,19 @@
 """One launcher per run folder, and when it leaves: on a signal, or once its Snakemake is gone."""
 
+import errno
 import fcntl
 import json
 import logging
 import os
 import signal
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 import psutil
 
@@ -33,16 +36,17 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
         LaunchError: another live launcher owns the folder.
     """
     make_folder(folder)
-    with (folder / "owner.lock").open("a+", encoding="utf-8") as file:
+    lock = folder / "owner.lock"
+    with _open(lock) as file:
         deadline = time.monotonic() + patience
         warned = False
         while not _lock(file.fileno(), folder):
             if not warned and time.monotonic() > deadline - patience + WARN_AFTER:
-                log.warning("%s belongs to %s: waiting", folder, _owner(file.name))
+                log.warning("%s belongs to %s: waiting", folder, _owner(lock))
                 warned = True
             if time.monotonic() >= deadline:
                 raise LaunchError(
-                    f"{folder} belongs to {_owner(file.name)}: wait until that ends, or stop it"
+                    f"{folder} belongs to {_owner(lock)}: wait until that ends, or stop it"
                 )
             time.sleep(0.2)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -54,6 +58,26 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def _open(path: Path) -> TextIO:
+    """Open a lock file, which is emptied later on: not where a link of somebody else's leads to.
+
+    Raises:
+        LaunchError: it is another user's, or no file.
+    """
+    hint = "delete it, or ask its owner to `chmod g+w` it"
+    try:
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.ELOOP):
+            raise
+        raise LaunchError(f"{path}: {error.strerror}; {hint}") from None
+    file = open(number, "r+", encoding="utf-8")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        file.close()
+        raise LaunchError(f"{path}: not a file; {hint}")
+    return file
 
 
 def _lock(descriptor: int, folder: Path) -> bool:
@@ -69,9 +93,9 @@ def _lock(descriptor: int, folder: Path) -> bool:
     return True
 
 
-def _owner(path: str) -> str:
+def _owner(path: Path) -> str:
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
         return f"process {value['pid']} on {value['host']}, running since {value['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another launcher"
@@ -114,9 +138,9 @@ def _began(pid: int) -> str:
 
 
 def _is_named_alive(named: str) -> bool:
-    if not named:
+    pid, _, began = named.partition(" ")
+    if not (pid.isdecimal() and began.isdecimal()):  # somebody else's variable of this name
         return True
-    pid, began = named.split()
     try:
         return _began(int(pid)) == began and _is_alive(psutil.Process(int(pid)))
     except (OSError, psutil.Error):

@@ -9,12 +9,15 @@ A file has one writer; what would have two, on machines without a lock in common
     jobs/NAME/submission.log  what that process says
     jobs/NAME/rank-N.json     rank N: since when, where it runs, how it ended; rank 0 also its last
                               report, the last step saved, the verdict
+    jobs/NAME/alive-N         rank N: the kernel's lock on it says whether it lives
     jobs/NAME/meeting-N.json  rank 0 of attempt N: where its ranks meet
     jobs/NAME/*.pkl, *.out    submitit: what the ranks unpickle, and their logs
 
-`jobs` is its owner's alone: whoever could write there would decide what the ranks execute.
+`jobs` is its owner's alone: whoever could write there would decide what the ranks execute. A run's
+folder is, too: others copy it.
 """
 
+import fcntl
 import json
 import os
 import socket
@@ -22,11 +25,15 @@ import stat
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from maect.core.errors import UserError
 from maect.core.files import checksum, make_folder, patiently, read_mapping, write_json
+from maect.core.owners import exposed, is_trusted, owner_name, private_folder, read_own
 from maect.launch.resources import LaunchError
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
@@ -35,6 +42,21 @@ STATES = ("submitting", "submitted", "ended")
 CHECKSUM = "sha256"
 BAD = 2  # failures after which a node is excluded
 PASSED_ON = ("name", "id", "step", "ending", "verdict", "suspects")
+COPIED = "others copy the run's folder without `jobs` and `job.json`"
+
+
+def boot() -> str:
+    """What tells the kernel that runs here from any other; "" if it does not say."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return ""
+
+
+def namespace() -> str:
+    """What tells the process ids that are seen here from those in other containers."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""
 
 
 @dataclass
@@ -50,7 +72,13 @@ class Job:
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.
         created: creation time of the local controller, beside its reusable process id.
+        host: name of the machine that submitted it.
+        boot: its kernel: two machines may have one name.
+        namespace: its process ids: two containers may have one kernel.
         site: what the cluster calls itself: ids of others mean nothing.
+        place: real path of the folder.
+        device: of the folder, as this kernel numbers it.
+        inode: of the folder.
         submitted: Unix time of submission.
         stop: the ranks are asked to save and stop.
         ending: why it is over.
@@ -74,7 +102,12 @@ class Job:
     id: str | None = None
     created: float | None = None
     host: str = field(default_factory=socket.gethostname)
+    boot: str = field(default_factory=boot)
+    namespace: str = field(default_factory=namespace)
     site: str | None = None
+    place: str = ""
+    device: int = 0
+    inode: int = 0
     submitted: float = field(default_factory=lambda: time.time())
     stop: bool = False
     ending: str | None = None
@@ -117,9 +150,6 @@ def new_job(
     if previous is not None and _is_continued(previous, identity):
         attempt, step = previous.attempt + 1, saved_step(folder, previous)
         held = held_seconds(folder, previous)
-    if previous is not None and not previous.request:
-        for old in ("progress.json", "verdict.json", "stop"):  # of a version before this record
-            (folder / old).unlink(missing_ok=True)
     if previous is not None:
         last = {key: getattr(previous, key) for key in PASSED_ON}
         earlier = [*previous.earlier, last]
@@ -138,18 +168,42 @@ def _is_continued(job: Job, identity: str) -> bool:
     return job.request.get("identity", "") in ("", identity)
 
 
-def read_job(folder: Path) -> Job | None:
+def where(folder: Path) -> dict[str, Any]:
+    """What a job's record says of the place of its folder."""
+    found = folder.stat()
+    return {"place": os.path.realpath(folder), "device": found.st_dev, "inode": found.st_ino}
+
+
+def belongs(folder: Path, job: Job) -> Literal["here", "moved", "copy"]:
+    """Whether a job is this folder's, or that of a folder which this is a copy of.
+
+    Where a folder was replaced at its place, its job has noticed, and ends.
+    """
+    if not job.place or job.place == os.path.realpath(folder):
+        return "here"
+    here = folder.stat()
+    try:
+        # One folder has two names where it is mounted twice.
+        return "here" if os.path.samestat(here, os.stat(job.place)) else "copy"
+    except OSError:
+        known = job.device == here.st_dev or job.boot != boot()
+        return "moved" if known and job.inode == here.st_ino else "copy"
+
+
+def read_job(folder: Path, own: bool = False) -> Job | None:
     """The job of this folder, or None if there was none.
+
+    Args:
+        folder: of the run.
+        own: refuse a record that another user has written, who would decide what is done.
 
     Raises:
         LaunchError: the record is damaged; it is never taken for one that is not there.
     """
     path = folder / "job.json"
     try:
-        value = json.loads(patiently(path.read_text, "utf-8"))
-        given = value.pop(CHECKSUM, None)
-        # Older versions wrote no checksum, and neither request nor stop.
-        if given != (checksum(value) if "request" in value else None):
+        value = json.loads(patiently(read_own, path, not own))
+        if value.pop(CHECKSUM, None) != checksum(value):
             raise ValueError("its checksum differs")
         job = Job(**value)
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
@@ -158,6 +212,8 @@ def read_job(folder: Path) -> Job | None:
             raise ValueError("it has no list of earlier jobs")
     except FileNotFoundError:
         return None
+    except UserError as error:
+        raise LaunchError(f"{error}: {COPIED}") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise LaunchError(
             f"{path}: damaged ({error}); if no job of this folder runs any more "
@@ -191,6 +247,24 @@ def job_folder(folder: Path, name: str) -> Path:
     return folder / "jobs" / name
 
 
+def check_folder(folder: Path) -> None:
+    """Make sure that nobody else decides what is executed for a run.
+
+    Raises:
+        LaunchError: others could exchange the folder, or what lies in it.
+    """
+    found = folder.stat()
+    if not is_trusted(found.st_uid):
+        raise LaunchError(
+            f"{folder}: {owner_name(found.st_uid)}'s, who could exchange what your job executes; "
+            f"only that user starts jobs there: {COPIED}"
+        )
+    if reason := exposed(folder):
+        raise LaunchError(f"{reason}; or put `storage` into a folder of your own")
+    if found.st_mode & stat.S_IWOTH:
+        raise LaunchError(f"{folder}: every user may write there; run `chmod o-w {folder}`")
+
+
 def make_job_folder(folder: Path, name: str) -> Path:
     """Make a job's folder, in `jobs`, which nobody else can enter.
 
@@ -198,20 +272,12 @@ def make_job_folder(folder: Path, name: str) -> Path:
         LaunchError: others may write where the ranks read what they execute.
     """
     make_folder(folder)
-    above = folder.stat()
-    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
-        raise LaunchError(f"{folder}: every user may write there; run `chmod o-w {folder}`")
-    jobs = folder / "jobs"
-    jobs.mkdir(mode=0o700, exist_ok=True)
-    seen = jobs.lstat()
-    if seen.st_uid != os.getuid() or not stat.S_ISDIR(seen.st_mode):
-        raise LaunchError(
-            f"{jobs}: not a folder of yours: only the user who began this run can resume it; "
-            "others copy the run's folder without `jobs` and `job.json`"
-        )
-    jobs.chmod(0o700)
-    if stat.S_IMODE(jobs.stat().st_mode) & 0o077:
-        raise LaunchError(f"{jobs}: this file system lets others in; put `storage` on another one")
+    check_folder(folder)
+    try:
+        private_folder(folder / "jobs")
+    except UserError as error:
+        why = "only the user who began this run can resume it"
+        raise LaunchError(f"{error}: {why}; {COPIED}") from None
     path = job_folder(folder, name)
     path.mkdir(mode=0o700, exist_ok=True)
     return path
@@ -225,6 +291,29 @@ def log(folder: Path, job: Job, rank: int) -> Path:
 def rank_file(folder: Path, name: str, rank: int) -> Path:
     """The file in which a rank says what there is to know about it."""
     return job_folder(folder, name) / f"rank-{rank}.json"
+
+
+@contextmanager
+def alive(folder: Path, name: str, rank: int) -> Iterator[None]:
+    """Hold the lock that says that a rank lives, in whichever container: the kernel frees it."""
+    with (job_folder(folder, name) / f"alive-{rank}").open("w") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def live_ranks(folder: Path, job: Job) -> set[int] | None:
+    """The ranks that live on this machine, in whichever container; None if it cannot be told."""
+    live = set()
+    for path in job_folder(folder, job.name).glob("alive-*"):
+        with path.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                live.add(int(path.name.removeprefix("alive-")))
+            except OSError:  # a file system without locks
+                return None
+    return live
 
 
 def ranks(folder: Path, job: Job) -> dict[int, dict[str, Any]]:

@@ -40,6 +40,8 @@ BEGUN = re.compile(rf"^{ATTEMPT} (\d+)".encode(), re.MULTILINE)
 TASK_ENDED = re.compile(rb"^srun: error: (?P<node>\S+): tasks? [\d,-]+: (?P<how>.*)", re.MULTILINE)
 FORGOTTEN = 600.0  # seconds after which sacct is no longer waited for
 FORMAT = "%i|%T|%r|%j"
+COMMENT_IS = "comment "  # before what a job was submitted with, which is its folder
+COMMENT = f"{COMMENT_IS}%k"
 SUBMISSION_FAILURES_THAT_PASS = (
     "Unable to contact slurm controller",
     "Socket timed out",
@@ -58,6 +60,7 @@ class Slurm(Cluster):
     """SLURM, and what it has said about the jobs that one process looks after."""
 
     interval = 2.0  # of looks at the shared answer
+    out_of_reach = "SLURM does not answer"
     record_patience = 90.0  # a client of NFS may believe for a minute that it is not there
 
     def __init__(self) -> None:
@@ -144,7 +147,20 @@ class Slurm(Cluster):
             time.sleep(0.5)
 
     def end(self, folder: Path, job: Job) -> bool:
-        """Cancel a job, by its unique name; False if SLURM does not answer."""
+        """Cancel a job, by its unique name; False if SLURM does not answer.
+
+        Raises:
+            LaunchError: SLURM says that it is another folder's.
+        """
+        code, out, _ = command("squeue", "-h", "-t", "all", "-u", str(os.getuid()),
+                               f"--name={job.name}", "-o", COMMENT)  # fmt: skip
+        for line in out.splitlines() if code == 0 else []:
+            theirs = line.removeprefix(COMMENT_IS)
+            if theirs != line and os.path.isdir(theirs) and not os.path.samefile(theirs, folder):
+                raise LaunchError(
+                    f"{folder}: job {job.id or job.name} is that of {theirs}: it is not cancelled; "
+                    f"delete {folder / 'job.json'} and start again"
+                )
         code, _, error = command("scancel", f"--name={job.name}", *([job.id] if job.id else []))
         return code == 0 or any(text in error for text in ALREADY_OVER)
 

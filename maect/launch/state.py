@@ -36,6 +36,7 @@ class Cluster(ABC):
 
     interval: float  # seconds between two looks
     record_patience: float  # seconds for a completion record to cross the file system
+    out_of_reach: str  # why a job could not be ended
 
     def site(self) -> str | None:
         """What the cluster calls itself, if it has a name."""
@@ -90,6 +91,8 @@ def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
     """
     if job.state == "ended":
         return meaning(folder, job, Look("ended", job.ending or "", final=job.ending == STOPPED))
+    if record.belongs(folder, job) == "copy":
+        return meaning(folder, job, Look("ended", f"a copy of {job.place}, whose job it is"))
     return meaning(folder, job, clusters[job.cluster].look(folder, job))
 
 

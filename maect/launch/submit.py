@@ -1,5 +1,6 @@
 """What a job is submitted with: its request, its environment, the parameters of submitit."""
 
+import json
 import logging
 import os
 import shlex
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +74,15 @@ def submit(folder: Path, job: Job, look: Callable[[], None]) -> dict[str, Any]:
     `look` is called while it works.
     """
     jobs = record.make_job_folder(folder, job.name)
-    with (jobs / "submission.log").open("ab") as log:
+    # In memory: nobody else can put another request in its place.
+    told = os.memfd_create(job.name)
+    with (jobs / "submission.log").open("ab") as log, open(told, "w+b") as request:
+        request.write(json.dumps(asdict(job)).encode())
+        request.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "maect.launch", str(folder), job.name],
+            [sys.executable, "-P", "-m", "maect.launch", str(folder)],
             env=environment(job.name, job.request["cpus"]),
-            stdin=subprocess.DEVNULL,
+            stdin=request,
             stdout=log,
             stderr=log,
             start_new_session=True,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import psutil
 
 from maect.core.errors import NodeError, RankError
-from maect.core.files import sealed, write_record
+from maect.core.files import held, sealed, write_record
 from maect.core.log import rank_log
 from maect.launch import record
 from maect.launch.record import VERDICTS, Job
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 0.5
 TEARDOWN_SECONDS = 60  # a rank that hangs after its function has returned is ended by force
 REQUEUE_TRIES = 5
+LOOKS = 4  # at a folder that is gone, until that is believed
 
 
 class RankFile:
@@ -119,6 +120,7 @@ class Rank:
         attempt: how often SLURM has restarted the job under the same id.
         rendezvous: the way to the other ranks.
         file: what this rank's file says about it.
+        is_there: whether the run's folder is still the one that it was.
     """
 
     rank: int
@@ -133,6 +135,7 @@ class Rank:
     attempt: int
     rendezvous: Rendezvous
     file: RankFile
+    is_there: Callable[[], bool]
     reasons: set[str] = field(default_factory=set)
     last_saved: int | None = None
     _pending: dict[str, Any] | None = None
@@ -152,8 +155,10 @@ class Rank:
 
     def is_current(self) -> bool:
         """Whether the launcher's record still names this job, as far as that can be read."""
+        if not self.is_there():
+            return False
         try:
-            job = record.read_job(self.folder)
+            job = record.read_job(self.folder, own=True)
         except (OSError, LaunchError):
             return True
         return job is None or (job.name == self.name and job.state != "ended")
@@ -226,20 +231,34 @@ def run(folder_name: str, name: str) -> None:
     logging.getLogger("submitit").handlers.clear()  # ours has its messages, with time and rank
     # Only the job that `job.json` names may run: one submitted twice by a crash ends here, and one
     # that was given up while nobody could cancel it.
-    job = record.read_job(folder)
+    job = record.read_job(folder, own=True)
     if job is None or job.name != name or job.state == "ended":
         why = f"over: {job.ending}" if job and job.name == name else "replaced by another one"
         log.warning("job %s was %s; nothing to do", name, why)
         return
+    with held(folder) as is_there, record.alive(folder, name, rank):
+        _run(environment, job, folder, is_there)
+
+
+def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool]) -> None:
+    name, rank = job.name, environment.global_rank
     # What an attempt before this one has saved, under the same id, is still saved.
-    before, held = record.saved_step(folder, job), record.held_seconds(folder, job)
-    file = RankFile(folder, name, rank, environment.job_id, held, job.ranks)
+    before, seconds = record.saved_step(folder, job), record.held_seconds(folder, job)
+    file = RankFile(folder, name, rank, environment.job_id, seconds, job.ranks)
     file.note(**({"saved": before} if rank == 0 else {}))
     reasons: set[str] = set()
-    _listen(reasons, folder, name, rank, environment.num_tasks)
-    context = None
+    context: Rank | None = None
+
+    def leave() -> NoReturn:
+        """End at once: what would be saved would lie in an empty folder in the old one's place."""
+        log.error("%s was moved, removed or replaced: this job ends", folder)
+        if context is not None:
+            context.rendezvous.close()
+        os._exit(1)
+
+    _listen(reasons, folder, name, rank, environment.num_tasks, is_there, leave)
     try:
-        context = _join(environment, job, folder, file, reasons)
+        context = _join(environment, job, folder, file, is_there, reasons)
         verdict = _call(job.request, context)
         context.flush()
     except BaseException as error:
@@ -265,7 +284,14 @@ def run(folder_name: str, name: str) -> None:
         faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
 
 
-def _join(environment: Any, job: Job, folder: Path, file: RankFile, reasons: set[str]) -> Rank:
+def _join(
+    environment: Any,
+    job: Job,
+    folder: Path,
+    file: RankFile,
+    is_there: Callable[[], bool],
+    reasons: set[str],
+) -> Rank:
     attempt = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     rank, size, hosts = environment.global_rank, environment.num_tasks, list(environment.hostnames)
     rendezvous = Rendezvous(folder, job.name, attempt, rank, size, hosts)
@@ -276,12 +302,13 @@ def _join(environment: Any, job: Job, folder: Path, file: RankFile, reasons: set
         local_world_size=size // environment.num_nodes,
         node=environment.node,
         cpus=int(job.request["cpus"]),
-        gpus=bool(job.request.get("gpus")),  # jobs of earlier versions do not say
+        gpus=bool(job.request.get("gpus")),
         folder=folder,
         name=job.name,
         attempt=attempt,
         rendezvous=rendezvous,
         file=file,
+        is_there=is_there,
         reasons=reasons,
     )
     os.environ |= {
@@ -316,8 +343,16 @@ def _call(request: dict[str, Any], context: Rank) -> str:
     return str(verdict)
 
 
-def _listen(reasons: set[str], folder: Path, name: str, rank: int, ranks: int) -> None:
-    """Turn signals and the launcher's request into reasons to stop.
+def _listen(
+    reasons: set[str],
+    folder: Path,
+    name: str,
+    rank: int,
+    ranks: int,
+    is_there: Callable[[], bool],
+    leave: Callable[[], NoReturn],
+) -> None:
+    """Turn signals and the launcher's request into reasons to stop; leave once the folder is gone.
 
     submitit's own handler would requeue at once from rank 0, in the middle of a step.
     """
@@ -329,7 +364,11 @@ def _listen(reasons: set[str], folder: Path, name: str, rank: int, ranks: int) -
     signal.signal(signal.SIGTERM, note)
 
     def watch() -> None:
+        gone = 0
         while not _is_asked_to_stop(folder, name):
+            gone = 0 if is_there() else gone + 1
+            if gone == LOOKS:
+                leave()
             # A thousand ranks asking twice a second would be a load on a shared file system.
             time.sleep(0.5 if rank == 0 else max(0.5, ranks / 64))
         reasons.add("stop")
@@ -340,7 +379,7 @@ def _listen(reasons: set[str], folder: Path, name: str, rank: int, ranks: int) -
 def _is_asked_to_stop(folder: Path, name: str) -> bool:
     """Whether the launcher asks this job to save and stop."""
     try:
-        job = record.read_job(folder)
+        job = record.read_job(folder, own=True)
     except (OSError, LaunchError):  # the launcher that owns the record says so
         return False
     return job is not None and job.name == name and job.stop

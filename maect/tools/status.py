@@ -243,9 +243,7 @@ def stage_of(folder: Path, job: Job) -> str:
         return "features"
     config = job.request.get("arguments", {}).get("config")
     try:
-        values = yaml.safe_load(Path(config).read_text(encoding="utf-8")) if config else {}
+        values = (yaml.safe_load(Path(config).read_text("utf-8")) if config else None) or {}
     except (OSError, yaml.YAMLError):
         values = {}
-    # Older versions put no request into `job.json`.
-    values = values or read_mapping(folder / "recipe.json")
     return str(values.get("stage") or values.get("protocol") or "")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from maect.core.context import Context
 from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
+from maect.core.processes import private_caches
 from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
 from maect.models.precision import mixed_precision
@@ -370,6 +371,7 @@ def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[s
 
 def compile_blocks(module: nn.Module, device: torch.device) -> None:
     """Compile the transformer blocks; where nothing can be compiled, say so once and do not."""
+    private_caches()
     try:
         torch.compile(torch.nn.functional.gelu)(torch.ones(8, device=device))
     except Exception as error:  # no C++ compiler, no Triton: the compiler has many kinds of errors

@@ -1,16 +1,21 @@
 """What others, or the folder that one stands in, could bring into a run: a trial each."""
 
 import os
+import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
@@ -18,16 +23,22 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/unit/launch"))
 
 from counting import expected  # noqa: E402
-from launching import Run  # noqa: E402
+from launching import Run, finish, wait_for  # noqa: E402
+from slurm_commands import Commands  # noqa: E402
 
+from maect.core import owners, processes  # noqa: E402
 from maect.core.errors import NodeError, UserError  # noqa: E402
-from maect.core.files import read_json, sha256_file, write_record  # noqa: E402
+from maect.core.files import held, read_json, sha256_file, write_json, write_record  # noqa: E402
 from maect.data.index import LABEL  # noqa: E402
 from maect.data.shards import shard  # noqa: E402
 from maect.data.staging import stage  # noqa: E402
 from maect.experiment import working_folder  # noqa: E402
 from maect.experiment.profile import by_rule, find_profile  # noqa: E402
-from maect.launch import Resources, submit  # noqa: E402
+from maect.launch import Resources, Task, clusters, launch, local, record, submit  # noqa: E402
+from maect.launch.owner import Ancestors, own  # noqa: E402
+from maect.launch.record import Job  # noqa: E402
+from maect.launch.state import state_of  # noqa: E402
+from maect.tools.status import look  # noqa: E402
 
 B = 12345  # another user, without a name
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -295,3 +306,368 @@ def test_a_staged_copy_that_was_changed_is_made_again(shards: Path, tmp_path: Pa
     (shards / tar.name).write_bytes(damaged)
     with pytest.raises(NodeError, match="has another checksum than its record"):
         stage(shards, str(tmp_path))
+
+
+# ---- a run's folder that is somebody else's
+
+
+def try_to_launch(folder: Path) -> str:
+    """The line that a launcher ends with which must not submit anything."""
+    with pytest.raises(UserError) as said:
+        launch(Task("a:b"), folder, Resources(), is_done=lambda: False, describe="count")
+    line = str(said.value)
+    assert "\n" not in line and not list(folder.glob("jobs/*"))
+    return line
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o755, 0o775, 0o777, 0o1777])
+def test_a_run_folder_that_somebody_else_made(tmp_path: Path, mode: int) -> None:
+    """He could exchange `jobs` and `job.json`, sticky or not."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    folder.chmod(mode)
+    os.chown(folder, B, B)
+    assert try_to_launch(folder).startswith(f"{folder}: user {B}'s, who could exchange what your")
+    assert not (folder / "owner.lock").exists()
+
+
+def test_a_sticky_run_folder_of_ones_own(tmp_path: Path) -> None:
+    """Everybody could make `state` or `metrics.jsonl` in it before the run does."""
+    tmp_path.chmod(0o1777)
+    assert "every user may write there; run `chmod o-w" in try_to_launch(tmp_path)
+
+
+@as_root
+def test_a_folder_above_that_lets_others_exchange_the_run(public: Path) -> None:
+    """B has made `results`, of mode 1777; or anybody may write there; or B's link leads there."""
+    above = public / "results"
+    (above / "x").mkdir(parents=True)
+    above.chmod(0o777)
+    assert f"{above}: every user may write there" in try_to_launch(above / "x")
+    above.chmod(0o1777)
+    record.check_folder(above / "x")
+    (above / "link").symlink_to(above / "x")
+    record.check_folder(above / "link")
+    os.chown(above / "link", B, B, follow_symlinks=False)
+    assert f"a link of user {B}" in try_to_launch(above / "link")
+    os.chown(above, B, B)
+    assert f"every user may write there, and it is user {B}'s" in try_to_launch(above / "x")
+    # Colleagues of one group trust each other: the folder of one, in which another has his runs.
+    above.chmod(0o2775)
+    record.check_folder(above / "x")
+
+
+@as_root
+def test_a_record_that_somebody_else_wrote(tmp_path: Path) -> None:
+    """`job.json` with a request of his and a checksum that agrees; also in a rank that begins."""
+    request = {"cpus": 1, "python": "/evil.sh"}
+    job = Job("local", "maect-x-1", 1, 0, request, **record.where(tmp_path))
+    record.write_job(tmp_path, job)
+    os.chown(tmp_path / "job.json", B, B)
+    assert "job.json: written by" in try_to_launch(tmp_path)
+    with pytest.raises(UserError, match="written by"):
+        record.read_job(tmp_path, own=True)
+    assert record.read_job(tmp_path) == job, "whoever looks at a colleague's runs sees them"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_record_that_is_no_file(tmp_path: Path, kind: str) -> None:
+    """A link to a record elsewhere, a pipe that never answers, a folder: named, at once."""
+    elsewhere, path = tmp_path / "elsewhere", tmp_path / "job.json"
+    elsewhere.mkdir()
+    record.write_job(elsewhere, Job("local", "maect-x-1", 1, 0))
+    if kind == "link":
+        path.symlink_to(elsewhere / "job.json")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(UserError, match=r"job\.json: damaged \(it is (a link|not a file)\)"):
+        record.read_job(tmp_path)
+
+
+def test_a_request_that_is_exchanged_while_it_is_submitted(run: Run, tmp_path: Path) -> None:
+    """The process that submits takes its request from the launcher, whatever `job.json` says."""
+    mark, evil = tmp_path / "executed", tmp_path / "evil.sh"
+    evil.write_text(f'#!/bin/sh\ntouch {mark}\nexec {sys.executable} "$@"\n')
+    evil.chmod(0o755)
+    job = Job("local", f"maect-{run.folder.name}-1", 1, 0, attempt=1)
+    task = Task("counting:count", {"folder": str(run.folder), "steps": 1})
+    run.folder.mkdir()
+    job.request = submit.request(job, run.folder, task, Resources())
+    theirs = replace(job, request=job.request | {"python": str(evil)})
+    record.write_job(run.folder, theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", run.environment()["PYTHONPATH"])
+        answer = submit.submit(run.folder, job, lambda: None)
+    assert "id" in answer, answer
+    wait_for(lambda: run.read("done.json") and not run.processes())
+    assert not mark.exists()
+
+
+@as_root
+def test_a_lock_file_that_is_somebody_elses_link(tmp_path: Path) -> None:
+    """`owner.lock`, which is emptied, in place of which there is a link to a file of mine."""
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    (tmp_path / "owner.lock").symlink_to(mine)
+    with pytest.raises(UserError, match=r"owner\.lock: .*; delete it"), own(tmp_path, 0.0):
+        pass
+    assert mine.read_text() == "precious"
+
+
+@as_root
+def test_what_is_compiled_is_loaded_from_a_folder_of_ones_own(
+    public: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's and Triton's caches: their usual folder made before by B, or named and B's."""
+    public.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(public))
+    theirs = public / "torchinductor_root"
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    os.chown(theirs, B, B)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(theirs))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    for first in (False, True):
+        processes.private_caches()
+        for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+            folder = Path(os.environ[name])
+            assert folder.stat().st_uid == 0 and stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert (public / "maect-0" in folder.parents) is not first
+            monkeypatch.delenv(name)
+        os.chown(public / "maect-0", B, B)  # B was there before
+    named = public / "named"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(named))
+    processes.private_caches()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(named)
+
+
+def test_a_container_knows_root_by_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a user namespace what is root's is shown as nobody's: /tmp is trusted there, too."""
+    nobody = owners._overflow()
+    assert not owners.is_trusted(nobody)
+    monkeypatch.setattr(owners, "_sees_all_users", lambda: False)
+    assert owners.is_trusted(nobody) and not owners.is_trusted(B)
+
+
+# ---- copies, moved folders, other machines
+
+
+def test_a_copy_has_no_job(run: Run) -> None:
+    """Copied while it runs, and started there with other settings: two runs, each with its job."""
+    first = run.start(steps=10**6, save_every=1000, identity="before")
+    run.reaches(5)
+    copy = Run(run.folder.with_name(f"{run.folder.name}-copy"))
+    copied = subprocess.run(["cp", "-a", run.folder, copy.folder], capture_output=True, text=True)
+    assert all("tmp" in line for line in copied.stderr.splitlines()), copied.stderr
+    try:
+        assert look(copy.folder, "x", False, clusters()).state != "running"
+        words = finish(copy.start(steps=10, identity="after"))
+        assert f"a copy of {run.folder}: local job " in words and "left alone" in words, words
+        assert "re-attached" not in words and "asked" not in words
+        assert copy.read("done.json") == expected(10)
+    finally:
+        copy.end()
+    assert run.state() == "submitted" and not run.read("job.json")["stop"]
+    run.reaches(run.step() + 5)
+    first.send_signal(signal.SIGINT)
+    assert "saved and stopped at step" in finish(first) and len(run.starts()) == 1
+
+
+def test_a_copy_cancels_no_job_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its record says nothing of a place: the job's comment does."""
+    commands = Commands(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{commands.folder}:/usr/bin:/bin")
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    first.mkdir()
+    job = Job("slurm", "maect-first-1", 1, 0, {"cpus": 1}, "submitted", **record.where(first))
+    job.state, job.id = "submitted", "7"
+    record.write_job(first, job)
+    shutil.copytree(first, copy)
+    assert state_of(copy, job, clusters()).look.phase == "ended"
+    assert not commands.asked("squeue")
+    commands.says("squeue", f"comment {first}\n")
+    with pytest.raises(UserError, match=f"job 7 is that of {first}: it is not cancelled"):
+        clusters()["slurm"].end(copy, job)
+    assert not commands.asked("scancel")
+    assert clusters()["slurm"].end(first, job) and commands.asked("scancel")
+
+
+def test_where_a_record_belongs(tmp_path: Path) -> None:
+    """Copies and moves, with the original there and gone, and names that mean the same folder."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    job = Job("local", "maect-first-1", 1, 0, **record.where(first))
+    (tmp_path / "link").symlink_to(first)
+    assert record.belongs(first, job) == record.belongs(tmp_path / "link", job) == "here"
+    shutil.copytree(first, second)
+    assert record.belongs(second, job) == "copy"
+    first.rename(tmp_path / "away")
+    assert record.belongs(second, job) == "copy"
+    assert record.belongs(tmp_path / "away", job) == "moved"
+    shutil.copytree(second, first)
+    assert record.belongs(tmp_path / "away", job) == "copy", "the first place has a folder again"
+    other = replace(job, device=job.device + 1)  # a copy that happens to have the same number
+    shutil.rmtree(first)
+    assert record.belongs(tmp_path / "away", other) == "copy"
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["moved", "and copied back"])
+def test_a_folder_that_is_moved_while_it_runs(run: Run, again: bool) -> None:
+    """Launcher and ranks end with a line; nothing begins anew there; it goes on elsewhere."""
+    launcher = run.start(steps=600, save_every=1)
+    run.reaches(5)
+    moved = Run(run.folder.with_name(f"{run.folder.name}-moved"))
+    run.folder.rename(moved.folder)
+    if again:
+        shutil.copytree(moved.folder, run.folder)
+    words = finish(launcher, 30)
+    assert launcher.returncode == 2, words
+    assert f"{run.folder} was moved, removed or replaced" in words.splitlines()[-2]
+    wait_for(lambda: not run.processes(), 30)
+    if again:
+        (log,) = moved.folder.glob("jobs/*/*_0_log.out")
+        assert "was moved, removed or replaced: this job ends" in log.read_text()
+    else:
+        assert not run.folder.exists(), "made again"
+    try:
+        words = finish(moved.start(steps=40))
+        assert f"{'a copy of' if again else 'moved here from'} {run.folder}" in words, words
+        assert moved.read("done.json") == expected(moved.read("done.json")["step"])
+        assert moved.starts()[-1]["step"] >= 5
+    finally:
+        moved.end()
+
+
+def test_a_folder_that_is_held_is_not_made_again(tmp_path: Path) -> None:
+    """What a process writes below a folder that was moved does not bring it back."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with held(folder) as is_there:
+        write_json(folder / "state/a.json", 1)
+        assert is_there()
+        folder.rename(tmp_path / "moved")
+        assert not is_there()
+        with pytest.raises(FileNotFoundError, match="moved or removed while it was used"):
+            write_json(folder / "state/b.json", 1)
+        assert not folder.exists()
+        shutil.copytree(tmp_path / "moved", folder)
+        assert not is_there()
+    write_json(folder / "state/b.json", 1)
+
+
+def in_a_container(run: Run, *commands: str) -> "subprocess.Popen[bytes]":
+    """Run commands in a namespace of process ids of their own, for as long as the test wants it."""
+    script = "; ".join([*commands, "sleep 600"])
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script]
+    return subprocess.Popen(words, env=run.environment(), stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def containers() -> None:
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "true"]
+    if shutil.which("unshare") is None or subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("no namespaces of process ids can be made here")
+
+
+def test_a_job_in_another_container_is_neither_dead_nor_killed(run: Run, containers: None) -> None:
+    """Its launcher was killed; process ids do not agree; the next one waits for its end."""
+    launcher = shlex.join(run.command({"steps": 250}, {"devices": 1}))
+    inside = in_a_container(run, f"{launcher} & sleep 1", "true")
+    try:
+        run.reaches(20)
+        for process in psutil.Process(inside.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.cmdline()[1].endswith("start.py"):
+                    process.kill()
+        words = finish(run.start(steps=250))
+        assert "re-attached to local job" in words and "submitted local job" not in words, words
+        assert run.read("done.json") == expected(250) and len(run.starts()) == 1
+    finally:
+        inside.kill()
+        inside.wait()
+
+
+def test_a_launcher_in_a_container_waits_for_a_job_outside(run: Run, containers: None) -> None:
+    """It sees none of the job's processes; nothing is submitted twice."""
+    first = run.start(steps=250)
+    run.reaches(20)
+    run.kill(first)
+    command = shlex.join(run.command({"steps": 250}, {"devices": 2}))
+    log = run.folder.parent / "log"
+    inside = in_a_container(run, f"{command} 2> {log}", f"echo ended >> {log}")
+    try:
+        wait_for(lambda: log.exists() and "ended" in log.read_text())
+        words = log.read_text()
+        assert "re-attached" in words and "submitted local job" not in words, words
+        assert run.read("done.json") == expected(250) and len(run.starts()) == 1
+    finally:
+        inside.kill()
+        inside.wait()
+
+
+def test_a_job_that_died_with_its_container(run: Run, containers: None) -> None:
+    """Its locks are free: it is submitted again, without anybody's help."""
+    inside = in_a_container(run, shlex.join(run.command({"steps": 250}, {"devices": 1})))
+    run.reaches(20)
+    for process in psutil.Process(inside.pid).children():
+        process.kill()  # its first process: all others end with it
+    inside.wait()
+    words = finish(run.start(steps=40))
+    assert "submitted local job" in words and "attempt 2" in words, words
+    assert run.starts()[-1]["step"] >= 20
+
+
+def test_another_machine_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two containers or machines of one host name; and this one after it was restarted."""
+    job = Job("local", "maect-x-1", 1, 0, {"cpus": 1}, state="submitted", id="1", boot="another")
+    job = replace(job, namespace=local.FIRST_NAMESPACE, submitted=psutil.boot_time() + 60)
+    here = clusters()["local"]
+    monkeypatch.setattr(record, "namespace", lambda: local.FIRST_NAMESPACE)
+    record.write_job(tmp_path, job)
+    with pytest.raises(UserError, match="another machine or container called") as said:
+        here.look(tmp_path, job)
+    assert "\n" not in str(said.value) and f"delete {tmp_path / 'job.json'}" in str(said.value)
+    job.submitted = psutil.boot_time() - 60
+    assert here.look(tmp_path, job).text == "the machine was restarted"
+    job.namespace = "pid:[4026532000]"
+    with pytest.raises(UserError, match="another machine or container called"):
+        here.look(tmp_path, job)
+
+
+# ---- small doors
+
+
+def test_a_foreign_maect_snakemake(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MAECT_SNAKEMAKE=abc` names no process: it is passed over."""
+    for text in ("abc", "", "1", "1 2 3", "-1 5"):
+        monkeypatch.setenv("MAECT_SNAKEMAKE", text)
+        assert Ancestors().are_alive(), text
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams(tmp_path: Path, closed: str) -> None:
+    """Daemons close them: no traceback, and no file of a run takes their place."""
+    script = f'"{BIN}/maect" status nowhere {closed}; echo "ended with $?"'
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "ended with 2\n" and "Traceback" not in done.stderr
+
+
+def test_a_user_without_a_name(tmp_path: Path) -> None:
+    """A container's user has a number only: the dry run ends as anybody's."""
+    (tmp_path / "passwd").touch()
+    (tmp_path / "here").mkdir()
+    script = f'mount --bind "{tmp_path}/passwd" /etc/passwd && exec "$@"'
+    words = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*words, "true"]).returncode:
+        pytest.skip("no namespaces of mounts can be made here")
+    clean = {key: value for key, value in os.environ.items() if key not in ("USER", "LOGNAME")}
+    done = subprocess.run(
+        [*words, BIN / "maect", "run", "digits", "-n", "shards"], cwd=tmp_path / "here",
+        env=clean | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -500,6 +500,8 @@ def check(faults: Sequence[Fault]) -> World:
             file.path, json.dumps(value), "login"
         ),
         (record, "make_job_folder"): record.job_folder,
+        (record, "where"): lambda folder: {},
+        (record, "read_own"): lambda path, anybodys: path.read_text(),
         (record, "uuid"): SimpleNamespace(
             uuid4=lambda: SimpleNamespace(hex=f"{next(names):010d}")
         ),
@@ -523,7 +525,9 @@ def _launch(world: World, folder: File, person: Person) -> None:
     """One start of the launcher."""
     task, resources, line = Task("a:b"), Resources("slurm"), Silent(world)
     try:
-        launcher._Launch(task, folder, resources, lambda: world.done, line, person).run()
+        launcher._Launch(
+            task, folder, resources, lambda: world.done, line, person, lambda: True
+        ).run()
     except KilledError:
         world.log.append(f"{world.now:6.0f} launcher killed")
     except (LaunchError, SystemExit) as error:

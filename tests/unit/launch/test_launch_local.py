@@ -105,7 +105,7 @@ def test_a_record_that_was_left_behind_does_not_keep_a_result_from_being_there(r
     """Its launcher went before the end, and the settings have changed and changed back."""
     first = run.start(steps=3, identity="before")
     finish(first)
-    run.change_job(state="submitted", host="elsewhere")
+    run.change_job(state="submitted", boot="another")
     if record == "damaged":
         (run.folder / "job.json").write_text("{")
     words = finish(run.start(steps=3, identity="after"))

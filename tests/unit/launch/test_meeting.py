@@ -44,7 +44,7 @@ def listening(process: psutil.Process) -> list[tuple[str, int]]:
 def test_one_node_has_no_port_to_attack(tmp_path: Path) -> None:
     run = Run(tmp_path / f"run{time.monotonic_ns()}")
     mark = tmp_path / "executed"
-    tmp_path.chmod(0o777)  # the attacker could leave the mark
+    tmp_path.chmod(0o1777)  # the attacker could leave the mark
     try:
         launcher = run.start(function="exchanging:exchange")
         run.reaches(1)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.files import write_json
+from maect.core.files import checksum, write_json
 from maect.launch import clusters
 from maect.launch.record import (
+    CHECKSUM,
     Job,
     make_job_folder,
     new_job,
@@ -22,8 +23,7 @@ from maect.launch.record import (
 from maect.launch.state import state_of
 
 DONE = {"cluster": "local", "name": "maect-x-1", "ranks": 2, "step": 0, "attempt": 3}
-DONE |= {"state": "ended", "id": "4", "created": 1.5, "host": "h", "submitted": 2.5}
-OLD = DONE | {"ending": "done", "earlier": []}
+DONE |= {"state": "ended", "id": "4", "ending": "done", "earlier": []}
 
 
 @pytest.fixture
@@ -54,28 +54,15 @@ def test_any_damage_is_named_in_one_line(tmp_path: Path, job: Job) -> None:
                 assert "delete the file and start again" in str(error)
 
 
-@pytest.mark.parametrize("value", [[], 3, {}, {"name": 1}, OLD | {"state": "??"}, OLD | {"x": 1}])
+@pytest.mark.parametrize(
+    "value", [[], 3, {}, {"name": 1}, DONE | {"state": "??"}, DONE | {"x": 1}, DONE]
+)
 def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
+    if value != DONE and isinstance(value, dict):
+        value |= {CHECKSUM: checksum(value)}
     write_json(tmp_path / "job.json", value)
     with pytest.raises(UserError, match="damaged"):
         read_job(tmp_path)
-
-
-def test_a_record_of_an_older_version(tmp_path: Path) -> None:
-    """Read; the reports of that version, which nobody renews, are removed with the next job."""
-    write_json(tmp_path / "job.json", OLD | {"ending": "its processes have ended"})
-    for name in ("progress.json", "verdict.json", "stop"):
-        (tmp_path / name).write_text('{"step": 99}')
-    old = read_job(tmp_path)
-    assert old is not None and progress(tmp_path, old) == {}
-    assert state_of(tmp_path, old, clusters()).outcome == "lost"
-    job = new_job(tmp_path, "local", 2, old)
-    assert (job.attempt, job.step, len(job.earlier)) == (4, 0, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
-    write_json(tmp_path / "job.json", OLD)
-    done = read_job(tmp_path)
-    assert done is not None and state_of(tmp_path, done, clusters()).outcome == "done"
-    assert new_job(tmp_path, "local", 2, done).attempt == 1
 
 
 def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:

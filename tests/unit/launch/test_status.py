@@ -113,21 +113,6 @@ def test_useful_time_and_stragglers(run, tmp_path):
     finish(launcher)
 
 
-def test_an_interrupted_training_of_an_older_version(tmp_path):
-    """Its job.json has no request; the stage is in recipe.json."""
-    folder = tmp_path / "runs" / "ct_min_tiny"
-    folder.mkdir(parents=True)
-    old = {"cluster": "local", "name": "maect-x-1", "ranks": 2, "step": 0, "attempt": 1,
-           "state": "ended", "id": "4", "created": 1.5, "host": "h", "submitted": 2.5,
-           "ending": "its processes have ended", "earlier": []}  # fmt: skip
-    (folder / "job.json").write_text(json.dumps(old))
-    (line,) = status(tmp_path)[1]
-    assert (line.stage, line.state) == ("", "interrupted")
-    (folder / "recipe.json").write_text(json.dumps({"stage": "tune"}))
-    (line,) = status(tmp_path)[1]
-    assert (line.stage, line.state) == ("tune", "interrupted")
-
-
 def test_the_command_is_quick_and_needs_no_torch(run):
     finish(run.start())
     code = (
