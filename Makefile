@@ -39,11 +39,11 @@ squashed: install
 
 # Optional: without compiler or headers its line says what is missing.
 $(DECODER): maect/data/native/jpeg_crop.c maect/data/native/kernels.h | $(VENV)/.installed
-	-$(BIN)/python -m maect.data.native.build
+	-$(BIN)/python -P -m maect.data.native.build
 
 # Numba compiles at UMAP's first import and keeps the code: half a minute once.
 $(VENV)/.compiled: $(VENV)/.installed
-	$(BIN)/python -W ignore -c 'import umap'
+	$(BIN)/python -P -W ignore -c 'import umap'
 	touch $@
 
 demo: install

@@ -41,10 +41,7 @@ def check_profiles(words: Sequence[str]) -> None:
     Raises:
         UserError: it looks for a profile of its own, and there is one.
     """
-    command = Path(words[0])
-    if "snakemake" not in (command.name, command.parent.name):  # ours asks for none
-        return
-    if any(word.startswith("--workflow-profile") for word in words):
+    if not _is_bare(words) or any(word.startswith("--workflow-profile") for word in words):
         return
     for folder in (*DEFAULT_PROFILES, PIPELINE / DEFAULT_PROFILES[1]):
         if folder.exists():
@@ -54,15 +51,23 @@ def check_profiles(words: Sequence[str]) -> None:
             )
 
 
-def notes(pipeline: Path) -> list[str]:
+def notes(pipeline: Path, words: Sequence[str]) -> list[str]:
     """What is not as somebody who looks at the working folder may believe: a sentence each.
 
     Args:
         pipeline: folder of the Snakefile that is read.
+        words: the command line.
     """
-    clones = dict.fromkeys(map(other_clone, (Path.cwd(), pipeline)))
+    clones = [other_clone(folder) for folder in {Path.cwd(), pipeline}]
     told = os.environ.get("SNAKEMAKE_PROFILE")
-    return [*filter(None, clones), *([f"SNAKEMAKE_PROFILE={told} is set"] if told else [])]
+    if told and not any(word.startswith("--profile") for word in words) and _is_bare(words):
+        clones.append(f"the profile is that of SNAKEMAKE_PROFILE, {told}: none was named")
+    return [*filter(None, clones)]
+
+
+def _is_bare(words: Sequence[str]) -> bool:
+    """Whether Snakemake was called without `maect`, which tells it to take no profile unasked."""
+    return "snakemake" in (Path(words[0]).name, Path(words[0]).parent.name)
 
 
 def other_clone(folder: Path) -> str:

@@ -1,5 +1,6 @@
 """Jobs on this machine: submitit's local controller and its ranks, recognised by their mark."""
 
+import platform
 import socket
 import time
 from pathlib import Path
@@ -101,11 +102,13 @@ class Local(Cluster):
 def _has_restarted_since(job: Job) -> bool:
     """Whether this is the machine of a job, and its kernel began later than that.
 
-    Only outside of containers, of which several machines may have some of one name.
+    Only outside of containers, of which several machines may have some of one name; Windows runs
+    all of Linux in one.
     """
+    outside = job.namespace == record.namespace() == FIRST_NAMESPACE
     return (
-        job.host == socket.gethostname()
-        and job.namespace == record.namespace() == FIRST_NAMESPACE
+        (outside or "microsoft" in platform.release())
+        and job.host == socket.gethostname()
         and job.submitted < psutil.boot_time()
     )
 

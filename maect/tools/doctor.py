@@ -155,7 +155,7 @@ def software() -> list[Finding]:
 
     name = decoder_name()
     built = name.startswith("native")
-    hint = "" if built else "optional; `python -m maect.data.native.build` says what is missing"
+    hint = "" if built else "optional; `python -P -m maect.data.native.build` says what is missing"
     return [*out, Finding("note", f"JPEG decoder: {name}", hint)]
 
 

@@ -2,11 +2,14 @@
 
 import json
 import signal
+import subprocess
 import time
 
 import psutil
 import pytest
+from counting import expected
 from launching import finish, kill, wait_for
+from slurm_run import SlurmRun
 
 from maect.launch.record import job_folder
 
@@ -219,3 +222,48 @@ def test_settings_of_a_shell_change_nothing(run, monkeypatch):
     words = finish(run.start(steps=50))
     run.undisturbed(50, "a shell full of settings for SLURM", "one job; the settings are named")
     assert len(run.jobs()) == 1 and "SBATCH_ARRAY_INX" in words and "not used" in words
+
+
+def test_a_copy_has_a_job_of_its_own(run, tmp_path):
+    """Started there with other settings while the original's job runs, which is left alone."""
+    first = run.start(steps=10**6, save_every=1000, identity="before")
+    run.reaches(10)
+    folder = tmp_path / f"copy{time.monotonic_ns()}"
+    copy = SlurmRun(folder, run.slurm, run.table)
+    copied = subprocess.run(["cp", "-a", run.folder, folder], capture_output=True, text=True)
+    assert all("tmp" in line for line in copied.stderr.splitlines()), copied.stderr
+    words = finish(copy.start(steps=20, identity="after"))
+    assert f"a copy of {run.folder}: slurm job {run.job().id}" in words, words
+    assert copy.read("done.json") == expected(20) and len(copy.jobs()) == 1
+    (live,) = run.live()
+    run.reaches(run.step() + 5)
+    first.send_signal(signal.SIGINT)
+    assert "saved and stopped" in finish(first) and [*run.jobs()] == [live]
+
+
+def test_a_job_takes_nothing_from_the_folder_it_begins_in(run, tmp_path, monkeypatch):
+    """Modules of the names that launcher, submission and ranks import, left there by others."""
+    here, mark = tmp_path / "here", tmp_path / "sprung"
+    here.mkdir()
+    for name in ("psutil", "submitit", "cloudpickle", "queue"):
+        (here / f"{name}.py").write_text(f'open("{mark}", "a").write(__name__)\n')
+    monkeypatch.chdir(here)
+    finish(run.start(steps=20))
+    run.undisturbed(20)
+    assert not mark.exists()
+
+
+def test_a_folder_that_is_moved_while_it_runs(run, tmp_path):
+    """Launcher and ranks on both nodes end; nothing begins anew where it was."""
+    launcher = run.start(steps=10**6, save_every=1)
+    run.reaches(10)
+    moved = run.folder.with_name(f"moved-{run.folder.name}")
+    run.folder.rename(moved)
+    words = finish(launcher)
+    assert launcher.returncode == 2 and "was moved, removed or replaced" in words, words
+    wait_for(lambda: not run.live() and not run.processes(), what="for the job's end")
+    assert not run.folder.exists()
+    there = SlurmRun(moved, run.slurm, run.table)
+    words = finish(there.start(steps=20))
+    assert f"moved here from {run.folder}" in words, words
+    assert there.starts()[-1]["step"] >= 10

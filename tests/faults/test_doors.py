@@ -184,6 +184,11 @@ def test_snakemake_itself_is_stopped_where_it_would_take_a_profile_unasked(
     with pytest.raises(UserError, match="add --workflow-profile none"):
         working_folder.check_profiles(["/usr/bin/snakemake", "-n"])
     working_folder.check_profiles(["/usr/bin/snakemake", "--workflow-profile", "none"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SNAKEMAKE_PROFILE", "mine")
+        (said,) = working_folder.notes(ROOT, ["/usr/bin/snakemake"])
+        assert said == "the profile is that of SNAKEMAKE_PROFILE, mine: none was named"
+        assert working_folder.notes(ROOT, ["/usr/bin/snakemake", "--profile", "x"]) == []
 
 
 def test_a_working_folder_that_everybody_may_write(trap: Callable[[], list[str]]) -> None:
@@ -222,7 +227,7 @@ def test_another_clone_of_maect_is_not_what_runs(tmp_path: Path, trap: object) -
     Path("maect/__init__.py").write_text("raise SystemExit(9)")
     Path("Snakefile").touch()
     said = f"{Path.cwd()} is another clone of maect: its code is not used, but that of {ROOT}"
-    assert working_folder.notes(ROOT) == [said]
+    assert working_folder.notes(ROOT, ["maect", "run"]) == [said]
     done = maect("replay", str(tmp_path / "none"), "--step", "1")
     assert f"warning: {said}" in done.stderr
 
@@ -671,3 +676,33 @@ def test_a_user_without_a_name(tmp_path: Path) -> None:
         env=clean | {"HOME": str(tmp_path)}, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("trick", ["a link", "a folder that anybody may rename"])
+def test_the_packed_environment_is_run_from_a_folder_of_ones_own(
+    tmp_path: Path, trick: str
+) -> None:
+    """`envs/squashed_python`: a link to a folder of mine, which its owner can turn afterwards."""
+    (tmp_path / "envs").mkdir()
+    shutil.copy(ROOT / "envs/squashed_python", tmp_path / "envs")
+    (tmp_path / ".venv.sqfs").touch()
+    node, elsewhere = tmp_path / "node", tmp_path / "elsewhere"
+    node.mkdir()
+    evil = elsewhere / "venv/bin/python"
+    evil.parent.mkdir(parents=True)
+    evil.write_text("#!/bin/sh\necho executed\n")
+    evil.chmod(0o755)
+    elsewhere.chmod(0o700)
+    stamp = int((tmp_path / ".venv.sqfs").stat().st_mtime)
+    here = node / f"maect-{os.geteuid()}-7.0-{stamp}-0"
+    if trick == "a link":
+        here.symlink_to(elsewhere)
+    else:
+        elsewhere.rename(here)
+        node.chmod(0o777)
+    done = subprocess.run(
+        ["bash", tmp_path / "envs/squashed_python"], capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"], "TMPDIR": str(node), "SLURM_JOB_ID": "7"},
+    )  # fmt: skip
+    assert done.returncode == 1 and not done.stdout, done
+    assert "somebody else's" in done.stderr or "set TMPDIR" in done.stderr

@@ -184,7 +184,7 @@ def test_help_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("called", "printed"),
-    [("bin/maect", "{}/bin/maect"), ("lib/maect/__main__.py", "{python} -m maect")],
+    [("bin/maect", "{}/bin/maect"), ("lib/maect/__main__.py", "{python} -P -m maect")],
 )
 def test_printed_commands_are_called_as_this_one(
     called: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

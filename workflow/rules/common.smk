@@ -15,6 +15,7 @@ sys.path.sort(key=str(workflow.basedir).__eq__)
 from maect import experiment as experiments
 from maect.core.errors import UserError
 from maect.core.kept import tidy
+from maect.core.owners import exposed
 from maect.core.processes import SAFE_PATH
 from maect.data import shard_name
 from maect.data.sources import open_source
@@ -59,7 +60,7 @@ if workflow.is_main_process:
         working_folder.check_profiles(sys.argv)
     except UserError as error:
         stop(error)
-    for note in working_folder.notes(Path(workflow.basedir)):
+    for note in working_folder.notes(Path(workflow.basedir), sys.argv):
         print(f"maect: warning: {note}", file=sys.stderr)
 
 
@@ -274,6 +275,8 @@ def start():
     for fault in starting.faults(experiment, jobs)[:1]:
         stop(fault)
     try:
+        if reason := exposed(ROOT):
+            stop(f"{reason}; or put `storage` into a folder of your own")
         ownership.enter_context(own(Path(ROOT), patience=15))
     except UserError as error:
         stop(error)

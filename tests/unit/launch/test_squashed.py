@@ -50,7 +50,7 @@ def test_a_command_in_place_of_python(tmp_path, monkeypatch):
     """A file in it is named in full, since a job begins in another folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "image.sif").touch()
-    resources = Resources.parse(nodes=1, python="apptainer exec --nv image.sif python")
+    resources = Resources.parse(nodes=1, python="apptainer exec --nv ./image.sif python")
     asked = submit.request(Job("local", "x", 1, 0), tmp_path, Task("a:b"), resources)["python"]
     assert asked == f"apptainer exec --nv {tmp_path}/image.sif python"
     assert Resources.parse(nodes=1).python is None
