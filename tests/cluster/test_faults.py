@@ -226,10 +226,11 @@ def test_settings_of_a_shell_change_nothing(run, monkeypatch):
 
 def test_a_copy_has_a_job_of_its_own(run, tmp_path):
     """Started there with other settings while the original's job runs, which is left alone."""
+    run.resources["nodes"] = 1  # of three
     first = run.start(steps=10**6, save_every=1000, identity="before")
     run.reaches(10)
     folder = tmp_path / f"copy{time.monotonic_ns()}"
-    copy = SlurmRun(folder, run.slurm, run.table)
+    copy = SlurmRun(folder, run.slurm, run.table, nodes=1)
     copied = subprocess.run(["cp", "-a", run.folder, folder], capture_output=True, text=True)
     assert all("tmp" in line for line in copied.stderr.splitlines()), copied.stderr
     words = finish(copy.start(steps=20, identity="after"))
