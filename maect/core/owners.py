@@ -130,5 +130,5 @@ def private_folder(path: Path) -> Path:
     if stat.S_IMODE(found.st_mode) & 0o077:
         path.chmod(0o700)
         if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise UserError(f"{path}: this file system lets others in")
+            raise UserError(f"{path}: this file system lets others in; choose another one")
     return path

@@ -276,8 +276,9 @@ def make_job_folder(folder: Path, name: str) -> Path:
     try:
         private_folder(folder / "jobs")
     except UserError as error:
-        why = "only the user who began this run can resume it"
-        raise LaunchError(f"{error}: {why}; {COPIED}") from None
+        mine = (folder / "jobs").lstat().st_uid == os.geteuid()
+        why = "" if mine else f": only the user who began this run can resume it; {COPIED}"
+        raise LaunchError(f"{error}{why}") from None
     path = job_folder(folder, name)
     path.mkdir(mode=0o700, exist_ok=True)
     return path
