@@ -102,14 +102,7 @@ def _told(experiment: Experiment, job: Job) -> SettingsFile:
         return resolve.evaluation_config(experiment, given["run"], given["evaluation"])
     if rule in STAGES:
         return resolve.run_config(experiment, given["run"])
-    if rule in ("table", "figure"):
-        return resolve.shown_config(experiment, given[rule], figure=rule == "figure")
-    pages: dict[str, Callable[[Experiment], SettingsFile]] = {
-        "claims": resolve.claims_config,
-        "images": resolve.images_config,
-        "summary": resolve.summary_config,
-    }
-    return pages[rule](experiment)
+    return next(told for path, told, _ in resolve.shown(experiment) if path == job.config)
 
 
 def _planned(jobs: Iterable[Job]) -> list[tuple[str, str]]:

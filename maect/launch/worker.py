@@ -119,6 +119,8 @@ class Rank:
         attempt: how often SLURM has restarted the job under the same id.
         rendezvous: the way to the other ranks.
         file: what this rank's file says about it.
+        saved_before: last step that the attempts before this one have saved, or 0.
+        said: what the launcher's terminal has to show.
     """
 
     rank: int
@@ -133,6 +135,8 @@ class Rank:
     attempt: int
     rendezvous: Rendezvous
     file: RankFile
+    saved_before: int = 0
+    said: list[str] = field(default_factory=list)
     reasons: set[str] = field(default_factory=set)
     last_saved: int | None = None
     _pending: dict[str, Any] | None = None
@@ -172,6 +176,12 @@ class Rank:
         self._pending = {key: value for key, value in progress.items() if not _is_nan(value)}
         if now - self._reported >= REPORT_SECONDS:
             self.flush()
+
+    def say(self, message: str) -> None:
+        """Tell people a sentence, in the launcher's terminal; rank 0 does."""
+        if self.rank == 0:
+            self.said.append(message)
+            self.file.note(said=self.said)
 
     def saving(self, writes: bool) -> None:
         """Tell the launcher whether a state is being written, which it waits for before a kill."""
@@ -240,6 +250,7 @@ def run(folder_name: str, name: str) -> None:
     context = None
     try:
         context = _join(environment, job, folder, file, reasons)
+        context.saved_before = before
         verdict = _call(job.request, context)
         context.flush()
     except BaseException as error:
