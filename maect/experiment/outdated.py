@@ -18,6 +18,7 @@ from maect.evaluate import Features, Left, Shards, Trained
 from maect.evaluate.store import open_record
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
+from maect.experiment.shards import is_made_otherwise
 from maect.train.run_folder import WEIGHTS, identity_of
 
 
@@ -43,12 +44,11 @@ class _Comparison:
 
     def shards(self) -> Iterator[Path]:
         for name, part in self.experiment.splits:
-            own, split = (
-                self.experiment.own_shards(name, part),
-                self.experiment.datasets[name].splits[part],
-            )
+            dataset = self.experiment.datasets[name]
+            own, split = self.experiment.own_shards(name, part), dataset.splits[part]
             if split.source.sharded:
-                if (own / "plan.json").exists() and self.experiment.said_otherwise(name, part):
+                planned = (own / "plan.json").exists()
+                if planned and is_made_otherwise(own, split, dataset.pixels):
                     yield own / "plan.json"
             elif index := self.record(own / "index.json"):
                 try:
