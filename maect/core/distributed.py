@@ -320,7 +320,7 @@ def from_rank_0(value: Any) -> Any:
 
 def from_all(value: Any) -> list[Any]:
     """Every rank's value on every rank, in their order, as JSON."""
-    rank, size = rank_and_size()
+    size = rank_and_size()[1]
     if size == 1:
         return [value]
     device = _exchange_device()

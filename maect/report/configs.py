@@ -1,6 +1,7 @@
 """What tables, figures and pages are told, by the resolved file beside each.
 
-`tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `images.yaml`, `summary.yaml`, `report.yaml`.
+`tables/NAME.yaml`, `figures/NAME.yaml`, and `claims`, `images`, `summary` and `report` with that
+ending.
 """
 
 from dataclasses import replace

@@ -170,7 +170,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> list[str]:
     said = list[str]()
     if change := replaced(folder, identity):
         log.warning("%s", change)
-        other = noted(folder).get("fingerprint")
+        other = str(noted(folder).get("fingerprint"))
         put_back(kept(folder), lambda: is_finished(folder, other, intact=True))
         aside = _unused(folder / f"stale-{other}")
         aside.mkdir(exist_ok=True)
@@ -265,6 +265,8 @@ def origin() -> dict[str, Any]:
             versions[package] = version(package)
         except ImportError:
             versions[package] = getattr(maect, "__version__", "unknown")
+    with suppress(ImportError):  # optional
+        versions["flash_attn"] = version("flash_attn")
     revision = _git("rev-parse", "HEAD").strip()
     if revision and _git("status", "--porcelain", "--untracked-files=no"):
         revision += f"-dirty-{digest(_git('diff', 'HEAD'))}"

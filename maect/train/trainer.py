@@ -31,6 +31,7 @@ from maect.core.kept import keep
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
+from maect.models.attention import flash_kernel
 from maect.recipes import Encoder, Look
 from maect.train.accuracy import Scores, accuracy
 from maect.train.attempts import Attempt, note_attempt, threads_before
@@ -185,11 +186,11 @@ def train(
     attempt = Attempt.now(context, step, engine.compiled)
     if context.rank == 0:
         said += note_attempt(folder, attempt)
+        without = "computed without, which may change the last bits"
         if engine.not_compiled:
-            said.append(
-                f"compile: true is not possible here ({engine.not_compiled}): "
-                "computed without, which may change the last bits"
-            )
+            said.append(f"compile: true is not possible here ({engine.not_compiled}): {without}")
+        if stage.attention == "flash_attn" and flash_kernel() is None:
+            said.append(f"attention: flash_attn is not installed here: {without}")
         for sentence in said:
             log.warning("%s: %s", folder, sentence)
             context.say(sentence)
