@@ -19,7 +19,7 @@ from maect.evaluate.store import open_record
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
 from maect.experiment.shards import is_made_otherwise
-from maect.train.run_folder import WEIGHTS, identity_of
+from maect.stages.run import weights_of
 
 
 def outdated(experiment: Experiment) -> list[Path]:
@@ -91,8 +91,7 @@ class _Comparison:
         weights = self.weights(told.source) if told.source else {}
         if data is None or (told.source and not weights):
             return False  # what it was made of is gone
-        now = identity_of(folder, told.stage, settings, told.encoder, told.seed, data, weights)
-        return _differ(made, {"fingerprint": now})
+        return _differ(made, {"fingerprint": told.fingerprint(folder, data, weights)})
 
     def features(self) -> Iterator[Path]:
         precision = self.experiment.spec.features
@@ -171,12 +170,11 @@ class _Comparison:
 
     def weights(self, run: Path) -> dict[str, str]:
         """Checksums of the weights that a finished run promises."""
-        promised = self.record(run / "run.json").get("sha256", {})
-        return {name: promised[name] for name in WEIGHTS if name in promised}
+        return weights_of(self.record(run / "run.json"))
 
     def encoder(self, run: str) -> str | None:
         """Checksum of a run's encoder; None where it has none."""
-        return self.weights(self.experiment.folder(run)).get(WEIGHTS[0])
+        return self.weights(self.experiment.folder(run)).get("encoder.safetensors")
 
 
 def _differ(made: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """What a run is computed by: on record for each attempt, and compared when the run resumes.
 
-`recipe.json` and, once it is finished, `run.json` have the history: an entry holds from its step on.
+`recipe.json` and, once finished, `run.json` have the history: an entry holds from its step on.
 None of it is part of the run's identity. Where all of it is the same, so are the bits.
 """
 
