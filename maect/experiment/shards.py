@@ -24,16 +24,16 @@ own."""
 def made_of(split: Split, pixels: Pixels, images: Path) -> dict[str, Any]:
     """What a split's shards are made of: equal for equal shards, as far as folders can tell.
 
-    An image that is added or removed changes the time of its folder.
+    An image that is added or removed changes the time of its folder. Images that come with a library
+    are always the same.
 
     Raises:
         OSError: there are no such images or lists.
     """
-    return {
-        "images": str(images.resolve()),
-        "changed": last_changes(images),
-        "arguments": _arguments(split, pixels),
-    }
+    told = {"arguments": _arguments(split, pixels)}
+    if split.images is None:
+        return told
+    return {"images": str(images.resolve()), "changed": last_changes(images), **told}
 
 
 def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:

@@ -83,9 +83,8 @@ def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
         if job.rule in LOOKS_FIRST:
             (forget if job.forced else keep)(job.outputs)
     for pair in _planned(jobs):
-        given = experiment.datasets[pair[0]].splits[pair[1]]
         # Beside a finished index it says what that was made of, which stays so if this plan fails.
-        if given.images is not None and not _is_finished(experiment.shards(*pair)):
+        if not _is_finished(experiment.shards(*pair)):
             note_own(experiment.shards(*pair), experiment.made_of(*pair))
     for dataset, split in experiment.splits:
         folder = experiment.shards(dataset, split)
