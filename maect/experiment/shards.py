@@ -24,8 +24,8 @@ own."""
 def made_of(split: Split, pixels: Pixels, images: Path) -> dict[str, Any]:
     """What a split's shards are made of: equal for equal shards, as far as folders can tell.
 
-    An image that is added or removed changes the time of its folder. Images that come with a library
-    are always the same.
+    An image that is added or removed changes the time of its folder. Bundled images are always the
+    same.
 
     Raises:
         OSError: there are no such images or lists.
