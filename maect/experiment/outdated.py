@@ -5,6 +5,7 @@ evaluation, `asked.json` beside shards; a table, figure or page is newer than th
 beside it. So a copy of the folder, another clone and a start from elsewhere find the same.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,6 @@ from maect.evaluate.store import open_record
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
 from maect.experiment.shards import is_made_otherwise
-from maect.stages.run import weights_of
 
 
 def outdated(experiment: Experiment) -> list[Path]:
@@ -96,9 +96,11 @@ class _Comparison:
     def features(self) -> Iterator[Path]:
         precision = self.experiment.spec.features
         for run in self.experiment.evaluated:
-            for dataset, split in self.experiment.splits:
-                path = resolve.features_file(self.experiment, run, dataset, split)
+            for (dataset, split), norm in itertools.product(self.experiment.splits, (True, False)):
+                kind = Features(split, norm)
+                path = resolve.features_file(self.experiment, run, dataset, kind)
                 asked = {
+                    "norm": norm,
                     "encoder_sha256": self.encoder(run),
                     "index_digest": self.index(self.experiment.shards(dataset, split)),
                     "precision": precision,
@@ -170,7 +172,8 @@ class _Comparison:
 
     def weights(self, run: Path) -> dict[str, str]:
         """Checksums of the weights that a finished run promises."""
-        return weights_of(self.record(run / "run.json"))
+        promised: dict[str, str] = self.record(run / "run.json").get("sha256", {})
+        return promised
 
     def encoder(self, run: str) -> str | None:
         """Checksum of a run's encoder; None where it has none."""

@@ -1,6 +1,5 @@
 """A run: its resolved file, `runs/RUN/config.yaml`, and what its ranks do with it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -13,7 +12,7 @@ from maect.core.settings import LocalPath, SettingsFile, digest, later, validate
 from maect.recipes import Encoder, Look
 from maect.recipes.memory import GIB
 from maect.stages import STAGES, Stage, Training, check_source
-from maect.train.run_folder import WEIGHTS, identity_of
+from maect.train.run_folder import identity_of
 
 if TYPE_CHECKING:  # it imports torch
     from maect.train.trainer import Verdict
@@ -98,12 +97,6 @@ class RunConfig(SettingsFile):
         """
         given = self.stage, self.settings, self.encoder, self.seed
         return identity_of(folder, *given, data, weights)
-
-
-def weights_of(record: Mapping[str, Any]) -> dict[str, str]:
-    """Checksums of the weights that a completion record promises, by their files' names."""
-    promised = record.get("sha256", {})
-    return {name: promised[name] for name in WEIGHTS if name in promised}
 
 
 def resize_of(run: Path) -> int | None:

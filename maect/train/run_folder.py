@@ -26,8 +26,6 @@ from maect.recipes import Encoder
 
 log = logging.getLogger(__name__)
 
-WEIGHTS = ("encoder.safetensors", "head.safetensors")
-"""What another run may start from."""
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = (
     "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "source.diff", "recipe.json",
@@ -81,8 +79,8 @@ def source_files(source: Path | None) -> dict[str, str]:
     if not (source / "encoder.safetensors").exists():
         raise UserError(f"{source}: no encoder.safetensors: the run to start from is not finished")
     record = read_json(source / "run.json") if (source / "run.json").exists() else {}
-    promised = record.get("sha256", {})
-    given = [name for name in WEIGHTS if name in promised or (source / name).exists()]
+    own = {"encoder.safetensors", "head.safetensors"}  # also those of a record without checksums
+    given = {name for name in own if (source / name).exists()} | record.get("sha256", {}).keys()
     return {name: checked_sha256(source / name) for name in given}
 
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from maect.core.files import read_json, sha256_file, write_record
 from maect.data.shards import shard
+from maect.evaluate import Features
 from maect.evaluate.run import job_of, provenance
 from maect.evaluate.store import write_features
 from maect.experiment import Experiment, load, resolve
@@ -69,14 +70,16 @@ def train(found: Experiment, name: str, bits: bytes = b"") -> None:
 
 
 def extract(found: Experiment, split: str) -> None:
+    kind = Features(split)
     record = {
         "encoder_sha256": sha256_file(found.folder("mae") / "encoder.safetensors"),
         "index_digest": read_json(found.shards("mine", split) / "index.json")["digest"],
+        "norm": kind.norm,
         "precision": found.spec.features,
         "resize": resolve.resize_stated(found, "mae", "mine"),
         "class_names": ["a", "b"],
     }
-    path = resolve.features_file(found, "mae", "mine", split)
+    path = resolve.features_file(found, "mae", "mine", kind)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = np.zeros((2, 2), np.float32)
     labels = np.zeros(2, np.int64)
