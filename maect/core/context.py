@@ -18,6 +18,9 @@ class Context(Protocol):
     gpus: bool
     """Whether the job was given GPUs: then it does not go on without."""
 
+    saved_before: int
+    """Last step that is saved according to the launcher's record, or 0."""
+
     def stop_requested(self) -> bool:
         """Whether this rank was told to save and return."""
 
@@ -26,6 +29,9 @@ class Context(Protocol):
 
     def report(self, progress: dict[str, Any], /) -> None:
         """Show how far the job is."""
+
+    def say(self, message: str, /) -> None:
+        """Tell people a sentence, in the launcher's terminal."""
 
     def saving(self, writes: bool, /) -> None:
         """Tell the launcher whether a state is being written, which it waits for before a kill."""

@@ -62,8 +62,12 @@ def be_deterministic() -> None:
     if not uses_gpus():
         return
     # What gathers and scatters, NCCL does in rings alone.
-    workspaces, sums = (":4096:8", ":16:8"), ("Ring",)
-    for name, allowed in (("CUBLAS_WORKSPACE_CONFIG", workspaces), ("NCCL_ALGO", sums)):
+    workspaces, sums, tf32 = (":4096:8", ":16:8"), ("Ring",), ("0",)
+    for name, allowed in (
+        ("CUBLAS_WORKSPACE_CONFIG", workspaces),
+        ("NCCL_ALGO", sums),
+        ("NVIDIA_TF32_OVERRIDE", tf32),
+    ):
         said = os.environ.setdefault(name, allowed[0])
         if said not in allowed:
             raise UserError(
@@ -312,6 +316,22 @@ def from_rank_0(value: Any) -> Any:
         text = torch.empty(int(length), dtype=torch.uint8, device=device)
     dist.broadcast(text, src=0)
     return json.loads(bytes(text.cpu().numpy()))
+
+
+def from_all(value: Any) -> list[Any]:
+    """Every rank's value on every rank, in their order, as JSON."""
+    size = rank_and_size()[1]
+    if size == 1:
+        return [value]
+    device = _exchange_device()
+    data = json.dumps(value).encode()
+    longest = torch.tensor([len(data)], device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    text = bytearray(data.ljust(int(longest)))
+    own = torch.frombuffer(text, dtype=torch.uint8).to(device)
+    out = torch.empty(size * len(own), dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(out, own)
+    return [json.loads(bytes(part.tolist())) for part in out.cpu().chunk(size)]
 
 
 def _exchange_device() -> torch.device:

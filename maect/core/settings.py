@@ -112,11 +112,10 @@ def _to_absolute(path: Path, info: ValidationInfo) -> Path:
 
 def _from_file(path: Path, info: SerializationInfo) -> str:
     context = info.context or {}
-    if "paths" in context:
-        return ""
     folder = context.get("folder")
-    inside = folder is not None and path.is_relative_to(folder.parent.parent)
-    return os.path.relpath(path, folder) if inside else str(path)
+    if folder is not None and path.is_relative_to(folder.parent.parent):
+        return os.path.relpath(path, folder)
+    return "" if "paths" in context else str(path)
 
 
 LocalPath = Annotated[Path, AfterValidator(_to_absolute), PlainSerializer(_from_file)]
@@ -200,6 +199,11 @@ class SettingsFile(Settings):
     def digest(self) -> str:
         """Identity of what the file says; where inputs are is not part of it."""
         return digest(self.model_dump(mode="json", context={"paths": None}))
+
+    def identity(self, path: str | Path) -> str:
+        """Identity of what a file at `path` says, with its inputs in the same results folder."""
+        folder = Path(os.path.abspath(path)).parent
+        return digest(self.model_dump(mode="json", context={"paths": None, "folder": folder}))
 
     def text(self, path: str | Path) -> str:
         """The content of the file at `path`."""

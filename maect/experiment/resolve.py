@@ -9,7 +9,14 @@ from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trai
 from maect.evaluate.explore import Explore
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
-from maect.report.configs import ClaimsConfig, ImagesConfig, Row, ShownConfig, SummaryConfig
+from maect.report.configs import (
+    ClaimsConfig,
+    ImagesConfig,
+    ReportConfig,
+    Row,
+    ShownConfig,
+    SummaryConfig,
+)
 from maect.report.groups import Groups
 from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
 from maect.stages.run import RunConfig
@@ -191,11 +198,16 @@ def read_by_summary(experiment: Experiment) -> dict[str, Path]:
     ):
         if names:
             files[kind] = experiment.root / f"{kind}s" / f"{names[0]}.{ending}"
-    if experiment.spec.compare_with_paper and "table" in files:
+    if compares(experiment):
         files["claims"] = experiment.root / "claims.csv"
     if left := explored(experiment):
         files["explored"] = left[-1]
     return files
+
+
+def compares(experiment: Experiment) -> bool:
+    """Whether there are claims to decide."""
+    return bool(experiment.spec.compare_with_paper and tables(experiment))
 
 
 def explored(experiment: Experiment) -> list[Path]:
@@ -287,21 +299,43 @@ def _groups(experiment: Experiment, name: str) -> Groups | None:
     return groups if FIGURES[name].groups_classes and _classes(experiment, name) else None
 
 
+def read_by_report(experiment: Experiment) -> list[Path]:
+    """Files that the report shows."""
+    root = experiment.root
+    return [
+        *(root / "tables" / f"{name}.html" for name in tables(experiment)),
+        *(root / "figures" / f"{name}.png" for name in figures(experiment)),
+        *([root / "claims.csv", root / "claims.html"] if compares(experiment) else []),
+        *([root / "images.html"] if explored(experiment) else []),
+        root / "summary.html",
+    ]
+
+
+def shown(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile, list[Path]]]:
+    """The resolved file of each table, figure and page, with its path and what is made by it."""
+    root = experiment.root
+    for figure, kind, names, endings in (
+        (False, "tables", tables(experiment), ("csv", "md", "tex", "html")),
+        (True, "figures", figures(experiment), ("pdf", "png")),
+    ):
+        for name in names:
+            outputs = [root / kind / f"{name}.{ending}" for ending in endings]
+            yield outputs[0].with_suffix(".yaml"), shown_config(experiment, name, figure), outputs
+    claims = [root / "claims.csv", root / "claims.html"]
+    yield root / "claims.yaml", claims_config(experiment), claims
+    if explored(experiment):
+        yield root / "images.yaml", images_config(experiment), [root / "images.html"]
+    yield root / "summary.yaml", summary_config(experiment), [root / "summary.html"]
+    shows = ReportConfig(shown=read_by_report(experiment))
+    yield root / "report.yaml", shows, [root / "report.html"]
+
+
 def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
-    """The resolved file of every run, evaluation, table, figure, of claims and summary, by path."""
+    """The resolved file of every run, evaluation, table, figure and page, by path."""
     for run in experiment.runs:
         yield experiment.folder(run) / "config.yaml", run_config(experiment, run)
     for run, name in experiment.evaluations:
         path = experiment.root / "evaluations" / run / f"{name}.yaml"
         yield path, evaluation_config(experiment, run, name)
-    for figure, kind, names in (
-        (False, "tables", tables(experiment)),
-        (True, "figures", figures(experiment)),
-    ):
-        for name in names:
-            path = experiment.root / kind / f"{name}.yaml"
-            yield path, shown_config(experiment, name, figure)
-    yield experiment.root / "claims.yaml", claims_config(experiment)
-    if explored(experiment):
-        yield experiment.root / "images.yaml", images_config(experiment)
-    yield experiment.root / "summary.yaml", summary_config(experiment)
+    for path, told, _ in shown(experiment):
+        yield path, told

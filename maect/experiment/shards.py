@@ -24,16 +24,16 @@ own."""
 def made_of(split: Split, pixels: Pixels, images: Path) -> dict[str, Any]:
     """What a split's shards are made of: equal for equal shards, as far as folders can tell.
 
-    An image that is added or removed changes the time of its folder.
+    An image that is added or removed changes the time of its folder. Bundled images are always the
+    same.
 
     Raises:
         OSError: there are no such images or lists.
     """
-    return {
-        "images": str(images.resolve()),
-        "changed": last_changes(images),
-        "arguments": _arguments(split, pixels),
-    }
+    told = {"arguments": _arguments(split, pixels)}
+    if split.images is None:
+        return told
+    return {"images": str(images.resolve()), "changed": last_changes(images), **told}
 
 
 def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
@@ -110,10 +110,7 @@ def said_otherwise(folder: Path, split: Split, pixels: Pixels) -> str:
         return ""
     if before is None or before == now:
         return ""
-    made, said = _options(before), _options(now)
-    if not read_mapping(folder / "index.json").get("unreadable"):  # nothing was left out by it
-        made.pop("--skip-unreadable", None)
-        said.pop("--skip-unreadable", None)
+    made, said = _both(folder, before, now)
     told = []
     for option in sorted(o for o in made.keys() | said.keys() if made.get(o) != said.get(o)):
         key = "only" if option == "--only-listed" else option[2:].replace("-", "_")
@@ -124,6 +121,18 @@ def said_otherwise(folder: Path, split: Split, pixels: Pixels) -> str:
             how = "other content" if file else f"{said[option]}, made with {made[option]}"
         told.append(f"{key} ({fill_path(file)}: {how})" if file else f"{key} ({how})")
     return ", ".join(told)
+
+
+def is_made_otherwise(folder: Path, split: Split, pixels: Pixels) -> bool:
+    """Whether shards were made by other arguments than a split's, whatever is in its lists."""
+    before = read_mapping(folder / ASKED).get("arguments")
+    if before is None:
+        return False
+    made, said = _both(folder, before, split.arguments(pixels))
+    for lists in ("--labels", "--only-listed", "--exclude", "--classes"):
+        for options in (made, said):
+            options.update({lists: ""} if lists in options else {})
+    return made != said
 
 
 def last_changes(images: Path) -> str:
@@ -173,6 +182,15 @@ def _content(path: Path) -> str:
         return sha256_file(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
     return digest({str(file.relative_to(path)): sha256_file(file) for file in files})
+
+
+def _both(folder: Path, before: list[str], now: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The options that shards were made by and those of now, without one that changed nothing."""
+    made, said = _options(before), _options(now)
+    if not read_mapping(folder / "index.json").get("unreadable"):  # nothing was left out by it
+        made.pop("--skip-unreadable", None)
+        said.pop("--skip-unreadable", None)
+    return made, said
 
 
 def _options(arguments: list[str]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +83,8 @@ def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
         if job.rule in LOOKS_FIRST:
             (forget if job.forced else keep)(job.outputs)
     for pair in _planned(jobs):
-        given = experiment.datasets[pair[0]].splits[pair[1]]
         # Beside a finished index it says what that was made of, which stays so if this plan fails.
-        if given.images is not None and not _is_finished(experiment.shards(*pair)):
+        if not _is_finished(experiment.shards(*pair)):
             note_own(experiment.shards(*pair), experiment.made_of(*pair))
     for dataset, split in experiment.splits:
         folder = experiment.shards(dataset, split)
@@ -102,14 +101,7 @@ def _told(experiment: Experiment, job: Job) -> SettingsFile:
         return resolve.evaluation_config(experiment, given["run"], given["evaluation"])
     if rule in STAGES:
         return resolve.run_config(experiment, given["run"])
-    if rule in ("table", "figure"):
-        return resolve.shown_config(experiment, given[rule], figure=rule == "figure")
-    pages: dict[str, Callable[[Experiment], SettingsFile]] = {
-        "claims": resolve.claims_config,
-        "images": resolve.images_config,
-        "summary": resolve.summary_config,
-    }
-    return pages[rule](experiment)
+    return next(told for path, told, _ in resolve.shown(experiment) if path == job.config)
 
 
 def _planned(jobs: Iterable[Job]) -> list[tuple[str, str]]:

@@ -102,6 +102,7 @@ class _Launch:
     asked_at: float | None = field(default=None, init=False)
     spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
     slow: str | None = field(default=None, init=False)  # what was last said of a straggler
+    told: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
@@ -242,8 +243,10 @@ class _Launch:
         """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
         cluster = self.clusters[job.cluster]
         look, seen, next_look, ended = Look("unknown", "waiting"), False, 0.0, float("inf")
+        self.told = 0
         while True:
             self.check_place()
+            self.tell(job)
             if self.is_done():
                 cluster.finish(self.folder, job)
                 return None, seen
@@ -260,10 +263,17 @@ class _Launch:
             ended = min(ended, now) if look.phase == "ended" else float("inf")
             # What is left of it must not run beside the next job.
             if now - ended >= look.grace and cluster.end(self.folder, job):
+                self.tell(job)
                 return meaning(self.folder, job, look), seen
             if self.line.is_due():
                 self.line.show(*self.present(job, look))
             time.sleep(TICK)
+
+    def tell(self, job: Job) -> None:
+        """Show what the job says to people, once."""
+        for sentence in record.said(self.folder, job)[self.told :]:
+            self.told += 1
+            self.line.say(sentence)
 
     def present(self, job: Job, look: Look) -> tuple[str, float | None]:
         """What to show, and the part of the steps that is done."""

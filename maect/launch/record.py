@@ -331,6 +331,12 @@ def progress(folder: Path, job: Job | None) -> dict[str, Any]:
     return report if isinstance(report, dict) else job.progress
 
 
+def said(folder: Path, job: Job) -> list[str]:
+    """What rank 0 wants people to be told, a sentence each."""
+    lines = read_mapping(rank_file(folder, job.name, 0)).get("said")
+    return lines if isinstance(lines, list) else []
+
+
 def saved_step(folder: Path, job: Job) -> int:
     """The last step of which this job or one before it has saved the state, or 0."""
     step = read_mapping(rank_file(folder, job.name, 0)).get("saved")

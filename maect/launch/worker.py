@@ -121,6 +121,8 @@ class Rank:
         rendezvous: the way to the other ranks.
         file: what this rank's file says about it.
         is_there: whether the run's folder is still the one that it was.
+        saved_before: last step that the attempts before this one have saved, or 0.
+        said: what the launcher's terminal has to show.
     """
 
     rank: int
@@ -136,6 +138,8 @@ class Rank:
     rendezvous: Rendezvous
     file: RankFile
     is_there: Callable[[], bool]
+    saved_before: int = 0
+    said: list[str] = field(default_factory=list)
     reasons: set[str] = field(default_factory=set)
     last_saved: int | None = None
     _pending: dict[str, Any] | None = None
@@ -177,6 +181,12 @@ class Rank:
         self._pending = {key: value for key, value in progress.items() if not _is_nan(value)}
         if now - self._reported >= REPORT_SECONDS:
             self.flush()
+
+    def say(self, message: str) -> None:
+        """Tell people a sentence, in the launcher's terminal; rank 0 does."""
+        if self.rank == 0:
+            self.said.append(message)
+            self.file.note(said=self.said)
 
     def saving(self, writes: bool) -> None:
         """Tell the launcher whether a state is being written, which it waits for before a kill."""
@@ -259,6 +269,7 @@ def _run(environment: Any, job: Job, folder: Path, is_there: Callable[[], bool])
     _listen(reasons, folder, name, rank, environment.num_tasks, is_there, leave)
     try:
         context = _join(environment, job, folder, file, is_there, reasons)
+        context.saved_before = before
         verdict = _call(job.request, context)
         context.flush()
     except BaseException as error:

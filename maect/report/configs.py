@@ -1,6 +1,7 @@
 """What tables, figures and pages are told, by the resolved file beside each.
 
-`tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `images.yaml` and `summary.yaml`.
+`tables/NAME.yaml`, `figures/NAME.yaml`, and `claims`, `images`, `summary` and `report` with that
+ending.
 """
 
 from dataclasses import replace
@@ -92,3 +93,10 @@ class ImagesConfig(SettingsFile):
     """What the protocol `explore` left of each run, the last one first on the page."""
     audit: LocalPath | None = None
     """Pairs that look alike, and of which images, as `maect audit` writes them."""
+
+
+class ReportConfig(SettingsFile):
+    """The report: `report.yaml`. Only the next start reads it, to know what the report shows."""
+
+    shown: list[LocalPath]
+    """Tables, figures and pages."""

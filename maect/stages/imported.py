@@ -111,6 +111,7 @@ def import_weights(
             "seed": None,
             "source": None,
             "files": ["encoder.safetensors"],
+            "sha256": {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")},
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **origin(),
         },

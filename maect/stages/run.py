@@ -12,6 +12,7 @@ from maect.core.settings import LocalPath, SettingsFile, digest, later, validate
 from maect.recipes import Encoder, Look
 from maect.recipes.memory import GIB
 from maect.stages import STAGES, Stage, Training, check_source
+from maect.train.run_folder import identity_of
 
 if TYPE_CHECKING:  # it imports torch
     from maect.train.trainer import Verdict
@@ -85,6 +86,17 @@ class RunConfig(SettingsFile):
     def digest(self) -> str:
         """Identity of what the run is told; where its inputs are is not part of it."""
         return digest(self.stage, self.settings, self.encoder, self.seed)
+
+    def fingerprint(self, folder: Path, data: str, weights: dict[str, str]) -> str:
+        """Identity of what the run in a folder gives.
+
+        Args:
+            folder: of the run.
+            data: digest of its shards.
+            weights: checksums of those that it starts from, by their files' names.
+        """
+        given = self.stage, self.settings, self.encoder, self.seed
+        return identity_of(folder, *given, data, weights)
 
 
 def resize_of(run: Path) -> int | None:

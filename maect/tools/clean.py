@@ -1,6 +1,5 @@
 """`maect clean`: states that no training needs any more, and what they take on disk."""
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.launch.owner import own
 from maect.tools.plan import size_text
-from maect.train.run_folder import check_weights
+from maect.train.run_folder import check_weights, remove_states
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def clean(root: Path, remove: bool) -> None:
             note = f"  stays: {state.needed}" if state.needed else ""
             print(f"{size_text(state.bytes):>8}  {state.folder}{note}")
             if remove and not state.needed:
-                shutil.rmtree(state.folder)
+                remove_states(state.folder.parent)
     total = size_text(sum(state.bytes for state in free))
     if remove:
         print(f"{root}: {total} freed")

@@ -23,6 +23,7 @@ from maect.recipes.flops import relative_speed
 from maect.recipes.memory import gpu_memory
 from maect.stages.run import RunConfig, resize_of
 from maect.train.run_folder import (
+    check_not_lost,
     check_weights,
     fingerprint,
     is_finished,
@@ -171,14 +172,18 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
     """Nodes that go on from a run's state with as many ranks as saved it, or those given.
 
     Raises:
-        UserError: there is a state, of a number of ranks that `where` cannot have.
+        UserError: there is a state, of a number of ranks that `where` cannot have; or there is
+            none any more.
     """
     if not (run / "state").is_dir():
+        check_not_lost(run)
         return nodes
     from maect.train.checkpoint import saved
     from maect.train.replay import ranks_of
 
     states, devices = saved(run / "state"), where.resources.devices
+    if not states:
+        check_not_lost(run)
     before = ranks_of(run, states) if states else None
     if before in (None, nodes * devices):
         return nodes

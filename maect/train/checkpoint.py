@@ -36,6 +36,7 @@ from maect.core.files import (
 )
 from maect.models.weights import open_tensors
 from maect.train.fence import Fence
+from maect.train.run_folder import write_noted
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ class Saver:
         self.rank, self.world_size = context.rank, context.world_size
         self.error: str | None = None
         self._number = 0
+        self._is_noted = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -120,6 +122,10 @@ class Saver:
                 about = {"step": step, "world_size": self.world_size}
                 self._write(folder, tensors, record | about)
             self.context.saved(step)
+            if self._fence and not self._is_noted:
+                # Should all states be lost one day, the run does not begin anew.
+                write_noted(self.folder.parent, saved=step)
+                self._is_noted = True
         except SupersededError as error:
             self.context.fail(error)
         except Exception as error:  # a full disk must not end the training

@@ -20,7 +20,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from maect.core.context import Context
-from maect.core.distributed import STEP_TIMEOUT, device_of, join, keep_freed_memory
+from maect.core.distributed import STEP_TIMEOUT, any_rank, device_of, join, keep_freed_memory
 from maect.core.processes import private_caches
 from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
@@ -78,6 +78,8 @@ class Engine:
     Attributes:
         module: what is trained; call the engine itself to run it.
         shards: what this rank owns, and saves.
+        compiled: whether the blocks are compiled.
+        not_compiled: why they are not although the settings ask for it.
     """
 
     def __init__(
@@ -100,8 +102,8 @@ class Engine:
         self.module, self.zero_stage = module, settings.zero_stage
         self._on_gpu = device.type == "cuda"
         use_attention(module, settings.attention)
-        if settings.compile:
-            compile_blocks(module, device)
+        self.not_compiled = compile_blocks(module, device) if settings.compile else ""
+        self.compiled = settings.compile and not self.not_compiled
         self._peaks, self._multiplier = [group["peak_lr"] for group in groups], 0.0
         names = {id(p): name for name, p in module.named_parameters()}
         trained = [p for group in groups for p in group["params"]]
@@ -369,16 +371,18 @@ def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[s
     return list(found.values())
 
 
-def compile_blocks(module: nn.Module, device: torch.device) -> None:
-    """Compile the transformer blocks; where nothing can be compiled, say so once and do not."""
+def compile_blocks(module: nn.Module, device: torch.device) -> str:
+    """Compile the transformer blocks on every rank, or on none; return why not."""
     private_caches()
+    reason = ""
     try:
         torch.compile(torch.nn.functional.gelu)(torch.ones(8, device=device))
     except Exception as error:  # no C++ compiler, no Triton: the compiler has many kinds of errors
-        reason = str(error).strip().partition("\n")[0]
-        warnings.warn(f"compile: not possible here ({reason}); continuing without", stacklevel=2)
-        return
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    if any_rank(bool(reason)):
+        return reason or "another rank cannot"
     for block in module.modules():
         if isinstance(block, Block):
             # Encoder and decoder share the code of a block: each gets one for its own shapes.
             block.compile(dynamic=False)
+    return ""

@@ -42,13 +42,25 @@ def fingerprint(
     data: str,
     source: Path | None,
 ) -> str:
-    """Identity of a run's result: settings, shape, seed, data and what it starts from.
+    """Identity of a run's result: settings, shape, seed, data and what it starts from."""
+    return identity_of(folder, name, stage, encoder, seed, data, source_files(source))
+
+
+def identity_of(
+    folder: Path,
+    name: str,
+    stage: Any,
+    encoder: Encoder,
+    seed: int,
+    data: str,
+    weights: dict[str, str],
+) -> str:
+    """The same, by the checksums of the weights that it starts from.
 
     How it is computed was once a part of it: a run in `folder` that began so keeps its own.
     """
-    rest = encoder, seed, data, source_files(source)
-    if (folder / "recipe.json").exists():
-        before = read_json(folder / "recipe.json")
+    rest = encoder, seed, data, weights
+    if before := noted(folder):
         began = before.get("began_with", before.get("recipe", {}))
         same = stage.decisive(began) == stage.decisive(stage.model_dump(mode="json"))
         if same and before.get("fingerprint") == digest(name, began, *rest):
@@ -67,9 +79,8 @@ def source_files(source: Path | None) -> dict[str, str]:
     if not (source / "encoder.safetensors").exists():
         raise UserError(f"{source}: no encoder.safetensors: the run to start from is not finished")
     record = read_json(source / "run.json") if (source / "run.json").exists() else {}
-    promised = record.get("sha256", {})
-    files = ("encoder.safetensors", "head.safetensors")
-    given = [name for name in files if name in promised or (source / name).exists()]
+    own = {"encoder.safetensors", "head.safetensors"}  # also those of a record without checksums
+    given = {name for name in own if (source / name).exists()} | record.get("sha256", {}).keys()
     return {name: checked_sha256(source / name) for name in given}
 
 
@@ -109,6 +120,8 @@ def _is_whole(folder: Path) -> bool:
 
 def remove_states(folder: Path) -> None:
     """Delete the states of a finished run, of which a kill may have left a part."""
+    if "saved" in noted(folder):  # before they go: nobody has to look for them
+        write_noted(folder, saved=None)
     shutil.rmtree(folder / "state", ignore_errors=True)
 
 
@@ -124,8 +137,8 @@ def check_weights(folder: Path) -> None:
 
 def replaced(folder: Path, identity: str) -> str | None:
     """What a start will do to what another recipe left in the folder, in words."""
-    known = folder / "recipe.json"
-    if not known.exists() or (other := read_json(known).get("fingerprint")) == identity:
+    known = noted(folder)
+    if not known or (other := known.get("fingerprint")) == identity:
         return None
     before = folder / f"stale-{identity}"
     then = "training starts from step 0"
@@ -139,16 +152,23 @@ def replaced(folder: Path, identity: str) -> str | None:
     )
 
 
-def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
+def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> list[str]:
     """Make the folder that of this run: set aside what another run left, note the recipe.
 
     For rank 0, before anything is read.
+
+    Returns:
+        How a run that resumes is computed otherwise, a sentence for each setting.
+
+    Raises:
+        UserError: there is a log, and no record of whose it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known, told = folder / "recipe.json", {"fingerprint": identity, **recipe}
+    said = list[str]()
     if change := replaced(folder, identity):
         log.warning("%s", change)
-        other = read_json(known).get("fingerprint")
+        other = str(noted(folder).get("fingerprint"))
         put_back(kept(folder), lambda: is_finished(folder, other, intact=True))
         aside = _unused(folder / f"stale-{other}")
         aside.mkdir(exist_ok=True)
@@ -162,25 +182,68 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
             (before / "run.json").unlink()  # what it is about is written again
         _put_back(before, folder)
     if known.exists():
-        noted = read_json(known)
-        _warn_of_changes(folder, noted.get("recipe", {}), recipe["recipe"])
-        _warn_of_changes(folder, noted.get("versions", {}), origin()["versions"])
-        began = noted.get("began_with", noted.get("recipe"))
+        old = noted(folder)
+        said = _changes(old.get("recipe", {}), recipe["recipe"])
+        began = old.get("began_with", old.get("recipe"))
         told |= {} if began == recipe["recipe"] else {"began_with": began}
+        told |= {key: old[key] for key in ("saved", "attempts") if key in old}
+    elif (folder / "metrics.jsonl").exists():
+        raise UserError(
+            f"{folder}: has a log (metrics.jsonl) and no recipe.json that says whose: put that and "
+            "`state` back from a copy, or delete metrics.jsonl to train from the beginning"
+        )
     changes = _git("diff", "HEAD")
     if changes:
         write_text(folder / "source.diff", changes)
-    write_record(known, told | origin())
+    write_record(known, told)
+    return said
 
 
-def _warn_of_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Say so if a run resumes computed otherwise, or with other software: its bits may differ."""
-    for name in sorted(before.keys() & now.keys()):
-        if before[name] != now[name]:
-            log.warning(
-                "%s resumes with %s %s, it was %s: the result may differ in the last bits",
-                folder, name, now[name], before[name],
-            )  # fmt: skip
+def noted(folder: Path) -> dict[str, Any]:
+    """What a run's `recipe.json` says; {} where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / "recipe.json"
+    return dict(read_json(path)) if path.exists() else {}
+
+
+def write_noted(folder: Path, **values: Any) -> None:
+    """Add values to a run's `recipe.json`; those that are None go."""
+    told = noted(folder) | values
+    write_record(
+        folder / "recipe.json", {key: value for key, value in told.items() if value is not None}
+    )
+
+
+def check_not_lost(folder: Path, step: int = 0) -> None:
+    """Refuse to begin a run anew that has no state although one was saved.
+
+    Args:
+        folder: of the run, in which no state was found.
+        step: that the record of its jobs says is saved.
+
+    Raises:
+        UserError: its records say so.
+    """
+    step = max(step, noted(folder).get("saved", 0))
+    if step:
+        raise UserError(
+            f"{folder / 'state'}: no state, and the state of step {step} was saved: put `state` "
+            "back from a copy, or delete recipe.json, job.json and metrics.jsonl beside it to "
+            "train from the beginning"
+        )
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """How a run that resumes is computed otherwise, a sentence for each setting."""
+    return [
+        f"resumes with {name} {now[name]}, it was {before[name]}: "
+        "the result may differ in the last bits"
+        for name in sorted(before.keys() & now.keys())
+        if before[name] != now[name]
+    ]
 
 
 def origin() -> dict[str, Any]:
@@ -200,9 +263,11 @@ def origin() -> dict[str, Any]:
             versions[package] = version(package)
         except ImportError:
             versions[package] = getattr(maect, "__version__", "unknown")
+    with suppress(ImportError):  # optional
+        versions["flash_attn"] = version("flash_attn")
     revision = _git("rev-parse", "HEAD").strip()
     if revision and _git("status", "--porcelain", "--untracked-files=no"):
-        revision += "-dirty"
+        revision += f"-dirty-{digest(_git('diff', 'HEAD'))}"
     return {"versions": versions, "source_revision": revision or None}
 
 

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from maect.core.context import Context
 from maect.core.distributed import (
+    any_rank,
     barrier,
     be_deterministic,
     differing_ranks,
@@ -23,14 +25,16 @@ from maect.core.distributed import (
     sum_on_device,
     sum_scalars,
 )
-from maect.core.errors import RankError, UserError
+from maect.core.errors import RankError, UserError, counted
 from maect.core.files import sha256_file, write_record
 from maect.core.kept import keep
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
+from maect.models.attention import flash_kernel
 from maect.recipes import Encoder, Look
 from maect.train.accuracy import Scores, accuracy
+from maect.train.attempts import Attempt, note_attempt, threads_before
 from maect.train.checkpoint import (
     Saver,
     StateReader,
@@ -46,7 +50,15 @@ from maect.train.look import Looker
 from maect.train.metrics import Metrics, StepClock, entries, log_interval, missing, usage
 from maect.train.objective import Objective
 from maect.train.replay import Replay, part_of
-from maect.train.run_folder import claim, fingerprint, is_finished, origin, remove_states
+from maect.train.run_folder import (
+    check_not_lost,
+    claim,
+    fingerprint,
+    is_finished,
+    noted,
+    origin,
+    remove_states,
+)
 from maect.train.stage import Training
 from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog
 
@@ -133,12 +145,12 @@ def train(
     stage.check_ranks(context.world_size)
     images = stage.training_images(split)
     scores = _scores(run, split)
-    identity, fence = None, None
+    identity, fence, said = None, None, []
     if context.rank == 0:
         identity = fingerprint(
             folder, stage.name, stage, run.encoder, run.seed, split.digest, run.source
         )
-        claim(folder, identity, _told(run))
+        said = claim(folder, identity, _told(run))
         fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
@@ -149,6 +161,12 @@ def train(
 
     # ---- weights and optimizer, from the source or from a saved state
     reader = find_state(folder / "state", identity, context, convert_world_size, device)
+    if reader is None and replay is None and context.rank == 0:
+        check_not_lost(folder, context.saved_before)
+    step = reader.step if reader else 0
+    if not convert_world_size and device.type == "cpu":
+        # A step is repeated with what computed it, not what computed those before it.
+        said += _as_before(context, folder, step if replay is None else step + 1)
     objective = stage.build(run.encoder, run.seed, run.source, split.class_names)
     if reader:
         objective.restore(reader)
@@ -158,12 +176,24 @@ def train(
     engine = Engine(objective, stage, groups, device)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
-    step = reader.step if reader else 0
     record: dict[str, Any] = {}
     if reader:
         engine.restore(reader.restore, step)
         # Its mapped files would stay on the disk after the state is removed.
         record, reader = reader.record, None
+
+    # ---- what computes it
+    attempt = Attempt.now(context, step, engine.compiled)
+    if context.rank == 0:
+        said += note_attempt(folder, attempt)
+        without = "computed without, which may change the last bits"
+        if engine.not_compiled:
+            said.append(f"compile: true is not possible here ({engine.not_compiled}): {without}")
+        if stage.attention == "flash_attn" and flash_kernel() is None:
+            said.append(f"attention: flash_attn is not installed here: {without}")
+        for sentence in said:
+            log.warning("%s: %s", folder, sentence)
+            context.say(sentence)
 
     # ---- the steps
     steps = stage.total_steps(images.n)
@@ -658,6 +688,28 @@ def _piece(batch: Batch, number: int, pieces: int) -> Batch:
     return batch.part(slice(number * share, (number + 1) * share))
 
 
+def _as_before(context: Context, folder: Path, step: int) -> list[str]:
+    """Let the CPU compute with as many threads as before a run was interrupted, for the same bits.
+
+    Args:
+        context: this rank's.
+        folder: of the run.
+        step: up to which it was computed.
+
+    Returns:
+        What rank 0 has to tell people: that they are others than this rank was given.
+    """
+    given = torch.get_num_threads()
+    before = from_rank_0(threads_before(folder, step) if context.rank == 0 else None)
+    if before in (None, given) or any_rank(before > len(os.sched_getaffinity(0))):
+        return []
+    torch.set_num_threads(before)
+    return [
+        f"{counted(before, 'thread')} a rank, as before, for the same bits, although {given} would "
+        "do (--convert-world-size takes these)"
+    ]
+
+
 def _told(run: Run) -> dict[str, Any]:
     """What `recipe.json` and `run.json` say about a run's settings."""
     return {
@@ -697,6 +749,7 @@ def _finish(
         "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),
+        "attempts": noted(run.folder).get("attempts", []),
     }
     if trainer.losses is not None:
         record["losses"] = [loss / max(count, 1) for loss, count in trainer.losses]

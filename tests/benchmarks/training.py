@@ -49,6 +49,7 @@ class Alone:
     rank = local_rank = 0
     world_size = local_world_size = 1
     cpus = len(os.sched_getaffinity(0))
+    saved_before = 0
     gpus = False
 
     def stop_requested(self) -> bool:
@@ -62,6 +63,9 @@ class Alone:
 
     def held_seconds(self) -> float:
         return 0.0
+
+    def say(self, message: str, /) -> None:
+        pass
 
     def saving(self, writes: bool, /) -> None:
         pass

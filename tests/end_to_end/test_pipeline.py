@@ -189,11 +189,20 @@ def test_lost_shards_and_all_that_was_made_of_them_are_asked_for(undisturbed: Pi
         assert job in plan
 
 
-def test_a_changed_recipe_re_runs_what_depends_on_it(undisturbed: Pipeline) -> None:
+@pytest.mark.parametrize("memory", [True, False], ids=["remembered", "forgotten"])
+def test_a_changed_recipe_re_runs_what_depends_on_it(undisturbed: Pipeline, memory: bool) -> None:
+    """Also where Snakemake's memory is gone, as in another clone."""
     changed = copy.deepcopy(MINI)
     changed["runs"]["ct_min_tiny"]["set"]["head"] = {"topk": 2}
+    own, aside = undisturbed.folder / ".snakemake", undisturbed.folder / "aside"
+    if not memory:
+        own.rename(aside)
+        assert "Nothing to be done" in undisturbed.complete("-n", "evaluations")
     plan = Pipeline(undisturbed.folder, changed).complete("-n", "evaluations")
     Pipeline(undisturbed.folder, MINI).command()
+    if not memory:
+        shutil.rmtree(own)
+        aside.rename(own)
     assert "Contrastive tuning of ct_min_tiny" in plan
     assert "Pre-training" not in plan and "Initialising" not in plan
 

@@ -87,6 +87,7 @@ class Alone:
 
     local_rank = 0
     cpus = len(os.sched_getaffinity(0))
+    saved_before = 0
 
     def __init__(
         self, rank: int = 0, ranks: int = 1, gpus: bool = False, meeting: str = "", stop_at: int = 0
@@ -105,6 +106,9 @@ class Alone:
 
     def report(self, progress: dict[str, Any], /) -> None:
         self._step = progress["step"]
+
+    def say(self, message: str, /) -> None:
+        pass
 
     def saving(self, writes: bool, /) -> None:
         pass

@@ -21,7 +21,7 @@ from maect.data import shard_name
 from maect.data.sources import open_source
 from maect.data.sources.view import check_classes
 from maect.evaluate import PROTOCOLS
-from maect.experiment import resolve
+from maect.experiment import outdated, resolve
 from maect.experiment import start as starting
 from maect.experiment import working_folder
 from maect.experiment.schema import fill_path
@@ -151,6 +151,35 @@ if workflow.is_main_process:
         )
 
 
+# What is not what the file asks for, by what lies in the results folder: the memory of Snakemake, in
+# the folder that one stands in, is not asked. It is forced where a target needs it: Snakemake has no
+# other way to say that, and `--forcerun` would make it a target.
+try:
+    OUTDATED = outdated.outdated(experiment) if workflow.is_main_process else []
+except UserError as error:
+    stop(error)
+if OUTDATED:
+    few = ", ".join(str(path.relative_to(ROOT)) for path in OUTDATED[:3])
+    more = f" and {len(OUTDATED) - 3} more" if len(OUTDATED) > 3 else ""
+    print(
+        f"maect: made by other settings, or of other files, than {experiment.file} asks for, and made "
+        f"again where a target needs it: {few}{more}",
+        file=sys.stderr,
+    )
+
+
+prepare_dag = workflow._prepare_dag
+
+
+def prepare_and_force(*given, **named):
+    """Make Snakemake's graph of jobs, in which these are forced."""
+    prepare_dag(*given, **named)
+    workflow.dag.forcefiles.update(map(str, OUTDATED))
+
+
+workflow._prepare_dag = prepare_and_force
+
+
 def split_of(wildcards):
     return experiment.datasets[wildcards.dataset].splits[wildcards.split]
 
@@ -189,20 +218,16 @@ def parts_of(wildcards):
     return [f"{folder}/{name}" for name in ("plan.json", *tars)]
 
 
-def run_digest(wildcards):
-    return resolve.run_config(experiment, wildcards.run).digest
-
-
 def weights_file(wildcards):
     """Passed as a resource, not in `params`: weights that moved re-run nothing."""
     warn(starting.missing_weights(experiment, [wildcards.run]))
     return str(experiment.runs[wildcards.run].weights)
 
 
-def evaluation_digest(wildcards):
+def evaluation_file(wildcards):
     pair = wildcards.run, wildcards.evaluation
     warn(starting.missing_lists(experiment, [pair]))
-    return resolve.evaluation_config(experiment, *pair).digest
+    return f"{ROOT}/evaluations/{wildcards.run}/{wildcards.evaluation}.yaml"
 
 
 def resize_of(wildcards):

@@ -57,8 +57,7 @@ for protocol in PROTOCOLS.values():
         resources:
             **CLUSTER,
         params:
-            config=f"{EVALUATION}.yaml",
-            digest=evaluation_digest,
+            config=evaluation_file,
         message:
             "Evaluating {wildcards.run}: {wildcards.evaluation}"
         shell:

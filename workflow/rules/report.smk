@@ -1,6 +1,5 @@
 TABLES, FIGURES = resolve.tables(experiment), resolve.figures(experiment)
 COMPARE = experiment.spec.compare_with_paper
-COMPARES = "claims" in resolve.read_by_summary(experiment)
 
 
 rule table:
@@ -27,7 +26,6 @@ rule table:
         ENVIRONMENT
     params:
         config=f"{ROOT}/tables/{{table}}.yaml",
-        digest=lambda w: resolve.shown_config(experiment, w.table, figure=False).digest,
         caption=lambda w: registry.TABLES[w.table].about(COMPARE),
         compare=COMPARE,
     message:
@@ -58,7 +56,6 @@ rule figure:
         ENVIRONMENT
     params:
         config=f"{ROOT}/figures/{{figure}}.yaml",
-        digest=lambda w: resolve.shown_config(experiment, w.figure, figure=True).digest,
         caption=lambda w: registry.FIGURES[w.figure].about(COMPARE),
     message:
         "Figure {wildcards.figure}"
@@ -87,7 +84,6 @@ rule claims:
         ENVIRONMENT
     params:
         config=f"{ROOT}/claims.yaml",
-        digest=resolve.claims_config(experiment).digest,
     message:
         "Claims"
     shell:
@@ -113,7 +109,6 @@ rule images:
         ENVIRONMENT
     params:
         config=f"{ROOT}/images.yaml",
-        digest=resolve.images_config(experiment).digest,
     message:
         "Page of images"
     shell:
@@ -139,7 +134,6 @@ rule summary:
         ENVIRONMENT
     params:
         config=f"{ROOT}/summary.yaml",
-        digest=resolve.summary_config(experiment).digest,
     message:
         "First page of the report"
     shell:
@@ -172,11 +166,7 @@ rule figures:
 
 rule report_html:
     input:
-        expand(f"{ROOT}/tables/{{table}}.html", table=TABLES),
-        expand(f"{ROOT}/figures/{{figure}}.png", figure=FIGURES),
-        rules.claims.output if COMPARES else [],
-        rules.images.output if resolve.explored(experiment) else [],
-        rules.summary.output,
+        resolve.read_by_report(experiment),
     output:
         f"{ROOT}/report.html",
     log:
@@ -187,6 +177,7 @@ rule report_html:
     conda:
         ENVIRONMENT
     params:
+        config=f"{ROOT}/report.yaml",
         changes=[f"{k}={'' if v is None else v}" for k, v in config.items()],
         snakefile=workflow.main_snakefile,
         style=Path(workflow.main_snakefile).parent / "workflow/report/style.css",

@@ -23,7 +23,6 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
             **CLUSTER,
         params:
             config=f"{RUN}/config.yaml",
-            digest=run_digest,
         message:
             stage.title.format(run="{wildcards.run}")
         shell:
@@ -51,7 +50,6 @@ for stage in filter(lambda stage: not stage.trains, STAGES.values()):
             weights=weights_file,
         params:
             config=f"{RUN}/config.yaml",
-            digest=run_digest,
         message:
             stage.title.format(run="{wildcards.run}") + " from {resources.weights}"
         shell:

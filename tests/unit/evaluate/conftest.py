@@ -23,6 +23,7 @@ class Rank:
     world_size: int = 1
     local_world_size: int = 1
     cpus: int = 2
+    saved_before: int = 0
     gpus: bool = False
     patience: int = 10**9
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -42,6 +43,9 @@ class Rank:
 
     def held_seconds(self) -> float:
         return 0.0
+
+    def say(self, message: str, /) -> None:
+        pass
 
     def saving(self, writes: bool, /) -> None:
         pass

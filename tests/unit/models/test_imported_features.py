@@ -25,6 +25,7 @@ class Alone:
     world_size: int = 1
     local_world_size: int = 1
     cpus: int = 1
+    saved_before: int = 0
     gpus: bool = False
 
     def stop_requested(self):
@@ -38,6 +39,9 @@ class Alone:
 
     def held_seconds(self) -> float:
         return 0.0
+
+    def say(self, message: str, /) -> None:
+        pass
 
     def saving(self, writes: bool, /) -> None:
         pass

@@ -30,6 +30,7 @@ class Place:
     stop_at: int | None = None
     kill_at: int | None = None
     cpus: int = 1
+    saved_before: int = 0
     gpus: bool = False
     step: int = 0
     freeze_at: int | None = None
@@ -57,6 +58,9 @@ class Place:
             time.sleep(0.01)
         if self.freeze_at is not None and self.rank == 1 and self.step >= self.freeze_at:
             os.kill(os.getpid(), signal.SIGSTOP)
+
+    def say(self, message):
+        pass
 
     def saving(self, writes):
         pass

@@ -1,0 +1,195 @@
+"""Which results are not what an experiment asks for, by what lies in the results folder alone.
+
+Results say themselves what they were made by: `run.json`, the headers of features, the JSON of an
+evaluation, `asked.json` beside shards; a table, figure or page is newer than the resolved file
+beside it. So a copy of the folder, another clone and a start from elsewhere find the same.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from maect.core.errors import UserError
+from maect.core.files import read_mapping
+from maect.core.settings import SettingsFile
+from maect.data.sources.view import read_classes
+from maect.evaluate import Features, Left, Shards, Trained
+from maect.evaluate.store import open_record
+from maect.experiment import resolve
+from maect.experiment.load import Experiment
+from maect.experiment.shards import is_made_otherwise
+
+
+def outdated(experiment: Experiment) -> list[Path]:
+    """Return files that are there and not what the experiment asks for, one of each job.
+
+    What cannot be told, since something that it was made of is gone, is left as it is. What is only
+    made of such a file is not named: it follows.
+    """
+    return _Comparison(experiment).outdated
+
+
+class _Comparison:
+    """What lies in a results folder beside what is asked for; every record is read once."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment, self.root = experiment, experiment.root
+        self._read: dict[Path, dict[str, Any]] = {}
+
+    @cached_property
+    def outdated(self) -> list[Path]:
+        return [*self.shards(), *self.runs(), *self.features(), *self.evaluations(), *self.shown()]
+
+    def shards(self) -> Iterator[Path]:
+        for name, part in self.experiment.splits:
+            dataset = self.experiment.datasets[name]
+            own, split = self.experiment.own_shards(name, part), dataset.splits[part]
+            if split.source.sharded:
+                planned = (own / "plan.json").exists()
+                if planned and is_made_otherwise(own, split, dataset.pixels):
+                    yield own / "plan.json"
+            elif index := self.record(own / "index.json"):
+                try:
+                    classes = list(read_classes(str(split.classes)))
+                except (OSError, UserError):
+                    continue
+                of = self.index(self.experiment.shards(name, str(split.of)))
+                made = {**index, "of": index.get("view_of", {}).get("digest")}
+                if _differ(made, {"class_names": classes, "of": of}):
+                    yield own / "index.json"
+
+    def runs(self) -> Iterator[Path]:
+        for name in self.experiment.runs:
+            folder = self.experiment.folder(name)
+            made = self.record(folder / "run.json")
+            if made and self.is_another_run(name, folder, made):
+                yield folder / "run.json"
+
+    def is_another_run(self, name: str, folder: Path, made: dict[str, Any]) -> bool:
+        told = resolve.run_config(self.experiment, name)
+        settings, shape = told.settings, told.encoder.model_dump(mode="json")
+        if not settings.trains:
+            layout = settings.model_dump()["layout"]
+            made = {**made, "layout": made.get("weights", {}).get("layout")}
+            if layout is None and "encoder" in made:  # found in the weights, and this with it
+                shape["class_token"] = made["encoder"].get("class_token", True)
+            return _differ(made, {"stage": told.stage, "layout": layout, "encoder": shape})
+        decisive = settings.decisive
+        asked = {
+            "stage": told.stage,
+            "recipe": decisive(settings.model_dump(mode="json")),
+            "seed": told.seed,
+            "encoder": shape,
+        }
+        if "recipe" in made:
+            made = {**made, "recipe": decisive(made["recipe"])}
+        if _differ(made, asked) or made.get("source") != (told.source and told.source.name):
+            return True
+        data = self.index(told.shards) if told.shards else None
+        weights = self.weights(told.source) if told.source else {}
+        if data is None or (told.source and not weights):
+            return False  # what it was made of is gone
+        return _differ(made, {"fingerprint": told.fingerprint(folder, data, weights)})
+
+    def features(self) -> Iterator[Path]:
+        precision = self.experiment.spec.features
+        for run in self.experiment.evaluated:
+            for (dataset, split), norm in itertools.product(self.experiment.splits, (True, False)):
+                kind = Features(split, norm)
+                path = resolve.features_file(self.experiment, run, dataset, kind)
+                asked = {
+                    "norm": norm,
+                    "encoder_sha256": self.encoder(run),
+                    "index_digest": self.index(self.experiment.shards(dataset, split)),
+                    "precision": precision,
+                    "resize": resolve.resize_stated(self.experiment, run, dataset),
+                }
+                if _differ(self.header(path), asked):
+                    yield path
+
+    def evaluations(self) -> Iterator[Path]:
+        for run, name in self.experiment.evaluations:
+            path = self.root / "evaluations" / run / f"{name}.json"
+            made = self.record(path)
+            if made and self.is_another_evaluation(run, name, made):
+                yield path
+
+    def is_another_evaluation(self, run: str, name: str, made: dict[str, Any]) -> bool:
+        told = resolve.evaluation_config(self.experiment, run, name)
+        decisive = told.settings.decisive
+        settings = decisive(told.settings.model_dump(mode="json")) | {"resize": told.resize}
+        about = made.get("provenance", {})
+        if "settings" in made and decisive(made["settings"]) != settings:
+            return True
+        if _differ(about, {"encoder_sha256": self.encoder(run)}):
+            return True
+        splits, inputs = about.get("splits", {}), about.get("inputs", {})
+        for key, kind in told.settings.inputs().items():
+            paths = told.paths(key)
+            if isinstance(kind, Features):
+                header = self.header(paths[0])
+                if _differ(splits.get(key, {}), {k: header.get(k) for k in splits.get(key, {})}):
+                    return True
+            elif isinstance(kind, Shards):
+                if _differ(splits.get(key, {}), {"index_digest": self.index(paths[0])}):
+                    return True
+            elif isinstance(kind, Left):
+                left = self.record(paths[0].with_suffix(".json")).get("left_sha256")
+                if _differ(inputs, {key: left}):
+                    return True
+            elif isinstance(kind, Trained):
+                trained = [self.encoder(path.name) for path in paths]
+                if None not in trained and _differ(inputs, {key: trained}):
+                    return True
+        return False
+
+    def shown(self) -> Iterator[Path]:
+        for path, told, outputs in resolve.shown(self.experiment):
+            there = [output for output in outputs if output.exists()]
+            if there and not _is_made_by(told, path, there):
+                yield there[0]
+
+    def record(self, path: Path) -> dict[str, Any]:
+        """A JSON record; {} where there is none, or damaged, which whoever uses it will say."""
+        if path not in self._read:
+            self._read[path] = read_mapping(path)
+        return self._read[path]
+
+    def header(self, path: Path) -> dict[str, Any]:
+        """What a features file says about its making, likewise."""
+        if path not in self._read:
+            try:
+                self._read[path] = open_record(path) if path.exists() else {}
+            except UserError:
+                self._read[path] = {}
+        return self._read[path]
+
+    def index(self, shards: Path) -> str | None:
+        """Digest of shards; None where there are none."""
+        return self.record(shards / "index.json").get("digest")
+
+    def weights(self, run: Path) -> dict[str, str]:
+        """Checksums of the weights that a finished run promises."""
+        promised: dict[str, str] = self.record(run / "run.json").get("sha256", {})
+        return promised
+
+    def encoder(self, run: str) -> str | None:
+        """Checksum of a run's encoder; None where it has none."""
+        return self.weights(self.experiment.folder(run)).get("encoder.safetensors")
+
+
+def _differ(made: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
+    """Whether a record says another value than is asked for, where both say one."""
+    return any(made.get(key, value) != value for key, value in asked.items() if value is not None)
+
+
+def _is_made_by(told: SettingsFile, path: Path, outputs: Sequence[Path]) -> bool:
+    """Whether files were made after their resolved file, and that says what is asked for."""
+    try:
+        same = type(told).read(path).identity(path) == told.identity(path)
+    except UserError:
+        return False
+    written = path.stat().st_mtime_ns
+    return same and all(output.stat().st_mtime_ns >= written for output in outputs)

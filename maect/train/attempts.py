@@ -1,0 +1,123 @@
+"""What a run is computed by: on record for each attempt, and compared when the run resumes.
+
+`recipe.json` and, once finished, `run.json` have the history: an entry holds from its step on.
+None of it is part of the run's identity. Where all of it is the same, so are the bits.
+"""
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+
+from maect.core.context import Context
+from maect.core.settings import Settings, validated
+from maect.train.run_folder import noted, origin, write_noted
+
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+    "NCCL_ALGO",
+)  # fmt: skip
+"""Of the environment: each changes which instructions, or which order of sums, libraries take."""
+
+
+class Attempt(Settings):
+    """What computes a run from a step on."""
+
+    step: int = Field(ge=0)
+    """Updates that were done before."""
+    revision: str | None
+    """Of the source, where it is a checkout, with a checksum of what is not committed."""
+    versions: dict[str, str]
+    ranks: int = Field(gt=0)
+    threads: int | None
+    """Of each rank on a CPU: sums are split among them. None on GPUs."""
+    device: str
+    """Names of the ranks' devices, each once."""
+    instructions: str
+    """What PyTorch's own kernels use of the CPU, likewise."""
+    environment: dict[str, str]
+    """Those of `VARIABLES` that are set."""
+    compiled: bool
+    """Whether the blocks are compiled, which `compile: true` asks for."""
+
+    @classmethod
+    def now(cls, context: Context, step: int, compiled: bool) -> Self:
+        """Return what computes here; called on every rank."""
+        import torch
+
+        from maect.core.distributed import from_all, uses_gpus
+
+        on_gpu = uses_gpus()
+        device = torch.cuda.get_device_name() if on_gpu else _cpu_name()
+        seen = from_all([device, torch.backends.cpu.get_cpu_capability()])
+        devices, instructions = (", ".join(sorted(set(each))) for each in zip(*seen, strict=True))
+        made = origin()
+        return cls(
+            step=step,
+            revision=made["source_revision"],
+            versions=made["versions"],
+            ranks=context.world_size,
+            threads=None if on_gpu else torch.get_num_threads(),
+            device=devices,
+            instructions=instructions,
+            environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+            compiled=compiled,
+        )
+
+    def differences(self, before: "Attempt") -> Iterator[str]:
+        """Say how this attempt differs from the one before it, a sentence for each value."""
+        now, then = _flat(self), _flat(before)
+        for name in [*now, *(name for name in then if name not in now)]:
+            if now.get(name) != then.get(name):
+                last = "" if name in ("revision", "maect") else " in the last bits"
+                yield (
+                    f"resumes with {name} {_text(now.get(name))}, it was {_text(then.get(name))}: "
+                    f"the result may differ{last}"
+                )
+
+
+def attempts(folder: Path, step: int) -> list[Attempt]:
+    """Return what computed the first steps of a run; an attempt that saved none of them did not."""
+    where = f"{folder / 'recipe.json'}: attempts"
+    given = noted(folder).get("attempts", [])
+    history = [validated(Attempt, entry, where) for entry in given]
+    return [attempt for attempt in history if attempt.step < step]
+
+
+def threads_before(folder: Path, step: int) -> int | None:
+    """Return the threads of each rank that computed a run up to a step, if that is known."""
+    before = attempts(folder, step)
+    return before[-1].threads if before else None
+
+
+def note_attempt(folder: Path, attempt: Attempt) -> list[str]:
+    """Add an attempt to a run's history; return how it differs from the one before it."""
+    before = attempts(folder, attempt.step)
+    told = list(attempt.differences(before[-1])) if before else []
+    if told or not before:
+        before.append(attempt)
+    write_noted(folder, attempts=[one.model_dump(mode="json") for one in before])
+    return told
+
+
+def _text(value: Any) -> str:
+    return "not set" if value is None else str(value)
+
+
+def _flat(attempt: Attempt) -> dict[str, Any]:
+    values = attempt.model_dump(mode="json", exclude={"step", "versions", "environment"})
+    return values | attempt.versions | attempt.environment
+
+
+def _cpu_name() -> str:
+    """The processor's model, as the kernel calls it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

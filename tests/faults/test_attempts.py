@@ -1,0 +1,187 @@
+"""What a run is computed by is on record, compared when it resumes, and said in the terminal."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_lost_states import Job, run, stopped  # noqa: F401 (a fixture)
+
+from maect.core import distributed
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_record
+from maect.launch import record
+from maect.launch.launcher import _Launch
+from maect.launch.worker import Rank, RankFile
+from maect.train.attempts import Attempt, note_attempt, threads_before
+
+SEEN: dict[str, Any] = {
+    "step": 0, "revision": "a", "versions": {"torch": "2.0", "maect": "1"}, "ranks": 2,
+    "threads": 2, "device": "one", "instructions": "AVX2", "environment": {}, "compiled": True,
+}  # fmt: skip
+
+
+def attempt(**changes: Any) -> Attempt:
+    return Attempt.model_validate(SEEN | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"revision": "b"}, "resumes with revision b, it was a: the result may differ"),
+        ({"versions": {"torch": "2.1", "maect": "1"}}, "resumes with torch 2.1, it was 2.0"),
+        ({"ranks": 1}, "resumes with ranks 1, it was 2"),
+        ({"threads": 1}, "resumes with threads 1, it was 2"),
+        ({"device": "another"}, "resumes with device another, it was one"),
+        ({"instructions": "DEFAULT"}, "resumes with instructions DEFAULT, it was AVX2"),
+        (
+            {"environment": {"ONEDNN_MAX_CPU_ISA": "AVX2"}},
+            "resumes with ONEDNN_MAX_CPU_ISA AVX2, it was not set",
+        ),
+        ({"compiled": False}, "resumes with compiled False, it was True"),
+    ],
+    ids=str,
+)
+def test_another_machine_between_kill_and_resume(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    """Audit 6: another revision, version, CPU, limit, number of threads or compiler: one line."""
+    write_record(tmp_path / "recipe.json", {"fingerprint": "f"})
+    assert note_attempt(tmp_path, attempt()) == []
+    assert note_attempt(tmp_path, attempt(step=5)) == []
+    (line,) = note_attempt(tmp_path, attempt(step=9, **changes))
+    assert line.startswith(said) and "\n" not in line
+    history = read_json(tmp_path / "recipe.json")["attempts"]
+    assert [entry["step"] for entry in history] == [0, 9]
+    assert note_attempt(tmp_path, attempt(step=12, **changes)) == []
+    assert len(note_attempt(tmp_path, attempt(step=15))) == 1  # and back
+    # What was computed after a state that the run goes back to counts no more.
+    assert note_attempt(tmp_path, attempt(step=4)) == []
+    assert [entry["step"] for entry in read_json(tmp_path / "recipe.json")["attempts"]] == [0]
+
+
+@pytest.fixture
+def half(stopped: tuple[Path, Job], tmp_path: Path) -> dict[str, Any]:  # noqa: F811
+    """A run that saved and stopped at step 3 of 10, with one thread a rank."""
+    shutil.copytree(stopped[0] / "runs", tmp_path / "runs")
+    return stopped[1]("mae", "mae", folder=tmp_path / "runs")
+
+
+def resume(told: dict[str, Any], log: Path, **options: Any) -> str:
+    """What the log of a rank says that resumes and stops after a step."""
+    assert run(1, told, log=log, stop_at=4, **options) == ["requeue"]
+    return log.read_text()
+
+
+def edit(folder: str, **changes: Any) -> None:
+    """What an attempt on another machine would have noted."""
+    path = Path(folder) / "recipe.json"
+    told = read_json(path)
+    (first,) = told["attempts"]
+    write_record(path, told | {"attempts": [first | changes]})
+
+
+def test_a_resume_with_other_threads(half: dict[str, Any], tmp_path: Path) -> None:
+    """Audit 6: `--cpus 2` in place of 1 at the resume: it computes with one, as it began."""
+    said = resume(half, tmp_path / "log", cpus=2)
+    assert "1 thread a rank, as before, for the same bits, although 2 would do" in said
+    (only,) = read_json(Path(half["folder"]) / "recipe.json")["attempts"]
+    assert (only["step"], only["threads"]) == (0, 1)
+
+
+def test_a_machine_without_as_many_threads(half: dict[str, Any], tmp_path: Path) -> None:
+    """Audit 6: what the machine does not have is not used, and that is said."""
+    edit(half["folder"], threads=len(os.sched_getaffinity(0)) + 1)
+    assert "resumes with threads 1, it was " in resume(half, tmp_path / "log")
+    assert threads_before(Path(half["folder"]), 4) == 1
+
+
+def test_threads_that_are_meant_to_change(half: dict[str, Any], tmp_path: Path) -> None:
+    """Control: `--convert-world-size` takes the threads that are given, and says so."""
+    said = resume(half | {"convert_world_size": True}, tmp_path / "log", cpus=2)
+    assert "resumes with threads 2, it was 1" in said
+
+
+def test_another_revision_and_cpu(half: dict[str, Any], tmp_path: Path) -> None:
+    """Audit 6: real resumes say what was edited into the record, and keep both in the history."""
+    edit(half["folder"], revision="0f5cb94", instructions="VSX", device="a loom")
+    said = resume(half, tmp_path / "log")
+    for name, before in (("revision", "0f5cb94"), ("instructions", "VSX"), ("device", "a loom")):
+        assert f"resumes with {name} " in said and f", it was {before}: " in said
+    history = read_json(Path(half["folder"]) / "recipe.json")["attempts"]
+    assert [entry["step"] for entry in history] == [0, 3]
+    assert history[1]["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert run(1, half, log=tmp_path / "log") == ["done"]
+    finished = read_json(Path(half["folder"]) / "run.json")
+    assert finished["attempts"] == history
+
+
+def uncompiled(context: Any, **job: Any) -> str:
+    """A training where nothing can be compiled."""
+    from ranks import train
+
+    def refuse(*_: Any, **__: Any) -> Callable[..., Any]:
+        raise RuntimeError("no compiler\nat all")
+
+    torch.compile = refuse
+    return str(train(context, **job))
+
+
+def test_a_compiler_that_is_gone(
+    stopped: tuple[Path, Job],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Audit 6: `compile: true` where nothing compiles: recorded, said, and said at the resume."""
+    told = stopped[1]("mae", "mae", folder=tmp_path / "runs", compile=True)
+    told["function"] = uncompiled
+    assert "compile: true is not possible here (no compiler): computed without" in resume(
+        told, tmp_path / "log"
+    )
+    (entry,) = read_json(tmp_path / "runs/mae/recipe.json")["attempts"]
+    assert entry["compiled"] is False
+    edit(told["folder"], compiled=True)
+    (tmp_path / "log").write_text("")
+    assert run(1, told, log=tmp_path / "log", stop_at=6) == ["requeue"]
+    assert "resumes with compiled False, it was True" in (tmp_path / "log").read_text()
+
+
+def test_the_terminal_says_it(tmp_path: Path) -> None:
+    """Audit 6: what a rank says to people is shown by the launcher, each sentence once."""
+    job = record.new_job(tmp_path, "local", 1, None)
+    record.make_job_folder(tmp_path, job.name)
+    file = RankFile(tmp_path, job.name, 0, "1", 0.0, 1)
+    nothing: Any = None
+    rank = Rank(0, 0, 1, 1, 0, 1, False, tmp_path, job.name, 0, nothing, file)
+    shown: list[str] = []
+    line: Any = SimpleNamespace(say=shown.append)
+    launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing)
+    launcher.tell(job)
+    rank.say("resumes with threads 1, it was 2")
+    launcher.tell(job)
+    rank.say("resumes with revision b, it was a")
+    launcher.tell(job)
+    launcher.tell(job)
+    assert shown == ["resumes with threads 1, it was 2", "resumes with revision b, it was a"]
+
+
+@pytest.mark.parametrize("value", ["1", "0", None])
+def test_tf32_by_the_environment(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    """Audit, unclear: `NVIDIA_TF32_OVERRIDE=1` is refused where GPUs are to be deterministic."""
+    monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda _: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NVIDIA_TF32_OVERRIDE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if value is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", value)
+    if value == "1":
+        with pytest.raises(UserError, match="NVIDIA_TF32_OVERRIDE=1"):
+            distributed.be_deterministic()
+    else:
+        distributed.be_deterministic()
+        assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"

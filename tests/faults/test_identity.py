@@ -1,0 +1,267 @@
+"""Results that are not what is asked for are found by what lies in their folder, from anywhere."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from maect.core.files import read_json, sha256_file, write_record
+from maect.data.shards import shard
+from maect.evaluate import Features
+from maect.evaluate.run import job_of, provenance
+from maect.evaluate.store import write_features
+from maect.experiment import Experiment, load, resolve
+from maect.experiment.outdated import outdated
+from maect.experiment.shards import note_own
+from maect.train.run_folder import fingerprint
+
+ROOT = Path(__file__).parents[2]
+ASKED: dict[str, Any] = {
+    "storage": "results",
+    "datasets": {"mine": {"resize": 16, "splits": {}}},
+    "runs": {
+        "mae": {"recipe": "mae", "size": "tiny"},
+        "head": {"recipe": "head_min", "size": "tiny", "from": "mae"},
+    },
+    "evaluate": [{"runs": ["mae"], "protocols": ["knn", "clustering"]}],
+    "tables": ["clustering"],
+    "figures": ["pipeline"],
+}
+
+
+def write(folder: Path, **changes: Any) -> Experiment:
+    """The experiment in a folder, with other top-level keys."""
+    told = copy.deepcopy(ASKED) | {"storage": str(folder / "results")} | changes
+    splits = {split: {"images": str(folder / "images" / split)} for split in ("train", "val")}
+    for dataset in told["datasets"].values():
+        dataset["splits"] = splits | dataset["splits"]
+    (folder / "mine.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    return load(str(folder / "mine.yaml"))
+
+
+def train(found: Experiment, name: str, bits: bytes = b"") -> None:
+    """What a run leaves: its record as it is, weights of a few bytes."""
+    told, folder = resolve.run_config(found, name), found.folder(name)
+    given = told.stage, told.settings, told.encoder, told.seed
+    data = read_json(told.shards / "index.json")["digest"]
+    weights = [folder / file for file in told.settings.leaves]
+    for path in weights:
+        path.write_bytes(f"{name} {path.name} ".encode() + bits)
+    record = {
+        "run": name, "stage": told.stage, "seed": told.seed,
+        "fingerprint": fingerprint(folder, *given, data, told.source),
+        "recipe": told.settings.model_dump(mode="json"),
+        "encoder": told.encoder.model_dump(mode="json"),
+        "source": told.source and told.source.name,
+        "files": [path.name for path in weights],
+        "sha256": {path.name: sha256_file(path) for path in weights},
+    }  # fmt: skip
+    write_record(folder / "run.json", record)
+
+
+def extract(found: Experiment, split: str) -> None:
+    kind = Features(split)
+    record = {
+        "encoder_sha256": sha256_file(found.folder("mae") / "encoder.safetensors"),
+        "index_digest": read_json(found.shards("mine", split) / "index.json")["digest"],
+        "norm": kind.norm,
+        "precision": found.spec.features,
+        "resize": resolve.resize_stated(found, "mae", "mine"),
+        "class_names": ["a", "b"],
+    }
+    path = resolve.features_file(found, "mae", "mine", kind)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = np.zeros((2, 2), np.float32)
+    labels = np.zeros(2, np.int64)
+    write_features(path, [rows], width=2, labels=labels, keys=["a", "b"], record=record)
+
+
+def evaluate(found: Experiment, name: str) -> None:
+    told, path = (
+        resolve.evaluation_config(found, "mae", name),
+        found.root / f"evaluations/mae/{name}.yaml",
+    )
+    encoder = sha256_file(found.folder("mae") / "encoder.safetensors")
+    result = {
+        "metrics": {},
+        "settings": told.settings.model_dump(mode="json") | {"resize": told.resize},
+        "provenance": provenance(job_of(told, path), told.settings, 1, encoder),
+    }
+    if told.settings.leaves:
+        path.with_suffix(".safetensors").write_bytes(b"left")
+    write_record(path.with_suffix(".json"), result)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images, experiment and complete results, in the order of their making."""
+    folder = tmp_path_factory.mktemp("finished")
+    for number in range(8):
+        path = folder / "images" / ("train" if number < 4 else "val") / "ab"[number % 2]
+        path.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (30 * number, 9, 9)).save(path / f"{number}.png")
+    found = write(folder)
+    for _, split in found.splits:
+        own = found.own_shards("mine", split)
+        own.mkdir(parents=True)
+        note_own(own, found.made_of("mine", split))
+        shard(found.images("mine", split), own, "folder", 1)
+    for path, told in resolve.files(found):
+        told.write(path)
+    for name in found.runs:
+        train(found, name)
+    for split in ("train", "val"):
+        extract(found, split)
+    for name in ("knn", "clustering"):
+        evaluate(found, name)
+    for _, _, outputs in resolve.shown(found):
+        for path in outputs:
+            path.write_text("made")
+    return folder
+
+
+@pytest.fixture
+def place(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, as `cp -a` makes one."""
+    copied = tmp_path / "copy"
+    shutil.copytree(finished, copied, copy_function=shutil.copy2)
+    write(copied)
+    return copied
+
+
+def found_in(folder: Path, **changes: Any) -> set[str]:
+    found = write(folder, **changes)
+    return {str(path.relative_to(found.root)) for path in outdated(found)}
+
+
+def runs(**changes: Any) -> dict[str, Any]:
+    return {"runs": ASKED["runs"] | {"mae": ASKED["runs"]["mae"] | {"set": changes}}}
+
+
+FEATURES = {f"features/mae/mine-{split}.safetensors" for split in ("train", "val")}
+EVALUATIONS = {f"evaluations/mae/{name}.json" for name in ("knn", "clustering")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, set()),
+        ({"look": {"every_epochs": 7}}, set()),
+        (runs(crop_scale=[0.25, 1.0]), {"runs/mae/run.json"}),
+        (runs(zero_stage=0), set()),
+        ({"features": "bf16"}, FEATURES),
+        ({"protocols": {"knn": {"k": 7}}}, {"evaluations/mae/knn.json"}),
+        ({"datasets": {"mine": {"resize": 20, "splits": {}}}}, FEATURES | EVALUATIONS),
+        (
+            {"datasets": {"mine": {"resize": 16, "splits": {"val": {"shards": 2}}}}},
+            {"shards/mine/val/plan.json"},
+        ),
+        ({"tables": []}, {"claims.csv", "summary.html", "report.html"}),
+    ],
+    ids=(
+        "nothing",
+        "how often it is looked at",
+        "a recipe",
+        "how it is computed",
+        "precision",
+        "a protocol",
+        "resizing",
+        "number of shards",
+        "tables",
+    ),  # fmt: skip
+)
+def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: set[str]) -> None:
+    """Audit 4: after a change of the file, exactly what it changes is found, in a copy as well."""
+    if "val" in str(changes):
+        splits = changes["datasets"]["mine"]["splits"]
+        splits["val"] = {"images": str(place / "images/val"), "shards": 2}
+    assert found_in(place, **changes) == expected
+
+
+def test_an_encoder_was_replaced(place: Path) -> None:
+    """Audit 11: features and evaluations of the encoder before, and what started from it."""
+    train(write(place), "mae", b"trained again")
+    assert found_in(place) == {*FEATURES, *EVALUATIONS, "runs/head/run.json"}
+
+
+def test_features_were_exchanged(place: Path) -> None:
+    """Audit 11: features of train and val under each other's name, made of the same encoder."""
+    train_file, val_file = (place / "results" / name for name in sorted(FEATURES))
+    train_file.rename(place / "aside")
+    val_file.rename(train_file)
+    (place / "aside").rename(val_file)
+    assert found_in(place) >= FEATURES | {"evaluations/mae/knn.json"}
+
+
+def test_shards_of_other_images(place: Path) -> None:
+    """Shards made again of other images, with the times of before: all that read them is found."""
+    index = place / "results/shards/mine/train/index.json"
+    record, times = read_json(index), index.stat()
+    write_record(index, record | {"digest": "0" * 64})
+    os.utime(index, ns=(times.st_atime_ns, times.st_mtime_ns))
+    expected = {"runs/mae/run.json", "runs/head/run.json", "features/mae/mine-train.safetensors"}
+    assert found_in(place) >= expected
+
+
+def test_what_is_gone_is_no_difference(place: Path) -> None:
+    """Without shards, features or a source nothing can be said of what was made of them."""
+    for name in ("shards", "features", "runs/mae"):
+        shutil.rmtree(place / "results" / name)
+    assert found_in(place) == set()
+
+
+def test_a_table_was_to_be_made_again_and_was_not(place: Path) -> None:
+    """A start wrote what a table is told and was killed: the table is of before."""
+    (place / "results/tables/clustering.yaml").touch()
+    assert found_in(place) == {"tables/clustering.csv"}
+    (place / "results/tables/clustering.yaml").unlink()
+    assert found_in(place) == {"tables/clustering.csv"}
+
+
+def plan(folder: Path, stand: Path) -> tuple[dict[str, str], str]:
+    """What a dry run from a folder would run, and what it says."""
+    stand.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile"), "-n"]
+    command += ["--profile", str(ROOT / "cluster_profiles/local"), "--directory", str(stand)]
+    command += ["--config", f"experiment={folder / 'mine.yaml'}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=stand)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    said = done.stdout + done.stderr
+    return dict(re.findall(r"(?m)^(\w+) +(\d+)$", done.stdout)), said
+
+
+def test_the_same_answer_from_anywhere(place: Path, tmp_path: Path) -> None:
+    """Audit 4: settings changed, no `.snakemake` where one stands, the folder is a copy.
+
+    A dry run writes nothing.
+    """
+    before = {path: path.stat().st_mtime_ns for path in (place / "results").rglob("*")}
+    jobs, said = plan(place, tmp_path / "here")
+    assert jobs == {} and "Nothing to be done" in said
+    write(place, **runs(epochs=7))
+    asked = {"pretrain": "1", "features": "2", "knn": "1", "clustering": "1"}
+    jobs, said = plan(place, tmp_path / "elsewhere")
+    assert asked.items() <= jobs.items() and "runs/mae/run.json" in said
+    assert "head" not in jobs  # nothing that is asked for needs it
+    after = {path: path.stat().st_mtime_ns for path in (place / "results").rglob("*")}
+    assert after == before
+
+
+def test_snakemake_is_not_asked_what_it_remembers() -> None:
+    """No profile lets arguments or input lists of `.snakemake` decide."""
+    for name in ("local", "slurm"):
+        text = (ROOT / "cluster_profiles" / name / "config.yaml").read_text()
+        assert "rerun-triggers: [mtime]" in text
+    assert "digest" not in json.dumps(
+        [path.read_text() for path in (ROOT / "workflow/rules").glob("*.smk")]
+    )

@@ -1,0 +1,120 @@
+"""A run whose states are gone ends in a line, and keeps what says so."""
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maect.core.errors import UserError
+from maect.core.files import read_json, write_record
+from maect.launch import Resources
+from maect.tools import clean, jobs
+from maect.tools.jobs import Where
+from maect.train.run_folder import check_not_lost, noted, remove_states
+
+TRAINING = Path(__file__).parents[1] / "unit/train"
+sys.path.append(str(TRAINING))
+
+from ranks import run  # noqa: E402
+
+found = importlib.util.spec_from_file_location("tiny_trainings", TRAINING / "conftest.py")
+assert found and found.loader
+tiny = importlib.util.module_from_spec(found)
+found.loader.exec_module(tiny)
+
+Job = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Job]:
+    """A run of ten steps that saved and stopped at the third."""
+    root = tmp_path_factory.mktemp("stopped")
+    job = tiny.job_maker(root, tiny.noise_shards(root, 40))
+    assert run(1, job("mae", "mae"), log=root / "log", stop_at=3) == ["requeue"]
+    return root, job
+
+
+@pytest.fixture
+def purged(stopped: tuple[Path, Job], tmp_path: Path) -> dict[str, Any]:
+    """Arguments of that run, in a copy without the files of its states."""
+    root, job = stopped
+    shutil.copytree(root / "runs", tmp_path / "runs")
+    told = job("mae", "mae", folder=tmp_path / "runs")
+    for path in (tmp_path / "runs/mae/state").rglob("*"):
+        if path.is_file():
+            path.unlink()
+    return told
+
+
+def entries(folder: Path) -> int:
+    return len((folder / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_purge_took_the_states(purged: dict[str, Any], tmp_path: Path) -> None:
+    """Audit 5: all files below `state` are gone, and the run says that it saved one."""
+    folder = Path(purged["folder"])
+    ended = run(1, purged, log=tmp_path / "log")
+    assert ended.startswith("UserError") and str(folder / "state") in ended
+    assert "step 3" in ended and "recipe.json" in ended and "\n" not in ended
+    assert entries(folder) == 3 and noted(folder)["saved"] == 3
+
+
+def test_only_the_record_of_the_job_knows(purged: dict[str, Any], tmp_path: Path) -> None:
+    """Audit 5: `job.json` says step 3, and `recipe.json` is of before the first save."""
+    folder = Path(purged["folder"])
+    recipe = read_json(folder / "recipe.json")
+    write_record(folder / "recipe.json", {k: v for k, v in recipe.items() if k != "saved"})
+    ended = run(1, purged, log=tmp_path / "log", saved_before=3)
+    assert ended.startswith("UserError") and "step 3" in ended and entries(folder) == 3
+
+
+def test_only_the_log_is_left(purged: dict[str, Any], tmp_path: Path) -> None:
+    """Audit 5: neither states nor recipe.json; a log of somebody's training is not cut short."""
+    folder = Path(purged["folder"])
+    (folder / "recipe.json").unlink()
+    ended = run(1, purged, log=tmp_path / "log")
+    assert ended.startswith("UserError") and "metrics.jsonl" in ended and entries(folder) == 3
+
+
+def test_it_ends_before_it_queues(purged: dict[str, Any]) -> None:
+    """Audit 5: the command itself ends; no job waits for a node to find it out."""
+    here = Where(Resources(devices=1), nodes="1")
+    with pytest.raises(UserError, match="no state"):
+        jobs._as_saved(Path(purged["folder"]), 1, here)
+
+
+def test_the_cure_that_it_names(purged: dict[str, Any], tmp_path: Path) -> None:
+    """Audit 5: what the message says to delete is enough to begin anew."""
+    folder = Path(purged["folder"])
+    for name in ("recipe.json", "job.json", "metrics.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    assert run(1, purged, log=tmp_path / "log", stop_at=1) == ["requeue"]
+
+
+def test_a_kill_before_the_first_save(stopped: tuple[Path, Job], tmp_path: Path) -> None:
+    """Control: a run that has a log and saved nothing begins anew by itself."""
+    told = stopped[1]("mae", "mae", folder=tmp_path / "runs")
+    with pytest.raises(RuntimeError):
+        run(1, told, log=tmp_path / "log", kill_at=2)
+    assert entries(tmp_path / "runs/mae") and "saved" not in noted(tmp_path / "runs/mae")
+    assert run(1, told, log=tmp_path / "log", stop_at=1) == ["requeue"]
+
+
+@pytest.mark.parametrize("how", ["the training itself", "maect clean"])
+def test_states_that_were_removed_on_purpose(tmp_path: Path, how: str) -> None:
+    """Control: a finished run whose states maect has removed may be trained again."""
+    folder = tmp_path / "runs/mae"
+    (folder / "state/step-000000003").mkdir(parents=True)
+    (folder / "state/step-000000003/state.json").write_text("{}")
+    write_record(folder / "recipe.json", {"fingerprint": "f", "saved": 3})
+    write_record(folder / "run.json", {"files": [], "sha256": {}})
+    if how == "maect clean":
+        clean.clean(tmp_path, remove=True)
+    else:
+        remove_states(folder)
+    assert not (folder / "state").exists() and noted(folder) == {"fingerprint": "f"}
+    check_not_lost(folder)
