@@ -7,7 +7,5 @@ fi
 if [ -e /sys/class/net/ib0 ]; then
     export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 fi
-# Blocks of GPU memory that grow leave fewer gaps.
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 # Compute nodes have no internet: nothing may try.
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false

@@ -9,4 +9,6 @@ if [ "${SYSTEMNAME:-}" = juwelsbooster ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; th
     MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)i"
     export MASTER_ADDR
 fi
+# Links between cells come and go: the longest wait, 17 s, tried seven times, is less than the trainer's.
+export NCCL_IB_TIMEOUT=22
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

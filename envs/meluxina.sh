@@ -2,6 +2,6 @@
 # `source envs/meluxina.sh` there before `make install`; every job sources it on its nodes.
 # Not checked on site: `module av Python` lists what there is.
 if command -v module > /dev/null; then
-    module load Python # .venv is made with this Python: name its version once it works
+    module load env/release/2024.1 Python # .venv is made with this Python: keep the release
 fi
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -6,12 +6,14 @@ The one module of `core` that imports torch. Without a process group every excha
 import ctypes
 import json
 import os
+import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ from maect.core.errors import NodeError, UserError
 STEP_TIMEOUT = timedelta(minutes=30)
 # A rank may wait for another one that works on its share of an evaluation for hours.
 SHARE_TIMEOUT = timedelta(hours=12)
+FIRST_EXCHANGE = timedelta(minutes=3)
+"""From when all ranks are there: NCCL may wait for ever at an interface that leads nowhere."""
 DRIVER = Path("/proc/driver/nvidia/version")
-
+_NO_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED", re.IGNORECASE)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -86,6 +90,15 @@ def _cpu_is_asked_for() -> bool:
     return os.environ.get("DS_ACCELERATOR") == "cpu"
 
 
+def driver() -> str:
+    """Version of this node's NVIDIA driver, as far as the kernel says it: 580.95.05, or ""."""
+    try:
+        found = re.search(r"\b[0-9]{3}\.[0-9.]+\b", DRIVER.read_text().splitlines()[0])
+    except (OSError, IndexError):
+        return ""
+    return found[0] if found else ""
+
+
 def _no_gpu() -> str:
     """Why torch can use no GPU, with the versions that decide it, in a line."""
     try:
@@ -93,14 +106,10 @@ def _no_gpu() -> str:
         reason = "no device"
     except (RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split()).partition(". ")[0].rstrip(".")
-    try:
-        driver = DRIVER.read_text().splitlines()[0].partition(":")[2].strip()
-    except (OSError, IndexError):
-        driver = "none loaded"
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     return (
         f"the job was given GPUs, and torch {torch.__version__}, built for {built}, can use none: "
-        f"{reason} (driver: {driver}; "
+        f"{reason} (driver: {driver() or 'none loaded'}; "
         f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); for an older "
         "driver install wheels of an older CUDA (docs/gpu.md), or set DS_ACCELERATOR=cpu to "
         "compute on CPUs"
@@ -110,13 +119,20 @@ def _no_gpu() -> str:
 def join(context: Context, backend: str, timeout: timedelta) -> None:
     """Join the process group, where the launcher lets the ranks meet.
 
+    Args:
+        context: of this rank; it fails if nothing can be exchanged within `FIRST_EXCHANGE`.
+        backend: of torch.distributed.
+        timeout: of an exchange, and of waiting for ranks that start late.
+
     Raises:
         NodeError: two ranks have one GPU, which NCCL refuses with less to go by.
     """
-    if not dist.is_initialized():
-        store = context.store(timeout)
-        if "nccl" in backend:
-            _check_own_gpu(context, store)
+    if dist.is_initialized():
+        return
+    store = context.store(timeout)
+    if "nccl" in backend:
+        _check_own_gpu(context, store)
+    with _in_time(context, store):
         # Communicators begin here, where what is wrong with them is plain, not in the first step.
         only_gpus = backend == "nccl"
         gpu = torch.device("cuda", torch.cuda.current_device()) if only_gpus else None
@@ -128,12 +144,71 @@ def join(context: Context, backend: str, timeout: timedelta) -> None:
             timeout=timeout,
             device_id=gpu,
         )
+        barrier()
+
+
+@contextmanager
+def _in_time(context: Context, store: dist.Store) -> Iterator[None]:
+    """Wait until every rank is there, and then for as long as `FIRST_EXCHANGE` for the block."""
+    if context.world_size == 1:
+        yield
+        return
+    store.set(f"here-{context.rank}", "")
+    store.wait([f"here-{rank}" for rank in range(context.world_size)])
+    minutes = FIRST_EXCHANGE.total_seconds() / 60
+    error = NodeError(
+        f"all {context.world_size} ranks have started, but they exchanged nothing within "
+        f"{minutes:.3g} minutes; name the nodes' network interface in the setup script: "
+        "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME",
+        ranks=(),
+    )
+    timer = Timer(FIRST_EXCHANGE.total_seconds(), lambda: context.fail(error))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave() -> None:
     """End a job's group of GPUs: NCCL may wait for others when a process just ends."""
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dist.destroy_process_group()
+
+
+def _in_general(said: str) -> str:
+    return f"out of memory: {said}; end other programs on the GPU, or take one with more memory"
+
+
+@contextmanager
+def memory_told(explain: Callable[[str], str] = _in_general) -> Iterator[None]:
+    """Turn every error of memory that is too small, pinned or a device's, into one line.
+
+    Args:
+        explain: makes the line of what PyTorch, cuBLAS, cuDNN, NCCL or CUDA itself said.
+
+    Raises:
+        NodeError: with that line; another attempt would end the same.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (said := memory_fault(error)) is None:
+            raise
+        raise NodeError(explain(said)) from error
+
+
+def memory_fault(error: RuntimeError) -> str | None:
+    """What an error says of memory that is too small, in one line; None: it says nothing of it.
+
+    Only PyTorch's own allocator raises `torch.OutOfMemoryError`.
+    """
+    said = next((line for line in str(error).splitlines() if _NO_MEMORY.search(line)), None)
+    if said is None and not isinstance(error, torch.OutOfMemoryError):
+        return None
+    said = said or str(error)
+    return ". ".join(said.split(". ")[1:3]) or said
 
 
 def _check_own_gpu(context: Context, store: dist.Store) -> None:

@@ -151,6 +151,7 @@ def finite(features: Tensor, run: Path) -> None:
         )
 
 
+@distributed.memory_told()
 def extract(
     context: Context,
     *,

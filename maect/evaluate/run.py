@@ -43,8 +43,11 @@ def evaluate(context: Context, *, config: str | Path, digest: str | None = None)
     Raises:
         UserError: a file, setting or input that the protocol cannot use.
     """
+    from maect.core.distributed import memory_told
+
     resolved = EvaluationConfig.read(config, submitted=digest)
-    return run(context, job_of(resolved, Path(config)), resolved.settings)
+    with memory_told():
+        return run(context, job_of(resolved, Path(config)), resolved.settings)
 
 
 def job_of(resolved: EvaluationConfig, config: Path) -> EvaluationJob:

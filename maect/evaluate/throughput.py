@@ -328,11 +328,15 @@ def largest_batch(steps: Callable[[int], Step], device: torch.device) -> int:
 def _fits(steps: Callable[[int], Step], size: int) -> bool:
     import torch
 
+    from maect.core.distributed import memory_fault
+
     try:
         step = steps(size)
         step()  # a second one has the optimizer's moments
         step()
-    except torch.cuda.OutOfMemoryError:
+    except RuntimeError as error:
+        if memory_fault(error) is None:
+            raise
         return False
     finally:
         torch.cuda.empty_cache()

@@ -104,9 +104,19 @@ def _found(key: str, value: Any) -> Any:
 
 
 def like_slurm(jobs: Jobs) -> dict[str, Any]:
-    """Return all options of the common SLURM profile, with a site's jobs in place of its own."""
+    """Return all options of the common SLURM profile, with a site's jobs in place of its own.
+
+    What is usual for a rule is cut to the site's wall limit, which is that of its trainings.
+    """
     common = yaml.safe_load(SLURM.read_text(encoding="utf-8"))
     usual: Jobs = common["__variables__"]["jobs"]
+    if wall := jobs.get("training", {}).get("runtime"):
+        usual = {
+            name: {**values, "runtime": min(wall, values["runtime"])}
+            if "runtime" in values
+            else values
+            for name, values in usual.items()
+        }
     options = {key: value for key, value in common.items() if key[:2] != "__" and key != "<"}
     names = dict.fromkeys((*usual, *jobs))
     return options | by_rule(

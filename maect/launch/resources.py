@@ -253,7 +253,7 @@ def gpu_here() -> str:
         asked = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
         name, mebibytes = asked.stdout.splitlines()[0].rsplit(",", 1)
         # The name may say another memory: that of the CPU beside a GH200.
-        name = re.sub(r"[0-9]+ ?GB", "", name.replace("-", " "))
+        name = re.sub(r"\b[0-9]+ ?GB?\b", "", name.replace("-", " "))
         return f"{' '.join(name.split())} {round(int(mebibytes) / 1024)}GB"
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return ""

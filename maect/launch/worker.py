@@ -330,6 +330,8 @@ def _join(
         "MASTER_ADDR": rendezvous.meeting.address,
         "OMP_NUM_THREADS": str(context.cpus),
     }
+    # Blocks of GPU memory that grow leave fewer gaps.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if len(hosts) == 1 and Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # not the interface to the network
     if environment.name() == "local":

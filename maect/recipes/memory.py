@@ -30,8 +30,12 @@ FRAGMENTS = 1.05
 
 def gpu_memory(name: str) -> float | None:
     """Bytes of a GPU that a name such as A100-40GB gives, less what the driver takes; or None."""
-    given = re.search(r"\b([0-9]+) ?GB\b", name.replace("-", " "))
-    return None if given is None else 0.98 * GIB * int(given[1])
+    given = re.search(r"\b([0-9]+) ?GB?\b", name.replace("-", " "))
+    if given is None:
+        return None
+    # These name the memory of the CPU beside them.
+    size = 96 if "GH200" in name and int(given[1]) in (120, 480) else int(given[1])
+    return 0.98 * GIB * size
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import Field, SerializeAsAny
 
 from maect.core.context import Context
-from maect.core.errors import NodeError, UserError, check_names
+from maect.core.errors import UserError, check_names
 from maect.core.files import read_mapping
 from maect.core.settings import LocalPath, SettingsFile, digest, later, validated
 from maect.recipes import Encoder, Look
@@ -133,16 +133,14 @@ def train(
         UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
         NodeError: the device's memory is too small, or others have a part of it.
     """
-    import torch
-
-    from maect.core.distributed import leave
+    from maect.core.distributed import leave, memory_told
     from maect.train import trainer
 
     told = RunConfig.read(config, submitted=digest)
     stage, shards = told.training(config)
     stage = stage.model_copy(update=computed)
     folder = Path(config).absolute().parent
-    try:
+    with memory_told(lambda said: _too_large(stage, told.encoder, context.world_size, said)):
         verdict = trainer.train(
             context,
             trainer.Run(
@@ -154,20 +152,17 @@ def train(
             stage_to=stage_to,
             replay=replay,
         )
-        leave()
-        return verdict
-    except torch.OutOfMemoryError as error:
-        raise NodeError(_too_large(stage, told.encoder, context.world_size, error)) from error
+    leave()
+    return verdict
 
 
-def _too_large(stage: Training, encoder: Encoder, ranks: int, error: Exception) -> str:
+def _too_large(stage: Training, encoder: Encoder, ranks: int, said: str) -> str:
     """What to do about a device whose memory is too small, as it will be at the next attempt."""
-    numbers = ". ".join(str(error).split(". ")[1:3])
     share = stage.batch_size // (ranks * stage.accumulation)
     expected = stage.peak_memory(encoder, ranks) / GIB
     return (
         f"out of GPU memory with {share} images on each of {ranks} ranks, where {expected:.0f} GiB "
-        f"were expected: {numbers}; say in the profile what a GPU is (`gpu`), or set "
+        f"were expected: {said}; say in the profile what a GPU is (`gpu`), or set "
         "activation_checkpointing: true or (not with an NNCLR head) a larger accumulation, or take "
         "more nodes: the run goes on from its last state, with --convert-world-size on more nodes"
     )

@@ -33,6 +33,8 @@ SNAKEMAKES = ("mem_mib",)
 """Resources of Snakemake's own that are called nearly as one of ours."""
 FLAGS = {"ntasks_per_node": "ntasks-per-node", "cpus_per_task": "cpus-per-task"}
 TRIAL_MINUTES = 15
+DRIVERS = {12: 525, 13: 580}
+"""NVIDIA's driver that each CUDA needs."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,12 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     on_slurm = largest.get("cluster") == "slurm"
     note([*software(), *misspelt(rules)])
     note(storage(experiment))
+    said = driver_of(profile)
     if on_slurm:
-        note([*setup_script(rules), *requests(rules)])
+        note([*driver(said), *setup_script(rules), *requests(rules)])
     if try_job and not any(finding.kind == "FAIL" for finding in findings):
         trial = resources(largest | {"runtime": TRIAL_MINUTES}, 2 if on_slurm else 1)
-        note(run_probe(experiment.root, trial))
+        note(run_probe(experiment.root, trial, said))
     failed = sum(finding.kind == "FAIL" for finding in findings)
     if failed:
         raise UserError(f"{failed} of {len(findings)} checks failed")
@@ -114,6 +117,12 @@ def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
         }
     except (OSError, yaml.YAMLError, YteError, LookupError, AttributeError, TypeError) as error:
         raise UserError(f"{file}: not a cluster profile ({error})") from None
+
+
+def driver_of(profile: Path) -> int | None:
+    """NVIDIA's driver at a site, as its profile says."""
+    said = yaml.safe_load((profile / "config.yaml").read_text(encoding="utf-8"))
+    return (said.get("__variables__") or {}).get("driver")
 
 
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
@@ -157,6 +166,23 @@ def software() -> list[Finding]:
     built = name.startswith("native")
     hint = "" if built else "optional; `python -P -m maect.data.native.build` says what is missing"
     return [*out, Finding("note", f"JPEG decoder: {name}", hint)]
+
+
+def driver(said: int | None) -> list[Finding]:
+    """Whether the installed PyTorch runs with the driver that the profile says."""
+    import torch
+
+    if torch.version.cuda is None:
+        return [Finding("note", f"torch {torch.__version__} is built without CUDA")]
+    needed = DRIVERS.get(int(torch.version.cuda.partition(".")[0]), 0)
+    what = f"torch for CUDA {torch.version.cuda} needs NVIDIA driver {needed}"
+    if said is None:
+        hint = "`nvidia-smi` on a compute node shows it: write the number as `driver` there"
+        return [Finding("note", f"{what}; the profile does not say the site's", hint)]
+    if said < needed:
+        hint = "install wheels of an older CUDA: docs/gpu.md, Drivers"
+        return [Finding("FAIL", f"{what}; the site has {said}", hint)]
+    return [Finding("ok", f"{what}; the site has {said}")]
 
 
 def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
@@ -301,7 +327,7 @@ def _features(experiment: Experiment) -> set[tuple[str, Features]]:
     }
 
 
-def run_probe(root: Path, wanted: Resources) -> list[Finding]:
+def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[Finding]:
     """Run the job in the experiment's own storage and judge what its ranks saw."""
     root.mkdir(parents=True, exist_ok=True)
     folder = root / f".doctor-{os.getpid()}-{int(time.time())}"
@@ -315,13 +341,13 @@ def run_probe(root: Path, wanted: Resources) -> list[Finding]:
     except LaunchError as error:
         hint = f"logs: {folder}; the last lines say why, often the setup script or the network"
         return [Finding("FAIL", f"job on {where}: {error}", hint)]
-    findings = judge(read_json(result))
+    findings = judge(read_json(result), driver)
     shutil.rmtree(folder, ignore_errors=True)
     return findings
 
 
-def judge(seen: dict[str, Any]) -> list[Finding]:
-    """What the ranks' reports mean."""
+def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
+    """What the ranks' reports mean, where the profile says a driver."""
     ranks, count = seen["ranks"], len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
     where = counted(len({r["node"] for r in ranks}), "node")
@@ -335,6 +361,12 @@ def judge(seen: dict[str, Any]) -> list[Finding]:
         out.append(Finding("ok", f"{devices} GPUs a node: {names}"))
     else:
         out.append(Finding("note", "no GPU: ranks run on the CPU"))
+    for found in sorted({r["driver"] for r in ranks if devices and r["driver"]}):
+        if driver is not None and int(found.partition(".")[0]) < driver:
+            what, hint = f"NVIDIA driver {found}, not {driver}", "correct `driver` in the profile"
+            out.append(Finding("FAIL", what, hint))
+        else:
+            out.append(Finding("ok", f"NVIDIA driver {found}"))
     kind = "NCCL" if devices else "gloo"
     if all(r["sum"] == count * (count - 1) / 2 for r in ranks):
         slowest = min(r["gigabytes"] for r in ranks)

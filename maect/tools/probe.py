@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from maect.core.distributed import left_in_peace
+from maect.core.distributed import driver, left_in_peace
 from maect.core.files import write_json
 from maect.stages import load_recipe
 
@@ -37,6 +37,7 @@ def probe(context: Any, folder: str) -> str:
             "node": context.node,
             "devices": _device_ids(torch) if cuda else [],
             "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "driver": driver(),
             "sum": own.item(),
             "files": _files_seen(context, Path(folder)),
             "gigabytes": _bandwidth(device),

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maect.core.context import Context
-from maect.core.distributed import from_rank_0, sum_scalars
+from maect.core.distributed import STEP_TIMEOUT, from_rank_0, sum_scalars
 from maect.core.errors import SupersededError, UserError
 from maect.core.files import (
     atomic_write,
@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 PARAM, AVERAGE = "param", "ema"
 """Kinds of values in a state; the others are the optimizer's: `exp_avg`, `exp_avg_sq`."""
 KEPT = 2
-_WAIT_FOR_RANKS = 1800.0
+# The ranks whose files rank 0 waits for may wait for it in an exchange meanwhile.
+_WAIT_FOR_RANKS = STEP_TIMEOUT.total_seconds() / 2
 
 
 @dataclass

@@ -1,13 +1,20 @@
 """What ranks exchange arrives as it was sent, on every rank and in their order."""
 
 import socket
+import threading
+import time
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from maect.core import distributed
+from maect.core.errors import NodeError
+from maect.train import checkpoint
 
 SENT = {"a": [1, 2.5, None, True], "b": "é" * 3000, "c": {}}
 
@@ -53,3 +60,44 @@ def test_alone() -> None:
     assert distributed.rank_and_size() == (0, 1)
     assert distributed.from_rank_0(SENT) is SENT
     assert distributed.any_rank(True) and not distributed.any_rank(False)
+
+
+def rank_of_two(failed: list[BaseException]) -> Any:
+    return SimpleNamespace(rank=0, world_size=2, fail=failed.append)
+
+
+@pytest.fixture()
+def short(monkeypatch: pytest.MonkeyPatch) -> float:
+    monkeypatch.setattr(distributed, "FIRST_EXCHANGE", timedelta(seconds=0.2))
+    return 0.2
+
+
+def test_a_network_that_leads_nowhere_is_found_in_minutes(short: float) -> None:
+    """From beside the main thread, which NCCL may never let go."""
+    assert timedelta(minutes=1) < distributed.STEP_TIMEOUT / 5
+    store, failed, told = dist.HashStore(), list[BaseException](), threading.Event()
+    store.set("here-1", "")
+    rank = SimpleNamespace(
+        rank=0, world_size=2, fail=lambda error: (failed.append(error), told.set())
+    )
+    with distributed._in_time(rank, store):  # type: ignore[arg-type]
+        assert told.wait(60)
+    (error,) = failed
+    assert isinstance(error, NodeError) and error.ranks == () and "\n" not in str(error)
+    assert "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME" in str(error)
+
+
+def test_ranks_that_start_late_are_waited_for(short: float) -> None:
+    """A node may take minutes to read the packages."""
+    store, failed = dist.HashStore(), list[BaseException]()
+    late = threading.Timer(5 * short, lambda: store.set("here-1", ""))
+    late.start()
+    with distributed._in_time(rank_of_two(failed), store):
+        assert store.check(["here-1"])
+    time.sleep(2 * short)  # nothing is left behind that could fail later
+    assert not failed
+
+
+def test_files_are_waited_for_less_long_than_exchanges() -> None:
+    """Ranks wait for rank 0 while it waits for their files."""
+    assert distributed.STEP_TIMEOUT.total_seconds() / 2 >= checkpoint._WAIT_FOR_RANKS

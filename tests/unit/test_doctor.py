@@ -23,7 +23,8 @@ def report(**changes: Any) -> dict[str, Any]:
     """What four ranks on two nodes saw, all well on GPUs."""
     ranks = [
         {"host": "h", "node": rank // 2, "devices": ["a", "b"], "device": "NVIDIA A100",
-         "sum": 6.0, "files": 4, "gigabytes": 20.0 + rank, "trained": 0.5} | changes
+         "driver": "580.95.05", "sum": 6.0, "files": 4,
+         "gigabytes": 20.0 + rank, "trained": 0.5} | changes
         for rank in range(4)
     ]  # fmt: skip
     return {"ranks": ranks, "versions": {"python": "3.12.1", "torch": "2.14"}, "internet": False}
@@ -60,6 +61,31 @@ def test_a_device_bound_to_each_rank() -> None:
     for number, rank in enumerate(seen["ranks"]):
         rank["devices"] = [f"device {number % 2}"]
     assert failures(judge(seen)) == []
+
+
+@pytest.mark.parametrize(
+    ("cuda", "said", "kind", "told"),
+    [
+        ("13.0", 590, "ok", "torch for CUDA 13.0 needs NVIDIA driver 580; the site has 590"),
+        ("13.0", 575, "FAIL", "torch for CUDA 13.0 needs NVIDIA driver 580; the site has 575"),
+        ("12.6", 535, "ok", "torch for CUDA 12.6 needs NVIDIA driver 525; the site has 535"),
+        ("13.0", None, "note", "the profile does not say the site's"),
+        (None, None, "note", "is built without CUDA"),
+    ],
+)
+def test_the_driver_of_a_profile(
+    cuda: str | None, said: int | None, kind: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    (finding,) = doctor.driver(said)
+    assert finding.kind == kind and told in finding.what
+    assert bool(finding.hint) is ((said is None and cuda is not None) or kind == "FAIL")
+
+
+def test_the_driver_of_the_nodes() -> None:
+    assert "ok   NVIDIA driver 580.95.05" in lines(judge(report(), 580))
+    assert failures(judge(report(), 590)) == ["NVIDIA driver 580.95.05, not 590"]
+    assert "driver" not in "".join(lines(judge(report(devices=[]), 590)))
 
 
 def test_ranks_that_trained_apart() -> None:

@@ -9,13 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from maect.core import distributed
-from maect.core.errors import UserError
+from maect.core.errors import NodeError, UserError
+from maect.evaluate import features
+from maect.evaluate import run as evaluations
 from maect.launch import Resources, Task, submit
 from maect.launch.record import Job
+from maect.launch.resources import gpu_here
 from maect.recipes import load_encoder
+from maect.recipes.memory import GIB, gpu_memory
 from maect.stages import load_recipe, run
 from maect.stages.run import RunConfig
 from maect.train import trainer
@@ -122,16 +127,19 @@ def test_more_ranks_than_gpus(shared: bool, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     seen = SimpleNamespace(uuid="d")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen)
+    monkeypatch.setattr(distributed, "barrier", lambda: joined.append("exchanged"))
     store = HashStore()
     for rank, gpu in {4: "a", 5: "d" if shared else "b", 6: "c"}.items():
         store.set(f"gpu-{rank}", gpu)
+    for rank in range(7):
+        store.set(f"here-{rank}", "")
     limit = timedelta(seconds=5)
     if shared:
         with pytest.raises(UserError, match="ranks 5, 7 share one GPU: 4 ranks a node"):
             distributed.join(context(store, 7), "nccl", limit)
     else:
         distributed.join(context(store, 7), "nccl", limit)
-        assert joined == ["nccl"]
+        assert joined == ["nccl", "exchanged"]
 
 
 @pytest.mark.parametrize(
@@ -159,27 +167,105 @@ def test_here_it_is_what_the_shell_leaves_visible(
     assert submit.request(JOB, tmp_path, Task("a:b"), Resources())["gpus"] is given
 
 
-def test_a_device_that_is_too_small_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line and no further attempt, which would end the same."""
-
-    def train(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError(
+TOO_SMALL = {
+    "torch": (
+        torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
             "39.50 GiB of which 1.00 GiB is free. Including non-PyTorch memory, ..."
-        )
+        ),
+        "Tried to allocate 2.00 GiB. GPU 0 has a total",
+    ),
+    "cuBLAS": (
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`\nCompile"
+        ),
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`;",
+    ),
+    "NCCL": (
+        dist.DistBackendError(
+            "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.30.7\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+            "Cuda failure 2 'out of memory'"
+        ),
+        "Cuda failure 2 'out of memory';",
+    ),
+    "CUDA, also of pinned memory": (
+        torch.AcceleratorError(
+            "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in ..."
+        ),
+        "CUDA error: out of memory;",
+    ),
+}
+
+
+@pytest.mark.parametrize("whose", TOO_SMALL)
+def test_a_device_that_is_too_small_says_what_to_do(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line and no further attempt, which would end the same."""
+    error, said = TOO_SMALL[whose]
+
+    def train(*_: object, **__: object) -> None:
+        raise error
 
     monkeypatch.setattr(trainer, "train", train)
     RunConfig(
         run="mae", stage="pretrain", size="tiny", shards=tmp_path, encoder=load_encoder("tiny"),
         settings=load_recipe("mae", "tiny", {"batch_size": 64}),
     ).write(tmp_path / "config.yaml")  # fmt: skip
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(NodeError) as refusal:
         run.train(context(), config=tmp_path / "config.yaml")
     message = str(refusal.value)
-    assert "8 images on each of 8 ranks, where 2 GiB were expected: Tried to allocate" in message
+    assert f"8 images on each of 8 ranks, where 2 GiB were expected: {said}" in message
     assert "activation_checkpointing" in message and "\n" not in message
+
+
+def test_evaluations_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise TOO_SMALL["NCCL"][0]
+
+    monkeypatch.setattr(features, "open_index", fail)
+    monkeypatch.setattr(evaluations, "run", fail)
+    told = SimpleNamespace(settings=None)
+    monkeypatch.setattr(evaluations.EvaluationConfig, "read", lambda *_, **__: told)
+    monkeypatch.setattr(evaluations, "job_of", lambda *_: None)
+    for call in (
+        lambda: features.extract(context(), encoder="e", shards="s", out="o"),
+        lambda: evaluations.evaluate(context(), config=tmp_path / "knn.yaml"),
+    ):
+        with pytest.raises(NodeError, match=r"^out of memory: Cuda failure 2 .*; end other prog"):
+            call()
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"), distributed.memory_told():
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    assert distributed.memory_fault(RuntimeError("")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes", "gibibytes"),
+    [
+        ("NVIDIA GH200 120GB", 97871, 96),
+        ("NVIDIA GH200 480GB", 97871, 96),
+        ("NVIDIA GH200 144G HBM3e", 146831, 143),
+        ("NVIDIA A100-SXM4-40GB", 40960, 40),
+        ("NVIDIA H100 80GB HBM3", 81559, 80),
+    ],
+)
+def test_memory_of_the_gpu_here(
+    name: str, mebibytes: int, gibibytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the name is that of the memory of the CPU beside it."""
+    (tmp_path / "nvidia-smi").write_text(
+        f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: {name}" || echo "{name}, {mebibytes}"\n'
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_memory(gpu_here()) == 0.98 * GIB * gibibytes
+    given = gpu_memory(name)
+    assert given is not None and given <= 1.01 * GIB * mebibytes / 1024
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])

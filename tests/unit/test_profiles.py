@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from parsed_workflow import parsed, read_profile
 
 from maect.core.errors import UserError
@@ -15,6 +16,9 @@ from maect.launch.resources import WORTH_A_RANK, fixed_nodes, node_range, traini
 from maect.recipes import load_encoder
 from maect.recipes.flops import relative_speed
 from maect.stages import STAGES, load_recipe
+from maect.tools import doctor
+from maect.tools.doctor import driver_of
+from maect.train.watchdog import LIMIT
 
 ROOT = Path(__file__).parents[2]
 PROFILES = sorted(path.parent.name for path in (ROOT / "cluster_profiles").glob("*/config.yaml"))
@@ -32,10 +36,10 @@ def test_a_site_says_where_every_rule_computes(name: str) -> None:
         least, most = node_range(str(values["nodes"]))
         assert least == most or rule in TRAININGS, f"{rule}: only trainings have a range of nodes"
         assert values["cluster"] == "slurm" and values["slurm_account"] == "$MAECT_ACCOUNT"
-        assert 0 < values["runtime"] <= 1440 and values["devices"] > 0
+        assert 0 < values["runtime"] <= asked["pretrain"]["runtime"] and values["devices"] > 0
         assert (ROOT / values["setup"]).exists()
         for argument in filter(None, values.get("slurm_extra", "").split(",")):
-            assert re.fullmatch(r"[a-z-]+=[a-z0-9:_-]+", argument), argument
+            assert re.fullmatch(r"[a-z-]+=[a-z0-9:_./-]+", argument), argument
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -59,6 +63,77 @@ def test_a_site_says_only_what_differs() -> None:
     assert asked["knn"] == asked["umap"] | {"runtime": 7}
     assert asked["umap"]["slurm_partition"] == "batch"
     assert like_slurm(site)["cores"] == read_profile("slurm")["cores"]
+
+
+def test_nothing_asks_for_more_than_the_wall_limit() -> None:
+    """What is usual for a rule is cut to it; what the site itself says is not."""
+    asked = like_slurm({"training": {"runtime": 720}, "knn": {"runtime": 900}})["set-resources"]
+    assert {asked[rule]["runtime"] for rule in (*TRAININGS, "linear_probe")} == {720}
+    assert (asked["features"]["runtime"], asked["knn"]["runtime"]) == (240, 900)
+    assert like_slurm({})["set-resources"] == read_profile("slurm")["set-resources"]
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_a_profile_says_the_driver_or_that_it_is_unknown(name: str) -> None:
+    text = (ROOT / "cluster_profiles" / name / "config.yaml").read_text(encoding="utf-8")
+    assert "driver" in yaml.safe_load(text)["__variables__"]
+    said = driver_of(ROOT / "cluster_profiles" / name)
+    assert said is None or 500 < said < 1000
+
+
+def test_jobs_of_alps_get_its_environment() -> None:
+    """sbatch is refused inside of a uenv unless it names one, and a job has none by itself."""
+    asked = dict(read_profile("alps")["set-resources"]["pretrain"], slurm_account="budget")
+    words = doctor._sbatch(doctor.resources(asked, 2))
+    assert {"--view=default", "--gres=gpu:4"} <= set(words)
+    (image,) = (word.removeprefix("--uenv=") for word in words if word.startswith("--uenv="))
+    script = (ROOT / "envs/alps.sh").read_text(encoding="utf-8")
+    assert set(re.findall(r"prgenv-gnu/\S+", script)) == {image}
+
+
+def settings_of(script: str) -> dict[str, str]:
+    done = subprocess.run(
+        ["bash", "-c", f"source envs/{script} && env -0"],
+        cwd=ROOT, capture_output=True, text=True, check=True, env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    return dict(line.split("=", 1) for line in done.stdout.split("\0") if "=" in line)
+
+
+def test_what_sites_ask_of_nccl() -> None:
+    alps = settings_of("alps.sh")
+    assert alps["NCCL_NET"] == "AWS Libfabric" and alps["NCCL_PROTO"] == "^LL128"
+    assert alps["NCCL_NET_GDR_LEVEL"] == "PHB" and alps["MPICH_GPU_SUPPORT_ENABLED"] == "0"
+    assert sum(name.startswith("FI_") for name in alps) == 5
+    seconds = 7 * 4.096e-6 * 2 ** int(settings_of("juwels.sh")["NCCL_IB_TIMEOUT"])
+    assert 60 < seconds < LIMIT  # before the trainer's own watchdog
+
+
+SOURCES_ONLY = ("connection-pool", "deepspeed")
+"""Pure Python, of which there are no wheels."""
+
+
+def refused_on_arm(requirements: str, python: str, folder: Path) -> str:
+    """What uv says against these requirements on Arm; "" if there is a wheel of each."""
+    file = folder / "requirements.txt"
+    file.write_text(requirements)
+    words = [sys.executable, "-m", "uv", "pip", "compile", str(file), "--no-deps", "--quiet",
+             "--python-platform", "aarch64-manylinux_2_28", "--python-version", python,
+             "--only-binary", ":all:"]  # fmt: skip
+    words += [word for name in SOURCES_ONLY for word in ("--no-binary", name)]
+    for offline in (["--offline"], []):  # what was installed is known without the index
+        done = subprocess.run([*words, *offline], capture_output=True, text=True, timeout=300)
+        if done.returncode == 0 or "wheels" in done.stderr:
+            return done.stderr
+    pytest.skip(f"the package index cannot be asked: {done.stderr.strip()[-200:]}")
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_lock_file_installs_on_arm(python: str, tmp_path: Path) -> None:
+    """Grace (Alps, JUPITER): every package that a marker does not leave out has a wheel."""
+    text = (ROOT / "envs/requirements.lock").read_text(encoding="utf-8")
+    assert refused_on_arm(text, python, tmp_path) == ""
+    (line,) = re.findall(r"^cyanure==[0-9.]+", text, re.MULTILINE)
+    assert "cyanure" in refused_on_arm(line, python, tmp_path)
 
 
 def test_a_kind_that_is_none() -> None:

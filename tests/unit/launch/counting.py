@@ -36,6 +36,7 @@ def count(
         seen |= {
             "instead": os.environ.get("INSTEAD"),
             "attempt": context.attempt,
+            "blocks": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
             "cuda": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
         file.write(json.dumps(seen | {"cpus": len(os.sched_getaffinity(0))}) + "\n")

@@ -34,6 +34,7 @@ def test_ranks_see_their_place_and_the_launcher_stays_small(run):
     assert (first["RANK"], second["RANK"], first["WORLD_SIZE"]) == ("0", "1", "2")
     assert (second["LOCAL_RANK"], first["OMP_NUM_THREADS"]) == ("1", "1")
     assert first["MASTER_ADDR"] == "127.0.0.1" and first["instead"] == "yes"
+    assert first["blocks"] == "expandable_segments:True"
     assert first["cuda"] == os.environ.get("CUDA_VISIBLE_DEVICES")
     peak = int(words.split("peak ")[1].split()[0])
     assert peak < 60_000 and "torch False" in words

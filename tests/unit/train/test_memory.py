@@ -123,4 +123,6 @@ def test_pairs_of_mixed_images_stay_together():
 def test_memory_by_name():
     assert gpu_memory("A100-40GB") == gpu_memory("NVIDIA A100-SXM4-40GB") == 0.98 * 40 * GIB
     assert gpu_memory("NVIDIA H100 80GB HBM3") == 0.98 * 80 * GIB
+    for name in ("GH200-96GB", "GH200-120GB", "NVIDIA GH200 120GB", "NVIDIA GH200 480GB"):
+        assert gpu_memory(name) == 0.98 * 96 * GIB
     assert gpu_memory("H100") is None and gpu_memory("") is None
