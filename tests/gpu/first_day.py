@@ -364,7 +364,11 @@ def gradients(objective: Any, batch: Any, device: Any, kind: Any) -> tuple[float
 
     objective.to(device, kind)
     inputs = objective.prepare(batch, device)
-    inputs.images = tuple(group.to(kind) for group in inputs.images)
+    groups = inputs.images
+    if isinstance(groups, tuple):
+        inputs.images = tuple(group.to(kind) for group in groups)
+    else:
+        inputs.images = groups.to(kind)
     for buffer in objective.buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.to(kind)

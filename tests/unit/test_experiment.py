@@ -13,6 +13,7 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.evaluate import EvaluationConfig
+from maect.evaluate.base import Features
 from maect.experiment import Experiment, load, resolve, start
 from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS
@@ -250,7 +251,7 @@ def test_lost_shards_are_those_that_something_finished_was_made_of(tmp_path: Pat
     for folder in ("train", "val", "other"):
         (tmp_path / folder).mkdir()
     assert start.lost_shards(found) == [], "nothing is finished"
-    features = resolve.features_file(found, "mae_tiny", "mine", "dogs")
+    features = resolve.features_file(found, "mae_tiny", "mine", Features("dogs"))
     for made in (found.folder("mae_tiny") / "run.json", features):
         made.parent.mkdir(parents=True)
         made.touch()

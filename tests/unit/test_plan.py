@@ -313,7 +313,7 @@ def test_operations_of_evaluations(here: Path) -> None:
         assert planned.seconds is not None
         return planned.seconds * device.rate * (FP32 if exact else 1) / one
 
-    assert passes("features", True, dataset="digits", split="val") == pytest.approx(500)
+    assert passes("features", True, dataset="digits", split="val", norm="") == pytest.approx(500)
     assert passes("linear_probe", evaluation="linear_probe") == pytest.approx(12_970 + 500)
     turned = passes("effective_invariance", evaluation="effective_invariance")
     assert turned == pytest.approx(7 * 500)

@@ -145,7 +145,7 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
     parts = nn.ModuleDict(objective.parts_read()).eval()
     with torch.no_grad():
         seen, made = objective.reconstruct(parts, images, order)
-        predicted = parts["decoder"](parts["encoder"](images, order[:, :4]), order)
+        predicted = parts["decoder"](parts["encoder"](images, order[:, :4]).tokens, order)
     target, seen, made = (patchify(x, 4) for x in (images, seen, made))
     for image in range(3):
         for rank, patch in enumerate(order[image].tolist()):

@@ -125,7 +125,9 @@ def test_head_initialisation_builds_no_graph_of_the_encoder(job, tmp_path):
     stage = Head.model_validate(value["settings"])
     objective = stage.build(shape, 0, Path(only["folder"]))
     seen = []
-    objective.encoder.register_forward_hook(lambda _, __, out: seen.append(out.requires_grad))
+    objective.encoder.register_forward_hook(
+        lambda _, __, out: seen.append(out.tokens.requires_grad)
+    )
     ids = torch.arange(4)
     neighbors = torch.zeros(2, 4, dtype=torch.int64)
     views = Views((torch.randn(2, 4, 3, 16, 16),), None, ids, ids, neighbors)
