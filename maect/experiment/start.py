@@ -193,10 +193,15 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
     """
     notes = []
     for name, split in splits:
-        folder = experiment.shards(name, split)
-        if not (_is_sharded(experiment, name, split) and (folder / "plan.json").exists()):
+        folder, source = (
+            experiment.shards(name, split),
+            experiment.datasets[name].splits[split].source,
+        )
+        if not (source.sharded and (folder / "plan.json").exists()):
             continue
-        found = experiment.changes(name, split)
+        # Bundled images are always the same.
+        own = _is_sharded(experiment, name, split)
+        found = experiment.changes(name, split) if own else None
         told = [experiment.said_otherwise(name, split)]
         if found and found.others:
             moved = f"images ({found.now}, made of {found.before})"

@@ -178,7 +178,7 @@ EVALUATIONS = {f"evaluations/mae/{name}.json" for name in ("knn", "clustering")}
         "resizing",
         "number of shards",
         "tables",
-    ),  # fmt: skip
+    ),
 )
 def test_settings_were_changed(place: Path, changes: dict[str, Any], expected: set[str]) -> None:
     """Audit 4: after a change of the file, exactly what it changes is found, in a copy as well."""
