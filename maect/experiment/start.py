@@ -193,11 +193,8 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
     """
     notes = []
     for name, split in splits:
-        folder, source = (
-            experiment.shards(name, split),
-            experiment.datasets[name].splits[split].source,
-        )
-        if not (source.sharded and (folder / "plan.json").exists()):
+        folder, given = experiment.shards(name, split), experiment.datasets[name].splits[split]
+        if not (given.source.sharded and (folder / "plan.json").exists()):
             continue
         # Bundled images are always the same.
         own = _is_sharded(experiment, name, split)
