@@ -1,5 +1,6 @@
 # make demo      set up, then the whole pipeline on bundled digits: tables, figures, a report
 # make test      set up, then all checks and tests
+# make test-cpus the numeric tests once more, as they compute on processors without AVX-512 or AVX2
 # make install   only the environment (.venv, from the lock file): for a cluster's login node
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test test-slow check packages lock docs clean
+.PHONY: install squashed moved demo test test-cpus test-slow check packages lock docs clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -50,9 +51,26 @@ demo: install
 	$(BIN)/maect demo
 
 # Four workers on two cores: many tests wait for processes, time limits or SLURM.
+PYTEST := $(BIN)/pytest -n 4 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 test:
 	@$(MAKE) --no-print-directory --jobs=3 install check packages
-	$(BIN)/pytest tests -n 4 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(PYTEST) tests
+
+# PyTorch's kernels for processors below this one; its own are `make test`'s. Processes that tests
+# start inherit the variable. Left out: files in which nothing hangs on a sum.
+NUMERIC := tests/unit/train tests/unit/models tests/unit/evaluate
+ANY_CPU := train/test_computed train/test_counts train/test_damage train/test_effective train/test_engine_resources \
+	train/test_fence train/test_first_day train/test_flops train/test_kills train/test_memory train/test_paper_tables \
+	train/test_replay train/test_second_writing train/test_staged train/test_straggler train/test_watchdog \
+	evaluate/test_explore evaluate/test_fine_tune_recipes evaluate/test_lists evaluate/test_needs evaluate/test_run \
+	evaluate/test_store evaluate/test_throughput
+test-cpus: install
+	@case $$($(BIN)/python -c 'import torch; print(torch.backends.cpu.get_cpu_capability())') in \
+		AVX512) below="default avx2" ;; AVX2) below=default ;; *) below= ;; esac; \
+	for kernels in $$below; do \
+		echo "ATEN_CPU_CAPABILITY=$$kernels"; \
+		ATEN_CPU_CAPABILITY=$$kernels $(PYTEST) $(NUMERIC) $(ANY_CPU:%=--ignore=tests/unit/%.py) || exit; \
+	done
 
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000

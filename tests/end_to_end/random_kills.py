@@ -23,7 +23,7 @@ import psutil
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import MINI, ROOT, Pipeline
+from mini_pipeline import MINI, ROOT, Pipeline
 
 ALL = {
     "runs": MINI["runs"],

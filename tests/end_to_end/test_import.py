@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MINI, Pipeline
+from mini_pipeline import MINI, Pipeline
 from safetensors.torch import load_file
 
 from maect.models.decoder import Decoder

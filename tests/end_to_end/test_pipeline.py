@@ -12,7 +12,7 @@ from subprocess import Popen
 from typing import Any
 
 import pytest
-from conftest import MINI, ROOT, Pipeline, wait_for
+from mini_pipeline import MINI, ROOT, Pipeline, wait_for
 
 from maect.launch.record import progress, read_job
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from browser import Browser, browsing, need_chromium
-from conftest import MINI, ROOT
+from mini_pipeline import MINI, ROOT
 from PIL import Image
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits

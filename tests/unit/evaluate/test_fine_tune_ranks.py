@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_json
 from maect.data.index import open_index
+from maect.data.loader import evaluation_batches
 from maect.evaluate.accuracy import Accuracy, FineTuned
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import Encoding
@@ -30,6 +32,7 @@ import ranks
 from ranks import run
 
 from .conftest import Rank, resolved
+from .margins import clear
 
 ranks._server.set_forkserver_preload(
     [
@@ -173,6 +176,15 @@ def test_the_best_epoch_is_scored_and_the_last_beside_it(
     record = read_json(whole / "seed0/run.json")
     last = scored(images, whole)["metrics"]["fine_tune_last_seeds"][0]
     # Two ranks during the training, one here, from the exported weights.
+    test = open_index(images / "shards" / "val")
+    (pictures, _, _) = next(
+        evaluation_batches(
+            test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
+        )
+    )
+    encoding = Encoding(whole / "seed0/encoder.safetensors", torch.device("cpu"))
+    classifier = load_file(whole / "seed0/head.safetensors")
+    clear(torch.nn.functional.linear(encoding(pictures), **classifier), 1e-5)
     assert record["scores"]["accuracies"][-1] == pytest.approx(last) and len(record["losses"]) == 2
     assert len(record["scores"]["accuracies"]) == 2
     shutil.copytree(whole, tmp_path / "copy")
@@ -214,6 +226,7 @@ def test_any_protocol_can_encode_with_what_it_leaves(images: Path, whole: Path) 
     assert encoding.pooling == "fc_norm"
     x = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     logits = torch.nn.functional.linear(encoding(x), **trained.classifier)
+    clear(logits, 1e-5)
     assert torch.equal(logits.argmax(1), trained.predict(x))
 
 

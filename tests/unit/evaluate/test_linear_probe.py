@@ -22,6 +22,7 @@ from maect.recipes import View
 from maect.train.optimizer import schedule
 
 from .conftest import Rank, resolved
+from .margins import clear
 
 SETTINGS = LinearProbe(
     epochs=4,
@@ -46,8 +47,9 @@ def job_of(images: Path, out: Path) -> EvaluationJob:
 
 def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> None:
     """One step after the other with the same parts, written without the protocol's machinery."""
+    seed = 2  # of which no class hangs on a last bit
     job = job_of(images, tmp_path / "linear_probe.json")
-    metrics = SETTINGS.evaluate(rank, job)
+    metrics = SETTINGS.model_copy(update={"seed": seed}).evaluate(rank, job)
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
     train, test = open_index(job.path("train")), open_index(job.path("test"))
     parts = list(
@@ -59,23 +61,24 @@ def test_probe_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) -> No
     y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
     view = View(crop_scale=(0.6, 1.0), flip=0.0)
     ends = [5, 10, 15, 18]  # 150, 300 and 450 images are seen; 600 are 18 batches and a part
-    heads = Heads(16, 10, [1.0, 0.1, 0.01], 0.9, 0, torch.device("cpu"))
+    heads = Heads(16, 10, [1.0, 0.1, 0.01], 0.9, seed, torch.device("cpu"))
     steps = 4 * 150 // 32
     loader = train_batches(
-        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
+        train, global_batch=32, rank=0, world_size=1, seed=seed, views=[view], image_size=16,
         start_step=0, steps=steps, threads=1,
     )  # fmt: skip
     history, best = {}, (0.0, x_test)
     for batch in loader:
-        x = encoding(
-            augment(
-                batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, encoding.settings.pixels
-            )
-        )
+        pixels = encoding.settings.pixels
+        x = encoding(augment(batch.images[0][0], view, 0, seed, batch.epochs, batch.ids, pixels))
         factor = schedule(batch.step, steps, 150 / 32)
         heads.step(x, torch.from_numpy(batch.labels), factor)
         right = heads.predict(x_test) == y_test[:, None]
         history[batch.step + 1] = (100 * right.sum(0) / len(y_test)).tolist()
+        if batch.step + 1 in ends:
+            normal = (x_test - heads.mean) * torch.rsqrt(heads.var + 1e-5)
+            logits = heads._logits(normal).detach()
+            clear(logits / logits.abs().amax(dim=(0, 2), keepdim=True), 3e-5)
         if batch.step + 1 in ends and max(history[batch.step + 1]) > best[0]:
             number = int(right.sum(0).argmax())
             best = max(history[batch.step + 1]), heads.predict(x_test)[:, number]
@@ -269,9 +272,12 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     assert metrics["linear_probe"] == metrics[best] == metrics[metrics["best_form"]]
     assert len(metrics["concat_2_last_by_rate"]) == 3
     plain = SETTINGS.evaluate(rank, job_of(images, tmp_path / "plain.json"))
+    # One of 70 images may lie on the border between two classes.
+    border = 100 / 70 + 1e-9
     for mine, alone in (("", ""), ("_last", "_last")):
-        assert metrics[f"concat_1{mine}"] == plain[f"linear_probe{alone}"]
-    assert metrics["concat_1_best_by_epoch"] == plain["best_by_epoch"]
+        expected = pytest.approx(plain[f"linear_probe{alone}"], abs=border)
+        assert metrics[f"concat_1{mine}"] == expected
+    assert metrics["concat_1_best_by_epoch"] == pytest.approx(plain["best_by_epoch"], abs=border)
     # Two blocks, written with modules: BatchNorm, Linear and SGD of one rate.
     train, test = open_index(job.path("train")), open_index(job.path("test"))
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"), blocks=2)
@@ -303,8 +309,9 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
             test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
         )
     )
-    predicted = model.eval()(encoding(x_test)).argmax(1).numpy()
-    accuracy = 100 * float(np.mean(predicted == test.labels))
+    logits = model.eval()(encoding(x_test)).detach().numpy()
+    clear(logits, 1e-5)
+    accuracy = 100 * float(np.mean(logits.argmax(1) == test.labels))
     assert metrics["concat_2_last_by_rate"]["8.0"] == pytest.approx(accuracy, abs=1e-6)
     # Killed in between: the same bits.
     again = job_of(images, tmp_path / "again.json")

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from launching import Run
-from slurm_commands import Commands
+from slurm_commands import Clock, Commands
+
+from maect.launch import slurm
 
 
 @pytest.fixture
@@ -23,3 +25,11 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("MAECT_SQUEUE_SECONDS", "1")
     return commands
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The only time that questions to SLURM know."""
+    clock = Clock()
+    monkeypatch.setattr(slurm, "time", clock)
+    return clock

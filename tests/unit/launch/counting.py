@@ -21,8 +21,12 @@ def count(
     fail_at: int | None = None,
     stuck_at: int | None = None,
     complain: str | None = None,
+    gates: str | None = None,
 ) -> str:
-    """Count to `steps` on all ranks together; the result depends on every step exactly once."""
+    """Count to `steps` on all ranks together; the result depends on every step exactly once.
+
+    Each file STEP.closed in the folder `gates` holds the count after that step until it is gone.
+    """
     root = Path(folder)
     if complain:
         raise UserError(complain)
@@ -52,8 +56,12 @@ def count(
         if state["step"] == stuck_at and context.rank == 0:
             os.kill(os.getpid(), 9)
         stop = _any(meeting, context, state["step"], context.stop_requested())
-        context.report({"step": state["step"], "steps": steps, "epoch": 1, "epochs": 1, "loss": 0.5,
-                        "images_per_second": 1 / max(seconds, 1e-3), "unknown": [1]})  # fmt: skip
+        progress = {"step": state["step"], "steps": steps, "epoch": 1, "epochs": 1, "loss": 0.5,
+                    "images_per_second": 1 / max(seconds, 1e-3), "unknown": [1]}  # fmt: skip
+        context.report(progress)
+        while gates and (Path(gates) / f"{state['step']}.closed").exists():
+            time.sleep(0.05)
+            context.report(progress)  # what is reported often is written now and then
         if context.rank == 0 and (stop or state["step"] % save_every == 0):
             context.saving(True)
             time.sleep(save_seconds)

@@ -1,5 +1,6 @@
-"""Stand-ins for SLURM's commands."""
+"""Stand-ins for SLURM's commands, and a clock."""
 
+import time
 from pathlib import Path
 
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
@@ -38,3 +39,27 @@ class Commands:
         file = self.folder / "asked"
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if line.split()[0].endswith(f"/{name}")]
+
+
+class Clock:
+    """Stands in for the module `time`: a loaded machine does not move it, but for a reading's."""
+
+    READING = 1e-6  # seconds: what is read later is later
+
+    def __init__(self) -> None:
+        self.zero = time.time() - time.monotonic()
+        self.now = time.monotonic()
+
+    def time(self) -> float:
+        return self.zero + self.monotonic()
+
+    def monotonic(self) -> float:
+        self.now += self.READING
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def set_back(self, seconds: float) -> None:
+        """Change the machine's time of day."""
+        self.zero -= seconds

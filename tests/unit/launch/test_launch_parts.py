@@ -6,7 +6,6 @@ import os
 import pty
 import subprocess
 import sys
-import time
 
 import pytest
 from launching import HERE, finish, wait_for
@@ -79,26 +78,34 @@ def test_progress_line():
     assert progress.duration(93784) == "1d 02:03:04"
 
 
-def test_progress_on_a_terminal_is_one_line(run):
-    """The launcher's stderr is a real terminal here."""
+def test_progress_on_a_terminal_is_one_line(run, tmp_path):
+    """The launcher's stderr is a real terminal here; the count waits until it has shown a step."""
+    gates = [tmp_path / f"{step}.closed" for step in (20, 40)]
+    for gate in gates:
+        gate.touch()
     ours, theirs = pty.openpty()
-    command = run.command({"steps": 60, "seconds": 0.03}, {"devices": 1})
+    command = run.command({"steps": 60, "gates": str(tmp_path)}, {"devices": 1})
     process = subprocess.Popen(command, stderr=theirs, env=run.environment())
     os.close(theirs)
     text = b""
     try:
         while chunk := os.read(ours, 4096):
             text += chunk
+            for gate in gates:
+                if f"step {gate.stem}/60" in text.decode(errors="ignore"):
+                    gate.unlink(missing_ok=True)
     except OSError:
         pass  # Linux's way to say that the other side has closed
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
     os.close(ours)
     # A message stands in a line of its own; the bar is drawn over and over in the last one.
     shown = [line for line in text.decode().replace("\x1b[2K", "").split("\n") if "step" in line]
     submitted = [line for line in shown if "submitted local job" in line]
     assert len(submitted) == 1
     bars = [part for line in shown for part in line.split("\r") if "loss 0.5000" in part]
-    assert len(bars) >= 2 and " left" in bars[-1] and len(shown) <= 3
+    for step in (20, 40):
+        assert any(f"step {step}/60" in bar and " left" in bar for bar in bars), bars
+    assert len(shown) <= 3
 
 
 def test_job_environment_hides_an_outer_job(monkeypatch):
@@ -155,7 +162,7 @@ def test_failed_squeue_is_no_verdict_and_no_storm(tmp_path, monkeypatch):
     assert json.loads(cache.read_text())["queries"] == 1
 
 
-def test_a_suspended_launcher_does_not_blind_the_others(tmp_path, monkeypatch):
+def test_a_suspended_launcher_does_not_blind_the_others(tmp_path, monkeypatch, clock):
     """It keeps the lock, in the middle of its question."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -166,10 +173,10 @@ def test_a_suspended_launcher_does_not_blind_the_others(tmp_path, monkeypatch):
     (cache,) = (tmp_path / "maect").glob("*.json")
     with cache.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        time.sleep(0.2)
+        clock.sleep(0.2)
         waiting.ask(newer_than=0)
         assert json.loads(cache.read_text())["queries"] == 1
-        time.sleep(0.8)
+        clock.sleep(0.8)
         waiting.ask(newer_than=0)
         assert json.loads(cache.read_text())["queries"] == 2
 
@@ -180,17 +187,17 @@ def test_a_full_queue_of_ones_own_passes():
     assert not slurm.passes("Batch job submission failed: Job violates accounting/QOS policy")
 
 
-def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch):
+def test_answer_older_than_the_question_is_no_verdict(tmp_path, monkeypatch, clock):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     shared = slurm.Squeue()
     shared.ask(newer_than=0)
     (cache,) = (tmp_path / "maect").glob("*.json")
-    now = time.time()
+    now = clock.time()
     jobs = {"7": ["RUNNING", "None", "maect-a"]}
     cache.write_text(json.dumps({"asked": now, "answered": now, "jobs": jobs, "queries": 1}))
-    assert shared.ask(newer_than=time.monotonic() - 1).jobs["7"][0] == "RUNNING"
-    assert shared.ask(newer_than=time.monotonic() + 1) is None
+    assert shared.ask(newer_than=clock.monotonic() - 1).jobs["7"][0] == "RUNNING"
+    assert shared.ask(newer_than=clock.monotonic() + 1) is None
 
 
 def test_import_is_light():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import losses
 from ranks import run, train
+from tiny_runs import losses
 
 from maect.core.settings import digest
 from maect.evaluate.accuracy import Accuracy

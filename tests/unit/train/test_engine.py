@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENCODER, losses, metrics
 from ranks import Place, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_runs import ENCODER, losses, metrics
 
 from maect.core.errors import UserError
 from maect.models.attention import flash_kernel, use_attention

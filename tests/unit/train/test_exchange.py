@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ENCODER
 from ranks import run
+from tiny_runs import ENCODER
 
 from maect.models import precision, vit
 from maect.train import engine, exchange

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import losses
 from ranks import run
+from tiny_runs import losses
 
 GOLDEN = Path(__file__).with_name("golden.json")
 PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow")

@@ -6,21 +6,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import losses, metrics
+from lookups import clear
 from ranks import run
 from safetensors.torch import load_file
+from tiny_runs import losses, metrics
 
 from maect.data.index import open_index
 from maect.data.loader import train_batches
 from maect.data.random import ids_shuffle, lookup_numbers
 from maect.data.transforms import PAPER, augment
+from maect.models import heads
 from maect.recipes import Encoder
 from maect.stages.objectives import Views
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
 
 
-def plain(value, kind, rates):
+def plain(value, kind, steps, rates):
     """Losses, gradient norms and final encoder; `rates` gives a parameter's rate and decay."""
     stage = kind.model_validate(value["settings"])
     shape = Encoder.model_validate(value["encoder"])
@@ -31,13 +33,13 @@ def plain(value, kind, rates):
     index, views = open_index(Path(value["shards"])), stage.view_settings()
     batches = train_batches(
         index, global_batch=16, rank=0, world_size=1, seed=seed, views=views, image_size=16,
-        start_step=0, steps=10, threads=1,
+        start_step=0, steps=steps, threads=1,
     )  # fmt: skip
     optimizer = torch.optim.AdamW(
         [{"params": [p], "lr": 0.0, "weight_decay": rates(n, p)[1]} for n, p in trained],
         betas=(0.9, 0.95),
     )
-    found, norms = [], []
+    found, norms, warmup = [], [], steps // 5
     for step, batch in enumerate(batches):
         images = torch.stack(
             [
@@ -55,7 +57,8 @@ def plain(value, kind, rates):
         loss.backward()
         found.append(loss.item())
         norms.append(math.sqrt(sum(float(p.grad.square().sum()) for _, p in trained)))
-        factor = (step + 1) / 3 if step < 2 else 0.5 * (1 + math.cos(math.pi * (step - 2) / 8))
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+        factor = (step + 1) / (warmup + 1) if step < warmup else cosine
         for group, (name, parameter) in zip(optimizer.param_groups, trained, strict=True):
             group["lr"] = factor * rates(name, parameter)[0]
         optimizer.step()
@@ -80,9 +83,11 @@ def plain(value, kind, rates):
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_same_steps(job, tmp_path, zero):
+def test_same_steps(job, tmp_path, monkeypatch, zero):
     mae = job("mae", "mae", zero_stage=zero)
-    tune = job("tune", "ct_min", "mae", zero_stage=zero)
+    # Two epochs from this seed: no lookup hangs on a last bit, whatever sums in which order.
+    tune = job("tune", "ct_min", "mae", zero_stage=zero, epochs=2) | {"seed": 7}
+    monkeypatch.setattr(heads, "topk_nn", clear)
     assert run(2, mae, tune, log=tmp_path / "log") == ["done"] * 2
 
     def mae_rates(name, parameter):
@@ -96,8 +101,11 @@ def test_same_steps(job, tmp_path, zero):
         factor = next(f for key, f in scale.items() if name.startswith(f"encoder.{key}"))
         return peak * factor, 0.05 if matrix else 0.0
 
-    for value, kind, rates in ((mae, Pretrain, mae_rates), (tune, Tune, tune_rates)):
-        found, norms, final = plain(value, kind, rates)
+    for value, kind, steps, rates in (
+        (mae, Pretrain, 10, mae_rates),
+        (tune, Tune, 5, tune_rates),
+    ):
+        found, norms, final = plain(value, kind, steps, rates)
         assert max(norms) > 1.2  # gradients are not clipped, which would show from here on
         # fp32 sums over two halves of the batch instead of the whole, see test_world_size
         np.testing.assert_allclose(losses(value["folder"]), found, rtol=2e-5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import ranks
-from conftest import ENCODER, HEAD, STAGE
+from tiny_runs import ENCODER, HEAD, STAGE
 
 from maect import cli
 from maect.launch.local import Local

@@ -4,8 +4,8 @@ import json
 import shutil
 from pathlib import Path
 
-from conftest import metrics
 from ranks import run
+from tiny_runs import metrics
 
 
 def test_staged_run_is_bit_identical(job, tmp_path, shards, whole):

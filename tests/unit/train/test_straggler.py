@@ -5,8 +5,8 @@ import re
 import time
 
 import pytest
-from conftest import metrics
 from ranks import run, train
+from tiny_runs import metrics
 
 from maect.data import loader
 from maect.train import watchdog

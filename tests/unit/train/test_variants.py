@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conftest import losses, metrics
 from ranks import run
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
+from tiny_runs import losses, metrics
 
 from maect.models.precision import bfloat16_on
 from maect.recipes import Encoder
@@ -49,7 +49,7 @@ def test_all_variants_train(job, tmp_path):
         "no_projector_ema": job(
             "no_projector_ema", "ct_min", "head", head={"projector_ema": 0.0}, **short
         ),
-        "bf16": job("bf16", "ct_min", "head", precision="bf16", **short),
+        "bf16": job("bf16", "ct_min", "head", precision="bf16", head={"lookup": "none"}, **short),
         "saving": job("saving", "ct_min", "head", activation_checkpointing=True, **short),
     }
     jobs |= {
@@ -92,9 +92,9 @@ def test_all_variants_train(job, tmp_path):
     for i, name in enumerate(tuned):
         for other in tuned[:i]:
             assert not equal(weights(at[name]), weights(at[other])), (name, other)
-    # ... but recomputing activations is none, and bf16 stays close.
+    # ... but recomputing activations is none, and bf16 stays close, where no lookup magnifies it.
     assert equal(after, weights(at["saving"]))
-    np.testing.assert_allclose(losses(at["bf16"]), losses(at["ct"]), rtol=0.03)
+    np.testing.assert_allclose(losses(at["bf16"]), losses(at["no_lookup"]), rtol=0.01)
     assert metrics(at["oracle"])[-1]["lookup_accuracy"] == 100
     assert "lookup_accuracy" not in metrics(at["no_lookup"])[-1]
     # Without an EMA the exported encoder is the trained one; with it, it lags behind.

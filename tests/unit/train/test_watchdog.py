@@ -90,12 +90,15 @@ class Rank:
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
-    """Two ranks that have done one step, and what each of them says within a while."""
-    monkeypatch.setenv("MAECT_STALL_SECONDS", "1")
+    """Two ranks that have done one step, and what each of them says.
+
+    Within some seconds; where `speakers` will say something, as soon as they have.
+    """
+    monkeypatch.setenv("MAECT_STALL_SECONDS", "2")
     ranks = [Rank(0), Rank(1)]
     dogs = [Watchdog(tmp_path, rank) for rank in ranks]
 
-    def said(first, second, seconds=1.5, first_step=False, other=None):
+    def said(first, second, seconds=3.0, first_step=False, other=None, speakers=()):
         for dog, place in zip(dogs, (first, second), strict=True):
             for step in () if first_step else (1, 2):
                 dog.at(READING, step)
@@ -104,7 +107,11 @@ def pair(tmp_path, monkeypatch):
             dogs[1]._closed.set()
         elif other == "done":
             dogs[1].close()
-        dogs[0]._closed.wait(seconds)
+        deadline = time.monotonic() + (120 if speakers else seconds)
+        while time.monotonic() < deadline:
+            if speakers and all(ranks[speaker].said for speaker in speakers):
+                break
+            time.sleep(0.05)
         return [rank.said for rank in ranks]
 
     yield said
@@ -113,7 +120,7 @@ def pair(tmp_path, monkeypatch):
 
 
 def test_the_rank_that_is_behind_is_named(pair):
-    first, second = pair(COMPUTING, READING)
+    first, second = pair(COMPUTING, READING, speakers=[0])
     assert first[0].startswith("rank 1 (") and "has been reading the batch of step 2" in first[0]
     assert not second
 
@@ -124,12 +131,12 @@ def test_a_long_save_or_evaluation_is_no_stall(pair, other):
 
 
 def test_a_rank_that_falls_silent_is_named_by_one_that_saves(pair):
-    first, _ = pair(SAVING, COMPUTING, seconds=2.0, other="silent")
+    first, _ = pair(SAVING, COMPUTING, other="silent", speakers=[0])
     assert first[0].startswith("rank 1 (") and "no sign of life" in first[0]
 
 
 def test_a_rank_that_is_done_is_not_missed_by_one_that_saves(pair):
-    assert pair(SAVING, SAVING, seconds=2.0, other="done") == [[], []]
+    assert pair(SAVING, SAVING, seconds=4.0, other="done") == [[], []]
 
 
 def test_the_first_step_may_take_long(pair):
@@ -137,5 +144,5 @@ def test_the_first_step_may_take_long(pair):
 
 
 def test_nobody_is_accused_when_all_are_in_the_same_place(pair):
-    first, second = pair(COMPUTING, COMPUTING, seconds=2.8)
+    first, second = pair(COMPUTING, COMPUTING, speakers=[0, 1])
     assert all("all ranks have been computing step 2" in words[0] for words in (first, second))

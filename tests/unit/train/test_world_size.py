@@ -6,9 +6,9 @@ import float64
 import numpy as np
 import pytest
 import torch
-from conftest import job_maker, losses, metrics
 from ranks import run
 from safetensors.numpy import load_file
+from tiny_runs import job_maker, losses, metrics
 
 # fp32: sums over the batch are taken in another order on another number of ranks, which moves a
 # loss by a few units of 2^-24 a step; ten steps of Adam amplify that by less than a hundred.
