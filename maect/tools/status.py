@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
+from maect.core.entries import entries
 from maect.core.errors import UserError, counted
-from maect.core.files import json_lines, read_mapping
+from maect.core.files import read_mapping
+from maect.core.yaml_files import read_yaml
 from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.progress import duration, part, seconds_left
@@ -129,11 +129,11 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     run = read_mapping(folder / "run.json") if done else {}
     try:
         job, note = record.read_job(folder), ""
-    except UserError as error:
+    except (UserError, OSError) as error:
         job, note = None, str(error)
     report = record.progress(folder, job)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
-    logged = json_lines(folder / "metrics.jsonl", TAIL)
+    logged = entries(folder / "metrics.jsonl", TAIL)
     loss = report.get("loss", logged[-1].get("loss") if logged else None)
     looked = [entry["look_knn"] for entry in logged if "look_knn" in entry]
     knn = report.get("knn") or (looked[-1] if looked else None)
@@ -243,9 +243,7 @@ def stage_of(folder: Path, job: Job) -> str:
         return "features"
     config = job.request.get("arguments", {}).get("config")
     try:
-        values = yaml.safe_load(Path(config).read_text(encoding="utf-8")) if config else {}
-    except (OSError, yaml.YAMLError):
-        values = {}
-    # Older versions put no request into `job.json`.
-    values = values or read_mapping(folder / "recipe.json")
+        values = read_yaml(Path(config)) if config else {}
+    except (OSError, UserError):
+        values = read_mapping(folder / "recipe.json")
     return str(values.get("stage") or values.get("protocol") or "")

@@ -15,9 +15,10 @@ from PIL import Image
 from maect.core.files import read_json
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
+from maect.data.sources.shared import index_digest
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import resize_stated, run_config
-from maect.experiment.shards import index_digest, note_own, note_taken
+from maect.experiment.shards import note_own, note_taken
 from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
 from maect.stages.run import resize_of
 
