@@ -51,7 +51,9 @@ def lines(path: Path) -> list[bytes]:
         return []
 
 
-def entries(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
+def entries(
+    path: Path, tail: int | None = None, record: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Sound entries of a log, oldest first; a warning names the lines of damaged ones.
 
     The last line is no damage: a training that is killed, or at work, may not have written it all.
@@ -59,6 +61,7 @@ def entries(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
     Args:
         path: the log.
         tail: read only this many bytes at its end; a line that they cut is left out.
+        record: `run.json` of a finished run, whose last line has been written.
     """
     try:
         with open_file(path) as file:
@@ -67,11 +70,26 @@ def entries(path: Path, tail: int | None = None) -> list[dict[str, Any]]:
             found = [entry_of(line) for line in file.read().splitlines()[1 if start else 0 :]]
     except FileNotFoundError:
         return []
-    damaged = [str(number) for number, entry in enumerate(found[:-1], start=1) if entry is None]
+    lasting = found if record else found[:-1]
+    damaged = [str(number) for number, entry in enumerate(lasting, start=1) if entry is None]
     if damaged:
         where = " of its end" if start else ""
         log.warning("%s: damaged: left out: lines%s %s", path, where, ", ".join(damaged[:10]))
-    return [entry for entry in found if entry is not None]
+    sound = [entry for entry in found if entry is not None]
+    if record and not damaged:
+        _check_end(path, sound, record)
+    return sound
+
+
+def _check_end(path: Path, found: list[dict[str, Any]], record: dict[str, Any]) -> None:
+    """Warn if the last entries of a finished run's log are lost."""
+    epochs = record.get("recipe", {}).get("epochs", 0)
+    if "unlogged_steps" in record or (found and "epoch" not in found[-1]):
+        return
+    end, step = (found[-1]["epoch"], found[-1]["step"]) if found else (0.0, 1)
+    # A last epoch may end with less than a batch, which no step takes.
+    if (epochs - end) * step > 0.999 * end:
+        log.warning("%s: the entries after epoch %.4g of %g are lost", path, end, epochs)
 
 
 def finished_entries(run: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -95,12 +113,8 @@ def finished_entries(run: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
         found.append(entry)
     if not found and path.exists():
         raise UserError(f"{path}: no step was logged")
-    epochs = record.get("recipe", {}).get("epochs", 0)
-    if found and "epoch" in found[-1] and "unlogged_steps" not in record:
-        end, step = found[-1]["epoch"], found[-1]["step"]
-        # A last epoch may end with less than a batch, which no step takes.
-        if (epochs - end) * step > 0.999 * end:
-            log.warning("%s: the entries after epoch %.4g of %g are lost", path, end, epochs)
+    if found:
+        _check_end(path, found, record)
     return found
 
 

@@ -328,12 +328,12 @@ def _read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]
         raise UserError(f"{out}: no shard {number}; there are {plan['shards']}, from 0 on")
     path = _listing_path(out, number)
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; plan the shards again") from None
-    if hashlib.sha256(text.encode()).hexdigest() != plan["listings"][number]:
+    if hashlib.sha256(data).hexdigest() != plan["listings"][number]:
         raise UserError(f"{path}: not what plan.json says; plan the shards again")
-    values = [json.loads(line) for line in text.splitlines()]
+    values = [json.loads(line) for line in data.splitlines()]
     start, _ = _bounds(plan["n"], plan["shards"], number)
     return start, [(key, Entry(*rest)) for key, *rest in values]
 

@@ -138,11 +138,15 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
     """sha256 of what is evaluated: the run's encoder or, without its file, that of the features.
 
     Raises:
-        UserError: a damaged encoder, or features that were not made from it, or of other images.
+        UserError: a damaged encoder or tensors of another evaluation, or features that were not
+            made from the encoder, or are of other images.
     """
     encoder = job.run / "encoder.safetensors"
     actual = encoder_checksum(job.run) if encoder.exists() else None
     declared = protocol.inputs().items()
+    for name, kind in declared:
+        if isinstance(kind, Left) and name in job.inputs and job.path(name).exists():
+            checked_sha256(job.path(name))
     # A file that is missing, or two that do not belong together, the protocol itself refuses.
     made: dict[Path, str] = {
         job.path(name): _features_record(job.path(name), kind)["encoder_sha256"]

@@ -1,6 +1,7 @@
 """What has happened to images since they were sharded: added, removed, edited, relabelled."""
 
 import json
+import logging
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -9,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, counted
-from maect.core.files import read_mapping, write_text
+from maect.core.files import read_json, read_mapping, write_record
 from maect.data.sources import UNLABELLED, Entry, ImageSource, Listing, find_source, open_source
 from maect.data.sources.archives import Archive
 
-FILES = "files.jsonl"
+log = logging.getLogger(__name__)
+
+FILES = "files.json"
 MOST = 50_000
 """Files that are looked at again: more would delay every start."""
 COMPARED = 200
@@ -27,8 +30,7 @@ def note_files(out: Path, source: ImageSource, entries: Iterable[Entry]) -> None
     """Write beside shards names, sizes and times of the files with the images, if these are few."""
     names = _files(source, entries)
     if len(names) <= MOST:
-        lines = (json.dumps([name, *look]) for name, look in sorted(_looks(source, names).items()))
-        write_text(out / FILES, "".join(f"{line}\n" for line in lines))
+        write_record(out / FILES, {"files": dict(sorted(_looks(source, names).items()))})
 
 
 def _files(source: ImageSource, entries: Iterable[Entry]) -> set[str]:
@@ -55,9 +57,17 @@ def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Look]:
 
 
 def _noted(out: Path) -> dict[str, Look]:
-    """What `note_files` wrote."""
-    lines = map(json.loads, (out / FILES).read_text(encoding="utf-8").splitlines())
-    return {name: (size, changed) for name, size, changed in lines}
+    """What `note_files` wrote.
+
+    Raises:
+        UserError: it is damaged, which is said: whoever asks may do without.
+    """
+    try:
+        files = read_json(out / FILES)["files"]
+    except UserError as error:
+        log.warning("%s", error)
+        raise
+    return {name: (size, changed) for name, (size, changed) in files.items()}
 
 
 @dataclass(frozen=True)
