@@ -270,9 +270,12 @@ def expand_path(text: str, where: str) -> str:
     """`~` and environment variables filled in.
 
     Raises:
-        UserError: a variable that is not set, named.
+        UserError: a variable that is not set or a home that is not there, named.
     """
     filled = fill_path(text)
+    home = os.path.expanduser(text.split("/")[0])
+    if text.startswith("~") and not os.path.isdir(home):
+        raise UserError(f"{where}: {text!r}: there is no folder {home}")
     unset = re.search(r"\$\{?(\w+)", filled)
     if unset:
         raise UserError(f"{where}: environment variable {unset[1]} in {text!r} is not set")

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maect.core.files import checksum, make_folder, patiently, read_mapping, write_json
+from maect.core.files import checksum, make_folder, patiently, read_mapping, read_text, write_json
 from maect.launch.resources import LaunchError
 
 LOG_TAIL = 15  # lines of a log that an error message quotes
@@ -146,7 +146,7 @@ def read_job(folder: Path) -> Job | None:
     """
     path = folder / "job.json"
     try:
-        value = json.loads(patiently(path.read_text, "utf-8"))
+        value = json.loads(patiently(read_text, path))
         given = value.pop(CHECKSUM, None)
         # Older versions wrote no checksum, and neither request nor stop.
         if given != (checksum(value) if "request" in value else None):
