@@ -163,13 +163,16 @@ def _features_record(path: Path, kind: Features) -> dict[str, Any]:
     """What a features file says of itself, if it is what its place in the results says.
 
     Raises:
-        UserError: made of another split than its name says, or of other images than the split's
-            shards have now.
+        UserError: made of another split than its name says, of other images than the split's
+            shards have now, or with or without the encoder's final norm where that is not asked.
     """
     made, shards = open_record(path), shards_of(path, kind.split)
     split, digest = made.get("split", kind.split), index_digest(shards) if shards else None
-    if split != kind.split and path.stem.endswith(f"-{kind.split}"):
+    if split != kind.split and f"-{kind.split}." in f"{path.stem}.":
         raise UserError(f"{path}: made of the split {split}; delete it: it is extracted again")
+    if made.get("norm", kind.norm) != kind.norm:
+        how = "without" if kind.norm else "with"
+        raise UserError(f"{path}: made {how} the encoder's final norm; extract it again")
     if digest not in (None, made["index_digest"]):
         raise UserError(f"{path}: made of other images than {shards}; delete it: it is made again")
     return made

@@ -15,6 +15,7 @@ from torch.distributed import HashStore, Store
 from maect.cli import main
 from maect.core.files import make_folder
 from maect.data.shards import shard
+from maect.evaluate.base import Features
 from maect.evaluate.features import extract
 from maect.evaluate.run import evaluate
 from maect.experiment import load
@@ -116,10 +117,10 @@ def make(folder: Path) -> None:
         write_job(config.parent, job)
         assert train(Alone(), config=config) == "done"
     for run in experiment.evaluated:
-        for split in ("train", "val"):
+        for split in map(Features, ("train", "val")):
             encoder = experiment.folder(run) / "encoder.safetensors"
             out = features_file(experiment, run, "digits", split)
-            shards = experiment.shards("digits", split)
+            shards = experiment.shards("digits", split.split)
             assert extract(Alone(), encoder=encoder, shards=shards, out=out, resize=16) == "done"
     ordered = sorted(experiment.evaluations, key=lambda pair: pair[1] == "retrieval")
     for run, name in ordered:

@@ -284,6 +284,13 @@ def tried(reader: Reader, root: Path, folder: Path, file: Path) -> tuple[str, ob
     return how, result, text
 
 
+def new_lines(result: object, right: object) -> set[str]:
+    """Lines that a command has printed this time only."""
+    if not (isinstance(result, tuple) and isinstance(right, tuple) and isinstance(result[0], str)):
+        return set()
+    return {*result[0].splitlines()} - {*right[0].splitlines()}
+
+
 @pytest.fixture(scope="module")
 def results(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy in which each file is put back after its damage."""
@@ -312,6 +319,8 @@ def test_no_damage_is_silent(name: str, results: Path, tmp_path: Path) -> None:
             if how == "read":
                 how = "without effect" if result == right else "silent"
                 how = AGAIN if result is AGAIN else how
+                if how == "silent" and any(str(file) in line for line in new_lines(result, right)):
+                    how = "warned"
             counts[how] += 1
             if how in ("silent", "traceback", "unnamed"):
                 faults.append(f"{what}: {how}: {kind.readers.index(reader)}: {text[-300:]}")

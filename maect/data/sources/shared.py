@@ -39,10 +39,10 @@ def shards_of(features: Path, split: str) -> Path | None:
     """Folder of the shards whose features a file of a results folder holds; None: not there.
 
     Args:
-        features: RESULTS/features/RUN/DATASET-SPLIT.safetensors.
+        features: RESULTS/features/RUN/DATASET-SPLIT.safetensors, or DATASET-SPLIT.HOW.safetensors.
         split: the split.
     """
     for own in sorted(features.absolute().parent.parent.parent.glob(f"shards/*/{split}")):
-        if features.stem == f"{own.parent.name}-{split}":
+        if f"{features.stem}.".startswith(f"{own.parent.name}-{split}."):
             return own if (own / "index.json").exists() else taken(own)
     return None
