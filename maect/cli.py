@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 File = TypeVar("File", "RunConfig", "EvaluationConfig")
 
 OF_THE_SYSTEM = {
-    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EIO, errno.EISDIR,
-    errno.ENAMETOOLONG, errno.ENOENT, errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY,
-    errno.EPERM, errno.EROFS,
+    errno.EACCES, errno.EDQUOT, errno.EEXIST, errno.EFBIG, errno.EINVAL, errno.EIO, errno.EISDIR,
+    errno.ELOOP, errno.EMFILE, errno.ENAMETOOLONG, errno.ENFILE, errno.ENOENT, errno.ENOMEM,
+    errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
 }  # fmt: skip
 """What a disk, a path or its rights may refuse: a line, and no traceback."""
 ENCODER = "folder of a run, or one that maect export wrote"
@@ -443,11 +443,17 @@ KNOWN = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Lists names at the end of a command's help: they are looked up when it is asked for."""
+    """Lists names at the end of a command's help: they are looked up when it is asked for.
+
+    An option is written out: `--re` may be another one tomorrow than `--remove` today.
+    """
 
     names: Sequence[str] = ()
     """Kinds of names (of `KNOWN`) that the command takes, or the files that it reads or writes."""
     example: str = ""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"allow_abbrev": False})
 
     def format_help(self) -> str:
         """The help, as printed."""
@@ -854,7 +860,7 @@ def audit(options: argparse.Namespace) -> None:
     """`maect audit`."""
     from maect.answers.audit import audit as find_pairs
     from maect.answers.audit import open_splits, write_audit
-    from maect.core.files import read_json, write_json
+    from maect.core.files import read_json, write_record
     from maect.experiment.resolve import AUDIT
 
     run = options.run.absolute()
@@ -865,7 +871,7 @@ def audit(options: argparse.Namespace) -> None:
     if options.out is None:
         digests = {split.name: split.index.digest for split in splits}
         found = {"splits": digests, "pairs": read_json(out / "pairs.json")}
-        write_json(run.parents[1] / AUDIT, found)
+        write_record(run.parents[1] / AUDIT, found)
     count, exact = counted(len(pairs), "pair"), sum(pair.exact for pair in pairs)
     print(f"{out}: {count}, {exact} of equal files; open {out / 'index.html'}")
 

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import read_mapping, write_json, write_text
 from maect.core.settings import digest
@@ -292,6 +293,7 @@ def _restore(name: str, published: Published, to: Path) -> None:
         "device_hours": float(line["device_hours"]),
         "recipe": told.get("settings", {}),
         "encoder": told.get("encoder", {}),
+        "unlogged_steps": "those that are not published",
     }
     write_json(to / "run.json", record)
     steps: list[dict[str, Any]] = [
@@ -300,7 +302,9 @@ def _restore(name: str, published: Published, to: Path) -> None:
     ]
     if line.get("nnclr_loss"):
         steps.insert(0, {"step": 0, "epoch": 0.0, "loss_nnclr": float(line["nnclr_loss"])})
-    write_text(to / "metrics.jsonl", "".join(f"{json.dumps(step)}\n" for step in steps))
+    log = (line_of(step.pop("step"), step, {"device_seconds": 0.0}) for step in steps)
+    if steps:
+        write_text(to / "metrics.jsonl", "".join(log))
 
 
 def _images_differ(experiment: Experiment, folder: Path) -> bool:

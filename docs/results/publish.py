@@ -38,8 +38,9 @@ from merge import (
 from pages import operations_behind, pages, with_headline
 from PIL import Image
 
+from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import json_lines, read_json, read_mapping, write_json, write_text
+from maect.core.files import read_json, read_mapping, write_json, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import (
     claims_config,
@@ -56,12 +57,11 @@ from maect.report.claims import (
     tables_of_runs,
     tables_of_seeds,
     tables_of_sets,
-    write_claims,
 )
 from maect.report.configs import Row
 from maect.report.figures import draw
 from maect.report.registry import FIGURES
-from maect.report.tables import build_table, pretraining_table, write_table
+from maect.report.tables import build_table, pretraining_table
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -121,7 +121,7 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         made[name] = build_table(name, *asked)
         numbers = made[name].select_dtypes(float).filter(regex="(?<!_std)(?<!_paper)$")
         if numbers.notna().any(axis=None) and _can_tell(merged, name):
-            write_table(made[name], out / "tables" / f"{name}.csv")
+            _write(made[name], out / "tables" / f"{name}.csv")
         if not all(path.exists() for path in read_by_shown(merged, name, figure=False)):
             missing.append(f"{name}.csv")
     if merged.spec.compare_with_paper:
@@ -134,7 +134,7 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         sets, splits = tables_of_sets(shown), read_mapping(out / "images.json").items()
         images = {name.partition(" ")[2]: told["n"] for name, told in splits}
         frame = claims_table(made, seeds=seeds, sets=sets, images=images)
-        write_claims(frame, out / "claims.csv")
+        _write(frame, out / "claims.csv")
     return missing
 
 
@@ -240,7 +240,9 @@ def _images(experiment: Experiment) -> dict[str, Any]:
     return found
 
 
-def _write(lines: list[dict[str, Any]], path: Path, columns: list[str] | None = None) -> None:
+def _write(
+    lines: list[dict[str, Any]] | pd.DataFrame, path: Path, columns: list[str] | None = None
+) -> None:
     write_text(path, pd.DataFrame(lines, columns=columns).to_csv(index=False, lineterminator="\n"))
 
 
@@ -253,7 +255,7 @@ def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
             lines.append(dict(published.runs[run.name]))
             continue
         record, log = here.runs.get(run.name, {}), experiment.folder(run.name) / "metrics.jsonl"
-        steps = json_lines(log) if record and log.exists() else []
+        steps = entries(log) if record and log.exists() else []
         last = steps[-1] if steps else {"step": 0, "epoch": 0.0, "timing": {"device_seconds": 0.0}}
         images = last["step"] * getattr(run.settings, "batch_size", 0)
         lines.append(
@@ -292,7 +294,7 @@ def _curves(experiment: Experiment, published: Published) -> list[dict[str, Any]
         if run in published.runs:
             lines += published.curves[run]
         elif (path := experiment.folder(run) / "metrics.jsonl").exists():
-            lines += [{"run": run} | step for step in json_lines(path) if LOOKS[0] in step]
+            lines += [{"run": run} | step for step in entries(path) if LOOKS[0] in step]
     return lines
 
 

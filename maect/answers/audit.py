@@ -18,9 +18,10 @@ from maect.core.errors import UserError, counted
 from maect.core.files import write_json, write_text
 from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
 from maect.data.shards import image_names
+from maect.data.sources.shared import taken
 from maect.data.transforms import center_crops
+from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import Array, FeatureFile, open_features
-from maect.experiment.shards import taken
 from maect.report.render import render_page
 
 THRESHOLD = 0.95
@@ -70,7 +71,8 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
         dataset: which, if there are features of several.
 
     Raises:
-        UserError: features of fewer than two splits, or of several data sets.
+        UserError: features of fewer than two splits, of several data sets, of other images or of
+            another encoder.
     """
     root, folder = run.absolute().parents[1], run.name
     splits: dict[str, dict[str, Split]] = defaultdict(dict)
@@ -82,6 +84,8 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
             index, features = open_index(shards), open_features(file)
             if features.record["index_digest"] != index.digest:
                 raise UserError(f"{file}: made of other images than {shards}; delete it")
+            if features.record["encoder_sha256"] != encoder_checksum(run):
+                raise UserError(f"{file}: made with another encoder than {run} has; delete it")
             splits[name][split] = Split(split, index, features)
     if len(splits) > 1:
         raise UserError(f"{run}: features of {', '.join(splits)}; choose one with --dataset")

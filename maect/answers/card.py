@@ -7,6 +7,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, Features, Shards
+from maect.report.tables import result_file
 from maect.stages.run import RunConfig
 
 
@@ -107,8 +108,11 @@ def _numbers(run: Path) -> list[tuple[str, str, str, str, float]]:
 
 
 def _evaluations(run: Path) -> list[tuple[Path, dict[str, Any]]]:
-    files = sorted((run.parent.parent / "evaluations" / run.name).glob("*.json"))
-    return [(path, read_json(path)) for path in files]
+    """The results that are of the encoder that the run has now."""
+    evaluations = run.parent.parent / "evaluations"
+    names = sorted(path.stem for path in (evaluations / run.name).glob("*.json"))
+    files = (result_file(evaluations, run.name, name) for name in names)
+    return [(path, read_json(path)) for path in files if path is not None]
 
 
 def _results(run: Path) -> str:

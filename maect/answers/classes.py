@@ -95,7 +95,7 @@ def read_classifier(path: Path) -> Classifier:
     """A linear probe or the head of a fine-tuned run as they were left, or of `fit_classifier`.
 
     Raises:
-        UserError: no such file, or one of another kind.
+        UserError: no such file, a damaged one, or one of another kind.
     """
     from maect.evaluate.linear_probe import read_probe
     from maect.models.weights import load_tensors
@@ -104,6 +104,7 @@ def read_classifier(path: Path) -> Classifier:
         raise UserError(
             f"{path}: no such classifier; evaluate linear_probe, or give --labelled FEATURES"
         )
+    checked_sha256(path)
     tensors, texts = load_tensors(path)
     resize = int(texts["resize"]) if "resize" in texts else None  # of before it was kept
     if texts.get("maect") == _KIND:
@@ -112,7 +113,6 @@ def read_classifier(path: Path) -> Classifier:
         return Classifier(weight, bias, names, texts["encoder_sha256"], True, resize)
     if "classes" in texts:
         weight, bias = tensors["weight"].double().numpy().T, tensors["bias"].double().numpy()
-        checked_sha256(path)
         encoder = encoder_checksum(path.parent)
         return Classifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
     slope, offset, names, sha256 = read_probe(path)

@@ -4,10 +4,12 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,10 @@ CHECKSUM = "checksum"
 """The last key of a record: sha256 of the rest as JSON with sorted keys."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Seconds between the tries of what a file system refuses for a moment (ESTALE, EIO, EMFILE)."""
+FINAL = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG}
+"""Errors that trying again does not change."""
+SUMS = ".sha256"
+"""Suffix of the file beside a table that holds its checksum, as `sha256sum` writes it."""
 UMASK = os.umask(0)
 os.umask(UMASK)
 
@@ -111,6 +117,40 @@ def fsync_path(path: str | Path) -> None:
         os.close(descriptor)
 
 
+def open_file(path: str | Path) -> BufferedReader:
+    """Open a file to read its bytes. A pipe or a device is refused: reading could wait for ever.
+
+    Raises:
+        OSError: there is none, or it is no file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    file = open(descriptor, "rb")  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return file
+
+
+def check_file(path: str | Path) -> None:
+    """Refuse what is no file before a library opens it.
+
+    Raises:
+        OSError: as `open_file`.
+    """
+    open_file(path).close()
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text file in UTF-8.
+
+    Raises:
+        OSError: there is none, or it is no file.
+        UnicodeDecodeError: it is not in UTF-8.
+    """
+    with open_file(path) as file:
+        return file.read().decode()
+
+
 def write_text(path: str | Path, text: str) -> None:
     """Write `text` atomically."""
     with atomic_write(path) as temporary:
@@ -155,6 +195,18 @@ def checksum(value: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def parsed(data: str | bytes) -> Any:
+    """Parse JSON.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def read_json(path: str | Path) -> Any:
     """Read a JSON file; a record without its checksum.
 
@@ -162,9 +214,13 @@ def read_json(path: str | Path) -> Any:
         UserError: the file is missing or damaged.
     """
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = parsed(read_text(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except OSError as error:
+        if error.errno not in FINAL:
+            raise
+        raise UserError(f"{path}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     try:
@@ -178,7 +234,7 @@ def read_json(path: str | Path) -> Any:
 def read_mapping(path: Path) -> dict[str, Any]:
     """A JSON mapping that others may be writing or removing; {} where there is none, or damaged."""
     try:
-        value = verified(json.loads(path.read_text(encoding="utf-8")))
+        value = verified(parsed(read_text(path)))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -193,62 +249,66 @@ def patiently(read: Callable[..., T], *arguments: Any) -> T:
     for seconds in WAITS:
         try:
             return read(*arguments)
-        except FileNotFoundError:
-            raise
-        except OSError:
+        except OSError as error:
+            if error.errno in FINAL:
+                raise
             time.sleep(seconds)
     return read(*arguments)
 
 
 def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's content."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checked_sha256(path: Path) -> str:
-    """sha256 of a file that a run left.
+    """sha256 of a file that a run or an evaluation left.
 
     Raises:
-        UserError: it is missing, or not the one that the run's record, `run.json`, promises.
+        UserError: it is missing, or not the one that the record beside it promises.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; its run is not finished")
     actual = sha256_file(path)
-    record = path.parent / "run.json"
-    promised = read_json(record).get("sha256", {}) if record.exists() else {}
-    if promised.get(path.name, actual) != actual:
+    record, key = path.parent / "run.json", "sha256"
+    if not record.exists():  # beside the result of an evaluation
+        record, key = path.with_suffix(".json"), "left_sha256"
+    promised = read_json(record).get(key) if record.exists() else None
+    if isinstance(promised, dict):
+        promised = promised.get(path.name)
+    if promised not in (None, actual):
         raise UserError(
-            f"{path}: damaged (its checksum is not that in run.json); delete it and start again"
+            f"{path}: damaged (its checksum is not that in {record.name}); delete it and start "
+            "again"
         )
     return actual
 
 
-def json_lines(path: Path, tail: int | None = None, strict: bool = False) -> list[dict[str, Any]]:
-    """Entries of a file with one JSON object a line, oldest first; [] without a file.
+def write_table_text(path: Path, text: str) -> None:
+    """Write a table, and beside it its checksum, which `sha256sum -c` can compare, too."""
+    path.with_name(path.name + SUMS).unlink(missing_ok=True)
+    write_text(path, text)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    write_text(path.with_name(path.name + SUMS), f"{sha256}  {path.name}\n")
 
-    Args:
-        path: the file.
-        tail: read only this many bytes at its end; a line that they cut is left out.
-        strict: refuse a line that is not JSON; otherwise it ends the entries, since a kill may have
-            cut off the last one.
+
+def read_table_text(path: Path) -> str:
+    """Read a table that `write_table_text` wrote; one without a checksum as it is.
 
     Raises:
-        UserError: such a line, named.
+        UserError: there is none, or it is not as it was written.
     """
+    sums = path.with_name(path.name + SUMS)
     try:
-        with open(path, "rb") as file:
-            start = max(0, path.stat().st_size - tail) if tail is not None else 0
-            file.seek(start)
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    entries = []
-    for number, line in enumerate(lines[1 if start else 0 :], start=1):
-        try:
-            entries.append(dict(json.loads(line).items()))
-        except (ValueError, AttributeError):
-            if strict:
-                raise UserError(f"{path}:{number}: not JSON; is the file damaged?") from None
-            break
-    return entries
+        text = read_text(path)
+        sha256 = hashlib.sha256(text.encode()).hexdigest()
+        if sums.exists() and read_text(sums) != f"{sha256}  {path.name}\n":
+            raise ValueError("its checksum differs")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such table") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}: damaged or edited ({error}); make it again: delete it and {sums.name}"
+        ) from None
+    return text

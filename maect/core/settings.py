@@ -21,7 +21,8 @@ from pydantic import (
 )
 
 from maect.core.errors import UserError, check_names, did_you_mean
-from maect.core.files import write_text
+from maect.core.files import read_text, write_text
+from maect.core.yaml_files import DUMPER, parse_yaml, read_yaml_text, shortened
 
 
 class Settings(BaseModel):
@@ -65,7 +66,7 @@ def one_line(error: ValidationError, where: str) -> UserError:
         last = str(fault["loc"][-1])
         return UserError(f"{where}: unknown key {key!r}; {did_you_mean(last, known, 'known keys')}")
     message = fault["msg"].removeprefix("Value error, ")
-    given = f" (given: {fault['input']!r})" if key and fault["type"] != "missing" else ""
+    given = f" (given: {shortened(fault['input'])})" if key and fault["type"] != "missing" else ""
     return UserError(f"{where}: {key + ': ' if key else ''}{message}{given}")
 
 
@@ -100,10 +101,6 @@ def digest(*parts: Any) -> str:
     plain = [p.decisive(p.model_dump(mode="json")) if isinstance(p, Settings) else p for p in parts]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 def _to_absolute(path: Path, info: ValidationInfo) -> Path:
@@ -155,12 +152,10 @@ class SettingsFile(Settings):
         """
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
-            values = yaml.load(text, LOADER)
+            text = read_yaml_text(path)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; `maect resolve EXPERIMENT` writes it") from None
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+        values = parse_yaml(text, str(path))
         if not isinstance(values, dict):
             raise UserError(f"{path}: not a mapping of keys to values")
         changes = tuple(changes)
@@ -218,7 +213,7 @@ class SettingsFile(Settings):
         """Write the file, atomically, if it does not say the same already; returns whether."""
         path, text = Path(path), self.text(path)
         try:
-            if path.read_text(encoding="utf-8") == text:
+            if read_text(path) == text:
                 return False
         except (OSError, UnicodeDecodeError):
             pass
@@ -242,7 +237,4 @@ def _change(values: dict[str, Any], change: str) -> None:
         if not isinstance(inner, dict):
             raise UserError(f"{change}: {parent!r} has no keys of its own")
         values = inner
-    try:
-        values[last] = yaml.load(text, LOADER)
-    except yaml.YAMLError:
-        raise UserError(f"{change}: {text!r} is not valid YAML") from None
+    values[last] = parse_yaml(text, change)

@@ -1,5 +1,6 @@
 """The index of a sharded split: where each sample's bytes are, read without scanning a tar."""
 
+import hashlib
 import mmap
 import os
 import threading
@@ -13,7 +14,7 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.core.files import patiently, read_json, sha256_file
+from maect.core.files import open_file, patiently, read_json, sha256_file
 from maect.data.convert import render_ready
 from maect.data.decode import render
 from maect.data.native import Images
@@ -24,8 +25,8 @@ CHECKSUMS = "crc32.npy"
 COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")
 ID, SHARD, OFFSET, SIZE, LABEL, WIDTH, HEIGHT = range(len(COLUMNS))
 _BLOCK = 512
-# Hashing a larger index would cost more than opening it; `verify` always does.
-_HASHED_ON_OPEN = 128 << 20
+# Of 76 million images. A larger index is hashed once a job, by `check_rows`.
+_HASHED_ON_OPEN = 4 << 30
 _OPEN_FILES = 256
 
 
@@ -95,6 +96,16 @@ class Index:
     def channels(self) -> int:
         """Of every image."""
         return self.record.get("pixels", {}).get("channels", 3)
+
+    def check_rows(self) -> None:
+        """Compare an index with its checksum that is too large to do so at every opening.
+
+        Raises:
+            UserError: it differs.
+        """
+        path = self.directory / "index.npy"
+        if path.stat().st_size > _HASHED_ON_OPEN:
+            _check_sha256(path, self.record["index_sha256"])
 
     def check_channels(self, channels: int) -> None:
         """Refuse images of another number of channels.
@@ -198,12 +209,16 @@ class Index:
         """Names of all samples in order, from the list beside the index."""
         path = self.directory / "keys.txt"
         try:
-            names = path.read_text(encoding="utf-8").split("\n")[:-1]
+            with open_file(path) as file:
+                data = file.read()
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}") from None
-        if len(names) != self.n:
-            raise UserError(f"{path}: {len(names)} names for {self.n} samples; shard again")
-        return names
+        if hashlib.sha256(data).hexdigest() != self.record.get("keys_sha256"):
+            raise UserError(
+                f"{path}: changed since it was written; delete it and index.json and start again: "
+                "both are made again"
+            )
+        return data.decode().split("\n")[:-1]
 
 
 def open_index(directory: str | Path) -> Index:
@@ -220,9 +235,8 @@ def open_index(directory: str | Path) -> Index:
         raise UserError(f"{directory}/index.json: format {record.get('format')}, not {FORMAT}")
     path = directory / "index.npy"
     try:
-        hashed = path.stat().st_size <= _HASHED_ON_OPEN
-        if hashed and sha256_file(path) != record["index_sha256"]:
-            raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
+        if path.stat().st_size <= _HASHED_ON_OPEN:
+            _check_sha256(path, record["index_sha256"])
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         shape = (record["n"], len(COLUMNS))
         shards = tuple(directory / shard["file"] for shard in record["shards"])
@@ -236,9 +250,8 @@ def open_index(directory: str | Path) -> Index:
     rows = np.asarray(mapped)
     if rows.dtype != np.int64 or rows.shape != shape:
         raise UserError(f"{path}: {rows.dtype} {rows.shape} does not match index.json")
-    if not hashed:
-        # Rows are picked here and there: reading ahead would cost milliseconds for each.
-        mapped._mmap.madvise(mmap.MADV_RANDOM)
+    # Rows are picked here and there: reading ahead would cost milliseconds for each.
+    mapped._mmap.madvise(mmap.MADV_RANDOM)
     for shard, recorded in zip(shards, record["shards"], strict=True):
         try:
             size = shard.stat().st_size
@@ -251,10 +264,14 @@ def open_index(directory: str | Path) -> Index:
     return Index(directory, rows, names, digest, shards, record, checksums, _Files(shards))
 
 
+def _check_sha256(path: Path, sha256: str) -> None:
+    if sha256_file(path) != sha256:
+        raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
+
+
 def _checksums(path: Path, sha256: str | None) -> NDArray[np.uint32] | None:
     """The images' checksums, in a file with this one by the index's record; None: there is none."""
     if sha256 is None:
         return None
-    if sha256_file(path) != sha256:
-        raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
+    _check_sha256(path, sha256)
     return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))

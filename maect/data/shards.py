@@ -19,6 +19,7 @@ import math
 import os
 import shlex
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -327,12 +328,12 @@ def _read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]
         raise UserError(f"{out}: no shard {number}; there are {plan['shards']}, from 0 on")
     path = _listing_path(out, number)
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; plan the shards again") from None
-    if hashlib.sha256(text.encode()).hexdigest() != plan["listings"][number]:
+    if hashlib.sha256(data).hexdigest() != plan["listings"][number]:
         raise UserError(f"{path}: not what plan.json says; plan the shards again")
-    values = [json.loads(line) for line in text.splitlines()]
+    values = [json.loads(line) for line in data.splitlines()]
     start, _ = _bounds(plan["n"], plan["shards"], number)
     return start, [(key, Entry(*rest)) for key, *rest in values]
 
@@ -345,6 +346,28 @@ def image_names(index: Index) -> list[str]:
             known |= {key: entry.name for key, entry in _read_listing(index.directory, number)[1]}
     keys = index.keys()
     return [known.get(key, key) for key in keys]
+
+
+def differing(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entry]:
+    """The images that are not those of their names in finished shards; others are not there.
+
+    Raises:
+        UserError: the shards are damaged.
+    """
+    index, plan = open_index(out), read_plan(out)
+    rows = {name: row for row, name in enumerate(image_names(index))}
+    known = [entry for entry in entries if entry.name in rows]
+    if index.checksums is None:
+        return []
+    sums = index.checksums[index.rows[[rows[entry.name] for entry in known], ID]].tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        source.read_ahead(known, Path(folder))
+        images = _prepare(source, known, plan["options"], 1)
+        return [
+            entry
+            for entry, image, crc32 in zip(known, images, sums, strict=True)
+            if isinstance(image, str) or isal_zlib.crc32(image.data) != crc32
+        ]
 
 
 def _listing_path(out: Path, number: int) -> Path:
@@ -442,7 +465,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     found = _Found()
     with ExitStack() as stack:
         file = None if tars else _Hashed(stack.enter_context(_new_file(tar)))
-        source.read_ahead(listed)
+        source.read_ahead(listed, out)
         images = _prepare(source, listed, plan["options"], threads)
         for position, ((key, entry), image) in enumerate(zip(entries, images, strict=True)):
             if isinstance(image, str):

@@ -183,6 +183,8 @@ def extract(
     """
     encoder, out = Path(encoder), Path(out)
     index = open_index(shards)
+    if context.rank == 0:
+        index.check_rows()
     device = distributed.device_of(context)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     model = Encoding(encoder, device, "bf16" if precision == "bf16" else "fp32", norm=norm)
@@ -192,6 +194,7 @@ def extract(
         "run": encoder.parent.name,
         "encoder_sha256": encoder_checksum(encoder.parent),
         "index_digest": index.digest,
+        "split": index.record["split"],
         "class_names": list(index.class_names),
         "pooling": model.pooling,
         "image_size": model.settings.image_size,

@@ -9,10 +9,11 @@ from typing import Any
 from maect import __version__
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
-from maect.core.files import read_json, sha256_file, write_record
+from maect.core.files import checked_sha256, read_json, sha256_file, write_record
 from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import open_index
+from maect.data.sources.shared import index_digest, shards_of
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import (
     EvaluationJob,
@@ -140,22 +141,44 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
     """sha256 of what is evaluated: the run's encoder or, without its file, that of the features.
 
     Raises:
-        UserError: a damaged encoder, or features that were not made from it.
+        UserError: a damaged encoder or tensors of another evaluation, or features that were not
+            made from the encoder, or are of other images.
     """
     encoder = job.run / "encoder.safetensors"
     actual = encoder_checksum(job.run) if encoder.exists() else None
     declared = protocol.inputs().items()
+    for name, kind in declared:
+        if isinstance(kind, Left) and name in job.inputs and job.path(name).exists():
+            checked_sha256(job.path(name))
     # A file that is missing, or two that do not belong together, the protocol itself refuses.
-    paths = [
-        job.path(name)
+    made: dict[Path, str] = {
+        job.path(name): _features_record(job.path(name), kind)["encoder_sha256"]
         for name, kind in declared
         if isinstance(kind, Features) and name in job.inputs and job.path(name).exists()
-    ]
-    made: list[str] = [open_record(path)["encoder_sha256"] for path in paths]
-    for path, sha256 in zip(paths, made, strict=True):
+    }
+    for path, sha256 in made.items():
         if actual not in (None, sha256):
             raise UserError(f"{path}: made from another encoder than {encoder}; extract it again")
-    return actual or (made[0] if made else None)
+    return actual or next(iter(made.values()), None)
+
+
+def _features_record(path: Path, kind: Features) -> dict[str, Any]:
+    """What a features file says of itself, if it is what its place in the results says.
+
+    Raises:
+        UserError: made of another split than its name says, of other images than the split's
+            shards have now, or with or without the encoder's final norm where that is not asked.
+    """
+    made, shards = open_record(path), shards_of(path, kind.split)
+    split, digest = made.get("split", kind.split), index_digest(shards) if shards else None
+    if split != kind.split and f"-{kind.split}." in f"{path.stem}.":
+        raise UserError(f"{path}: made of the split {split}; delete it: it is extracted again")
+    if made.get("norm", kind.norm) != kind.norm:
+        how = "without" if kind.norm else "with"
+        raise UserError(f"{path}: made {how} the encoder's final norm; extract it again")
+    if digest not in (None, made["index_digest"]):
+        raise UserError(f"{path}: made of other images than {shards}; delete it: it is made again")
+    return made
 
 
 def provenance(
@@ -187,12 +210,12 @@ def _sources(job: EvaluationJob, protocol: Protocol) -> dict[str, dict[str, Any]
     encoded = {kind.split for kind in declared.values() if isinstance(kind, Features)}
     for name, kind in declared.items():
         if isinstance(kind, Features):
-            made = open_record(job.path(name))
+            made = _features_record(job.path(name), kind)
             splits[name] = {key: made[key] for key in keep if key in made}
         elif isinstance(kind, Shards) and kind.split not in encoded:
             splits[name] = {"index_digest": open_index(job.path(name)).digest}
         elif isinstance(kind, Left):
-            inputs[name] = sha256_file(job.path(name))
+            inputs[name] = checked_sha256(job.path(name))
         elif isinstance(kind, Trained):
             inputs[name] = [encoder_checksum(run) for run in job.paths(name)]
     return {"splits": splits, "inputs": inputs}

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, sealed, verified
+from maect.core.files import atomic_write, check_file, parsed, sealed, verified
 
 FORMAT = "1"
 _CHUNK = 16384
@@ -89,14 +89,15 @@ def open_features(path: str | Path) -> FeatureFile:
     if not path.exists():
         raise UserError(f"{path}: no such features file; make it with maect features")
     try:
+        check_file(path)
         with safe_open(path, framework="numpy") as file:
-            record = verified(json.loads((file.metadata() or {})["maect"]))
+            record = verified(parsed((file.metadata() or {})["maect"]))
             if record["format"] != FORMAT:
                 raise UserError(f"{path}: format {record['format']}, not {FORMAT}; extract again")
             labels = file.get_tensor("labels")
             names = file.get_tensor("keys")
             n, width = file.get_slice("features").get_shape()
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
     features = FeatureFile(path, n, width, labels, record)
     parts = (features.rows(s, min(s + _CHUNK, n)) for s in range(0, n, _CHUNK))
@@ -115,8 +116,9 @@ def open_record(path: str | Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_file(path)
         with safe_open(path, framework="numpy") as file:
-            return dict(verified(json.loads((file.metadata() or {})["maect"])))
+            return dict(verified(parsed((file.metadata() or {})["maect"])))
     except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
         raise UserError(f"{path}: not a features file ({error}); extract it again") from None
 

@@ -11,11 +11,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE
 from maect.core.settings import validated
+from maect.core.yaml_files import read_yaml
 from maect.data.sources.changes import Changes, changes
 from maect.evaluate import EvaluationConfig, Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
@@ -335,11 +334,9 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
             hint = did_you_mean(name_or_path, names())
             raise UserError(f"unknown experiment {name_or_path!r}; {hint}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
     except FileNotFoundError:
         raise UserError(f"{path}: no such experiment file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: an experiment is a mapping of keys to values")
     check_names("--config", changes, CHANGES)

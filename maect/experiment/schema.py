@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings
+from maect.core.yaml_files import parse_yaml
 from maect.data.sources import BUNDLED, SOURCES, Source
 from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS
@@ -240,7 +240,7 @@ def filled(value: Any, fill: Callable[[str], str]) -> Any:
     """Nested values with `{key}` filled in their strings, which are then read as YAML scalars."""
     if isinstance(value, dict):
         return {key: filled(inner, fill) for key, inner in value.items()}
-    return yaml.safe_load(fill(value)) if isinstance(value, str) else value
+    return parse_yaml(fill(value), value) if isinstance(value, str) else value
 
 
 def check_name(where: str, text: str) -> None:
@@ -270,9 +270,12 @@ def expand_path(text: str, where: str) -> str:
     """`~` and environment variables filled in.
 
     Raises:
-        UserError: a variable that is not set, named.
+        UserError: a variable that is not set or a home that is not there, named.
     """
     filled = fill_path(text)
+    home = os.path.expanduser(text.split("/")[0])
+    if text.startswith("~") and not os.path.isdir(home):
+        raise UserError(f"{where}: {text!r}: there is no folder {home}")
     unset = re.search(r"\$\{?(\w+)", filled)
     if unset:
         raise UserError(f"{where}: environment variable {unset[1]} in {text!r} is not set")

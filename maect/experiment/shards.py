@@ -1,7 +1,6 @@
 """Which shards a split reads: its own, or those that another experiment made of the same images.
 
-Three files in a split's folder say so. `asked.json`, of before sharding begins: what its own shards
-are made of. `index.json`: they are finished. `taken.json`: it has begun with another experiment's.
+`maect.data.sources.shared` says which files of a split's folder tell.
 """
 
 import itertools
@@ -12,13 +11,10 @@ from typing import Any
 from maect.core.files import read_mapping, sha256_file, write_record
 from maect.core.settings import digest
 from maect.data.sources.changes import may_differ
+from maect.data.sources.shared import ASKED, TAKEN, index_digest, taken
+from maect.data.sources.shared import finished as all_finished
 from maect.experiment.schema import Split, fill_path
 from maect.recipes import Pixels
-
-ASKED, TAKEN = "asked.json", "taken.json"
-TAKEN_BEFORE = "taken"
-"""A key of `asked.json` of an earlier version: the digest of what was taken, empty of what is its
-own."""
 
 
 def made_of(split: Split, pixels: Pixels, images: Path) -> dict[str, Any]:
@@ -51,7 +47,7 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
     kept = split.images is None or not split.source.sharded or split.source.in_place
     if kept or (own / "plan.json").exists():
         return own
-    where, found = images.resolve(), _finished(own)
+    where, found = images.resolve(), all_finished(own)
     finished = {
         folder: made
         for folder, made in found.items()
@@ -69,18 +65,6 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
     return next((folder for folder in same if not may_differ(folder, where)), own)
 
 
-def taken(own: Path) -> Path | None:
-    """The other experiment's folder that a split without shards of its own has begun with."""
-    noted = read_mapping(own / TAKEN)
-    if not noted and (asked := read_mapping(own / ASKED)).get(TAKEN_BEFORE):
-        noted = {"digest": asked.pop(TAKEN_BEFORE), "made_of": asked}
-    for folder, made in _finished(own).items() if noted else ():
-        # Those of images that were edited in place are made of the same by the words.
-        if (made, index_digest(folder)) == (noted["made_of"], noted["digest"]):
-            return folder
-    return None
-
-
 def note_own(own: Path, made: dict[str, Any]) -> None:
     """Write down, before a split is sharded, what its shards are made of."""
     write_record(own / ASKED, made)
@@ -91,11 +75,6 @@ def note_taken(own: Path, folder: Path) -> None:
     """Write down that a split has begun with another experiment's shards."""
     noted = {"made_of": read_mapping(folder / ASKED), "digest": index_digest(folder)}
     write_record(own / TAKEN, noted)
-
-
-def index_digest(shards: Path) -> str | None:
-    """What identifies the content of finished shards."""
-    return read_mapping(shards / "index.json").get("digest")
 
 
 def said_otherwise(folder: Path, split: Split, pixels: Pixels) -> str:
@@ -156,18 +135,6 @@ def last_changes(images: Path) -> str:
                 ]
             pending += [Path(entry) for entry in inside]
     return digest(sorted(times.values()))
-
-
-def _finished(own: Path) -> dict[Path, dict[str, Any]]:
-    """Finished shards of a split of this name, of every experiment, and what they were made of."""
-    files = sorted(own.parents[2].parent.glob(f"*/shards/*/{own.name}/{ASKED}"))
-    made = {
-        file.parent: read_mapping(file) for file in files if (file.parent / "index.json").exists()
-    }
-    return {
-        folder: {key: value for key, value in noted.items() if key != TAKEN_BEFORE}
-        for folder, noted in made.items()
-    }
 
 
 def _arguments(split: Split, pixels: Pixels) -> list[str]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, patiently
+from maect.core.files import atomic_write, check_file, patiently
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.recipes import Encoder
 
@@ -56,8 +56,7 @@ def open_tensors(path: str | Path) -> safe_open:
     """
 
     def opened() -> safe_open:
-        with open(path, "rb"):
-            pass
+        check_file(path)
         try:
             return safe_open(str(path), "pt")
         except FileNotFoundError as error:
@@ -73,6 +72,7 @@ def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         UserError: the file is missing or damaged.
     """
     try:
+        check_file(path)
         with safe_open(str(path), "pt") as file:
             names = file.keys()
             return {name: file.get_tensor(name) for name in names}, file.metadata() or {}

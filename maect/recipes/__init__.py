@@ -12,7 +12,6 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Any, ClassVar, Literal
 
-import yaml
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
@@ -23,6 +22,7 @@ from pydantic import (
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings, later, one_line
+from maect.core.yaml_files import parse_yaml
 
 KNN_K, KNN_TEMPERATURE = 10, 0.07
 """Of the k-NN that is reported, while it trains and afterwards (paper, B)."""
@@ -235,7 +235,7 @@ class Contrastive(Settings):
 @cache
 def _read(name: str) -> dict[str, Any]:
     text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return yaml.safe_load(text)
+    return parse_yaml(text, name)
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 from uncertainties import std_dev, ufloat
 
-from maect.core.files import read_mapping, write_text
+from maect.core.files import read_mapping, write_table_text, write_text
 from maect.core.seeds import seed_of
 from maect.report.configs import ClaimsConfig, Row, ShownConfig
 from maect.report.registry import TABLES
@@ -493,7 +493,7 @@ def tables_of_sets(shown: Sequence[ShownConfig]) -> dict[int, dict[str, pd.DataF
 
 def write_claims(frame: pd.DataFrame, path: Path) -> None:
     """Write the verdicts as CSV."""
-    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
+    write_table_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
 def make_claims(path: Path) -> None:

@@ -5,10 +5,10 @@ from functools import cache
 from importlib import resources
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import AfterValidator
 
 from maect.core.errors import UserError
+from maect.core.yaml_files import parse_yaml
 
 
 def _apart(groups: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
@@ -51,5 +51,5 @@ def group_numbers(groups: Groups, classes: Sequence[str], where: str) -> list[in
 @cache
 def _listed() -> dict[str, list[str]]:
     text = resources.files("maect.report").joinpath("imagenet_groups.yaml").read_text("utf-8")
-    groups: dict[str, list[str]] = yaml.safe_load(text)
+    groups: dict[str, list[str]] = parse_yaml(text, "imagenet_groups.yaml")
     return groups

@@ -21,6 +21,7 @@ from maect.evaluate.explore import columns_of
 from maect.report.configs import ImagesConfig
 from maect.report.figures.data import read_tensors
 from maect.report.render import render_page
+from maect.report.tables import result_file
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +51,12 @@ class Explored:
         """Read the file.
 
         Raises:
-            UserError: it is not there, or another one.
+            UserError: it is not there, or another one, or of another encoder.
         """
         from safetensors import safe_open
 
+        if result_file(path.parents[1], path.parent.name, path.stem, path.suffix) is None:
+            raise UserError(f"{path}: not there, or of an encoder that its run no longer has")
         arrays = read_tensors(path, _ARRAYS)
         with safe_open(path, framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get("maect", "{}"))

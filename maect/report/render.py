@@ -24,7 +24,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import Detail, Metric, Table, named_table
-from maect.report.tables import build_table, read_table, result_of, write_table
+from maect.report.tables import build_table, read_table, result_file, result_of, write_table
 from maect.report.titles import architecture_title, method_title
 
 MINUS = "\N{MINUS SIGN}"
@@ -185,8 +185,8 @@ def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, 
     runs: dict[str, Source] = {}
     for row in rows:
         for run, name in itertools.product(row.runs, table.reads(row.method)):
-            path = evaluations / run / f"{name}.json"
-            if not path.exists():
+            path = result_file(evaluations, run, name)
+            if path is None:
                 continue
             result = read_json(path)
             kept = {key: result.get(key) for key in ("metrics", "settings", "provenance")}

@@ -1,6 +1,7 @@
 """The first page of a report: the headline table and picture, the verdict, what to do next."""
 
 import base64
+import io
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from maect.core.files import write_text
+from maect.core.files import read_table_text, write_text
 from maect.report.configs import SummaryConfig
 from maect.report.images import Explored
 from maect.report.registry import named_figure
@@ -32,7 +33,7 @@ def summary_page(config: SummaryConfig) -> str:
     table = config.table and printed(read_table(config.table), config.table.stem)
     claims = None
     if config.claims is not None:
-        claims = pd.read_csv(config.claims, keep_default_na=False)
+        claims = pd.read_csv(io.StringIO(read_table_text(config.claims)), keep_default_na=False)
     return render_page(
         "summary.html",
         name=config.name,

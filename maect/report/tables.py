@@ -14,8 +14,9 @@ from typing import Any, cast
 import pandas as pd
 from pydantic import ValidationError
 
+from maect.core.entries import finished_entries
 from maect.core.errors import UserError
-from maect.core.files import json_lines, read_json, read_mapping, write_text
+from maect.core.files import read_json, read_mapping, read_table_text, write_table_text
 from maect.recipes import Encoder
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric, Table, named_table
@@ -269,26 +270,28 @@ def printed_tables() -> dict[str, pd.DataFrame]:
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
     """Write a table as CSV; what was not run is an empty cell."""
-    write_text(path, frame.to_csv(index=False, lineterminator="\n"))
+    write_table_text(path, frame.to_csv(index=False, lineterminator="\n"))
 
 
 def read_table(path: Path) -> pd.DataFrame:
     """Read a table that `write_table` wrote.
 
     Raises:
-        UserError: no such file, or not a table.
+        UserError: no such file, not a table, or not as it was written.
     """
     texts = _texts(TABLES[path.stem]) if path.stem in TABLES else []
+    text = read_table_text(path)
     try:
-        frame = pd.read_csv(path, dtype=dict.fromkeys(texts, str))
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such table") from None
+        frame = pd.read_csv(io.StringIO(text), dtype=dict.fromkeys(texts, str))
     except (pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         raise UserError(f"{path}: not a table ({error})") from None
     if list(frame.columns[:2]) != KEYS:
         raise UserError(f"{path}: not a table (its first columns are not {', '.join(KEYS)})")
     numbers = [column for column in frame.columns[2:] if column not in texts]
-    return frame.astype(dict.fromkeys(numbers, float))
+    try:
+        return frame.astype(dict.fromkeys(numbers, float))
+    except ValueError as error:
+        raise UserError(f"{path}: not a table ({error})") from None
 
 
 def trained_with(setting: str, row: Row, runs: Path) -> str | None:
@@ -410,7 +413,7 @@ def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
 
     def start(run: str) -> tuple[float]:
         first = chain(run, runs)[-1]
-        entries = json_lines(runs / first["run"] / "metrics.jsonl", strict=True)
+        entries = finished_entries(runs / first["run"], first)
         until = first.get("recipe", {}).get("epochs", 0) / 10
         losses = [e["loss_nnclr"] for e in entries if "loss_nnclr" in e and e["epoch"] <= until]
         return (statistics.fmean(losses) if losses else math.nan,)

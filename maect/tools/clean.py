@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.files import read_mapping
+from maect.core.files import read_json
 from maect.launch.owner import own
 from maect.tools.plan import size_text
 from maect.train.run_folder import check_weights, remove_states
@@ -39,13 +39,13 @@ def states(root: Path) -> Iterator[State]:
 
 def _needed(run: Path) -> str:
     """Why the states beside what a run left have to stay; empty if they do not."""
-    files = read_mapping(run / "run.json").get("files")
-    if files is None:
+    if not (run / "run.json").exists():
         return "its training is not finished"
     try:
+        files = read_json(run / "run.json")["files"]
         check_weights(run)
-    except UserError:
-        return "what it left is damaged"
+    except UserError as error:
+        return f"what it left is damaged: {error}"
     return "" if all((run / name).exists() for name in files) else "what it left is not complete"
 
 

@@ -46,6 +46,7 @@ def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
         UserError: an unknown option or target, or an option without its value.
     """
     parser, stderr = get_argument_parser(), io.StringIO()
+    parser.allow_abbrev = False  # `--delete` would delete all output
     try:
         with redirect_stderr(stderr):
             options, unknown = parser.parse_known_args(list(words))

@@ -21,7 +21,7 @@ from maect.evaluate.low_shot import LowShot
 from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.umap import Umap
 from maect.experiment import load
-from maect.experiment.schema import check_plain
+from maect.experiment.schema import check_plain, fill_path
 from maect.launch.progress import duration
 from maect.recipes import Look, load_encoder
 from maect.recipes.cost import encoder_weights
@@ -360,6 +360,12 @@ def new_experiment(
     folder = folder.resolve()
     how = {"ignore_folders": ignore_folders, "skip_unreadable": skip_unreadable}
     where, *others = find_splits(folder)
+    for path in filter(None, (where, *others, out.resolve())):
+        if fill_path(str(path)) != str(path):
+            raise UserError(
+                f"{path}: experiments read what stands behind $ as the name of a variable; rename "
+                "the folder, or make a link to it"
+            )
     images = look_at(where, **how)
     val, test = (
         look_at(descend(other, images.class_names), FEWEST_VAL, **how) if other else None

@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import yaml
-
+from maect.core.entries import entries
 from maect.core.errors import UserError, counted
-from maect.core.files import json_lines, read_mapping
+from maect.core.files import read_json
+from maect.core.yaml_files import read_yaml
 from maect.experiment import load
 from maect.launch import clusters, record
 from maect.launch.progress import duration, part, seconds_left
@@ -126,14 +126,15 @@ def evaluations(root: Path, clusters: Mapping[str, Cluster]) -> Iterator[Status]
 
 def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -> Status:
     """The state of one folder that a job works in."""
-    run = read_mapping(folder / "run.json") if done else {}
+    run: dict[str, Any] = {}
     try:
         job, note = record.read_job(folder), ""
-    except UserError as error:
+        run = read_json(folder / "run.json") if done else {}
+    except (UserError, OSError) as error:
         job, note = None, str(error)
     report = record.progress(folder, job)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
-    logged = json_lines(folder / "metrics.jsonl", TAIL)
+    logged = entries(folder / "metrics.jsonl", TAIL, run)
     loss = report.get("loss", logged[-1].get("loss") if logged else None)
     looked = [entry["look_knn"] for entry in logged if "look_knn" in entry]
     knn = report.get("knn") or (looked[-1] if looked else None)
@@ -143,7 +144,7 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     if done:
         speed, stage = run.get("images_per_second"), str(run.get("stage", ""))
         return Status(
-            name, stage, "done", 1.0, speed, None, loss, knn, run.get("useful_part"), number
+            name, stage, "done", 1.0, speed, None, loss, knn, run.get("useful_part"), number, note
         )
     if job is None:
         return Status(name, "", "unknown", note=note)
@@ -243,7 +244,7 @@ def stage_of(folder: Path, job: Job) -> str:
         return "features"
     config = job.request.get("arguments", {}).get("config")
     try:
-        values = (yaml.safe_load(Path(config).read_text("utf-8")) if config else None) or {}
-    except (OSError, yaml.YAMLError):
+        values = read_yaml(Path(config)) if config else {}
+    except (OSError, UserError):
         values = {}
     return str(values.get("stage") or values.get("protocol") or "")

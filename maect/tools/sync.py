@@ -10,11 +10,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
+from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_json
-from maect.train.metrics import LOOKS, entries
+from maect.core.yaml_files import read_yaml
+from maect.train.metrics import LOOKS
 
 SYNCED = "synced.json"
 _AT_ONCE = 500
@@ -147,7 +147,7 @@ def _package(name: str) -> Any:
 def _told(run: Path) -> dict[str, Any]:
     """What the run was told, by its resolved file."""
     path = run / "config.yaml"
-    told: dict[str, Any] = yaml.safe_load(path.read_text("utf-8")) if path.exists() else {}
+    told: dict[str, Any] = read_yaml(path) if path.exists() else {}
     return told
 
 

@@ -1,14 +1,11 @@
 """What a run logs: one entry per logged step, whatever was interrupted, and its use of a device."""
 
-import json
 import logging
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -16,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from maect.core.entries import entries, entry_of, line_of, lines, missing
 from maect.core.files import atomic_write
 from maect.recipes.flops import peak_flops
 
@@ -23,13 +21,6 @@ log = logging.getLogger(__name__)
 
 LOOKS = "looks"
 """Folder of a run with the pictures of its looks."""
-LOGGED_EVERY_STEP = 10_000
-"""Runs longer than this many steps log every 50th."""
-
-
-def log_interval(steps: int) -> int:
-    """How many steps lie between two entries."""
-    return 1 if steps <= LOGGED_EVERY_STEP else 50
 
 
 class StepClock:
@@ -87,9 +78,7 @@ class Metrics:
 
     def log(self, step: int, values: dict[str, float], timing: dict[str, float]) -> None:
         """Append the entry of a step."""
-        entry = {"step": step, **values, "timing": timing}
-        sealed = entry | {"timing": timing | {"crc32": _crc(entry)}}
-        self._file.write(json.dumps(sealed) + "\n")
+        self._file.write(line_of(step, values, timing))
         self._file.flush()
         for name, value in (values | timing).items():
             self._board.add_scalar(name, value, step)
@@ -117,36 +106,17 @@ class Metrics:
         self._board.close()
 
 
-def entries(path: Path) -> list[dict[str, Any]]:
-    """Sound entries of a metrics file, oldest first."""
-    found = map(_entry, path.read_bytes().splitlines()) if path.exists() else ()
-    return [entry for entry in found if entry is not None]
-
-
 def last_device_seconds(path: Path) -> float:
     """Device time spent according to the last entry, over all attempts."""
     logged = entries(path)
     return float(logged[-1]["timing"]["device_seconds"]) if logged else 0.0
 
 
-def missing(steps: set[int], last: int, total: int) -> str:
-    """Which entries are not among `steps` although `last` of `total` steps are done: `3-5, 9`."""
-    every = log_interval(total)
-    wanted = sorted({*range(every, last + 1, every), *([last] if last == total else [])})
-    absent = [place for place, step in enumerate(wanted) if step not in steps]
-    ranges: list[tuple[int, int]] = []
-    for place in absent:
-        first = ranges.pop()[0] if ranges and ranges[-1][1] == place - 1 else place
-        ranges.append((first, place))
-    return ", ".join(f"{wanted[a]}-{wanted[b]}" if a < b else f"{wanted[a]}" for a, b in ranges)
-
-
 def _repair(path: Path, step: int, steps: int) -> None:
     """Keep the sound entries up to a step, each once, and name those that are not there."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept: dict[int, bytes] = {}
-    for line in lines:
-        entry = _entry(line)
+    for line in lines(path):
+        entry = entry_of(line)
         if entry is not None and max(kept, default=0) < entry["step"] <= step:
             kept[entry["step"]] = line
     if absent := missing(set(kept), step, steps):
@@ -157,22 +127,6 @@ def _repair(path: Path, step: int, steps: int) -> None:
     # Another file: one that still writes into the old one, in a job given up, writes to nowhere.
     with atomic_write(path) as temporary:
         temporary.write_bytes(b"".join(kept.values()))
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """A logged entry without its checksum, or None if it is damaged."""
-    try:
-        entry: dict[str, Any] = json.loads(line)
-        timing = entry["timing"]
-        crc = timing.pop("crc32", None)  # entries of older versions have none
-        sound = type(entry["step"]) is int and isinstance(timing["device_seconds"], float | int)
-        return entry if sound and crc in (None, _crc(entry)) else None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def _crc(entry: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(entry, sort_keys=True).encode()):08x}"
 
 
 def usage(flops: float, precision: str, device: torch.device) -> dict[str, float]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import patiently, read_json, write_record
 from maect.data.index import Index
 from maect.data.order import Order
 from maect.train.checkpoint import saved
-from maect.train.metrics import entries
 
 REPORT = "replay.json"
 SHOWN = 8  # of what there may be thousands of

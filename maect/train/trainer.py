@@ -25,6 +25,7 @@ from maect.core.distributed import (
     sum_on_device,
     sum_scalars,
 )
+from maect.core.entries import entries, log_interval, missing
 from maect.core.errors import RankError, UserError, counted
 from maect.core.files import sha256_file, write_record
 from maect.core.kept import keep
@@ -47,7 +48,7 @@ from maect.train.checkpoint import (
 from maect.train.engine import Engine, Mark, seconds_between, start
 from maect.train.fence import Fence
 from maect.train.look import Looker
-from maect.train.metrics import Metrics, StepClock, entries, log_interval, missing, usage
+from maect.train.metrics import Metrics, StepClock, usage
 from maect.train.objective import Objective
 from maect.train.replay import Replay, part_of
 from maect.train.run_folder import (
@@ -147,6 +148,7 @@ def train(
     scores = _scores(run, split)
     identity, fence, said = None, None, []
     if context.rank == 0:
+        split.check_rows()
         identity = fingerprint(
             folder, stage.name, stage, run.encoder, run.seed, split.digest, run.source
         )

@@ -15,9 +15,10 @@ from PIL import Image
 from maect.core.files import read_json
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
+from maect.data.sources.shared import index_digest
 from maect.experiment import Experiment, load
 from maect.experiment.resolve import resize_stated, run_config
-from maect.experiment.shards import index_digest, note_own, note_taken
+from maect.experiment.shards import note_own, note_taken
 from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
 from maect.stages.run import resize_of
 
@@ -259,9 +260,10 @@ def test_an_image_that_was_edited_and_kept_its_size_is_noticed() -> None:
     assert experiment("d2").shards(*PAIR) == first
     path = Path("fruit/a/0.ppm")
     path.write_bytes(path.read_bytes().replace(b"\t", b"\xf6"))
-    later = (first / "files.jsonl").stat().st_mtime + 1
+    later = (first / "files.json").stat().st_mtime + 1
     os.utime(path, (later, later))
     assert experiment("d2").shards(*PAIR) != first
+    assert str(experiment("d1").changes(*PAIR)) == "1 file changed (a/0.ppm)"
 
 
 def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from maect.core.entries import entries, finished_entries, line_of
 from maect.core.errors import UserError
-from maect.core.files import UMASK, atomic_write, checked_sha256, json_lines, write_json
+from maect.core.files import UMASK, atomic_write, checked_sha256, write_json
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
@@ -27,17 +28,21 @@ def test_tensors_are_readable_like_other_files(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o666 & ~UMASK
 
 
-def test_a_log_that_a_kill_cut_off(tmp_path: Path) -> None:
+def test_a_log_that_a_kill_cut_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert json_lines(path) == []
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(100)) + '{"step": 10')
-    assert [entry["step"] for entry in json_lines(path)] == list(range(100))
-    assert [entry["step"] for entry in json_lines(path, tail=45)] == [98, 99]
-    with pytest.raises(UserError, match=r"metrics\.jsonl:101: not JSON"):
-        json_lines(path, strict=True)
-    for damaged in (b"7\n", b"[1]\n", b'{"step": "\xff"}\n'):
-        path.write_bytes(b'{"step": 1}\n' + damaged)
-        assert json_lines(path) == [{"step": 1}]
+    assert entries(path) == []
+    text = "".join(line_of(step, {}, {"device_seconds": 1.0}) for step in range(100))
+    path.write_text(text + '{"step": 10')
+    assert [entry["step"] for entry in entries(path)] == list(range(100))
+    two = len(text) // 100 * 2 + 20
+    assert [entry["step"] for entry in entries(path, tail=two)] == [98, 99]
+    assert not caplog.text
+    with pytest.raises(UserError, match=r"metrics\.jsonl:101: damaged"):
+        finished_entries(tmp_path, {})
+    for damaged in (b"7\n", b"[1]\n", b'{"step": "\xff"}\n', b"[" * 30_000 + b"\n"):
+        path.write_bytes(text.encode()[: len(text) // 100] + damaged + b"\n")
+        assert [entry["step"] for entry in entries(path)] == [0]
+        assert f"{path}: damaged: left out: lines 2" in caplog.text
 
 
 def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_json, sha256_file, write_record
 from maect.data.digits import write_digits
@@ -27,7 +28,7 @@ from maect.data.shards import shard, verify
 from maect.launch import record
 from maect.train.checkpoint import Saver, check_files, read_record, remove_incomplete, saved
 from maect.train.fence import Fence
-from maect.train.metrics import Metrics, entries
+from maect.train.metrics import Metrics
 from maect.train.run_folder import check_weights, is_finished
 
 CHANGES = ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "link")

@@ -174,7 +174,7 @@ def test_changes_by_hand(tmp_path: Path) -> None:
         ("settings.head.topk=2000", "topk 2000 is larger than queue_size 1024"),
         ("seed", "seed: write KEY=VALUE"),
         ("seed.a=1", "seed.a=1: 'seed' has no keys of its own"),
-        ("seed=[", "is not valid YAML"),
+        ("seed=[", "not valid YAML"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, change: str, fault: str) -> None:

@@ -1,6 +1,5 @@
 """What a run has logged, copied to a service: each step once, whenever it is asked for."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import pytest
 from PIL import Image
 
 from maect.cli import main
+from maect.core.entries import line_of
 from maect.core.files import read_json
 from maect.tools import sync
 
@@ -16,11 +16,10 @@ from maect.tools import sync
 def write_run(folder: Path, steps: int) -> Path:
     """A run that has come so far; it was looked at in every third step."""
     (folder / "looks").mkdir(parents=True, exist_ok=True)
-    lines = [
-        {"step": n, "loss": 2.0 - n / 10, "timing": {"device_seconds": n / 2}}
-        for n in range(1, steps + 1)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = (
+        line_of(n, {"loss": 2.0 - n / 10}, {"device_seconds": n / 2}) for n in range(1, steps + 1)
+    )
+    (folder / "metrics.jsonl").write_text("".join(lines))
     for step in range(3, steps + 1, 3):
         Image.new("RGB", (9, 9)).save(folder / f"looks/neighbors-{step:08d}.jpg")
     (folder / "config.yaml").write_text("run: ct\nsettings: {epochs: 4, head: {topk: 1}}\n")

@@ -134,8 +134,13 @@ class ImageSource(Source):
                 return file.read()
             return os.pread(file.fileno(), entry.size, entry.offset)
 
-    def read_ahead(self, entries: Sequence[Entry]) -> None:
-        """Told which images are read next, by a source that has to read many to read one."""
+    def read_ahead(self, entries: Sequence[Entry], folder: Path) -> None:
+        """Prepare to read these images next, where one cannot be read without many others.
+
+        Args:
+            entries: the images.
+            folder: for files that are needed meanwhile.
+        """
 
     def known_classes(self) -> Sequence[str] | None:
         """Class names as far as they are known without listing the images; None: they are not."""

@@ -1,6 +1,7 @@
 """What has happened to images since they were sharded: added, removed, edited, relabelled."""
 
 import json
+import logging
 import os
 import shlex
 from collections.abc import Iterable, Sequence
@@ -9,22 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError, counted
-from maect.core.files import read_mapping, write_text
+from maect.core.files import read_json, read_mapping, write_record
 from maect.data.sources import UNLABELLED, Entry, ImageSource, Listing, find_source, open_source
 from maect.data.sources.archives import Archive
 
-FILES = "files.jsonl"
+log = logging.getLogger(__name__)
+
+FILES = "files.json"
 MOST = 50_000
 """Files that are looked at again: more would delay every start."""
+COMPARED = 200
+"""Images whose content is compared again, where the time of their file has changed."""
+
+Look = tuple[int, int]
+"""Bytes of a file and when it was changed, in nanoseconds; -1 and 0 of one that is gone."""
 
 
 def note_files(out: Path, source: ImageSource, entries: Iterable[Entry]) -> None:
-    """Write beside shards names and sizes of the files that images are in, if these are few."""
+    """Write beside shards names, sizes and times of the files with the images, if these are few."""
     names = _files(source, entries)
     if len(names) <= MOST:
-        sizes = _sizes(source, names)
-        lines = (json.dumps([name, size]) for name, size in sorted(sizes.items()))
-        write_text(out / FILES, "".join(f"{line}\n" for line in lines))
+        write_record(out / FILES, {"files": dict(sorted(_looks(source, names).items()))})
 
 
 def _files(source: ImageSource, entries: Iterable[Entry]) -> set[str]:
@@ -33,16 +39,35 @@ def _files(source: ImageSource, entries: Iterable[Entry]) -> set[str]:
     return {source.path.name} if packed else {entry.path for entry in entries}
 
 
-def _sizes(source: ImageSource, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of each file; -1 of one that is gone."""
-    sizes = {}
+def _text(name: str) -> str:
+    """A name that can be written."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Look]:
+    """How each file looks from outside."""
+    looks = {}
     for name in names:
-        text = name.encode("utf-8", "backslashreplace").decode()
         try:
-            sizes[text] = os.stat(source.root / name).st_size
+            status = os.stat(source.root / name)
+            looks[_text(name)] = status.st_size, status.st_mtime_ns
         except OSError:
-            sizes[text] = -1
-    return sizes
+            looks[_text(name)] = -1, 0
+    return looks
+
+
+def _noted(out: Path) -> dict[str, Look]:
+    """What `note_files` wrote.
+
+    Raises:
+        UserError: it is damaged, which is said: whoever asks may do without.
+    """
+    try:
+        files = read_json(out / FILES)["files"]
+    except UserError as error:
+        log.warning("%s", error)
+        raise
+    return {name: (size, changed) for name, (size, changed) in files.items()}
 
 
 @dataclass(frozen=True)
@@ -99,23 +124,47 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
         source = open_source(plan["kind"], before if images is None else images.resolve())
         if not known.exists():
             return _other_classes(before, source, plan["class_names"])
-        lines = known.read_text(encoding="utf-8").splitlines()
-        sizes = dict(json.loads(line) for line in lines)
-        listing = source.listing()
-        now = _sizes(source, _files(source, listing.entries))
-        if [*now] == [source.path.name] and [*sizes] == [before.name]:  # one file, called otherwise
+        noted, listing = _noted(out), source.listing()
+        now = _looks(source, _files(source, listing.entries))
+        if [*now] == [source.path.name] and [*noted] == [before.name]:  # one file, called otherwise
             now = {before.name: now[source.path.name]}
+        both = now.keys() & noted.keys()
+        edited = {name for name in both if now[name][0] != noted[name][0]}
+        if source.path == before:  # a copy has the times of its making
+            touched = {name for name in both - edited if now[name][1] != noted[name][1]}
+            edited |= _edited(out, source, listing.entries, touched)
         found = Changes(
             before,
             source.path,
-            added=sorted(now.keys() - sizes.keys()),
-            removed=sorted(sizes.keys() - now.keys()),
-            edited=sorted(n for n in now.keys() & sizes.keys() if now[n] != sizes[n]),
+            added=sorted(now.keys() - noted.keys()),
+            removed=sorted(noted.keys() - now.keys()),
+            edited=sorted(edited),
             relabelled=_relabelled(out, plan, listing),
         )
     except (UserError, KeyError, ValueError, OSError):
         return None
     return found if str(found) else None
+
+
+def _edited(
+    out: Path, source: ImageSource, entries: Sequence[Entry], touched: set[str]
+) -> set[str]:
+    """Files with an image that is not the one in finished shards, of those that were touched.
+
+    Of more than `COMPARED` images, evenly chosen ones are compared.
+    """
+    from maect.data.shards import differing
+
+    if not touched or not (out / "index.json").exists():
+        return set()
+    packed = isinstance(source, Archive)
+    of_file = {
+        entry: source.path.name if packed else _text(entry.path)
+        for entry in entries
+        if packed or _text(entry.path) in touched
+    }
+    chosen = [*of_file][:: max(1, -(-len(of_file) // COMPARED))]
+    return {of_file[entry] for entry in differing(out, source, chosen)}
 
 
 def _other_classes(before: Path, source: ImageSource, names: list[str]) -> Changes | None:
@@ -150,17 +199,15 @@ def _relabelled(out: Path, plan: dict[str, Any], listing: Listing) -> list[str]:
 def may_differ(out: Path, images: Path) -> bool:
     """Whether the images may be others than those in finished shards, as far as it can be told.
 
-    That is more than `changes`: a picture that is edited may keep its size, as bitmaps do.
+    That is more than `changes`, which compares the content of some: any file has another time.
     """
-    plan, known = read_mapping(out / "plan.json"), out / FILES
+    plan = read_mapping(out / "plan.json")
     if changes(out, images) is not None:
         return True
     try:
-        listed = known.stat().st_mtime
         source = open_source(plan["kind"], images)
-        names = _files(source, source.listing().entries)
-        return any((source.root / name).stat().st_mtime > listed for name in names)
-    except (UserError, KeyError, OSError):
+        return _looks(source, _files(source, source.listing().entries)) != _noted(out)
+    except (UserError, KeyError, ValueError, OSError):
         return False
 
 

@@ -1,9 +1,12 @@
 """Images in the columns of parquet and arrow files, as Hugging Face's data sets have them."""
 
 import json
+import os
+import tempfile
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,9 @@ if TYPE_CHECKING:
 
 _IMAGES = ("image", "img", "jpg", "png", "picture", "photo")
 _LABELS = ("label", "labels", "class", "fine_label", "target")
-_GROUPS_KEPT = 4
+_ROWS = 16
+"""Rows that are read at once."""
+_BATCHES_KEPT = 4
 
 
 class Columns(ImageSource):
@@ -35,8 +40,8 @@ class Columns(ImageSource):
     def __init__(self, path: Path, labels: Path | None = None) -> None:
         super().__init__(path, labels)
         self._lock = threading.Lock()
-        self._ahead: dict[Entry, bytes] = {}
-        self._groups: OrderedDict[tuple[str, int], Any] = OrderedDict()
+        self._ahead: dict[Entry, tuple[int, int]] = {}
+        """Size and offset in the scratch file of the images that were read ahead."""
 
     @cached_property
     def _tables(self) -> dict[str, "_Table"]:
@@ -87,38 +92,27 @@ class Columns(ImageSource):
 
     def read(self, entry: Entry) -> bytes:
         """The bytes of a row."""
-        data = self._ahead.get(entry)
-        if data is None:
-            table = self._tables[entry.path]
-            group, within = table.group_of(entry.offset)
-            data = _bytes(self._group(entry.path, table, group)[within])
+        if entry in self._ahead:
+            size, offset = self._ahead[entry]
+            return os.pread(self._scratch.fileno(), size, offset)
+        with self._lock:  # one reader at a time, whose place in the file is kept
+            data = self._tables[entry.path].image(entry.offset)
         if data is None:
             raise OSError(0, "its row has no bytes; put the images into the file")
         return data
 
-    def _group(self, where: str, table: "_Table", group: int) -> "pa.ChunkedArray":
-        """The images of a row group; those used last are kept."""
-        with self._lock:
-            images = self._groups.get((where, group))
-            if images is None:
-                images = table.images(group)
-            self._groups[where, group] = images
-            self._groups.move_to_end((where, group))
-            if len(self._groups) > _GROUPS_KEPT:
-                self._groups.popitem(last=False)
-            return images
+    def read_ahead(self, entries: Sequence[Entry], folder: Path) -> None:
+        """Copy images that lie anywhere to a scratch file, in one pass over the tables.
 
-    def read_ahead(self, entries: Sequence[Entry]) -> None:
-        """Read images that lie anywhere in one pass, since a row comes with all of its group."""
-        wanted: dict[tuple[str, int], list[tuple[int, Entry]]] = defaultdict(list)
-        for entry in entries:
-            group, within = self._tables[entry.path].group_of(entry.offset)
-            wanted[entry.path, group].append((within, entry))
-        self._ahead = {}
-        for (where, group), rows in sorted(wanted.items(), key=lambda item: item[0]):
-            images = self._tables[where].images(group)
-            read = ((entry, _bytes(images[within])) for within, entry in rows)
-            self._ahead |= {entry: data for entry, data in read if data is not None}
+        A row comes with those around it, and memory need not hold a shard's images.
+        """
+        self._ahead, self._scratch = {}, tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        for entry in sorted(entries, key=lambda entry: (entry.path, entry.offset)):
+            data = self._tables[entry.path].image(entry.offset)
+            if data is not None:
+                self._ahead[entry] = len(data), self._scratch.tell()
+                self._scratch.write(data)
+        self._scratch.flush()
 
 
 def _renumbered(labels: list[Any], path: Path, own: list[str], known: list[str]) -> list[Any]:
@@ -147,6 +141,9 @@ class _Table:
         from pyarrow import ipc, parquet
 
         self._mapped: pa.Table | None = None
+        self._batches: deque[tuple[int, pa.Array]] = deque(maxlen=_BATCHES_KEPT)
+        self._reader: Iterator[pa.RecordBatch] = iter(())
+        self._group = self._next = -1
         try:
             if path.suffix.lower() == ".arrow":
                 source = pa.memory_map(str(path))
@@ -212,18 +209,24 @@ class _Table:
             labels = table[self._label].to_pylist()
         return names, labels
 
-    def group_of(self, row: int) -> tuple[int, int]:
-        """The group of a row, and its number in there."""
-        from bisect import bisect_right
-
-        group = bisect_right(self._starts, row) - 1
-        return group, row - self._starts[group]
-
-    def images(self, group: int) -> "pa.ChunkedArray":
-        """The image column of a group."""
+    def image(self, row: int) -> bytes | None:
+        """The image of a row; quick where rows are asked for in about their order."""
         if self._mapped is not None:
-            return self._mapped[self._image]
-        return self._file.read_row_group(group, [self._image])[self._image]
+            return _bytes(self._mapped[self._image][row])
+        for start, images in self._batches:
+            if start <= row < start + len(images):
+                return _bytes(images[row - start])
+        group = bisect_right(self._starts, row) - 1
+        if group != self._group or row < self._next:
+            self._group, self._next = group, self._starts[group]
+            self._reader = self._file.iter_batches(_ROWS, [group], [self._image])
+        for batch in self._reader:
+            start, images = self._next, batch.column(self._image)
+            self._next += len(images)
+            if row < self._next:
+                self._batches.append((start, images))
+                return _bytes(images[row - start])
+        raise OSError(0, "its table has become shorter")
 
 
 def _bytes(image: "pa.Scalar") -> bytes | None:

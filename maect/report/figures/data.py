@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError
-from maect.core.files import json_lines, read_json
+from maect.core.files import checked_sha256, read_json
 from maect.report.configs import Row, ShownConfig
 from maect.report.groups import group_names, group_numbers
 from maect.report.registry import named_figure
@@ -57,30 +57,19 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Read named arrays of a safetensors file.
 
     Raises:
-        UserError: no such file, not a safetensors file, or an array is not there.
+        UserError: no such file, a damaged one, not a safetensors file, or an array is not there.
     """
+    if not path.exists():
+        raise UserError(f"{path}: no such file; run the {path.stem} evaluation first")
+    checked_sha256(path)
     try:
         tensors = load_file(path)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; run the {path.stem} evaluation first") from None
     except SafetensorError as error:
         raise UserError(f"{path}: not a safetensors file ({error})") from None
     missing = [name for name in names if name not in tensors]
     if missing:
         raise UserError(f"{path}: has no `{missing[0]}`; run the {path.stem} evaluation again")
     return {name: tensors[name] for name in names}
-
-
-def read_metrics_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a run's `metrics.jsonl`, one object a logged step.
-
-    Raises:
-        UserError: a line that is not JSON (named), or no line.
-    """
-    lines = json_lines(path, strict=True)
-    if not lines:
-        raise UserError(f"{path}: no step was logged yet")
-    return lines
 
 
 @cache
@@ -128,11 +117,12 @@ class Classes:
 
 @dataclass(frozen=True)
 class Node:
-    """A run: its name, its stage and the run it starts from."""
+    """A run: its name, its stage, the run it starts from, and its completion record."""
 
     name: str
     stage: str
     source: str | None
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 def stage_title(stage: str) -> str:
@@ -150,5 +140,5 @@ def finished_runs(shown: ShownConfig) -> list[Node]:
             if (shown.runs / run / "run.json").exists():
                 for record in reversed(chain(run, shown.runs)):
                     name = str(record["run"])
-                    nodes[name] = Node(name, str(record["stage"]), record.get("source"))
+                    nodes[name] = Node(name, str(record["stage"]), record.get("source"), record)
     return list(nodes.values())

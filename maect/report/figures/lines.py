@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
+from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.report.configs import ShownConfig
 from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, panels
 from maect.report.figures.data import (
     finished_runs,
-    read_metrics_lines,
     result_files,
     row_title,
     stage_title,
@@ -159,7 +159,9 @@ def knn_compute(shown: ShownConfig) -> Figure:
         color, before = COLORS[number % len(COLORS)], 0.0
         line = list[tuple[float, float]]()
         for record in reversed(chain(done[0], shown.runs)):
-            steps = read_metrics_lines(shown.runs / record["run"] / "metrics.jsonl")
+            steps = finished_entries(shown.runs / record["run"], record)
+            if not steps:
+                raise UserError(f"{shown.runs / record['run']}: has no metrics.jsonl")
             flops = flops_of_step(record) / 1e15
             looks = [(before + flops * s["step"], s["look_knn"]) for s in steps if "look_knn" in s]
             # A line begins where that of the model before it ends.
@@ -302,7 +304,7 @@ def training_curves(shown: ShownConfig) -> Figure:
     units: dict[str, str] = {}
     for node in finished_runs(shown):
         path = shown.runs / node.name / "metrics.jsonl"
-        lines = read_metrics_lines(path) if path.exists() else []
+        lines = finished_entries(path.parent, node.record)
         title, parts = stage_title(node.stage), curve(lines, "epoch", "loss_mae")
         line = parts if len(parts[0]) else curve(lines, "epoch", "loss")
         if lines and not len(line[0]):

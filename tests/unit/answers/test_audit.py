@@ -11,7 +11,7 @@ from PIL import Image
 from maect.answers.audit import audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_record
+from maect.core.files import read_json, sha256_file, write_record
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.store import write_features
@@ -33,17 +33,19 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(root / "images/train/4.png", root / "images/train/again.png")
     with Image.open(root / "images/train/5.png") as image:
         image.save(root / "images/val/smaller.jpg", quality=60)
+    (root / "runs/ct").mkdir(parents=True)
+    (root / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
+    encoder = sha256_file(root / "runs/ct/encoder.safetensors")
     for split in ("train", "val"):
         shards = root / "shards/mine" / split
         shard(root / "images" / split, shards, "unlabelled", 1)
         index = open_index(shards)
         rows = [vector(index.keys()[i]) for i in range(index.n)]
-        record = {"index_digest": index.digest, "class_names": []}
+        record = {"index_digest": index.digest, "encoder_sha256": encoder, "class_names": []}
         write_features(
             root / f"features/ct/mine-{split}.safetensors", [np.array(rows, np.float32)], width=16,
             labels=np.array(index.labels), keys=index.keys(), record=record,
         )  # fmt: skip
-    (root / "runs/ct").mkdir(parents=True)
     return root
 
 
@@ -128,6 +130,9 @@ def test_a_picture_that_is_there_many_times_is_not_paired_with_all(
 ) -> None:
     """Each copy has a pair across, and one inside; a thousand copies are no million pairs."""
     monkeypatch.setattr("maect.answers.audit.MOST", 60)
+    (tmp_path / "runs/ct").mkdir(parents=True)
+    (tmp_path / "runs/ct/encoder.safetensors").write_bytes(b"an encoder")
+    encoder = sha256_file(tmp_path / "runs/ct/encoder.safetensors")
     for split, copies in (("train", 12), ("val", 9)):
         (tmp_path / "images" / split).mkdir(parents=True)
         for number in range(copies):
@@ -138,9 +143,10 @@ def test_a_picture_that_is_there_many_times_is_not_paired_with_all(
         write_features(
             tmp_path / f"features/ct/mine-{split}.safetensors", [np.ones((copies, 4), np.float32)],
             width=4, labels=np.array(index.labels), keys=index.keys(),
-            record={"index_digest": index.digest, "class_names": []},
+            record={
+                "index_digest": index.digest, "encoder_sha256": encoder, "class_names": [],
+            },
         )  # fmt: skip
-    (tmp_path / "runs/ct").mkdir(parents=True)
     splits = open_splits(tmp_path / "runs/ct")
     across = audit(splits, 1.0)
     assert len(across) == 12 + 9 - 1 and all(pair.exact for pair in across)

@@ -12,6 +12,7 @@ import torch
 
 import maect
 from maect.cli import main
+from maect.core.entries import line_of
 from maect.models.weights import save_tensors
 from maect.tools.sync import SERVICES
 
@@ -25,9 +26,7 @@ def test_the_page_works_word_for_word(
     home = tmp_path / "results/birds/runs/ct_min"
     home.parent.mkdir(parents=True)
     shutil.copytree(run, home)
-    (home / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 2.0, "timing": {"device_seconds": 1}}\n'
-    )
+    (home / "metrics.jsonl").write_text(line_of(1, {"loss": 2.0}, {"device_seconds": 1.0}))
     monkeypatch.setitem(SERVICES, "wandb", MagicMock(return_value=MagicMock(id="abc")))
     shutil.copytree(photographs, tmp_path / "birds")
     for name in ("a.jpg", "b.png"):

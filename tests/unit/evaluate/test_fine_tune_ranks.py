@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from maect.cli import main
+from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_json
 from maect.data.index import open_index
@@ -25,7 +26,6 @@ from maect.evaluate.run import evaluate
 from maect.models.weights import load_encoder_weights
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
-from maect.train.metrics import entries
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 import ranks

@@ -11,6 +11,7 @@ import psutil
 import pytest
 from launching import ROOT, Run, finish, wait_for
 
+from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.launch import record
@@ -24,7 +25,7 @@ def run(tmp_path):
     run.end()
 
 
-def line_of(run) -> str:
+def line_for(run) -> str:
     """The run's line and its note."""
     lines = columns(status(run.folder.parents[1])[1])
     first = next(i for i, line in enumerate(lines) if line.startswith("count"))
@@ -34,7 +35,7 @@ def line_of(run) -> str:
 def test_running_interrupted_failed_stopped(run):
     launcher = run.start(steps=2000)
     run.reaches(20)
-    words = line_of(run).split()
+    words = line_for(run).split()
     job = run.read("job.json")["id"]
     assert words[1] == "running" and words[-2:] == ["local", job] and "0.5000" in words
     assert any(word.count(":") == 2 for word in words), "no time left"
@@ -44,17 +45,17 @@ def test_running_interrupted_failed_stopped(run):
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=5)
-    assert "interrupted" in line_of(run) and "died" in line_of(run)
+    assert "interrupted" in line_for(run) and "died" in line_for(run)
     finish(run.start(complain="the images are gone"))
-    assert "failed" in line_of(run) and "the images are gone" in line_of(run)
+    assert "failed" in line_for(run) and "the images are gone" in line_for(run)
     before = run.step()
     launcher = run.start(steps=2000)
     wait_for(lambda: run.step() > before)
     launcher.send_signal(signal.SIGINT)
     finish(launcher)
-    assert "stopped" in line_of(run)
+    assert "stopped" in line_for(run)
     (run.folder / "run.json").write_text(json.dumps({"stage": "tune", "images_per_second": 123.4}))
-    done = line_of(run)
+    done = line_for(run)
     assert "tune" in done and "done" in done and "##########" in done and " 123 " in done
 
 
@@ -83,10 +84,13 @@ def test_the_last_look_at_an_encoder(tmp_path):
     folder = tmp_path / "experiment/runs/mae"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"stage": "pretrain", "images_per_second": 9.0}))
-    (folder / "metrics.jsonl").write_text('{"loss": 2.0}\n{"loss": 1.0}\n')
+    timing = {"device_seconds": 1.0}
+    log = line_of(1, {"loss": 2.0}, timing) + line_of(2, {"loss": 1.0}, timing)
+    (folder / "metrics.jsonl").write_text(log)
     assert "k-NN" not in columns(status(tmp_path / "experiment")[1])[0]
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"loss": 1.0, "look_knn": 42.25}\n{"loss": 0.5}\n')
+        file.write(line_of(3, {"loss": 1.0, "look_knn": 42.25}, timing))
+        file.write(line_of(4, {"loss": 0.5}, timing))
     about, lines = status(tmp_path / "experiment")
     assert about.endswith("look k-NN: on training images")
     head, line = columns(lines)
@@ -106,7 +110,8 @@ def test_useful_time_and_stragglers(run, tmp_path):
     run.reaches(run.step() + 5)
     assert record.held_seconds(run.folder, record.read_job(run.folder)) > held
     timing = {"held_seconds": 200.0, "useful_seconds": 194.9}
-    (run.folder / "metrics.jsonl").write_text(json.dumps({"loss": 1.0, "timing": timing}) + "\n")
+    timing["device_seconds"] = 200.0
+    (run.folder / "metrics.jsonl").write_text(line_of(1, {"loss": 1.0}, timing))
     head, *lines = columns(status(run.folder.parents[1])[1])
     assert "useful" in head and " 97 % " in lines[0]
     launcher.send_signal(signal.SIGINT)

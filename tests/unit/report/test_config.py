@@ -79,7 +79,7 @@ def test_what_the_commands_leave(config, result, tmp_path):
     config.write(tmp_path / "tables/clustering.yaml")
     make_table(tmp_path / "tables/clustering.yaml")
     endings = {path.suffix for path in (tmp_path / "tables").iterdir()}
-    assert endings == {".yaml", ".csv", ".md", ".tex", ".html"}
+    assert endings == {".yaml", ".csv", ".sha256", ".md", ".tex", ".html"}
 
     (tmp_path / "runs/mae_tiny").mkdir(parents=True)
     record = '{"run": "mae_tiny", "stage": "pretrain", "device_hours": 0.5}'

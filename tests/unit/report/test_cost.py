@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.report.claims import compare, expand, judge
@@ -81,7 +82,7 @@ def test_the_nnclr_loss_of_the_first_tenth(tmp_path):
         lines = [{"epoch": n / 2, "loss": 1.0} for n in range(1, 81)]
         if loss:  # 8 steps at `loss`, 72 at half of it
             lines = [line | {"loss_nnclr": loss / (1 + (line["epoch"] > 4))} for line in lines]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        text = "".join(line_of(n, line, {"device_seconds": 1.0}) for n, line in enumerate(lines, 1))
         (tmp_path / start / "metrics.jsonl").write_text(text)
         rows.append(Row("large", f"{start}_ct_skip", [f"{start}_ct_skip"]))
     frame = pretraining_table(rows, tmp_path).set_index("method")

@@ -13,6 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from sklearn.datasets import load_digits
 
+from maect.core.entries import entries, line_of
 from maect.core.errors import UserError
 from maect.recipes import load_encoder
 from maect.report import registry
@@ -61,6 +62,11 @@ def colors_in(path: Path) -> set[str]:
     return {"#{:02X}{:02X}{:02X}".format(*color) for _, color in found}
 
 
+def log_of(lines: list[dict[str, float]]) -> str:
+    """A log with these entries."""
+    return "".join(line_of(n, line, {"device_seconds": 1.0}) for n, line in enumerate(lines, 1))
+
+
 @cache
 def clusters(samples: int) -> dict[str, dict[str, np.ndarray]]:
     """Files of real k-means clusters of the digits, as the evaluations leave them."""
@@ -107,8 +113,8 @@ def results(tmp_path, result, embedding) -> Path:
         record["recipe"] = settings.model_dump(mode="json")
         record["encoder"] = load_encoder("tiny").model_dump(mode="json")
         (folder / "run.json").write_text(json.dumps(record))
-        lines = [{"step": n, "epoch": n / 4, "loss": 2.0 - n / 100} for n in range(1, 40)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        lines = [{"epoch": n / 4, "loss": 2.0 - n / 100} for n in range(1, 40)]
+        (folder / "metrics.jsonl").write_text(log_of(lines))
         (folder / "looks").mkdir()
         for step in (10, 20, 30, 39):
             for name in ("neighbors", "reconstructions")[: 1 + (recipe == "mae")]:
@@ -398,11 +404,12 @@ def test_curves_of_one_stage_share_a_panel(results, out):
 def test_compute_adds_up_and_what_was_shared_is_drawn_once(results):
     for run in ("mae_tiny", "head_tiny", "ct_tiny"):
         path = results.parent / "runs" / run / "metrics.jsonl"
-        steps = [json.loads(line) for line in path.read_text().splitlines()]
         looks = [
-            step | ({"look_knn": step["step"]} if step["step"] % 13 == 0 else {}) for step in steps
+            {key: step[key] for key in ("epoch", "loss")}
+            | ({"look_knn": step["step"]} if step["step"] % 13 == 0 else {})
+            for step in entries(path)
         ]
-        path.write_text("".join(json.dumps(look) + "\n" for look in looks))
+        path.write_text(log_of(looks))
     (ax,) = knn_compute(shown("knn_compute", results)).axes
     first, second = (line.get_xydata() for line in ax.lines if len(line.get_xydata()) > 1)
     assert list(first[:, 1]) == [13, 26, 39]
@@ -425,8 +432,8 @@ def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):
         record = {"run": run, "stage": "pretrain", "source": None, "device_hours": 0.5}
         (runs / run / "run.json").write_text(json.dumps(record))
         parts = {"loss": 1 + loss, "loss_mae": 1.0, "loss_nnclr": 5.0}
-        lines = [json.dumps({"epoch": n, **parts}) + "\n" for n in range(1, 9)]
-        (runs / run / "metrics.jsonl").write_text("".join(lines))
+        log = log_of([{"epoch": n, **parts} for n in range(1, 9)])
+        (runs / run / "metrics.jsonl").write_text(log)
     rows = [*ROWS, Row("tiny", "combined", ["combined"]), Row("tiny", "detached", ["detached"])]
     figure = training_curves(shown("training_curves", results, rows))
     drawn = {ax.get_title(): {line.get_label(): line for line in ax.lines} for ax in figure.axes}
@@ -448,7 +455,7 @@ def test_titles_of_panels_do_not_meet(results):
         record = {"run": run, "stage": stage, "source": None, "device_hours": 0.5}
         (runs / run / "run.json").write_text(json.dumps(record))
         log = [{"epoch": n, "loss": 1.0, "look_knn": 40.0} for n in (1, 2)]
-        (runs / run / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in log))
+        (runs / run / "metrics.jsonl").write_text(log_of(log))
     rows = [Row("tiny", run, [run]) for run in ("mae_tiny", long, "ct_min_of_photographs")]
     with styled():
         figure = training_curves(shown("training_curves", results, rows))
@@ -464,7 +471,7 @@ def test_looks_at_the_encoder_have_a_panel_of_their_own(results):
     before = len(training_curves(shown("training_curves", results)).axes)
     path = results.parent / "runs/mae_tiny/metrics.jsonl"
     with open(path, "a") as file:
-        file.write('{"epoch": 1, "loss": 1.0, "look_knn": 40.0}\n')
+        file.write(log_of([{"epoch": 1, "loss": 1.0, "look_knn": 40.0}]))
     axes = training_curves(shown("training_curves", results)).axes
     assert len(axes) == before + 1 and "accuracy" in axes[-1].get_ylabel()
     assert axes[-1].lines[0].get_xydata().tolist() == [[1, 40]]
@@ -476,9 +483,9 @@ def test_wrong_logs_are_named(results, out):
     path.write_text("")
     with pytest.raises(UserError, match="no step was logged"):
         draw(shown("training_curves", results), *out)
-    path.write_text('{"epoch": 1}\n{"epo')
-    with pytest.raises(UserError, match=r"metrics.jsonl:2: not JSON"):
+    path.write_text(log_of([{"epoch": 1}]) + '{"epo')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: damaged"):
         draw(shown("training_curves", results), *out)
-    path.write_text('{"epoch": 1}\n')
+    path.write_text(log_of([{"epoch": 1}]))
     with pytest.raises(UserError, match="no line has both 'epoch' and 'loss'"):
         draw(shown("training_curves", results), *out)

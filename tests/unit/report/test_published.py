@@ -1,7 +1,6 @@
 """Published results: every page is what its CSV files say."""
 
 import importlib.util
-import json
 import math
 import os
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from maect.core.entries import line_of
 from maect.core.files import read_json, write_json
 from maect.experiment import load
 from maect.experiment.resolve import evaluation_config, run_config
@@ -217,8 +217,8 @@ def train_here(run: str, checksum: str, **changes: Any) -> None:
     record |= {"device_hours": 1.0, "sha256": {ENCODER: checksum}}
     folder = Path("results/cifar10/runs") / run
     write_json(folder / "run.json", record)
-    step = {"step": 5859, "epoch": 30.0, "loss": 0.4, "timing": {"device_seconds": 3600.0}}
-    (folder / "metrics.jsonl").write_text(f"{json.dumps(step)}\n")
+    step = line_of(5859, {"epoch": 30.0, "loss": 0.4}, {"device_seconds": 3600.0})
+    (folder / "metrics.jsonl").write_text(step)
 
 
 def evaluate_here(

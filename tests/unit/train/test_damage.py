@@ -1,7 +1,6 @@
 """What decides how a run goes on is damaged, another run's, or refused by the file system."""
 
 import errno
-import json
 import shutil
 from pathlib import Path
 
@@ -11,13 +10,14 @@ import torch
 from ranks import Place
 
 from maect.core import files
+from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import sha256_file, write_json, write_record
 from maect.models import weights
 from maect.train import checkpoint
 from maect.train.checkpoint import Saver, StateReader, find_state, read_record, saved
 from maect.train.fence import Fence
-from maect.train.metrics import Metrics, entries
+from maect.train.metrics import Metrics
 from maect.train.run_folder import check_weights
 
 CPU = torch.device("cpu")
@@ -202,14 +202,6 @@ def test_a_digit_of_the_log_is_not_another_one(
     file.write_bytes(b"".join(lines).replace(b'"loss": 0.5', b'"loss": 0.7'))
     Metrics(tmp_path, 4, 20).close()
     assert "entries of steps 2 are lost" in caplog.text
-    caplog.clear()
-    # Entries of an older version have no checksum.
-    old = [json.loads(line) for line in lines]
-    for entry in old:
-        del entry["timing"]["crc32"]
-    file.write_text("".join(json.dumps(entry) + "\n" for entry in old))
-    Metrics(tmp_path, 4, 20).close()
-    assert not caplog.text and entries(file) == old
 
 
 def test_entries_of_two_trainings_count_once(tmp_path: Path) -> None:

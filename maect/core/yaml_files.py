@@ -1,0 +1,147 @@
+"""YAML as people mean it: what YAML 1.1 reads otherwise, and what would take for ever, is refused.
+
+A key given twice is an error. `yes`, `no`, `on`, `off`, `010`, `1:30` and dates are texts.
+"""
+
+import re
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from maect.core.errors import UserError
+from maect.core.files import open_file
+
+MOST_BYTES = 8 << 20
+MOST_VALUES = 1_000_000
+"""In a file whose aliases are filled in."""
+PLAIN = {
+    "tag:yaml.org,2002:bool": (re.compile("true|True|TRUE|false|False|FALSE"), "tTfF"),
+    "tag:yaml.org,2002:int": (re.compile("[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)"), "-+0123456789"),
+    "tag:yaml.org,2002:float": (
+        re.compile(
+            r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?"
+            r"|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
+        ),
+        "-+0123456789.",
+    ),
+}
+"""Values without quotes that are no text: how they are written, and their first letters."""
+OTHERS = {"tag:yaml.org,2002:null", "tag:yaml.org,2002:merge"}
+
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class Loader(_BASE):
+    """Reads plain values as `PLAIN` says, and no key twice."""
+
+    yaml_implicit_resolvers: Any = {  # noqa: RUF012
+        letter: [(tag, pattern) for tag, pattern in known if tag in OTHERS]
+        for letter, known in _BASE.yaml_implicit_resolvers.items()
+    }
+
+    def get_single_node(self) -> Any:
+        """The document, once it is known to be what somebody can have meant.
+
+        Raises:
+            ComposerError: a key that is there twice, an alias inside of what it names, more values
+                than `MOST_VALUES`, or one that would name a run otherwise than it is written.
+        """
+        node = super().get_single_node()
+        if node is not None and self._count(node, {}, False) > MOST_VALUES:
+            raise _fault(f"more than {MOST_VALUES:,} values with its aliases filled in", node)
+        return node
+
+    def _count(self, node: Any, known: dict[int, int], names: bool) -> int:
+        """Values of a node, aliases counted each time."""
+        if isinstance(node, yaml.ScalarNode):
+            made = str(self.construct_object(node)) if names and not node.style else node.value
+            if made != node.value:
+                text = f"{node.value} in `each` would name a run {made!r}"
+                raise _fault(f"{text}; put it in quotes, or write what the run is called", node)
+            return 1
+        if id(node) in known:
+            if not known[id(node)]:
+                raise _fault("an alias inside of what it names", node)
+            return known[id(node)]
+        known[id(node)], count, keys = 0, 1, set()
+        for item in node.value:
+            if isinstance(node, yaml.MappingNode):
+                key, item = item
+                if isinstance(key, yaml.ScalarNode) and key.tag not in OTHERS:
+                    if (key.tag, key.value) in keys:
+                        raise _fault(f"the key {key.value!r} is there twice", key)
+                    keys.add((key.tag, key.value))
+                names_item = names or key.value == "each"
+            else:
+                names_item = names
+            count += self._count(item, known, names_item)
+        known[id(node)] = count
+        return count
+
+
+def _fault(text: str, node: Any) -> yaml.YAMLError:
+    return yaml.composer.ComposerError(None, None, text, node.start_mark)
+
+
+for _tag, (_pattern, _letters) in PLAIN.items():
+    Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern.pattern})$"), [*_letters])
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Parse YAML.
+
+    Args:
+        text: the YAML.
+        where: it is from, for messages.
+
+    Raises:
+        UserError: it is not valid, has a key twice, or is too deep or too large.
+    """
+    try:
+        return yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where}: not valid YAML ({' '.join(str(error).split())})") from None
+    except RecursionError:
+        raise UserError(f"{where}: not valid YAML (nested too deeply)") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UserError: as `parse_yaml`, or it is no file, too large or not in UTF-8.
+    """
+    return parse_yaml(read_yaml_text(path), str(path))
+
+
+def read_yaml_text(path: Path) -> str:
+    """The text of a YAML file, raises as `read_yaml`."""
+    try:
+        with open_file(path) as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise UserError(f"{path}: larger than {MOST_BYTES >> 20} MiB; is it the right file?")
+        return data.decode()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
+
+
+class _Short(reprlib.Repr):
+    """Values as a message quotes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 4, 300, 300, 60
+        self.maxlist = self.maxdict = self.maxtuple = 12
+
+
+shortened = _Short().repr
+"""`repr` of what may be large."""

@@ -1,0 +1,48 @@
+"""Shards that experiments share: which of them a split without shards of its own has begun with.
+
+Three files in a split's folder say so. `asked.json`, of before sharding begins: what its own shards
+are made of. `index.json`: they are finished. `taken.json`: it has begun with another experiment's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from maect.core.files import read_mapping
+
+ASKED, TAKEN = "asked.json", "taken.json"
+
+
+def taken(own: Path) -> Path | None:
+    """The other experiment's folder that a split without shards of its own has begun with."""
+    noted = read_mapping(own / TAKEN)
+    for folder, made in finished(own).items() if noted else ():
+        # Those of images that were edited in place are made of the same by the words.
+        if (made, index_digest(folder)) == (noted["made_of"], noted["digest"]):
+            return folder
+    return None
+
+
+def index_digest(shards: Path) -> str | None:
+    """What identifies the content of finished shards."""
+    return read_mapping(shards / "index.json").get("digest")
+
+
+def finished(own: Path) -> dict[Path, dict[str, Any]]:
+    """Finished shards of a split of this name, of every experiment, and what they were made of."""
+    files = sorted(own.parents[2].parent.glob(f"*/shards/*/{own.name}/{ASKED}"))
+    return {
+        file.parent: read_mapping(file) for file in files if (file.parent / "index.json").exists()
+    }
+
+
+def shards_of(features: Path, split: str) -> Path | None:
+    """Folder of the shards whose features a file of a results folder holds; None: not there.
+
+    Args:
+        features: RESULTS/features/RUN/DATASET-SPLIT.safetensors, or DATASET-SPLIT.HOW.safetensors.
+        split: the split.
+    """
+    for own in sorted(features.absolute().parent.parent.parent.glob(f"shards/*/{split}")):
+        if f"{features.stem}.".startswith(f"{own.parent.name}-{split}."):
+            return own if (own / "index.json").exists() else taken(own)
+    return None

@@ -1,0 +1,138 @@
+"""`python make_results.py FOLDER`: a small finished pipeline, every job in this one process."""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch.distributed import HashStore, Store
+
+from maect.cli import main
+from maect.core.files import make_folder
+from maect.data.shards import shard
+from maect.evaluate.base import Features
+from maect.evaluate.features import extract
+from maect.evaluate.run import evaluate
+from maect.experiment import load
+from maect.experiment.resolve import features_file, figures, files, tables
+from maect.experiment.shards import note_own
+from maect.launch.record import new_job, write_job
+from maect.stages.run import train
+
+HEAD = {"head": {"queue_size": 32, "topk": 2}}
+EXPERIMENT: dict[str, Any] = {
+    "datasets": {
+        "digits": {
+            "resize": 16,
+            "splits": {"train": {"shards": 2}, "val": {}},
+        }
+    },
+    "runs": {
+        "mae_tiny": {"recipe": "mae", "size": "tiny", "set": {"epochs": 3}},
+        "head_tiny": {"recipe": "head_min", "size": "tiny", "from": "mae_tiny", "set": HEAD},
+        "ct_tiny": {"recipe": "ct_min", "size": "tiny", "from": "head_tiny", "set": HEAD},
+    },
+    "evaluate": [
+        {
+            "runs": ["mae_tiny", "ct_tiny"],
+            "protocols": ["knn", "linear_probe", "clustering", "umap", "explore", "retrieval"],
+        }
+    ],
+    "tables": ["low_shot", "clustering"],
+    "figures": ["umap", "confusion", "training_curves", "pipeline"],
+}
+
+
+class Alone:
+    """The only rank of a job that nobody watches."""
+
+    rank = local_rank = 0
+    world_size = local_world_size = 1
+    cpus, gpus = 2, False
+
+    def stop_requested(self) -> bool:
+        return False
+
+    def is_current(self) -> bool:
+        return True
+
+    def report(self, progress: dict[str, Any], /) -> None: ...
+
+    def saving(self, writes: bool, /) -> None: ...
+
+    def saved(self, step: int, /) -> None: ...
+
+    def held_seconds(self) -> float:
+        return 0.0
+
+    def store(self, timeout: timedelta, /) -> Store:
+        return HashStore()
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+
+def write_images(root: Path) -> None:
+    """Sixty digits of four classes to train on, and forty others."""
+    digits = load_digits()
+    few = np.flatnonzero(digits.target < 4)[:100]
+    for place, number in enumerate(few):
+        split = "train" if place < 60 else "val"
+        file = root / split / str(digits.target[number]) / f"{number:04d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        grey = np.rint(digits.images[number] * (255 / 16)).astype(np.uint8)
+        Image.fromarray(grey).convert("RGB").resize((16, 16)).save(file)
+
+
+def make(folder: Path) -> None:
+    """Leave `folder/results` and the experiment `folder/mini.yaml`."""
+    os.chdir(folder)
+    os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}  # which DeepSpeed reads
+    write_images(folder / "images")
+    told = EXPERIMENT | {"storage": str(folder / "results")}
+    for split, about in told["datasets"]["digits"]["splits"].items():
+        about["images"] = str(folder / "images" / split)
+    for run in told["runs"].values():
+        run["set"] = {"epochs": 2, "batch_size": 16, "precision": "fp32"} | run["set"]
+    (folder / "mini.yaml").write_text(yaml.safe_dump(told, sort_keys=False))
+    experiment = load(str(folder / "mini.yaml"))
+    for _, split in experiment.splits:
+        own = experiment.own_shards("digits", split)
+        make_folder(own)
+        note_own(own, experiment.made_of("digits", split))
+        count = experiment.datasets["digits"].splits[split].shards
+        shard(experiment.images("digits", split), own, "folder", count)
+    for path, config in files(experiment):
+        config.write(path)
+    for run in experiment.runs:
+        config = experiment.folder(run) / "config.yaml"
+        job = new_job(config.parent, "local", 1, None)
+        job.request, job.state, job.id = {"arguments": {"config": str(config)}}, "ended", "1"
+        job.ending = job.verdict = "done"
+        write_job(config.parent, job)
+        assert train(Alone(), config=config) == "done"
+    for run in experiment.evaluated:
+        for split in map(Features, ("train", "val")):
+            encoder = experiment.folder(run) / "encoder.safetensors"
+            out = features_file(experiment, run, "digits", split)
+            shards = experiment.shards("digits", split.split)
+            assert extract(Alone(), encoder=encoder, shards=shards, out=out, resize=16) == "done"
+    ordered = sorted(experiment.evaluations, key=lambda pair: pair[1] == "retrieval")
+    for run, name in ordered:
+        config = experiment.root / "evaluations" / run / f"{name}.yaml"
+        assert evaluate(Alone(), config=config) == "done"
+    assert main(["audit", str(experiment.folder("ct_tiny")), "--threshold", "0.9"]) == 0
+    for kind, names in (("table", tables(experiment)), ("figure", figures(experiment))):
+        for name in names:
+            assert main([kind, str(experiment.root / f"{kind}s/{name}.yaml")]) == 0, name
+    for page in ("claims", "images", "summary"):
+        assert main([page, str(experiment.root / f"{page}.yaml")]) == 0
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]).resolve())

@@ -1,0 +1,343 @@
+"""Bits and digits flipped, blocks zeroed, files cut: every record of a pipeline, every reader.
+
+A reader that meets a damaged record names it, or does as before; nothing is silent, and nothing
+ends in a traceback.
+"""
+
+import contextlib
+import io
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from make_results import Alone
+
+from maect import load
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.core.files import read_json
+from maect.data.index import open_index
+from maect.data.pixels import open_pixels
+from maect.data.shards import image_names
+from maect.data.sources.changes import changes
+from maect.evaluate import EvaluationConfig
+from maect.evaluate.run import Completion, evaluate
+from maect.train.checkpoint import check_files, read_record, saved
+from maect.train.run_folder import claim, is_finished
+
+SEED = 7
+RUN, STEM = "ct_tiny", "digits"
+Reader = Callable[[Path, Path], object]
+"""Given the results and an empty folder, it returns or leaves there what it has read."""
+
+
+def command(*words: str, leaves: tuple[str, ...] = (), out: str = "") -> Reader:
+    """A command on the results, what it prints, and the files that it leaves."""
+
+    def read(root: Path, folder: Path) -> object:
+        given = [word.format(root=root, out=folder / out) for word in words]
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            status = main(given)
+        if status:
+            raise Ended(status)
+        files = [root / name for name in leaves] + [p for p in folder.rglob("*") if p.is_file()]
+        content = {file.name: file.read_bytes() for file in sorted(files)}
+        return said.getvalue().replace(str(folder), "OUT"), content
+
+    return read
+
+
+AGAIN = "computed again"
+
+
+class Ended(Exception):
+    """A command has ended with a line."""
+
+
+def the_images(split: str) -> Reader:
+    """All of a split, with labels and names, as training reads them."""
+
+    def read(root: Path, folder: Path) -> object:
+        index = open_index(root / "shards" / STEM / split)
+        pixels = open_pixels(index)
+        images = [index.read(i) for i in range(index.n)]
+        made = np.empty((1, 3, 16, 16), np.uint8)
+        index.render(0, np.array([[0, 0, 16, 16, 16, 16, 0, 0]], np.int32), made)
+        names = index.class_names, index.keys(), image_names(index), index.labels.tolist()
+        # Where the array is left out, with a warning, the images are decoded: the same.
+        array = None if pixels is None else pixels.tobytes()
+        return names, images, index.digest, index.channels, (array or whole_array(root, split))
+
+    return read
+
+
+_arrays: dict[str, bytes] = {}
+
+
+def whole_array(root: Path, split: str) -> bytes:
+    """What decoding gives, as it was before any damage."""
+    if split not in _arrays:
+        _arrays[split] = np.load(root / "shards" / STEM / split / "pixels.npy").tobytes()
+    return _arrays[split]
+
+
+def what_changed(root: Path, folder: Path) -> object:
+    """What a start says of images that have changed since they were sharded."""
+    return str(changes(root / "shards" / STEM / "train"))
+
+
+def is_there(name: str) -> Reader:
+    """Whether an evaluation counts as done; if not, it is computed again."""
+
+    def read(root: Path, folder: Path) -> object:
+        there = Completion(root / f"evaluations/{RUN}/{name}.yaml").is_there()
+        return there or AGAIN
+
+    return read
+
+
+def again(name: str) -> Reader:
+    """An evaluation computed again from its inputs."""
+
+    def read(root: Path, folder: Path) -> object:
+        told = EvaluationConfig.read(root / f"evaluations/{RUN}/{name}.yaml")
+        told.write(folder / f"{name}.yaml")
+        evaluate(Alone(), config=folder / f"{name}.yaml")
+        left = folder / f"{name}.safetensors"
+        return (folder / f"{name}.json").read_text(), left.exists() and left.read_bytes()
+
+    return read
+
+
+def resumed(root: Path, folder: Path) -> object:
+    """What a training reads first."""
+    run = root / "runs" / RUN
+    told = read_json(run / "run.json")
+    claim(
+        run,
+        IDENTITY[0],
+        {key: told[key] for key in ("stage", "recipe", "seed", "encoder", "source")},
+    )
+    return "claimed"
+
+
+def finished(root: Path, folder: Path) -> object:
+    """Whether a run counts as finished, and its states as sound."""
+    run = root / "runs" / RUN
+    told = is_finished(run, IDENTITY[0], intact=True)
+    for state in saved(run / "state"):
+        check_files(state, read_record(state, IDENTITY[0]), 0, 1)
+    return told
+
+
+IDENTITY: list[str] = []
+
+
+def encoded(root: Path, folder: Path) -> object:
+    """What `maect.load` makes of an image."""
+    encoder = load(root / "runs" / RUN, "cpu")
+    return encoder.encode([np.zeros((16, 16, 3), np.uint8)]).tobytes()
+
+
+SHOW = command("show", "{root}")
+STATUS = command("status", "{root}")
+LOW_SHOT = command(
+    "table", "{root}/tables/low_shot.yaml", leaves=("tables/low_shot.csv", "tables/low_shot.html")
+)
+CLUSTERING = command("table", "{root}/tables/clustering.yaml", leaves=("tables/clustering.csv",))
+CLAIMS = command("claims", "{root}/claims.yaml", leaves=("claims.csv", "claims.html"))
+IMAGES = command("images", "{root}/images.yaml", leaves=("images.html",))
+SUMMARY = command("summary", "{root}/summary.yaml", leaves=("summary.html",))
+CLEAN = command("clean", "{root}")
+AUDIT = command("audit", "{root}/runs/" + RUN, "--threshold", "0.9", "--out", "{out}", out="audit")
+PUBLISH = command("publish", "{root}/runs/" + RUN, "{out}", out="hub")
+EXPORT = command("export", "{root}/runs/" + RUN, "{out}", out="export")
+PREDICT = command(
+    "predict", "{root}/runs/" + RUN, "{root}/../images/val", "--out", "{out}", out="c.csv"
+)
+FITTED = command(
+    "predict", "{root}/runs/" + RUN, "{root}/../images/val", "--out", "{out}/c.csv", "--labelled",
+    "{root}/features/" + RUN + "/digits-train.safetensors", "--classifier", "{out}/c.safetensors",
+)  # fmt: skip
+
+
+def figure(name: str) -> Reader:
+    return command("figure", "{root}/figures/" + name + ".yaml", leaves=(f"figures/{name}.png",))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of record: its file in the results, how often it is damaged, and who reads it."""
+
+    file: str
+    trials: int
+    readers: tuple[Reader, ...]
+
+
+KINDS = {
+    "completion record": Kind(
+        f"runs/{RUN}/run.json", 30, (LOW_SHOT, STATUS, PUBLISH, figure("pipeline"), finished)
+    ),
+    "record of a source": Kind(
+        "runs/mae_tiny/run.json", 20, (CLAIMS, figure("training_curves"), CLEAN)
+    ),
+    "encoder": Kind(
+        f"runs/{RUN}/encoder.safetensors", 24, (EXPORT, encoded, is_there("knn"), finished)
+    ),
+    "head": Kind(f"runs/{RUN}/head.safetensors", 24, (finished,)),
+    "log": Kind(f"runs/{RUN}/metrics.jsonl", 40, (figure("training_curves"), STATUS)),
+    "log of a pre-training": Kind(
+        "runs/mae_tiny/metrics.jsonl", 30, (CLAIMS, figure("training_curves"))
+    ),
+    "record of the job": Kind(f"runs/{RUN}/job.json", 30, (STATUS,)),
+    "what a run is told": Kind(f"runs/{RUN}/recipe.json", 20, (STATUS, resumed)),
+    "record of a state": Kind(f"runs/{RUN}/state/step-000000007/state.json", 24, (finished,)),
+    "note of a rank": Kind(
+        f"runs/{RUN}/state/step-000000007/rank-0000.json", 16, (finished, CLEAN)
+    ),
+    "state": Kind(f"runs/{RUN}/state/step-000000007/rank-0000.safetensors", 24, (finished,)),
+    "features to train on": Kind(
+        f"features/{RUN}/digits-train.safetensors", 30, (again("knn"), FITTED)
+    ),
+    "features to test on": Kind(
+        f"features/{RUN}/digits-val.safetensors", 30, (again("knn"), AUDIT, is_there("knn"))
+    ),
+    "result": Kind(f"evaluations/{RUN}/knn.json", 30, (LOW_SHOT, PUBLISH, is_there("knn"))),
+    "result of clustering": Kind(
+        f"evaluations/{RUN}/clustering.json", 24, (CLUSTERING, figure("confusion"))
+    ),
+    "result of a map": Kind(f"evaluations/{RUN}/umap.json", 16, (figure("umap"),)),
+    "map": Kind(f"evaluations/{RUN}/umap.safetensors", 30, (figure("umap"), is_there("umap"))),
+    "clusters": Kind(
+        f"evaluations/{RUN}/clustering.safetensors", 24, (figure("confusion"), again("retrieval"))
+    ),
+    "images to look through": Kind(f"evaluations/{RUN}/explore.safetensors", 30, (IMAGES, SUMMARY)),
+    "probe": Kind(
+        f"evaluations/{RUN}/linear_probe.safetensors", 24, (PREDICT, is_there("linear_probe"))
+    ),
+    "pairs that look alike": Kind("audit.json", 24, (IMAGES,)),
+    "table": Kind("tables/low_shot.csv", 40, (SHOW, CLAIMS, SUMMARY)),
+    "another table": Kind("tables/clustering.csv", 30, (SHOW, CLAIMS)),
+    "claims": Kind("claims.csv", 24, (SUMMARY,)),
+    "checksum of a table": Kind("tables/low_shot.csv.sha256", 12, (SHOW,)),
+    "index's record": Kind("shards/digits/train/index.json", 30, (the_images("train"), AUDIT)),
+    "index": Kind("shards/digits/train/index.npy", 30, (the_images("train"),)),
+    "names of images": Kind("shards/digits/train/keys.txt", 30, (the_images("train"), AUDIT)),
+    "checksums of images": Kind("shards/digits/train/crc32.npy", 20, (the_images("train"),)),
+    "shard": Kind("shards/digits/train/train-000000.tar", 30, (the_images("train"),)),
+    "decoded images": Kind("shards/digits/train/pixels.npy", 24, (the_images("train"),)),
+    "record of decoded images": Kind("shards/digits/train/pixels.json", 16, (the_images("train"),)),
+    "plan": Kind("shards/digits/train/plan.json", 24, (the_images("train"), what_changed)),
+    "listing": Kind("shards/digits/train/parts/000000.jsonl", 20, (the_images("train"),)),
+    "noted files": Kind("shards/digits/train/files.json", 20, (what_changed,)),
+}
+
+
+def damages(data: bytes, count: int, seed: str) -> Iterator[tuple[str, bytes]]:
+    """Damaged versions of a file: what was done, and its content then."""
+    draw = random.Random(f"{SEED} {seed}")
+    digits = [i for i, byte in enumerate(data) if 48 <= byte < 58] if data.isascii() else []
+    for number in range(count):
+        changed, at = bytearray(data), draw.randrange(len(data))
+        way = ("bit", "digit", "bit", "zeros", "bit", "cut")[number % 6]
+        if way == "digit" and digits:
+            at = draw.choice(digits)
+            changed[at] = draw.choice([d for d in range(48, 58) if d != data[at]])
+        elif way == "zeros":
+            end = min(len(data), at + draw.choice((1, 16, 512)))
+            changed[at:end] = bytes(end - at)
+        elif way == "cut":
+            del changed[at:]
+        else:
+            changed[at] ^= 1 << draw.randrange(8)
+        if changed != data:
+            yield f"{way} at byte {at}", bytes(changed)
+
+
+def tried(reader: Reader, root: Path, folder: Path, file: Path) -> tuple[str, object, str]:
+    """How a reader ends: "read", "named", "unnamed" or a traceback; what it read; what it said."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    said, result, how = io.StringIO(), None, "read"
+    with contextlib.redirect_stderr(said):
+        try:
+            result = reader(root, folder)
+        except (Ended, UserError, OSError) as error:
+            said.write(str(error))
+            how = "ended"
+        except Exception as error:
+            said.write(repr(error))
+            how = "traceback"
+    text = said.getvalue()
+    # The record, or what has to be removed and made again: the folder or the table that it is of.
+    names = {file.name, file.name.removesuffix(".sha256"), f"{file.parent}:", f"{file.parent}/"}
+    if how == "ended":
+        how = "named" if any(name in text for name in names) else "unnamed"
+    elif how == "read" and any(name in text for name in names):
+        how = "warned"
+    return how, result, text
+
+
+def new_lines(result: object, right: object) -> set[str]:
+    """Lines that a command has printed this time only."""
+    if not (isinstance(result, tuple) and isinstance(right, tuple) and isinstance(result[0], str)):
+        return set()
+    return {*result[0].splitlines()} - {*right[0].splitlines()}
+
+
+@pytest.fixture(scope="module")
+def results(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy in which each file is put back after its damage."""
+    folder = tmp_path_factory.mktemp("flips")
+    shutil.copytree(pristine, folder / "pipeline", symlinks=True)
+    root = folder / "pipeline/results"
+    IDENTITY[:] = [read_json(root / "runs" / RUN / "run.json")["fingerprint"]]
+    whole_array(root, "train")
+    return root
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_damage_is_silent(name: str, results: Path, tmp_path: Path) -> None:
+    """Flips, zeros and cuts of one kind of record, and everybody who reads it."""
+    kind = KINDS[name]
+    file, folder = results / kind.file, tmp_path / "out"
+    before = {path: path.read_bytes() for path in results.rglob("*") if is_small(path)}
+    data = before[file] = file.read_bytes()
+    sound = [tried(reader, results, folder, file) for reader in kind.readers]
+    assert [how for how, *_ in sound] == ["read"] * len(sound), sound
+    faults, counts = [], Counter[str]()
+    for what, damaged in damages(data, kind.trials, name):
+        for reader, (_, right, _) in zip(kind.readers, sound, strict=True):
+            file.write_bytes(damaged)
+            how, result, text = tried(reader, results, folder, file)
+            if how == "read":
+                how = "without effect" if result == right else "silent"
+                how = AGAIN if result is AGAIN else how
+                if how == "silent" and any(str(file) in line for line in new_lines(result, right)):
+                    how = "warned"
+            counts[how] += 1
+            if how in ("silent", "traceback", "unnamed"):
+                faults.append(f"{what}: {how}: {kind.readers.index(reader)}: {text[-300:]}")
+            for path, content in before.items():
+                if not path.exists() or path.read_bytes() != content:
+                    path.write_bytes(content)
+    print(f"{name}: {dict(counts)}")
+    assert not faults, "\n".join(faults)
+
+
+def is_small(path: Path) -> bool:
+    """A file that a reader may write again."""
+    written = (".csv", ".html", ".sha256", ".md", ".tex", ".png", ".pdf", ".json")
+    return path.is_file() and path.suffix in written and "shards" not in path.parts
+
+
+def test_there_are_enough_trials() -> None:
+    """As many as the audit of 663 flips had, and more."""
+    assert sum(kind.trials * len(kind.readers) for kind in KINDS.values()) > 1000
+    assert sum(kind.trials for kind in KINDS.values()) > 663

@@ -1,0 +1,304 @@
+"""Hostile and odd input ends in a line: files, folders, words of commands, tables of images."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise, product
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import yte
+from pyarrow import parquet
+
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.core.files import patiently, read_json, read_mapping, read_text
+from maect.core.settings import SettingsFile
+from maect.core.yaml_files import MOST_BYTES, parse_yaml, shortened
+from maect.data.sources.tables import Columns
+from maect.evaluate.store import open_features, open_record
+from maect.experiment import load
+from maect.experiment.schema import expand_path
+from maect.models.weights import load_tensors
+from maect.tools.dry_run import check_words
+from maect.tools.new_experiment import new_experiment
+
+ROOT = Path(__file__).parents[2]
+PLAIN = "datasets: {digits: {kind: digits, splits: {train: {}, val: {}}}}\n"
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    """The line with which an experiment ends."""
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as error:
+        load(str(file))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 3000
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PLAIN
+        + "runs: {m: {recipe: mae, size: tiny, set: {epochs: 5, batch_size: 64, epochs: 50}}}",
+        PLAIN + "runs:\n  m: {recipe: mae, size: tiny}\n  m: {recipe: mae, size: small}\n",
+        PLAIN + PLAIN + "runs: {m: {recipe: mae, size: tiny}}",
+    ],
+)
+def test_a_key_given_twice(tmp_path: Path, text: str) -> None:
+    """The last one won."""
+    assert "is there twice" in refused(tmp_path, text)
+
+
+def test_a_key_given_twice_in_a_resolved_file_and_on_the_command_line(tmp_path: Path) -> None:
+    """Files that jobs read, and changes to them."""
+    (tmp_path / "c.yaml").write_text("a: 1\na: 2\n")
+    with pytest.raises(UserError, match=r"c\.yaml: not valid YAML \(the key 'a' is there twice"):
+        SettingsFile.read(tmp_path / "c.yaml")
+    (tmp_path / "c.yaml").write_text("a: 1\n")
+    with pytest.raises(UserError, match="is there twice"):
+        SettingsFile.read(tmp_path / "c.yaml", ["settings={b: 1, b: 2}"])
+
+
+def test_merged_keys_may_be_replaced() -> None:
+    """`<<` gives keys that a mapping then gives itself, also through several anchors."""
+    text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2}\nc: {<<: *b, x: 3}\nd: {<<: [*b, *a], z: 4}\n"
+    assert parse_yaml(text, "") == {
+        "a": {"x": 1, "y": 1}, "b": {"x": 1, "y": 2}, "c": {"x": 3, "y": 2},
+        "d": {"x": 1, "y": 2, "z": 4},
+    }  # fmt: skip
+
+
+def test_what_yaml_1_1_reads_otherwise(tmp_path: Path) -> None:
+    """Octal and sexagesimal numbers, dates, `yes` and `no`."""
+    text = "[010, 1:30, 0b11, 2026-01-02, yes, no, on, OFF, true, False, 1_000, 0x10, 1.5e+3, ~]"
+    assert parse_yaml(text, "") == [
+        "010", "1:30", "0b11", "2026-01-02", "yes", "no", "on", "OFF", True, False, 1000, 16,
+        1500.0, None,
+    ]  # fmt: skip
+    run = "runs: {m: {recipe: mae, size: tiny, set: {epochs: %s}}}"
+    file = tmp_path / "x.yaml"
+    file.write_text(PLAIN + run % "010")
+    assert load(str(file)).runs["m"].settings.epochs == 10
+    assert "1:30" in refused(tmp_path, PLAIN + run % "1:30")
+
+
+def test_runs_are_named_as_their_values_are_written(tmp_path: Path) -> None:
+    """`no` was `0`, and 1.10 was 1.1."""
+    run = 'runs: {"m_{a}": {recipe: mae, size: tiny, each: {a: [%s]}}}'
+    file = tmp_path / "x.yaml"
+    file.write_text(PLAIN + run % "no, '1.10', 0.5, 10")
+    assert [*load(str(file)).runs] == ["m_no", "m_1.10", "m_0.5", "m_10"]
+    assert "1.10 in `each` would name a run '1.1'" in refused(tmp_path, PLAIN + run % "no, 1.10")
+
+
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{one}'] * 10)}]\n" for one, after in pairwise("abcdefghi")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 3_000 + "]" * 3_000, "not valid YAML|a mapping of keys"),
+        ("a: " + "{b: " * 3_000 + "1" + "}" * 3_000, "not valid YAML"),
+        ("seeds: " + "9" * 5_000, "integer string conversion"),
+        (BOMB + "description: *i\n", "values with its aliases filled in"),
+        ("a: &a {b: *a}", "an alias inside of what it names"),
+        ("# " + "x" * MOST_BYTES, "larger than 8 MiB"),
+    ],
+    ids=["brackets", "mappings", "digits", "aliases", "recursion", "size"],
+)
+def test_nested_and_huge_experiments(tmp_path: Path, text: str, words: str) -> None:
+    """Tracebacks, or a message of 10^8 elements."""
+    import re
+
+    assert re.search(words, refused(tmp_path, text))
+
+
+def test_a_message_quotes_a_part_of_what_was_given(tmp_path: Path) -> None:
+    """A long list where a text is expected."""
+    text = refused(tmp_path, PLAIN + f"runs: {{}}\ndescription: {list(range(100_000))}")
+    assert "description" in text and len(text) < 500
+    assert len(shortened({"a": ["x" * 10_000] * 1_000})) < 10_000
+
+
+@pytest.mark.parametrize("depth", [900, 100_000])
+def test_a_record_nested_deeply(tmp_path: Path, depth: int) -> None:
+    """`RecursionError` in a reader of JSON."""
+    (tmp_path / "x.json").write_text("[" * depth + "]" * depth)
+    if depth > 1000:
+        with pytest.raises(UserError, match="nested too deeply"):
+            read_json(tmp_path / "x.json")
+    assert read_mapping(tmp_path / "x.json") == {}
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+RECORDS = (
+    "runs/ct_tiny/run.json", "runs/ct_tiny/job.json", "runs/ct_tiny/metrics.jsonl",
+    "evaluations/ct_tiny/knn.json", "evaluations/ct_tiny/umap.safetensors", "tables/low_shot.csv",
+    "evaluations/ct_tiny/umap.yaml", "features/ct_tiny/digits-val.safetensors",
+    "runs/ct_tiny/encoder.safetensors", "shards/digits/val/index.json",
+    "shards/digits/val/index.npy", "shards/digits/val/keys.txt",
+)  # fmt: skip
+COMMANDS = (
+    "status {}", "show {}", "table {}/tables/low_shot.yaml", "figure {}/figures/umap.yaml",
+    "figure {}/figures/training_curves.yaml", "claims {}/claims.yaml", "clean {}",
+    "audit {}/runs/ct_tiny --out {}/audited",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("record", "make"),
+    [*product(RECORDS, (pipe, loop)), *product(RECORDS[:4], (device, folder))],
+)
+def test_something_else_in_place_of_a_record(
+    pristine: Path, tmp_path: Path, record: str, make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe, a loop of links, a device or a folder: each command ends, in a line."""
+    results = linked(pristine / "results", tmp_path / "results")
+    (results / record).unlink()
+    make(results / record)
+    for command in COMMANDS:
+        status = main([word.format(results) for word in command.split()])
+        assert status in (0, 2), command
+        assert status == 0 or len(capsys.readouterr().err.strip().splitlines()) < 4
+
+
+def linked(results: Path, to: Path) -> Path:
+    """A copy of links to the files, those aside that commands write."""
+    for path in results.rglob("*"):
+        if path.is_dir():
+            (to / path.relative_to(results)).mkdir(parents=True, exist_ok=True)
+        elif not path.name.startswith("."):
+            (to / path.relative_to(results)).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, to / path.relative_to(results))
+    return to
+
+
+@pytest.mark.timeout(60)
+def test_a_library_opens_no_pipe(tmp_path: Path) -> None:
+    """safetensors would wait for somebody who writes; nobody waits for a loop of links."""
+    for number, make in enumerate((pipe, loop, device)):
+        path = tmp_path / f"{number}.safetensors"
+        make(path)
+        with pytest.raises(UserError):
+            open_record(path)
+        with pytest.raises(UserError):
+            load_tensors(path)
+        with pytest.raises(UserError):
+            open_features(path)
+        with pytest.raises(OSError):
+            patiently(read_text, path)
+
+
+@pytest.mark.parametrize("words", ["clean x --rem", "clean x --remov", "train x --det"])
+def test_an_option_is_written_out(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--rem` deleted."""
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert "unknown --" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--delete-all", "--delete-temp", "--forcea", "--unl"])
+def test_an_option_for_snakemake_is_written_out(word: str) -> None:
+    """`maect run digits --delete-all` deleted all output."""
+    with pytest.raises(UserError, match=f"unknown option {word}"):
+        check_words([word])
+    check_words(["-n", "-c2", "--cores", "2", "--keep-going"])
+
+
+def test_no_solver_decides_what_runs() -> None:
+    """Snakemake slept on after its solver had died."""
+    profiles = sorted((ROOT / "cluster_profiles").glob("*/config.yaml"))
+    assert len(profiles) > 5
+    for profile in profiles:
+        told = yte.process_yaml(profile.read_text(), require_use_yte=True)
+        assert told["scheduler"] == "greedy", profile
+
+
+SIZE, COUNT = 256 << 10, 400
+
+
+def test_a_small_parquet_file_of_large_images(tmp_path: Path) -> None:
+    """A column of equal images: 100 MiB in a file of 260 kB, read in any order."""
+    image = os.urandom(SIZE)
+    table = pa.table({"image": pa.array([image] * COUNT, pa.binary())})
+    parquet.write_table(table, tmp_path / "t.parquet", row_group_size=COUNT)
+    assert (tmp_path / "t.parquet").stat().st_size < 2 * SIZE
+    code = f"""
+import tracemalloc, pyarrow
+from pathlib import Path
+from maect.data.sources.tables import Columns
+images = Columns(Path({str(tmp_path / "t.parquet")!r}))
+entries = images.listing().entries
+tracemalloc.start()
+images.read_ahead(entries[::-3], Path({str(tmp_path)!r}))
+assert len({{images.read(entry) for entry in entries[::-3]}}) == 1
+print(tracemalloc.get_traced_memory()[1], pyarrow.default_memory_pool().max_memory())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    python, arrow = map(int, done.stdout.split())
+    assert python < SIZE * COUNT / 10 and arrow < SIZE * COUNT / 2
+    assert [*tmp_path.iterdir()] == [tmp_path / "t.parquet"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_rows_of_tables_in_any_order(tmp_path: Path, suffix: str) -> None:
+    """Each row's own bytes, ahead or not, over groups and batches; none where there are none."""
+    images = [bytes([n % 256, n // 256]) * 50 for n in range(300)]
+    values = pa.array([None if n == 7 else data for n, data in enumerate(images)], pa.binary())
+    table, path = pa.table({"image": values}), tmp_path / f"t.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(table, path, row_group_size=70)
+    else:
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    order = [299, 0, 1, 150, 69, 70, 8, 250, 71, 3]
+    for ahead in (False, True):
+        source = Columns(path)
+        entries = source.listing().entries
+        if ahead:
+            source.read_ahead(entries, tmp_path)
+        assert [source.read(entries[n]) for n in order] == [images[n] for n in order]
+        with pytest.raises(OSError, match="no bytes"):
+            source.read(entries[7])
+
+
+def test_folders_named_like_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images in `$HOME` would have been looked for elsewhere."""
+    monkeypatch.setenv("ELSEWHERE", "/tmp")
+    images = tmp_path / "$ELSEWHERE"
+    (images / "a").mkdir(parents=True)
+    with pytest.raises(UserError, match="the name of a variable"):
+        new_experiment(images, tmp_path / "x.yaml")
+    assert not (tmp_path / "x.yaml").exists()
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results in `/nonexistent`, or in a folder called `~nobody-there`."""
+    monkeypatch.setenv("HOME", "/nonexistent")
+    for path in ("~/results", "~nobody-is-called-so/results"):
+        with pytest.raises(UserError, match="there is no folder"):
+            expand_path(path, "storage")
