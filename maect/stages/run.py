@@ -12,7 +12,6 @@ from maect.core.settings import LocalPath, SettingsFile, digest, later, validate
 from maect.recipes import Encoder, Look
 from maect.recipes.memory import GIB
 from maect.stages import STAGES, Stage, Training, check_source
-from maect.train.run_folder import identity_of
 
 if TYPE_CHECKING:  # it imports torch
     from maect.train.trainer import Verdict
@@ -95,6 +94,8 @@ class RunConfig(SettingsFile):
             data: digest of its shards.
             weights: checksums of those that it starts from, by their files' names.
         """
+        from maect.train.run_folder import identity_of  # it imports NumPy
+
         given = self.stage, self.settings, self.encoder, self.seed
         return identity_of(folder, *given, data, weights)
 

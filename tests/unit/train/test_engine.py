@@ -3,7 +3,6 @@
 import json
 import platform
 import subprocess
-import warnings
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,16 +61,14 @@ def test_compiled_blocks_compute_the_same(frozen):
 
 
 @pytest.mark.slow
-def test_without_a_compiler_it_says_so_once_and_goes_on(monkeypatch, tmp_path):
+def test_without_a_compiler_it_says_why_and_goes_on(monkeypatch, tmp_path):
     monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "none")))
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     torch._dynamo.reset()
     plain, objective = Bare(), Bare()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        compile_blocks(objective, torch.device("cpu"))
-        found = objective.gradients()
-    assert len([w for w in said if "compile: not possible here" in str(w.message)]) == 1
+    reason = compile_blocks(objective, torch.device("cpu"))
+    found = objective.gradients()
+    assert reason and "\n" not in reason
     assert all(torch.equal(found[name], value) for name, value in plain.gradients().items())
 
 
