@@ -54,6 +54,7 @@ class Alone:
     rank = local_rank = 0
     world_size = local_world_size = 1
     cpus, gpus = 2, False
+    saved_before = 0
 
     def stop_requested(self) -> bool:
         return False
@@ -62,6 +63,8 @@ class Alone:
         return True
 
     def report(self, progress: dict[str, Any], /) -> None: ...
+
+    def say(self, message: str, /) -> None: ...
 
     def saving(self, writes: bool, /) -> None: ...
 
