@@ -1,5 +1,6 @@
 # make demo      set up, then the whole pipeline on bundled digits: tables, figures, a report
 # make test      set up, then all checks and tests
+# make test-faults everything that three audits of faults tried; writes docs/results/fault_audit.md
 # make test-cpus the numeric tests once more, as they compute on processors without AVX-512 or AVX2
 # make install   only the environment (.venv, from the lock file): for a cluster's login node
 
@@ -10,7 +11,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test test-cpus test-slow check packages lock docs clean
+.PHONY: install squashed moved demo test test-cpus test-faults test-slow check packages lock docs clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -71,6 +72,13 @@ test-cpus: install
 		echo "ATEN_CPU_CAPABILITY=$$kernels"; \
 		ATEN_CPU_CAPABILITY=$$kernels $(PYTEST) $(NUMERIC) $(ANY_CPU:%=--ignore=tests/unit/%.py) || exit; \
 	done
+
+# The first two audits' trials lie beside what they attack.
+FAULTS := tests/faults tests/unit/launch tests/unit/test_power_loss.py tests/unit/test_files.py tests/unit/test_run_folder.py \
+	tests/unit/test_changed_images.py tests/unit/test_kept.py tests/unit/train/test_damage.py tests/unit/train/test_fence.py \
+	tests/unit/train/test_kills.py tests/unit/train/test_resume.py tests/unit/data/test_odd_images.py
+test-faults: install
+	$(PYTEST) $(FAULTS) --audit docs/results/fault_audit.md
 
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000

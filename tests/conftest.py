@@ -3,8 +3,10 @@
 import faulthandler
 import os
 from collections.abc import Generator
+from pathlib import Path
 
 import pytest
+from fault_audit import FaultAudit
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -47,7 +49,16 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 TERMINAL = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--audit", type=Path, help="write a table of all trials to this page")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if page := config.getoption("--audit"):
+        audit = FaultAudit(page)
+        if hasattr(config, "workerinput"):  # the page is the controller's
+            audit.pytest_sessionfinish = lambda: None  # type: ignore[method-assign]
+        config.pluginmanager.register(audit)
     config.stash[TERMINAL] = os.dup(2)  # later, 2 is a file that holds a test's output
     # Where CI is set, pytest shows a whole difference: with two encoders that takes it hours.
     if os.environ.pop("CI", None):
