@@ -240,7 +240,7 @@ def tuned(job, dtype, without=()):
     )  # fmt: skip
     for step, batch in enumerate(batches):
         views = objective.prepare(batch, torch.device("cpu"))
-        views.images = views.images.to(dtype)
+        views.images = tuple(group.to(dtype) for group in views.images)
         loss, _ = objective(views)
         optimizer.zero_grad()
         loss.backward()

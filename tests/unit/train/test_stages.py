@@ -35,16 +35,17 @@ def settings(name: str) -> Training:
     raise AssertionError(f"no recipe of stage {name}")
 
 
-Write = Callable[[Path, Training, Path | None], dict[str, object]]
+Write = Callable[..., dict[str, object]]
+SEEDS = range(1, 17)
 
 
 @pytest.fixture(scope="module")
 def write(shards) -> Write:
     """Writes a run's resolved file: what `run` is told of it."""
 
-    def job(folder: Path, stage: Training, source: Path | None) -> dict[str, object]:
+    def job(folder: Path, stage: Training, source: Path | None, seed: int = 1) -> dict[str, object]:
         config = RunConfig(
-            run=folder.name, stage=stage.name, size="tiny", seed=1, shards=shards, source=source,
+            run=folder.name, stage=stage.name, size="tiny", seed=seed, shards=shards, source=source,
             encoder=ENCODER, settings=stage,
         )  # fmt: skip
         config.write(folder / "config.yaml")
@@ -77,6 +78,22 @@ def finished(write: Write, tmp_path_factory) -> Callable[..., Path]:
     return make
 
 
+def first_losses(
+    folder: Path, write: Write, stage: Training, source: Path | None, log: Path
+) -> tuple[list[float], list[float]]:
+    """The first loss on one rank and on two, of the first seed whose lookups no rounding decides."""
+    for seed in SEEDS:
+        alone, pair = (write(folder / f"{n}-{seed}", stage, source, seed) for n in (1, 2))
+        # Before the first update a cosine moves by 2e-6 with the order of the sums.
+        checked = alone | {"function": clearly, "of": train, "least": 2e-5}
+        (verdict,) = run(1, checked, log=log, stop_at=1)
+        if "candidates of a lookup" in verdict:
+            continue
+        assert [verdict, *run(2, pair, log=log, stop_at=1)] == ["requeue"] * 2
+        return losses(folder / f"1-{seed}"), losses(folder / f"2-{seed}")
+    raise AssertionError(f"no seed of {SEEDS} whose lookups are decided by more than rounding")
+
+
 @pytest.mark.parametrize("name", [name for name, stage in STAGES.items() if stage.trains])
 def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, tmp_path):
     stage, log, sources = settings(name), tmp_path / "log", dict[str, Path | None]()
@@ -87,21 +104,19 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         assert {*stage.takes(source)} <= {*source.leaves}
         sources[kind] = finished(kind)
     sources = sources or {"nothing": None}
-    whole, broken, alone = (
+    whole, broken = (
         {kind: write(tmp_path / how / kind, stage, source) for kind, source in sources.items()}
-        for how in ("whole", "broken", "alone")
+        for how in ("whole", "broken")
     )
     assert run(2, *whole.values(), log=log) == ["done"] * len(sources)
     assert run(2, *broken.values(), log=log, stop_at=3) == ["requeue"] * len(sources)
     assert run(2, *broken.values(), log=log) == ["done"] * len(sources)
-    # Before the first update a cosine moves by 2e-6 with the order of the sums.
-    checked = [one | {"function": clearly, "of": train, "least": 2e-5} for one in alone.values()]
-    assert run(1, *checked, log=log, stop_at=1) == ["requeue"] * len(sources)
     for kind, source in sources.items():
-        folder, other, single = (tmp_path / how / kind for how in ("whole", "broken", "alone"))
+        folder, other = (tmp_path / how / kind for how in ("whole", "broken"))
         assert len(losses(folder)) == 5 and np.isfinite(losses(folder)).all()
         # The loss is one of the global batch, however many ranks share it.
-        np.testing.assert_allclose(losses(single), losses(folder)[:1], rtol=1e-4)
+        one, two = first_losses(tmp_path / "ranks" / kind, write, stage, source, log)
+        np.testing.assert_allclose(one, two, rtol=1e-4)
         assert metrics(folder) == metrics(other)
         assert {path.name for path in folder.glob("*.safetensors")} == set(stage.leaves)
         left = {file: (folder / file).read_bytes() for file in stage.leaves}
