@@ -81,7 +81,7 @@ def finished(write: Write, tmp_path_factory) -> Callable[..., Path]:
 def first_losses(
     folder: Path, write: Write, stage: Training, source: Path | None, log: Path
 ) -> tuple[list[float], list[float]]:
-    """The first loss on one rank and on two, of the first seed whose lookups no rounding decides."""
+    """The first loss on one rank and on two, with a seed whose lookups no rounding decides."""
     for seed in SEEDS:
         alone, pair = (write(folder / f"{n}-{seed}", stage, source, seed) for n in (1, 2))
         # Before the first update a cosine moves by 2e-6 with the order of the sums.
