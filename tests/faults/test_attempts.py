@@ -158,7 +158,7 @@ def test_the_terminal_says_it(tmp_path: Path) -> None:
     rank = Rank(0, 0, 1, 1, 0, 1, False, tmp_path, job.name, 0, nothing, file, nothing)
     shown: list[str] = []
     line: Any = SimpleNamespace(say=shown.append)
-    launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing)
+    launcher = _Launch(nothing, tmp_path, nothing, nothing, line, nothing, nothing)
     launcher.tell(job)
     rank.say("resumes with threads 1, it was 2")
     launcher.tell(job)

@@ -26,6 +26,7 @@ from fnmatch import fnmatch
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from maect.core import files
 from maect.core.files import sealed
 from maect.launch import launcher, progress, record, slurm, submit
 from maect.launch.resources import LaunchError, Resources, Task
@@ -502,6 +503,7 @@ def check(faults: Sequence[Fault]) -> World:
         (record, "make_job_folder"): record.job_folder,
         (record, "where"): lambda folder: {},
         (record, "read_own"): lambda path, anybodys: path.read_text(),
+        (files, "read_text"): lambda path: path.read_text(),
         (record, "uuid"): SimpleNamespace(
             uuid4=lambda: SimpleNamespace(hex=f"{next(names):010d}")
         ),

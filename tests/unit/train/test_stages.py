@@ -86,10 +86,9 @@ def first_losses(
         alone, pair = (write(folder / f"{n}-{seed}", stage, source, seed) for n in (1, 2))
         # Before the first update a cosine moves by 2e-6 with the order of the sums.
         checked = alone | {"function": clearly, "of": train, "least": 2e-5}
-        (verdict,) = run(1, checked, log=log, stop_at=1)
-        if "candidates of a lookup" in verdict:
+        if "candidates of a lookup" in (verdict := run(1, checked, log=log, stop_at=1)):
             continue
-        assert [verdict, *run(2, pair, log=log, stop_at=1)] == ["requeue"] * 2
+        assert verdict == run(2, pair, log=log, stop_at=1) == ["requeue"]
         return losses(folder / f"1-{seed}"), losses(folder / f"2-{seed}")
     raise AssertionError(f"no seed of {SEEDS} whose lookups are decided by more than rounding")
 
