@@ -99,5 +99,4 @@ def load_import(
         settings = Import.model_validate({"layout": layout})
     except ValidationError as error:
         raise one_line(error, "weights") from None
-    change = {"class_token": settings.class_token}
-    return settings, load_encoder(size, image_size, pixels).model_copy(update=change)
+    return settings, load_encoder(size, image_size, pixels).model_copy(update=settings.shape)
