@@ -174,7 +174,7 @@ def _locate(
     """The location that holds an encoder's tensors, if there is one, and the state dict there."""
     for location in layout.locations:
         values = checkpoint.get(location.entry) if location.entry else checkpoint
-        if isinstance(values, Mapping) and f"{location.prefix}patch_embed.proj.weight" in values:
+        if isinstance(values, Mapping) and f"{location.prefix}{PATCHES}" in values:
             return location, values
     return None
 
@@ -184,12 +184,15 @@ def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
     located = _locate(checkpoint, layout)
     if located is None:
         return False
-    prefix, values = located[0].prefix, located[1]
-    if (f"{prefix}cls_token" in values) != layout.class_token:
+    location, values = located
+    named = {location.ours(name): value for name, value in values.items()}
+    if ("cls_token" in named) != layout.class_token:
+        return False
+    if not all(any(name.startswith(old) for name in values) for old, _ in location.renamed):
         return False
     if layout.mae_positions is None:
         return True
-    return _is_maes(values.get(f"{prefix}pos_embed")) == layout.mae_positions
+    return _is_maes(named.get("pos_embed")) == layout.mae_positions
 
 
 def _is_maes(positions: Any) -> bool:
@@ -218,7 +221,7 @@ def _select(
     for name, value in values.items():
         pattern = next((p for p in location.dropped if fnmatchcase(name, p)), None)
         if pattern is None:
-            tensors[name.removeprefix(location.prefix)] = value
+            tensors[location.ours(name)] = value
         else:
             left_out[pattern] += 1
     return tensors, location.prefix, dict(left_out)
@@ -288,9 +291,11 @@ def convert(
     size = size or find_size(tensors, where)
     shape = load_encoder(size)
     positions = tensors.get("pos_embed")
+    if isinstance(positions, Tensor) and positions.ndim == 4:  # [1, rows, columns, D]
+        positions = tensors["pos_embed"] = positions.flatten(1, 2)
     if not isinstance(positions, Tensor) or positions.ndim != 3:
         raise UserError(f"{where}: no pos_embed of three dimensions")
-    change = {"class_token": layout.class_token}
+    change = layout.shape
     prefix_tokens = shape.model_copy(update=change).prefix_tokens
     grid = math.isqrt(max(0, positions.shape[1] - prefix_tokens))
     if grid**2 != positions.shape[1] - prefix_tokens:  # without rows for [CLS] and registers

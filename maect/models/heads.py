@@ -4,6 +4,8 @@ Paper, section 3, equations 1 and 2, and appendix A.2; what those leave open fol
 code. Every tensor of two views is [2, b, C]: view, sample of this rank, channel.
 """
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 
 from maect.core.distributed import gather_rows, rank_and_size
 from maect.models.precision import mixed_precision
-from maect.recipes import Contrastive
+from maect.recipes import Contrastive, HeadSettings
 
 
 @dataclass
@@ -65,44 +67,116 @@ def as_buffers(module: nn.Module) -> nn.Module:
     return copy
 
 
-class NNCLRHead(nn.Module):
-    """Projector, EMA projector, predictor and queue.
+class QueueHead(nn.Module):
+    """What an objective, and the files of a run, ask of a head with a queue; or of several as one.
 
     Attributes:
-        slow_projector: the EMA projector, or None; states of training have this name in them.
-        queue: normalised vectors of earlier samples, float32 [Q, E].
+        lookups: of a view.
+        queue: normalised vectors of earlier samples, float32 [Q, E]; of several heads [H, Q, E].
         queue_ids: their sample ids, int64 [Q], -1 where the initial noise still is.
         queue_labels: their labels, int64 [Q], -1 if unknown; for logging and the oracle only.
         pointer: index in the queue where the next batch goes, int64 [].
     """
 
+    lookups = 1
     queue: Tensor
     queue_ids: Tensor
     queue_labels: Tensor
     pointer: Tensor
 
-    def __init__(self, width: int, settings: Contrastive) -> None:
+    def __init__(self, settings: HeadSettings) -> None:
         super().__init__()
         self.settings = settings
-        self.projector = projector(width, settings.projector_hidden, settings.embedding)
-        self.predictor = predictor(settings.embedding, settings.predictor_hidden)
-        size = settings.queue_size
-        self.register_buffer("queue", F.normalize(torch.randn(size, settings.embedding), dim=1))
+
+    def start_queue(self, noise: Tensor) -> None:
+        """Begin with noise in place of earlier samples' vectors, [..., Q, E]."""
+        size = self.settings.queue_size
+        self.register_buffer("queue", F.normalize(noise, dim=-1))
         self.register_buffer("queue_ids", torch.full((size,), -1))
         self.register_buffer("queue_labels", torch.full((size,), -1))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
+
+    def exported(self) -> dict[str, Tensor]:
+        """What a finished run leaves of it."""
+        return self.state_dict()
+
+    def take_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with what a run left.
+
+        Raises:
+            ValueError: what differs.
+        """
+        for name, value in self.exported().items():
+            if name not in tensors or tensors[name].shape != value.shape:
+                there = list(tensors[name].shape) if name in tensors else "nothing"
+                raise ValueError(f"{name} is {there}, this recipe needs {list(value.shape)}")
+        self.load_state_dict(dict(tensors), strict=False)
+
+    def newest(self, count: int) -> dict[str, Tensor]:
+        """The vectors that entered each queue last, [count, E]: the same on every rank."""
+        end = int(self.pointer) or len(self.queue_ids)
+        return {"": self.queue[end - count : end]}
+
+    def after_update(self, gathered: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        """Follow the weights, which are complete within `gathered`."""
+
+    @torch.no_grad()
+    def _advance(self, owners: Tensor) -> Tensor:
+        """Give the oldest entries to all ranks' samples.
+
+        Args:
+            owners: their ids and labels, [world * b, 2].
+
+        Returns:
+            Numbers of the entries, [world * b].
+        """
+        size = len(self.queue_ids)
+        if size % len(owners):
+            raise ValueError(f"global batch {len(owners)} does not divide queue_size {size}")
+        # On the device: reading the pointer on the host would wait for the device every step.
+        oldest = (self.pointer + torch.arange(len(owners), device=owners.device)) % size
+        self.queue_ids[oldest] = owners[:, 0]
+        self.queue_labels[oldest] = owners[:, 1]
+        self.pointer.copy_((self.pointer + len(owners)) % size)
+        return oldest
+
+
+class NNCLRHead(QueueHead):
+    """Projector, EMA projector, predictor and queue.
+
+    Attributes:
+        slow_projector: the EMA projector, or None; states of training have this name in them.
+    """
+
+    settings: Contrastive
+
+    def __init__(self, width: int, settings: Contrastive) -> None:
+        super().__init__(settings)
+        self.projector = projector(width, settings.projector_hidden, settings.embedding)
+        self.predictor = predictor(settings.embedding, settings.predictor_hidden)
+        self.start_queue(torch.randn(settings.queue_size, settings.embedding))
         self.slow_projector: nn.Module | None = None
         self.start_ema()
 
     def exported(self) -> dict[str, Tensor]:
-        """What a finished run leaves of it: all but the EMA projector, which starts anew."""
+        """All but the EMA projector, which starts anew."""
         slow = "slow_projector."
         return {k: v for k, v in self.state_dict().items() if not k.startswith(slow)}
 
-    def newest(self, count: int) -> Tensor:
-        """The vectors that entered the queue last, [count, E]: the same on every rank."""
-        end = int(self.pointer) or len(self.queue)
-        return self.queue[end - count : end]
+    def take_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with what a run left; the EMA projector starts at the projector.
+
+        Raises:
+            ValueError: what differs.
+        """
+        super().take_over(tensors)
+        self.start_ema()
+
+    def after_update(self, gathered: Callable[[nn.Module], AbstractContextManager[None]]) -> None:
+        """Move the EMA projector towards the projector."""
+        if self.slow_projector is not None:
+            with gathered(self.projector):
+                self.update_ema()
 
     def start_ema(self) -> None:
         """Set the EMA projector to the projector, where the settings ask for one."""
@@ -200,15 +274,7 @@ class NNCLRHead(nn.Module):
             owners: ids and labels of all ranks' samples, [world * b, 2].
         """
         rows = gather_rows(vectors.detach().to(self.queue.dtype))
-        size = len(self.queue)
-        if size % len(rows):
-            raise ValueError(f"global batch {len(rows)} does not divide queue_size {size}")
-        # On the device: reading the pointer on the host would wait for the device every step.
-        oldest = (self.pointer + torch.arange(len(rows), device=rows.device)) % size
-        self.queue[oldest] = rows
-        self.queue_ids[oldest] = owners[:, 0]
-        self.queue_labels[oldest] = owners[:, 1]
-        self.pointer.copy_((self.pointer + len(rows)) % size)
+        self.queue[self._advance(owners)] = rows
 
 
 def exact(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """How public checkpoints are laid out; no torch, because an experiment is checked with it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -12,11 +12,21 @@ class Location:
         entry: of the checkpoint, with the state dict; "": the checkpoint is one itself.
         prefix: of the encoder's names in it.
         dropped: patterns of full names that are not the encoder's; any other name is an error.
+        renamed: beginnings of names behind the prefix, and what they are here.
     """
 
     entry: str
     prefix: str = ""
     dropped: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+
+    def ours(self, name: str) -> str:
+        """A full name as it is here."""
+        name = name.removeprefix(self.prefix)
+        for old, new in self.renamed:
+            if name.startswith(old):
+                return new + name.removeprefix(old)
+        return name
 
 
 @dataclass(frozen=True)
@@ -30,12 +40,19 @@ class Layout:
         class_token: whether it has a [CLS] token.
         mae_positions: whether its position embedding is MAE's sine-cosine table: what tells apart
             layouts with the same names. None: not looked at.
+        norm: of its blocks, before attention and MLP or behind their sums.
     """
 
     locations: tuple[Location, ...]
     pooling: Literal["cls", "mean", "mae_pooling", "ct_pooling"] = "cls"
     class_token: bool = True
     mae_positions: bool | None = None
+    norm: Literal["pre", "post"] = "pre"
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What it says of an encoder's shape."""
+        return {"class_token": self.class_token, "norm": self.norm}
 
 
 def _moco(kept: str, other: str) -> Location:
@@ -43,6 +60,9 @@ def _moco(kept: str, other: str) -> Location:
     dropped = (f"module.{kept}.head.*", f"module.{other}.*", "module.predictor.*")
     return Location("state_dict", f"module.{kept}.", dropped)
 
+
+# Kappamodules' names of what timm calls otherwise.
+_REFINED = (("pos_embed.embed", "pos_embed"), ("cls_tokens.tokens", "cls_token"))
 
 # Tried from top to bottom. docs/weights.md has their sources.
 LAYOUTS: dict[str, Layout] = {
@@ -72,4 +92,8 @@ LAYOUTS: dict[str, Layout] = {
         mae_positions=False,
     ),
     "dino": Layout((Location(""),), mae_positions=False),
+    "mim_refiner_post": Layout(
+        (Location("state_dict", renamed=(*_REFINED, ("embed_norm.", "norm_pre."))),), norm="post"
+    ),
+    "mim_refiner": Layout((Location("state_dict", renamed=_REFINED),)),
 }

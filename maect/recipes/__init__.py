@@ -183,6 +183,12 @@ AUGMENTATIONS: dict[str, tuple[View, View]] = {
     ),
 }
 
+# MIM-Refiner's local views beside those pairs; their size is that of the stage.
+LOCAL: dict[str, View] = {
+    "min": View(crop_scale=(0.05, 0.25)),
+    "aug": View(crop_scale=(0.05, 0.25), jitter=0.8, blur=0.5, gray=0.2),
+}
+
 
 class Look(Settings):
     """How often a training's encoder is looked at; no part of what the training is."""
@@ -195,8 +201,8 @@ class Look(Settings):
     """At most this many, and at most 2 % of those trained on between two looks."""
 
 
-class Contrastive(Settings):
-    """The NNCLR head (paper, section 3 and A.2): shape, lookup and loss."""
+class HeadSettings(Settings):
+    """What heads with a queue have in common: shape, lookup and rates."""
 
     queue_size: int = Field(default=65536, gt=0)
     projector_hidden: int = Field(default=2048, gt=0)
@@ -204,12 +210,6 @@ class Contrastive(Settings):
     embedding: int = Field(default=256, gt=0)
     temperature: float = Field(gt=0)
     topk: int = Field(ge=1)
-    projector_ema: float = Field(ge=0, lt=1)
-    """Momentum of the projector on the lookup path; 0 means the projector itself."""
-    lookup: Literal["topk", "none", "oracle"] = "topk"
-    """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
-    stop_gradient: bool = later(True)
-    """Of the positive: the queue has none to stop; without lookup false, unless it is given."""
     precision: Literal["fp32", "bf16"] = later("fp32")
     """Of similarities, lookup and loss; bf16 is the authors'."""
     head_lr: float = Field(gt=0)
@@ -218,6 +218,17 @@ class Contrastive(Settings):
         "queue_size", "projector_hidden", "predictor_hidden", "embedding",
     )  # fmt: skip
     """Settings that a head must share with one that it takes over."""
+
+
+class Contrastive(HeadSettings):
+    """The NNCLR head (paper, section 3 and A.2): shape, lookup and loss."""
+
+    projector_ema: float = Field(ge=0, lt=1)
+    """Momentum of the projector on the lookup path; 0 means the projector itself."""
+    lookup: Literal["topk", "none", "oracle"] = "topk"
+    """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
+    stop_gradient: bool = later(True)
+    """Of the positive: the queue has none to stop; without lookup false, unless it is given."""
 
     @model_validator(mode="before")
     @classmethod
@@ -230,6 +241,44 @@ class Contrastive(Settings):
         values: dict[str, Any] = dump(self)
         # There the default of the field is not what is read from a file without it.
         return values | {"stop_gradient": self.stop_gradient} if self.lookup == "none" else values
+
+
+class Refiner(HeadSettings):
+    """MIM-Refiner's heads (Alkin et al. 2025), one on each of several blocks."""
+
+    blocks: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], Field(min_length=1)]
+    """That a head reads: the last ones, this many, or their numbers from 0, the last one among
+    them. The head of the last block reads the encoder's output, behind the final norm."""
+    negatives: Literal["own", "neighbour"] = "own"
+    """What is compared with other samples: one's own projection, or one's neighbour (NNCLR)."""
+    terms: Literal["released", "all"] = "all"
+    """Pairs of views in the loss: as the authors' code sums them, or every global view with every
+    other view once."""
+    statistics: Literal["joint", "per_view"] = "joint"
+    """Of BatchNorm: those of all views' vectors, or of each view's."""
+
+    @property
+    def heads(self) -> int:
+        """How many."""
+        return self.blocks if isinstance(self.blocks, int) else len(self.blocks)
+
+    def read(self, depth: int) -> tuple[int, ...]:
+        """Numbers of the blocks that have a head, of an encoder with `depth` blocks.
+
+        Raises:
+            ValueError: there are no such blocks, or the last one is not among them.
+        """
+        if isinstance(self.blocks, int):
+            if self.blocks > depth:
+                raise ValueError(f"blocks {self.blocks}: the encoder has {depth}")
+            return tuple(range(depth - self.blocks, depth))
+        numbers = self.blocks
+        if list(numbers) != sorted({*numbers}) or numbers[0] < 0 or numbers[-1] != depth - 1:
+            raise ValueError(
+                f"blocks {list(numbers)}: not rising numbers from 0 up to the encoder's last "
+                f"block {depth - 1}"
+            )
+        return numbers
 
 
 @cache

@@ -23,7 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from maect.recipes import Contrastive, Encoder, View, views_by_size, visible_patches
+from maect.recipes import (
+    Contrastive,
+    Encoder,
+    HeadSettings,
+    Refiner,
+    View,
+    views_by_size,
+    visible_patches,
+)
 
 FLOAT = 4
 
@@ -212,16 +220,31 @@ def decoder_cost(computed: Computed, encoder: Encoder, group: ViewGroup, mask_ra
     return Cost(weights, weights, 3 * group.views * forward, (memory.times(group.views),))
 
 
-# --- NNCLR head -----------------------------------------------------------------------------------
+# --- heads ----------------------------------------------------------------------------------------
 
 
 def head_cost(
     computed: Computed,
-    head: Contrastive,
+    head: HeadSettings,
     encoder: Encoder,
+    groups: Sequence[ViewGroup],
     *,
     batch_size: int,
+    encoder_learns: bool,
+) -> Cost:
+    """A head, or several as one, on the views of an image."""
+    if isinstance(head, Refiner):
+        return _refiner_cost(computed, head, encoder, groups, batch_size, encoder_learns)
+    assert isinstance(head, Contrastive)
+    return _nnclr_cost(computed, head, encoder, groups[0].views, batch_size, encoder_learns)
+
+
+def _nnclr_cost(
+    computed: Computed,
+    head: Contrastive,
+    encoder: Encoder,
     views: int,
+    batch_size: int,
     encoder_learns: bool,
 ) -> Cost:
     """The NNCLR head on this many views of an image.
@@ -259,4 +282,45 @@ def head_cost(
         (Activations(kept, lookup, 0).times(views),),
         buffers=FLOAT * slow + head.queue_size * (FLOAT * embedding + 16),
         exported=weights + embedding * head.queue_size,
+    )
+
+
+def _refiner_cost(
+    computed: Computed,
+    head: Refiner,
+    encoder: Encoder,
+    groups: Sequence[ViewGroup],
+    batch_size: int,
+    encoder_learns: bool,
+) -> Cost:
+    """MIM-Refiner's heads on global and local views.
+
+    A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
+    reads; the loss keeps the softmax of all pairs. The lookup is one head's at a time.
+    """
+    width, hidden, embedding = encoder.width, head.projector_hidden, head.embedding
+    heads, looking, views = head.heads, groups[0].views, sum(group.views for group in groups)
+    first, rest = width * hidden, hidden * (hidden + embedding)
+    predictor = 2 * embedding * head.predictor_hidden
+    pairs = looking * views
+
+    products = views * ((3 if encoder_learns else 2) * first + 3 * (rest + predictor))
+    products += looking * embedding * head.queue_size
+    # Projections and neighbours get no gradient, predictions do.
+    products += 2 * pairs * embedding * batch_size
+    products += 2 * pairs * embedding if head.negatives == "own" else 0
+
+    c, exact = _product(computed), FLOAT if head.precision == "fp32" else 2
+    vector = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
+    kept = heads * (views * vector + pairs * FLOAT * batch_size)
+    lookup = looking * (2 * exact + 0.5) * head.queue_size
+    logits = heads * pairs * 2 * exact * batch_size
+    weights = heads * (first + rest + predictor)
+    return Cost(
+        weights,
+        weights,
+        2 * heads * products,
+        (Activations(kept, max(lookup, logits), logits),),
+        buffers=head.queue_size * (FLOAT * heads * embedding + 16),
+        exported=weights + heads * embedding * head.queue_size,
     )

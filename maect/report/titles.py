@@ -32,6 +32,7 @@ METHODS = {
     "layer_grafting": "Layer Grafting",
     "ct_min": "MAE-CT min",
     "ct_aug": "MAE-CT aug",
+    "refine": "MIM-Refiner",
     "ct_min_k1": "MAE-CT min, k = 1",
     "ct_min_k10": "MAE-CT min, k = 10",
     "ct_min_k30": "MAE-CT min, k = 30",

@@ -12,6 +12,7 @@ from maect.stages.fine_tune import FineTune
 from maect.stages.head import Head
 from maect.stages.imported import Import
 from maect.stages.pretrain import Pretrain
+from maect.stages.refine import Refine, RefineHeads
 from maect.stages.tune import Tune
 from maect.train.stage import EVERY_OTHER, Stage, Training
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 STAGES: dict[str, type[Stage]] = {
-    stage.name: stage for stage in (Pretrain, Head, Tune, FineTune, Import)
+    stage.name: stage for stage in (Pretrain, Head, Tune, RefineHeads, Refine, FineTune, Import)
 }
 
 
@@ -98,5 +99,4 @@ def load_import(
         settings = Import.model_validate({"layout": layout})
     except ValidationError as error:
         raise one_line(error, "weights") from None
-    change = {"class_token": settings.class_token}
-    return settings, load_encoder(size, image_size, pixels).model_copy(update=change)
+    return settings, load_encoder(size, image_size, pixels).model_copy(update=settings.shape)

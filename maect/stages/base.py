@@ -1,6 +1,6 @@
 """The settings that stages have in common; no torch at import."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.settings import later
-from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, View, views_by_size
+from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
 from maect.recipes.cost import Cost, encoder_cost, head_cost, view_groups
 from maect.recipes.few_labels import FewLabels
 from maect.train.stage import Stage, Training, Updates
@@ -40,7 +40,7 @@ def head_file(name: str) -> str:
     return f"{name}.safetensors"
 
 
-class SelfSupervised(Training):
+class Unlabelled(Training):
     """Settings of the stages that learn without labels, from views of images.
 
     Their objective has named parts: `encoder`, whatever else a stage adds, and any number of
@@ -60,23 +60,16 @@ class SelfSupervised(Training):
     """Replaces the probability of a horizontal flip (0 where left and right mean something)."""
     blur: float | None = later(None, ge=0, le=1)
     """Replaces the probability of blur (0 where images have few pixels and it leaves nothing)."""
-    warmup_fraction: float = Field(ge=0, lt=1)
     lr_counts_views: bool = True
     """lr = base_lr x batch_size x views / 256 (authors' code); False leaves `views` out."""
     views: int = Field(default=2, ge=1)
     """Of an image; the augmentation has a pair, of which further views take the next in turn."""
     mask_ratio: float = Field(default=0.0, ge=0, lt=1)
-    head: Contrastive | None = None
 
     @property
-    def warmup(self) -> float:
-        """Fraction of the updates in which the learning rate rises."""
-        return self.warmup_fraction
-
-    @property
-    def heads(self) -> dict[str, Contrastive]:
+    def heads(self) -> Mapping[str, HeadSettings]:
         """Settings of the heads, by the name of each in the objective: `head`, `heads.3`."""
-        return {} if self.head is None else {"head": self.head}
+        return {}
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -89,7 +82,7 @@ class SelfSupervised(Training):
 
     def _continued(self, source: Stage) -> list[str]:
         """Names of the heads that a run takes over from one of `source`."""
-        if not (self.continues_heads and isinstance(source, SelfSupervised)):
+        if not (self.continues_heads and isinstance(source, Unlabelled)):
             return []
         return [name for name in self.heads if name in source.heads]
 
@@ -97,7 +90,7 @@ class SelfSupervised(Training):
         """Refuse another encoder, and heads of other shapes."""
         super().check_source(encoder, source, source_encoder)
         for name in self._continued(source):
-            ours, theirs = self.heads[name], cast(SelfSupervised, source).heads[name]
+            ours, theirs = self.heads[name], cast(Unlabelled, source).heads[name]
             for key in ours.shape:
                 if getattr(ours, key) != getattr(theirs, key, None):
                     here, there = getattr(ours, key), getattr(theirs, key, None)
@@ -136,8 +129,8 @@ class SelfSupervised(Training):
         learns = self.reaches_encoder and trained > 0
         heads = {
             name: head_cost(
-                self, head, encoder,
-                batch_size=self.batch_size, views=groups[0].views, encoder_learns=learns,
+                self, head, encoder, groups,
+                batch_size=self.batch_size, encoder_learns=learns,
             )
             for name, head in self.heads.items()
         }  # fmt: skip
@@ -224,7 +217,10 @@ class SelfSupervised(Training):
             UserError: too few, or an oracle without labels.
         """
         images = super().training_images(index)
-        oracle = any(head.lookup == "oracle" for head in self.heads.values())
+        oracle = any(
+            isinstance(head, Contrastive) and head.lookup == "oracle"
+            for head in self.heads.values()
+        )
         if oracle and images.labels.min() < 0:
             raise UserError(f"{index.directory}: an oracle needs labels; some images have none")
         return images
@@ -247,6 +243,23 @@ class SelfSupervised(Training):
                 "those of the whole global batch"
             )
         return self
+
+
+class SelfSupervised(Unlabelled):
+    """Settings of the stages with the paper's schedule and, if any, an NNCLR head."""
+
+    warmup_fraction: float = Field(ge=0, lt=1)
+    head: Contrastive | None = None
+
+    @property
+    def warmup(self) -> float:
+        """Fraction of the updates in which the learning rate rises."""
+        return self.warmup_fraction
+
+    @property
+    def heads(self) -> Mapping[str, HeadSettings]:
+        """The head, if there is one."""
+        return {} if self.head is None else {"head": self.head}
 
 
 class Supervised(Updates, FewLabels):

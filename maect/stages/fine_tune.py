@@ -65,13 +65,10 @@ class FineTune(Supervised, Training):
         """Fraction of the updates in which the learning rate rises."""
         return self.warmup_epochs / self.epochs
 
-    def lr_multiplier(self, step: int, steps: int) -> float:
-        """Fraction of the peak learning rates: linear warm-up, then cosine to `min_lr`."""
-        fraction = super().lr_multiplier(step, steps)
-        if step < round(self.warmup * steps):
-            return fraction
-        lowest = self.min_lr / self.peak_lr
-        return lowest + (1 - lowest) * fraction
+    @property
+    def lowest(self) -> float:
+        """Fraction of the peak learning rates where the cosine ends."""
+        return self.min_lr / self.peak_lr
 
     def images_of(self, images: int, classes: int) -> int:
         """Images of an epoch, of a training split with this many images and classes."""

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import field_validator
 
@@ -35,9 +35,9 @@ class Import(Stage):
         return layout
 
     @property
-    def class_token(self) -> bool:
-        """Whether the encoder has a [CLS] token; one whose layout is not known yet should."""
-        return self.layout is None or LAYOUTS[self.layout].class_token
+    def shape(self) -> dict[str, Any]:
+        """What the layout says of the encoder's shape, if it is known yet."""
+        return {} if self.layout is None else LAYOUTS[self.layout].shape
 
 
 def import_weights(

@@ -15,11 +15,12 @@ from maect.data.transforms import (
     draw_changes,
 )
 from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
-from maect.models.heads import NNCLRHead
+from maect.models.heads import NNCLRHead, QueueHead
 from maect.models.precision import mixed_precision
+from maect.models.refiner import RefinerHeads
 from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches
-from maect.stages.base import SelfSupervised
+from maect.stages.base import SelfSupervised, Unlabelled
 from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
 
@@ -34,8 +35,8 @@ class Views:
         ids_shuffle: patch numbers of each view of the first size, the visible ones first, int64
             [views, b, L].
         ids, labels: int64 [b]; labels are -1 where unknown.
-        neighbors: which of the k nearest neighbours to take, for each view of the first size, int64
-            [views, b].
+        neighbors: which of the k nearest neighbours to take, for each view of the first size of
+            each head that is one of several, int64 [heads * views, b].
     """
 
     images: tuple[Tensor, ...]
@@ -46,9 +47,9 @@ class Views:
 
 
 class ViewsObjective(Objective):
-    """Base of the objectives on views, with any number of NNCLR heads among its parts."""
+    """Base of the objectives on views, with any number of heads with a queue among its parts."""
 
-    def __init__(self, stage: SelfSupervised, encoder: VisionEncoder, seed: int) -> None:
+    def __init__(self, stage: Unlabelled, encoder: VisionEncoder, seed: int) -> None:
         """Hold what every such objective has.
 
         Args:
@@ -65,9 +66,9 @@ class ViewsObjective(Objective):
         self.sizes = views_by_size(self.view_settings, encoder.settings.image_size)
 
     @property
-    def nnclr_heads(self) -> dict[str, NNCLRHead]:
+    def queue_heads(self) -> dict[str, QueueHead]:
         """All heads, by their names in this module."""
-        return {name: part for name, part in self.named_modules() if isinstance(part, NNCLRHead)}
+        return {name: part for name, part in self.named_modules() if isinstance(part, QueueHead)}
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """bfloat16 for matrix products; parameters stay in float32."""
@@ -84,8 +85,9 @@ class ViewsObjective(Objective):
         if stage.mask_ratio:
             patches = self.encoder.settings.patches
             drawn["ids_shuffle"] = ids_shuffle(patches, seed, epochs, ids, first)
-        if stage.head is not None:
-            drawn["neighbors"] = lookup_numbers(stage.head.topk, seed, epochs, ids, len(first))
+        for head in [*self.queue_heads.values()][:1]:  # several have the same settings
+            topk, lookups = head.settings.topk, head.lookups * len(first)
+            drawn["neighbors"] = lookup_numbers(topk, seed, epochs, ids, lookups)
         return drawn
 
     def prepare(self, batch: Batch, device: torch.device) -> Views:
@@ -107,30 +109,33 @@ class ViewsObjective(Objective):
 
     def changing_buffers(self) -> list[Tensor]:
         """The heads' queues and statistics."""
-        return [buffer for head in self.nnclr_heads.values() for buffer in head.buffers()]
+        return [buffer for head in self.queue_heads.values() for buffer in head.buffers()]
 
     def after_update(self, gathered: Gathered) -> None:
         """Move each EMA projector towards its projector."""
-        for head in self.nnclr_heads.values():
-            if head.slow_projector is not None:
-                with gathered(head.projector):
-                    head.update_ema()
+        for head in self.queue_heads.values():
+            head.after_update(gathered)
 
     @property
     def has_health(self) -> bool:
         """With a head."""
-        return bool(self.nnclr_heads)
+        return bool(self.queue_heads)
 
     def health(self, batch_size: int) -> tuple[dict[str, float], str | None]:
         """Spread of the newest vectors of each queue, which is the same on every rank.
 
         Of several heads, values have the head's name behind theirs, `uniformity.heads.3`.
         """
-        values, faults, heads = dict[str, float](), [], self.nnclr_heads
-        for name, head in heads.items():
-            found = spread(head.newest(batch_size))
+        values, faults = dict[str, float](), []
+        queues = {
+            f"{name}{part}": vectors
+            for name, head in self.queue_heads.items()
+            for part, vectors in head.newest(batch_size).items()
+        }
+        for name, vectors in queues.items():
+            found = spread(vectors)
             fault = collapse(found)
-            if len(heads) > 1:
+            if len(queues) > 1:
                 found = {f"{key}.{name}": value for key, value in found.items()}
                 fault = fault and f"{name}: {fault}"
             values |= found
@@ -249,4 +254,44 @@ class ContrastiveObjective(ViewsObjective):
             features = self.encoder.pool(tokens, self.pooling)
             features = features.unflatten(0, views.images[0].shape[:2])
             out = self.head(features, views.ids, views.labels, views.neighbors)
+        return out.loss, out.metrics
+
+
+class RefinerObjective(ViewsObjective):
+    """MIM-Refiner: the sum of the losses of heads on several blocks.
+
+    With `train_encoder=False` the whole encoder is frozen and no graph of it is built.
+    """
+
+    def __init__(
+        self,
+        stage: Unlabelled,
+        encoder: VisionEncoder,
+        heads: RefinerHeads,
+        seed: int,
+        train_encoder: bool = True,
+    ) -> None:
+        super().__init__(stage, encoder, seed)
+        self.heads, self.train_encoder = heads, train_encoder
+        if not train_encoder:
+            encoder.requires_grad_(False).eval()
+
+    def read(self, images: Tensor) -> Tensor:
+        """What each head reads of views [v, b, C, S, S] of one size, [H, v, b, D].
+
+        The raw output of its block; the last one reads the encoder's, behind the final norm.
+        """
+        *lower, _ = self.heads.numbers
+        found = self.encoder(flat(images), blocks=lower, pooling=self.pooling)
+        last = self.encoder.pool(found.tokens, self.pooling)
+        pooled = torch.stack([*(found.blocks[block] for block in lower), last])
+        return pooled.unflatten(1, images.shape[:2])
+
+    def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the heads' losses, [] and scalars to log."""
+        with self.autocast(views.ids.device):
+            with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
+                features = [self.read(images) for images in views.images]
+            assert views.neighbors is not None
+            out = self.heads(torch.cat(features, 1), views.ids, views.labels, views.neighbors)
         return out.loss, out.metrics

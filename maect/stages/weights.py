@@ -3,11 +3,13 @@
 import shutil
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.models.heads import NNCLRHead
+from maect.models.heads import NNCLRHead, QueueHead
+from maect.models.refiner import RefinerHeads
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.models.weights import (
     load_encoder_weights,
@@ -15,7 +17,7 @@ from maect.models.weights import (
     save_encoder,
     save_tensors,
 )
-from maect.recipes import Contrastive, Encoder
+from maect.recipes import Contrastive, Encoder, HeadSettings, Refiner
 from maect.train.checkpoint import PARAM, StateReader
 
 
@@ -33,23 +35,28 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
     vit.load_state_dict(module.state_dict())
 
 
+def build_head(settings: HeadSettings, encoder: Encoder) -> QueueHead:
+    """A head, or several as one, with random weights."""
+    if isinstance(settings, Refiner):
+        return RefinerHeads(encoder.width, settings, settings.read(encoder.depth))
+    assert isinstance(settings, Contrastive)
+    return NNCLRHead(encoder.width, settings)
+
+
 def load_head(head: nn.Module, path: Path) -> None:
     """Take over projector, predictor and queue; the EMA projector starts at the projector.
 
     Raises:
         UserError: they have other shapes.
     """
-    assert isinstance(head, NNCLRHead)
+    assert isinstance(head, QueueHead)
     tensors, _ = load_tensors(path)
-    for name, value in head.exported().items():
-        if name not in tensors or tensors[name].shape != value.shape:
-            there = list(tensors[name].shape) if name in tensors else "nothing"
-            raise UserError(
-                f"{path}: {name} is {there}, this recipe needs {list(value.shape)}: "
-                "its head settings differ from those of the run it starts from"
-            )
-    head.load_state_dict(tensors, strict=False)
-    head.start_ema()
+    try:
+        head.take_over(tensors)
+    except ValueError as error:
+        raise UserError(
+            f"{path}: {error}: its head settings differ from those of the run it starts from"
+        ) from None
 
 
 def export_encoder(
@@ -78,9 +85,10 @@ def copy_encoder(source: Path, folder: Path) -> Pooling:
 
 
 def export_head(
-    path: Path, name: str, head: Contrastive, encoder: Encoder, reader: StateReader
+    path: Path, name: str, head: HeadSettings, encoder: Encoder, reader: StateReader
 ) -> None:
     """Write a head; `name` is its name in the objective."""
-    shapes = NNCLRHead(encoder.width, head).exported()
+    with torch.device("meta"):
+        shapes = build_head(head, encoder).exported()
     metadata = {"head": head.model_dump_json(), "width": str(encoder.width)}
     save_tensors(path, reader.part(PARAM, f"{name}.", shapes), metadata)

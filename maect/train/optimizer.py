@@ -53,12 +53,13 @@ def grouped(module: nn.Module, rates: Callable[[str], tuple[float, float]]) -> l
     return list(groups.values())
 
 
-def schedule(step: int, steps: int, warmup: float) -> float:
+def schedule(step: int, steps: int, warmup: float, lowest: float = 0.0) -> float:
     """Fraction of the peak learning rate in update `step` (from 0) of `steps`.
 
     Linear warm-up of `warmup` updates between 0 and the peak, both excluded, then a cosine from
-    the peak towards 0, which it does not reach.
+    the peak towards the fraction `lowest`, which it does not reach.
     """
     if step < warmup:
         return (step + 1) / (warmup + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+    return lowest + (1 - lowest) * cosine

@@ -148,11 +148,16 @@ class Training(Updates, Stage):
     def warmup(self) -> float:
         """Fraction of the updates in which the learning rate rises."""
 
+    @property
+    def lowest(self) -> float:
+        """Fraction of the peak learning rates that they fall to."""
+        return 0.0
+
     def lr_multiplier(self, step: int, steps: int) -> float:
         """Fraction of the peak learning rates in update `step` (from 0) of `steps`."""
         from maect.train.optimizer import schedule
 
-        return schedule(step, steps, round(self.warmup * steps))
+        return schedule(step, steps, round(self.warmup * steps), self.lowest)
 
     @property
     def encoder_average(self) -> float | None:

@@ -32,7 +32,7 @@ from maect.models import attention, precision, vit
 from maect.recipes import Encoder, load_encoder, views_by_size
 from maect.recipes.memory import GIB
 from maect.stages import load_recipe
-from maect.stages.base import SelfSupervised
+from maect.stages.base import Unlabelled
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
 from maect.train.stage import Training
@@ -186,7 +186,7 @@ def count(stage: Training, encoder: Encoder, images: int, classes: int = 1000) -
 
 def build(stage: Training, encoder: Encoder, classes: int) -> Any:
     """The objective of a stage with weights of no value."""
-    if isinstance(stage, SelfSupervised):
+    if isinstance(stage, Unlabelled):
         return stage.objective(encoder, 0)
     assert isinstance(stage, FineTune)
     return Classifier(stage, vit.build_encoder(encoder), classes, "mean", 0)

@@ -230,6 +230,8 @@ def narrow(stage: Any, encoder: Any) -> tuple[Any, Any]:
     if getattr(stage, "head", None) is not None:
         small = {"queue_size": 64, "projector_hidden": 32, "predictor_hidden": 32, "embedding": 16}
         stage = stage.model_copy(update={"head": stage.head.model_copy(update=small)})
+    if hasattr(stage, "local_size"):
+        stage = stage.model_copy(update={"local_size": 2 * encoder.patch_size})
     return stage, encoder
 
 

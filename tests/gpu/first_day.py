@@ -189,25 +189,32 @@ def random_batch(stage: Any, encoder: Any, batch: int, seed: int = 0) -> Any:
     import torch
 
     from maect.data.loader import Batch
+    from maect.recipes import views_by_size
 
     noise = torch.Generator().manual_seed(seed)
-    shape = (len(stage.view_settings()), batch, 3, encoder.image_size, encoder.image_size)
-    pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=noise)
+    sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
+    pixels = tuple(
+        torch.randint(
+            0, 256, (len(views), batch, 3, side, side), dtype=torch.uint8, generator=noise
+        )
+        for side, views in sizes
+    )
     ids = np.arange(batch, dtype=np.int64)
-    return Batch(0, ids, ids * 0, ids % 10, (pixels,))
+    return Batch(0, ids, ids * 0, ids % 10, pixels)
 
 
 def packed(batch: Any, draw: Any, pinned: bool) -> Any:
     """The same as the loader gives it to a training: in one piece of memory, with what is drawn."""
     from dataclasses import replace
 
-    from maect.data.loader import fill, layout_of
+    from maect.data.loader import fill, image_names, layout_of
     from maect.data.packed import Packed
 
     memory = Packed(layout_of([tuple(group.shape) for group in batch.images], draw), pinned)
-    (images,) = batch.images
-    memory.tensors["images"].copy_(images)
-    found = replace(batch, images=(memory.tensors["images"],), packed=memory)
+    names = image_names(len(batch.images))
+    for name, group in zip(names, batch.images, strict=True):
+        memory.tensors[name].copy_(group)
+    found = replace(batch, images=tuple(memory.tensors[name] for name in names), packed=memory)
     fill(found, draw)
     return found
 

@@ -15,7 +15,10 @@ PATCH, WIDTH, DEPTH, HEADS, GRID = 4, 64, 4, 2, 4
 
 
 def plain_tokens(weights, images, heads=HEADS):
-    """All tokens after the final norm, in float64. `weights` are under timm's names."""
+    """All tokens after the final norm, in float64. `weights` are under timm's names.
+
+    With `norm_pre` among them each norm stands behind a sum, as in data2vec 2.0, and none is last.
+    """
     w = {name: value.double() for name, value in weights.items()}
     kernel = w["patch_embed.proj.weight"]
     patch = kernel.shape[-1]
@@ -28,9 +31,12 @@ def plain_tokens(weights, images, heads=HEADS):
         x = x + positions
     else:
         x = torch.cat([x[:, :1], x[:, 1:] + positions], dim=1)
+    post = "norm_pre.weight" in w
+    if post:
+        x = plain_norm(x, w["norm_pre.weight"], w["norm_pre.bias"])
     for number in range(len([name for name in w if name.endswith("attn.qkv.weight")])):
         p = f"blocks.{number}."
-        y = plain_norm(x, w[p + "norm1.weight"], w[p + "norm1.bias"])
+        y = x if post else plain_norm(x, w[p + "norm1.weight"], w[p + "norm1.bias"])
         y = y @ w[p + "attn.qkv.weight"].T + w[p + "attn.qkv.bias"]
         width = x.shape[2]
         mixed = []
@@ -40,11 +46,13 @@ def plain_tokens(weights, images, heads=HEADS):
             mixed.append(torch.softmax(q @ k.transpose(1, 2) / math.sqrt(d), dim=-1) @ v)
         y = torch.cat(mixed, dim=-1)
         x = x + y @ w[p + "attn.proj.weight"].T + w[p + "attn.proj.bias"]
-        y = plain_norm(x, w[p + "norm2.weight"], w[p + "norm2.bias"])
+        x = plain_norm(x, w[p + "norm1.weight"], w[p + "norm1.bias"]) if post else x
+        y = x if post else plain_norm(x, w[p + "norm2.weight"], w[p + "norm2.bias"])
         y = y @ w[p + "mlp.fc1.weight"].T + w[p + "mlp.fc1.bias"]
         y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
         x = x + y @ w[p + "mlp.fc2.weight"].T + w[p + "mlp.fc2.bias"]
-    return plain_norm(x, w["norm.weight"], w["norm.bias"])
+        x = plain_norm(x, w[p + "norm2.weight"], w[p + "norm2.bias"]) if post else x
+    return x if post else plain_norm(x, w["norm.weight"], w["norm.bias"])
 
 
 def plain_norm(x, weight, bias):
@@ -227,6 +235,31 @@ def dino():
     """dino_vitbase16_pretrain.pth"""
     weights = learned()
     return dict(weights), weights
+
+
+def as_refined(weights):
+    """Under the names of MIM-Refiner's code."""
+    state, grid = dict(weights), weights["pos_embed"].unflatten(1, (GRID, GRID))
+    del state["pos_embed"]
+    state |= {"cls_tokens.tokens": state.pop("cls_token"), "pos_embed.embed": grid}
+    for part in ("weight", "bias"):
+        if f"norm_pre.{part}" in state:
+            state[f"embed_norm.{part}"] = state.pop(f"norm_pre.{part}")
+    return {"state_dict": state, "ctor_kwargs": {"drop_path_rate": 0.0}, "epoch": 30}
+
+
+def mim_refiner():
+    """maerefined_l16.th, dbotrefined_h14.th"""
+    weights = fixed(cls_row=False)
+    return as_refined(weights), weights
+
+
+def mim_refiner_post():
+    """d2v2refined_l16.th"""
+    weights = fixed(1, cls_row=False)
+    for part in ("weight", "bias"):
+        weights[f"norm_pre.{part}"] = weights.pop(f"norm.{part}")
+    return as_refined(weights), weights
 
 
 def ijepa():

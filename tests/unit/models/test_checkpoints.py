@@ -34,6 +34,8 @@ PUBLISHED = [
     ("ibot", "checkpoint_teacher.pth", "ibot", "cls"),
     ("ibot_full", "checkpoint.pth", "ibot", "cls"),
     ("dino", "dino_vitbase16_pretrain.pth", "dino", "cls"),
+    ("mim_refiner", "maerefined_l16.th", "mim_refiner", "cls"),
+    ("mim_refiner_post", "d2v2refined_l16.th", "mim_refiner_post", "cls"),
     ("ijepa", "IN1K-vit.h.14-300e.pth.tar", "ijepa", "mean"),
 ]
 
@@ -56,6 +58,21 @@ def test_features_are_those_of_a_plain_forward_pass(published, file, layout, poo
 
 def test_every_layout_is_tested():
     assert {layout for _, _, layout, _ in PUBLISHED} == set(LAYOUTS)
+
+
+def test_refined_weights_use_every_name():
+    for published in ("mim_refiner", "mim_refiner_post"):
+        checkpoint, weights = getattr(plain_vit, published)()
+        converted = convert(checkpoint, published, "x")
+        assert not converted.left_out and converted.tensors.keys() == weights.keys()
+        assert converted.encoder.norm == ("post" if published.endswith("post") else "pre")
+        for name in checkpoint["state_dict"]:
+            fewer = {key: x for key, x in checkpoint["state_dict"].items() if key != name}
+            with pytest.raises(UserError, match=r"is missing|no pos_embed|no patch_embed"):
+                convert({"state_dict": fewer}, published, "x")
+        other = {**checkpoint["state_dict"], "head.weight": torch.ones(2)}
+        with pytest.raises(UserError, match=r"unexpected head\.weight"):
+            convert({"state_dict": other}, published, "x")
 
 
 def test_the_record_of_an_import(tmp_path, capsys):

@@ -64,6 +64,35 @@ def test_as_counted_by_torch(case, tmp_path):
     assert counter.get_total_flops() == b * stage.flops_per_image(SHAPE)
 
 
+REFINER = {
+    "blocks": (1, 3, 4), "queue_size": 32, "projector_hidden": 20, "predictor_hidden": 36,
+    "embedding": 12, "topk": 3,
+}  # fmt: skip
+REFINED = {
+    "heads": ("refine_heads", {}),
+    "refine": ("refine", {}),
+    "frozen blocks": ("refine", {"frozen_blocks": 2}),
+    "neighbours": ("refine", {"head": {"negatives": "neighbour"}}),
+    "global views": ("refine_global", {"head": {"terms": "all"}}),
+}
+
+
+@pytest.mark.parametrize("case", REFINED)
+def test_refinement_as_counted_by_torch(case):
+    name, changes = REFINED[case]
+    local = {"local_views": 3, "local_size": 8} if name != "refine_global" else {}
+    head = {"head": REFINER | changes.get("head", {})}
+    values = {"batch_size": 4, "precision": "fp32"} | local | changes | head
+    stage = load_recipe(name, "base", values)
+    objective = stage.objective(SHAPE, 0)
+    ids, neighbors = torch.arange(4), torch.zeros(6, 4, dtype=torch.int64)
+    sizes = ((2, 20), (3, 8)) if local else ((2, 20),)
+    images = tuple(torch.randn(views, 4, 3, size, size) for views, size in sizes)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        objective(Views(images, None, ids, ids, neighbors))[0].backward()
+    assert counter.get_total_flops() == 4 * stage.flops_per_image(SHAPE)
+
+
 def test_views_of_two_sizes_as_counted_by_torch():
     encoder = build_encoder(SHAPE)
     encoder.freeze(2)
@@ -84,6 +113,13 @@ def test_vit_large():
     # The figure that is usually quoted: 61.6 G multiply-adds for an image of 197 tokens.
     stage = load_recipe("ct_min", "large", {"frozen_blocks": 0})
     assert stage.flops_per_image(load_encoder("large")) == pytest.approx(6 * 2 * 61.6e9, rel=0.01)
+
+
+def test_refinement_of_the_published_sizes():
+    # 1.42e12 of ViT-L and 3.9e12 of ViT-H/14, under 0.5 % of it the heads' layers.
+    for size, expected in {"large": 1.42e12, "huge14": 3.9e12}.items():
+        stage, encoder = load_recipe("refine", size), load_encoder(size)
+        assert stage.flops_per_image(encoder) == pytest.approx(expected, rel=0.02)
 
 
 def test_devices_by_name():

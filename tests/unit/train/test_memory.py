@@ -22,6 +22,11 @@ HEAD = {
     "temperature": 0.2, "topk": 3, "projector_ema": 0.9, "head_lr": 1e-4,
     "head_weight_decay": 0.0,
 }  # fmt: skip
+REFINER = {
+    "blocks": (1, 2, 3), "queue_size": 512, "projector_hidden": 80, "predictor_hidden": 160,
+    "embedding": 16, "topk": 3,
+}  # fmt: skip
+LOCAL = {"local_size": 20, "local_views": 4}
 # What `deterministic: true` could not do on a GPU, by `torch.use_deterministic_algorithms`.
 WITHOUT_ORDER = tuple(
     f"aten.{name}"
@@ -43,6 +48,14 @@ CASES = {
     "tune, checkpointing": ("ct_min", {"frozen_blocks": 0, "head": HEAD, **CHECKPOINTING}),
     "two sizes": ("multicrop", {}),
     "two sizes, checkpointing": ("multicrop", CHECKPOINTING),
+    "refine": ("refine", {**LOCAL, "head": REFINER}),
+    "refine, bfloat16": ("refine", {**LOCAL, "head": {**REFINER, "precision": "bf16"}}),
+    "refine, frozen": ("refine_heads", {**LOCAL, "head": {**REFINER, "topk": 1}}),
+    "refine, global views": ("refine_global", {"frozen_blocks": 2, "head": REFINER}),
+    "refine, large heads": (
+        "refine",
+        {**LOCAL, "head": {**REFINER, "projector_hidden": 320, "predictor_hidden": 640}},
+    ),
     "fine-tune": ("fine_tune", {"frozen_blocks": 1}),
     "fine-tune, checkpointing": ("fine_tune", CHECKPOINTING),
 }

@@ -10,6 +10,8 @@ from ranks import run
 from safetensors.numpy import load_file
 from tiny_runs import job_maker, losses, metrics
 
+from maect.stages import load_recipe
+
 # fp32: sums over the batch are taken in another order on another number of ranks, which moves a
 # loss by a few units of 2^-24 a step; ten steps of Adam amplify that by less than a hundred.
 TOLERANCE = 1e-4
@@ -47,7 +49,7 @@ def same(folder, other, tolerance=TOLERANCE):
             np.testing.assert_allclose(value, theirs[key], atol=2e-3, err_msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("recipe", ["mae", "head_min", "ct_min", "ct_aug"])
+@pytest.mark.parametrize("recipe", ["mae", "head_min", "ct_min", "ct_aug", "refine"])
 def test_ranks_in_float64(job, tmp_path, recipe):
     """Losses, weights, statistics and queue agree to rounding, which no neighbour hangs on.
 
@@ -55,12 +57,17 @@ def test_ranks_in_float64(job, tmp_path, recipe):
     """
     found = {}
     changes = {"contrastive": "combined", "head": {}} if recipe == "mae" else {}
+    one, head = job("run", "ct_aug" if recipe == "refine" else recipe, **changes), "head"
+    if recipe == "refine":
+        small = {"batch_size": 16, "precision": "fp32", "head": {"queue_size": 64, "topk": 3}}
+        settings = load_recipe("refine", "tiny", small).model_dump(mode="json")
+        one, head = one | {"stage": "refine", "settings": settings}, "heads"
     for ranks in (1, 2, 4):
         out = tmp_path / f"{ranks}.pt"
-        one = job("run", recipe, **changes) | {"function": float64.steps, "out": str(out)}
+        one |= {"function": float64.steps, "out": str(out)}
         assert run(ranks, one, log=tmp_path / "log") == ["done"]
         found[ranks] = torch.load(out)
-    assert found[1]["head.queue_ids"].unique().numel() == 40  # all samples came
+    assert found[1][f"{head}.queue_ids"].unique().numel() == 40  # all samples came
     for ranks in (2, 4):
         for name, value in found[1].items():
             torch.testing.assert_close(found[ranks][name], value, rtol=1e-9, atol=1e-11, msg=name)

@@ -1,0 +1,254 @@
+"""MIM-Refiner's heads: one on each of several blocks, with a nearest-neighbour alignment loss.
+
+Alkin et al. 2025 (arXiv 2402.10093), and the authors' code where the paper leaves something open.
+All heads are one module with a leading axis, so that neither exchanges between ranks nor kernels
+of the layers grow with their number. Shapes: H heads, G = 2 global views, V views, b samples of
+this rank, B of all ranks, E numbers of an embedding.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maect.core.distributed import gather_rows, rank_and_size
+from maect.models.heads import GlobalBatchNorm, HeadOutput, QueueHead, exact, topk_nn
+from maect.models.precision import mixed_precision
+from maect.recipes import Refiner
+
+GLOBAL = 2
+"""Views that look up a neighbour; they come first."""
+
+
+class HeadsLinear(nn.Module):
+    """A linear layer without bias for each head, [H, V, b, in] to [H, V, b, out]."""
+
+    def __init__(self, heads: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One batched product over the heads."""
+        return torch.bmm(x.flatten(1, 2), self.weight.mT).unflatten(1, x.shape[1:3])
+
+
+class HeadsBatchNorm(GlobalBatchNorm):
+    """BatchNorm of each head's channels, with one exchange for all of them, [H, V, b, C]."""
+
+    def __init__(self, heads: int, channels: int, joint: bool) -> None:
+        super().__init__(heads * channels)
+        self.joint = joint
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise over samples and ranks, and over views if these are joint."""
+        heads, views, rows, channels = x.shape
+        side_by_side = x.permute(1, 2, 0, 3).reshape(views, rows, heads * channels)
+        if self.joint:
+            side_by_side = side_by_side.flatten(0, 1)[None]
+        y = super().forward(side_by_side)
+        return y.view(views, rows, heads, channels).permute(2, 0, 1, 3)
+
+
+class RefinerHeads(QueueHead):
+    """Projector, predictor and queue of each head; all enqueue the same samples.
+
+    Attributes:
+        numbers: of the block that each head reads; `blocks`, int64 [H], is the same for files.
+        queue: normalised projections of earlier samples, float32 [H, Q, E].
+        counts: how often each pair of a global view and a view is in the loss, float32 [G, V].
+        logged: the same of pairs with a global view, and with a local one, apart.
+    """
+
+    blocks: Tensor
+    counts: Tensor
+    logged: Tensor
+    settings: Refiner
+
+    def __init__(
+        self, width: int, settings: Refiner, blocks: tuple[int, ...], views: int = GLOBAL
+    ) -> None:
+        """Draw weights and noise, head by head.
+
+        Args:
+            width: of what each head reads.
+            settings: of all heads.
+            blocks: that they read.
+            views: of an image, global and local.
+        """
+        super().__init__(settings)
+        self.lookups = heads = len(blocks)
+        hidden, wide, out = (
+            settings.projector_hidden, settings.predictor_hidden, settings.embedding,
+        )  # fmt: skip
+        joint = settings.statistics == "joint"
+
+        def layer(inputs: int, outputs: int) -> list[nn.Module]:
+            return [HeadsLinear(heads, inputs, outputs), HeadsBatchNorm(heads, outputs, joint)]
+
+        self.projector = nn.Sequential(
+            *layer(width, hidden), nn.GELU(), *layer(hidden, hidden), nn.GELU(), *layer(hidden, out)
+        )
+        self.predictor = nn.Sequential(*layer(out, wide), nn.GELU(), *layer(wide, out))
+        linear = [part.weight for part in self.modules() if isinstance(part, HeadsLinear)]
+        noise = []
+        for head in range(heads):
+            for weight in linear:
+                nn.init.xavier_uniform_(weight.data[head])
+            noise.append(torch.randn(settings.queue_size, out))
+        self.start_queue(torch.stack(noise))
+        self.register_buffer("blocks", torch.tensor(blocks))
+        counts = pair_counts(views, settings.terms)
+        self.register_buffer("counts", torch.tensor(counts), persistent=False)
+        kinds = {
+            "global": [[*row[:GLOBAL], *[0.0] * (views - GLOBAL)] for row in counts],
+            "local": [[*[0.0] * GLOBAL, *row[GLOBAL:]] for row in counts],
+        }
+        self._pairs = {kind: sum(map(sum, kept)) for kind, kept in kinds.items()}
+        used = {kind: kept for kind, kept in kinds.items() if self._pairs[kind]}
+        self.register_buffer("logged", torch.tensor([*used.values()]), persistent=False)
+        self.numbers = blocks
+
+    def take_over(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on with these heads out of those that a run left, by the numbers of their blocks.
+
+        Raises:
+            ValueError: what differs.
+        """
+        there: list[int] = tensors["blocks"].tolist() if "blocks" in tensors else []
+        if missing := sorted({*self.numbers} - {*there}):
+            raise ValueError(f"it has no head on block {missing[0]}, but on {there}")
+        rows = torch.tensor([there.index(block) for block in self.numbers])
+
+        def of_heads(name: str, value: Tensor) -> Tensor:
+            if name in ("queue_ids", "queue_labels", "pointer"):
+                return value
+            # BatchNorm has the channels of all heads side by side.
+            return value.unflatten(0, (len(there), -1))[rows].flatten(0, 1)
+
+        super().take_over({name: of_heads(name, value) for name, value in tensors.items()})
+
+    def newest(self, count: int) -> dict[str, Tensor]:
+        """The vectors that entered each queue last, [count, E], by the block: `.16`."""
+        end = int(self.pointer) or len(self.queue_ids)
+        newest = self.queue[:, end - count : end]
+        return {f".{k}": x for k, x in zip(self.numbers, newest, strict=True)}
+
+    def forward(
+        self, features: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
+    ) -> HeadOutput:
+        """Sum of the heads' losses of a batch; then its first view enters the queues.
+
+        Args:
+            features: what each head reads of all views, the global ones first, [H, V, b, D].
+            ids: stable sample ids, int64 [b].
+            labels: int64 [b], -1 where unknown.
+            lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [H * G, b].
+        """
+        z = self.projector(features)
+        prediction = self.predictor(z)
+        owners = gather_rows(torch.stack([ids, labels], dim=1))
+        with mixed_precision(features.device, self.settings.precision):
+            anchor = F.normalize(exact(z[:, :GLOBAL].detach()), dim=3)
+            prediction = F.normalize(exact(prediction), dim=3)
+            numbers = lookup_numbers.unflatten(0, anchor.shape[:2])
+            positive, metrics = self._positives(anchor, ids, labels, numbers)
+            losses = self._losses(anchor, positive, prediction, ids, owners[:, 0])
+        self._enqueue(anchor[:, 0], owners)
+        pairs = sum(self._pairs.values())
+        per_head = (losses.mean(2) * self.counts).sum((1, 2)) / pairs
+        alignment = losses.detach().neg().exp().mean((0, 2))
+        of_kinds = (alignment * self.logged).sum((1, 2)).unbind()
+        kinds = [kind for kind, count in self._pairs.items() if count]
+        for kind, value in zip(kinds, of_kinds, strict=True):
+            metrics[f"alignment_{kind}"] = value / self._pairs[kind]
+        of_heads = zip(self.numbers, per_head.detach().unbind(), strict=True)
+        metrics |= {f"loss.{block}": value for block, value in of_heads}
+        return HeadOutput(per_head.sum(), metrics)
+
+    def _losses(
+        self, anchor: Tensor, positive: Tensor, prediction: Tensor, ids: Tensor, key_ids: Tensor
+    ) -> Tensor:
+        """Cross-entropy of finding one's own prediction of each view, [H, G, b, V].
+
+        Other samples' predictions are compared with one's own projection, and one's own prediction
+        with the neighbour of the projection; or all with the neighbour. A batch over the end of an
+        epoch may have an image twice, which is no negative of itself.
+
+        Args:
+            anchor: projections of the global views, normalised, [H, G, b, E].
+            positive: their neighbours, [H, G, b, E].
+            prediction: of all views, normalised, [H, V, b, E].
+            ids: of this rank's samples, [b].
+            key_ids: of all ranks' samples, [B].
+        """
+        heads, views, b, _ = prediction.shape
+        first = rank_and_size()[0] * b
+        keys = gather_rows(prediction.permute(2, 0, 1, 3)).permute(1, 2, 0, 3)  # [H, V, B, E]
+        own = self.settings.negatives == "own"
+        query = (anchor if own else positive).flatten(1, 2)
+        logits = torch.bmm(query, keys.flatten(1, 2).mT) / self.settings.temperature
+        logits = logits.view(heads, GLOBAL, b, views, -1)
+        if own:
+            # [H * b, G, E] by [H * b, E, V]: each sample's neighbours and its own predictions.
+            near, mine = positive.transpose(1, 2).flatten(0, 1), prediction.transpose(1, 2)
+            aligned = torch.bmm(near, mine.flatten(0, 1).mT) / self.settings.temperature
+            aligned = aligned.view(heads, b, GLOBAL, views).permute(0, 2, 3, 1)
+            logits = torch.diagonal_scatter(logits, aligned, first, 2, 4)
+        target = torch.arange(first, first + b, device=logits.device)
+        copies = (ids[:, None] == key_ids).scatter(1, target[:, None], False)
+        logits = logits.masked_fill(copies[:, None], float("-inf")).flatten(0, 3)
+        targets = target[:, None].expand(heads, GLOBAL, b, views).flatten()
+        losses = F.cross_entropy(exact(logits), targets, reduction="none")
+        return losses.view(heads, GLOBAL, b, views)
+
+    @torch.no_grad()
+    def _positives(
+        self, anchor: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Each anchor's neighbour, [H, G, b, E], and scalars about the lookup.
+
+        Head after head: the similarities of one fill [G, b, Q].
+        """
+        own = ids[:, None] == self.queue_ids
+        near = torch.stack(
+            [
+                topk_nn((z @ queue.T).masked_fill(own, -2), self.settings.topk, numbers)
+                for z, queue, numbers in zip(anchor, self.queue, lookup_numbers, strict=True)
+            ]
+        )
+        heads = torch.arange(len(near), device=near.device)[:, None, None]
+        positive, found = self.queue[heads, near], self.queue_labels[near]
+        known = (found >= 0) & (labels >= 0)
+        hits = ((found == labels) & known).sum((1, 2)) / known.sum((1, 2)).clamp(min=1)
+        similarity = (positive * anchor).sum(3).mean((1, 2))
+        metrics = {"queue_filled": (self.queue_ids >= 0).float().mean()}
+        for name, values in (("accuracy", 100 * hits.float()), ("similarity", similarity)):
+            of_heads = zip(self.numbers, values.unbind(), strict=True)
+            metrics |= {f"lookup_{name}.{block}": value for block, value in of_heads}
+        return positive, metrics
+
+    @torch.no_grad()
+    def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:
+        """Overwrite the oldest entries with all ranks' vectors, in rank order.
+
+        Args:
+            vectors: of this rank's samples, [H, b, E].
+            owners: ids and labels of all ranks' samples, [B, 2].
+        """
+        rows = gather_rows(vectors.transpose(0, 1).to(self.queue.dtype))
+        self.queue[:, self._advance(owners)] = rows.transpose(0, 1)
+
+
+def pair_counts(views: int, terms: str) -> list[list[float]]:
+    """How often each pair of a global view and a view is in the loss, global ones first, [G][V].
+
+    `all`: each global view with every other view once. `released`: the authors' loop over L local
+    views begins at view 0 of all, so that it takes global views, each with itself too, in place of
+    the last two local ones.
+    """
+    second = range(GLOBAL, views) if terms == "all" else range(views - GLOBAL)
+    return [
+        [float((j < GLOBAL and j != i) + (j in second)) for j in range(views)]
+        for i in range(GLOBAL)
+    ]

@@ -1,0 +1,163 @@
+"""MIM-Refiner: heads on several blocks of a frozen encoder, then the refinement of all of it."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from pydantic import Field, model_validator
+
+from maect.recipes import LOCAL, Encoder, Refiner, View
+from maect.stages.base import Unlabelled
+from maect.train.stage import Stage
+
+if TYPE_CHECKING:  # these import torch
+    from maect.stages.objectives import RefinerObjective
+
+
+class RefineHeads(Unlabelled):
+    """Initialisation of MIM-Refiner's heads on the frozen encoder (Alkin et al. 2025)."""
+
+    name: ClassVar[str] = "refine_heads"
+    title: ClassVar[str] = "Initialising the heads of {run}"
+    starts_from: ClassVar[tuple[str, ...]] = ("pretrain", "import", "tune")
+    trains_encoder: ClassVar[bool] = False
+
+    augmentation: Literal["min", "aug"]
+    mask_ratio: float = Field(default=0.0, ge=0, le=0)
+    local_views: int = Field(ge=0)
+    """Of an image, beside the two global ones."""
+    local_size: int = Field(gt=0)
+    """Height and width of a local view in pixels."""
+    local_scale: tuple[float, float] | None = None
+    """Replaces the crop scale of local views, 0.05 to 0.25."""
+    warmup_epochs: float = Field(ge=0)
+    min_lr: float = Field(ge=0)
+    """Where the cosine ends, for the heads and the uppermost layers."""
+    head: Refiner
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "RefineHeads":
+        if self.warmup_epochs >= self.epochs:
+            raise ValueError(f"warmup_epochs {self.warmup_epochs} of {self.epochs} epochs")
+        if self.min_lr > self.peak_lr:
+            raise ValueError(f"min_lr {self.min_lr} is above the peak learning rate")
+        self.check_contrastive()
+        return self
+
+    @property
+    def heads(self) -> Mapping[str, Refiner]:
+        """All of them as one part."""
+        return {"heads": self.head}
+
+    @property
+    def warmup(self) -> float:
+        """Fraction of the updates in which the learning rate rises."""
+        return self.warmup_epochs / self.epochs
+
+    @property
+    def peak_lr(self) -> float:
+        """That `min_lr` is compared with."""
+        return self.scaled_lr(self.head.head_lr)
+
+    @property
+    def lowest(self) -> float:
+        """Fraction of the peak learning rates where the cosine ends."""
+        return self.min_lr / self.peak_lr
+
+    def view_settings(self) -> tuple[View, ...]:
+        """Two global views, then the local ones."""
+        changes: dict[str, Any] = {"size": self.local_size, "crop_scale": self.local_scale}
+        changes |= {"flip": self.flip, "blur": self.blur}
+        changes = {key: value for key, value in changes.items() if value is not None}
+        local = LOCAL[self.augmentation].model_copy(update=changes)
+        return (*super().view_settings(), *[local] * self.local_views)
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Refuse blocks that there are not, and local views that are not smaller."""
+        super().check_encoder(encoder)
+        self.head.read(encoder.depth)
+        if self.local_views and self.local_size >= encoder.image_size:
+            raise ValueError(
+                f"local_size {self.local_size} is not below image_size {encoder.image_size}"
+            )
+
+    def check_source(self, encoder: Encoder, source: Stage, source_encoder: Encoder) -> None:
+        """Refuse heads on blocks that have none in the run that it goes on from."""
+        super().check_source(encoder, source, source_encoder)
+        if "heads" not in self._continued(source):
+            return
+        there = cast(RefineHeads, source).head.read(encoder.depth)
+        if missing := sorted({*self.head.read(encoder.depth)} - {*there}):
+            raise ValueError(f"head.blocks: block {missing[0]} has no head among {list(there)}")
+
+    def objective(self, encoder: Encoder, seed: int) -> "RefinerObjective":
+        """Encoder and heads, with random weights."""
+        from maect.models.refiner import RefinerHeads
+        from maect.models.vit import build_encoder, seeded
+        from maect.stages.objectives import RefinerObjective
+
+        blocks, views = self.head.read(encoder.depth), len(self.view_settings())
+        with seeded(seed):
+            vit = build_encoder(encoder)
+            heads = RefinerHeads(encoder.width, self.head, blocks, views)
+        if self.trains_encoder:
+            vit.freeze(encoder.depth - self.trained_blocks(encoder))
+            vit.checkpointing = self.activation_checkpointing
+        return RefinerObjective(self, vit, heads, seed, self.trains_encoder)
+
+    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
+        """Nothing but the heads learns."""
+        return 0.0, 0.0
+
+    def trained_blocks(self, encoder: Encoder) -> int:
+        """None."""
+        return 0
+
+
+class Refine(RefineHeads):
+    """Refinement of the encoder by all heads; what is left is its running average."""
+
+    name: ClassVar[str] = "refine"
+    title: ClassVar[str] = "Refining {run}"
+    starts_from: ClassVar[tuple[str, ...]] = ("refine_heads", "pretrain", "import")
+    trains_encoder: ClassVar[bool] = True
+    continues_heads: ClassVar[bool] = True
+
+    base_lr: float = Field(gt=0)
+    weight_decay: float = Field(ge=0)
+    layer_decay: float = Field(gt=0, le=1)
+    frozen_blocks: int = Field(default=0, ge=0)
+    """The first blocks, this many, with patch embedding and [CLS] token."""
+    class_token_decay: bool = False
+    """Whether [CLS] and registers have weight decay."""
+    encoder_ema: float = Field(ge=0, lt=1)
+
+    @property
+    def peak_lr(self) -> float:
+        """Of the uppermost layers of the encoder."""
+        return self.scaled_lr(self.base_lr)
+
+    def check_encoder(self, encoder: Encoder) -> None:
+        """Refuse to freeze every block."""
+        super().check_encoder(encoder)
+        if self.frozen_blocks >= encoder.depth:
+            raise ValueError(
+                f"frozen_blocks {self.frozen_blocks} leaves none of the "
+                f"{encoder.depth} blocks to refine"
+            )
+
+    def trained_blocks(self, encoder: Encoder) -> int:
+        """All but the frozen ones."""
+        return encoder.depth - self.frozen_blocks
+
+    def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:
+        """Lower for lower layers."""
+        from maect.train.optimizer import layer_scale
+
+        scale = 1.0 if name is None else layer_scale(name, depth, self.layer_decay)
+        token = name in ("cls_token", "reg_token") and not self.class_token_decay
+        return self.scaled_lr(self.base_lr) * scale, 0.0 if token else self.weight_decay
+
+    @property
+    def encoder_average(self) -> float | None:
+        """Momentum of the encoder's running average, which is what a run leaves."""
+        return self.encoder_ema

@@ -1,0 +1,259 @@
+"""MIM-Refiner's heads against loops over samples, pairs of views and heads, in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from maect.models.heads import NNCLRHead
+from maect.models.refiner import RefinerHeads, pair_counts
+from maect.models.vit import seeded
+from maect.recipes import Contrastive, Refiner
+
+WIDTH, BATCH = 7, 6
+SHAPE = {
+    "queue_size": 18, "projector_hidden": 8, "predictor_hidden": 9, "embedding": 5,
+    "temperature": 0.3, "topk": 3, "head_lr": 1e-3, "head_weight_decay": 0.0,
+}  # fmt: skip
+
+
+def heads_of(blocks=(1, 2, 4), views=6, **changes):
+    settings = Refiner(**SHAPE | {"blocks": blocks} | changes)
+    with seeded(3):
+        return RefinerHeads(WIDTH, settings, settings.read(max(blocks) + 1), views).double()
+
+
+def batch(heads=3, views=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(heads, views, BATCH, WIDTH, generator=generator, dtype=torch.float64)
+    numbers = torch.randint(0, 3, (2 * heads, BATCH), generator=generator)
+    ids = torch.arange(100, 100 + BATCH)
+    return features.requires_grad_(), ids, torch.arange(BATCH) % 3, numbers
+
+
+def second_norm(rows, weight, bias):
+    """BatchNorm of rows [n, C] by its definition."""
+    mean = rows.sum(0) / len(rows)
+    variance = (rows - mean).square().sum(0) / len(rows)
+    return (rows - mean) / (variance + 1e-5).sqrt() * weight + bias
+
+
+def second_layers(layers, x, head, joint):
+    """Layers of one head on views [V, b, C]."""
+    for layer in layers:
+        if isinstance(layer, nn.GELU):
+            x = x * (1 + torch.erf(x / math.sqrt(2))) / 2
+        elif hasattr(layer, "running_mean"):
+            channels = slice(head * x.shape[2], (head + 1) * x.shape[2])
+            weight, bias = layer.weight[channels], layer.bias[channels]
+            if joint:
+                x = second_norm(x.flatten(0, 1), weight, bias).view(x.shape)
+            else:
+                x = torch.stack([second_norm(view, weight, bias) for view in x])
+        else:
+            x = x @ layer.weight[head].T
+    return x
+
+
+def pairs_of(views, terms):
+    """The authors' two loops, and what the formula says."""
+    local = views - 2
+    between = [(i, j) for i in range(2) for j in range(2) if i != j]
+    if terms == "released":
+        return between + [(i, j) for i in range(2) for j in range(local)]
+    return between + [(i, 2 + j) for i in range(2) for j in range(local)]
+
+
+def second(heads, features, ids, labels, numbers):
+    """Loss of each head, and the vectors that enter its queue."""
+    settings, losses, entering = heads.settings, [], []
+    for head in range(len(features)):
+        joint = settings.statistics == "joint"
+        z = second_layers(heads.projector, features[head], head, joint)
+        p = second_layers(heads.predictor, z, head, joint)
+        p = p / p.norm(dim=2, keepdim=True)
+        z = (z / z.norm(dim=2, keepdim=True)).detach()
+        queue, terms = heads.queue[head].clone(), []
+        pairs = pairs_of(len(features[head]), settings.terms)
+        for i, j in pairs:
+            for a in range(BATCH):
+                others = [n for n in range(len(queue)) if heads.queue_ids[n] != ids[a]]
+                others.sort(key=lambda n, z=z[i, a], queue=queue: -float(z @ queue[n]))
+                neighbor = queue[others[int(numbers[2 * head + i, a])]]
+                query = z[i, a] if settings.negatives == "own" else neighbor
+                logits = [
+                    (neighbor if b == a else query) @ p[j, b] / settings.temperature
+                    for b in range(BATCH)
+                    if b == a or ids[b] != ids[a]
+                ]
+                own = neighbor @ p[j, a] / settings.temperature
+                terms.append(torch.stack(logits).exp().sum().log() - own)
+        losses.append(torch.stack(terms).sum() / (BATCH * len(pairs)))
+        entering.append(z[0])
+    return torch.stack(losses), torch.stack(entering)
+
+
+@pytest.mark.parametrize("terms", ["released", "all"])
+@pytest.mark.parametrize("negatives", ["own", "neighbour"])
+@pytest.mark.parametrize("statistics", ["joint", "per_view"])
+def test_loss_and_gradients_against_loops(terms, negatives, statistics):
+    heads = heads_of(terms=terms, negatives=negatives, statistics=statistics)
+    with torch.no_grad():  # not ones and zeros
+        for name, value in heads.named_parameters():
+            if value.ndim == 1:
+                value.copy_(torch.linspace(0.5, 1.5, len(value)) - 1.0 * name.endswith("bias"))
+    other = copy.deepcopy(heads)
+    for step in range(3):
+        features, ids, labels, numbers = batch(seed=step)
+        if step == 2:  # as in a batch over the end of an epoch
+            ids = torch.cat([ids[:4], ids[:2]])
+        out = heads(features, ids, labels, numbers)
+        out.loss.backward()
+        theirs = features.detach().clone().requires_grad_()
+        losses, entering = second(other, theirs, ids, labels, numbers)
+        losses.sum().backward()
+        torch.testing.assert_close(out.loss, losses.sum(), rtol=1e-11, atol=0)
+        logged = [out.metrics[f"loss.{block}"] for block in (1, 2, 4)]
+        torch.testing.assert_close(torch.stack(logged), losses.detach(), rtol=1e-11, atol=0)
+        torch.testing.assert_close(features.grad, theirs.grad, rtol=1e-9, atol=1e-12)
+        for (name, ours), value in zip(
+            heads.named_parameters(), other.parameters(), strict=True
+        ):  # summed over the steps
+            torch.testing.assert_close(ours.grad, value.grad, rtol=1e-9, atol=1e-12, msg=name)
+        rows = slice(step * BATCH % 18, step * BATCH % 18 + BATCH)
+        torch.testing.assert_close(heads.queue[:, rows], entering)
+        assert heads.queue_ids[rows].equal(ids) and heads.queue_labels[rows].equal(labels)
+        newest = heads.newest(BATCH)
+        assert [*newest] == [".1", ".2", ".4"]
+        assert torch.equal(torch.stack([*newest.values()]), heads.queue[:, rows])
+        for name, buffer in other.named_buffers():
+            buffer.copy_(heads.get_buffer(name))
+
+
+def test_one_head_on_two_views_is_tunes():
+    """With its layers and all logits by the neighbour; statistics and queue alike."""
+    refiner = heads_of((4,), 2, negatives="neighbour", statistics="per_view", terms="all")
+    for layers in (refiner.projector, refiner.predictor):
+        for number, layer in enumerate(layers):
+            if isinstance(layer, nn.GELU):
+                layers[number] = nn.ReLU()
+    refiner.predictor[-1] = nn.Identity()
+    nnclr = NNCLRHead(WIDTH, Contrastive(**SHAPE, projector_ema=0.0)).double()
+    names = {name: nnclr.get_parameter(name) for name, _ in refiner.named_parameters()}
+    assert len(names) == len([*nnclr.parameters()])
+    with torch.no_grad():
+        for name, value in refiner.named_parameters():
+            names[name].copy_(value[0] if value.ndim == 3 else value)
+        nnclr.queue.copy_(refiner.queue[0])
+    for step in range(4):
+        features, ids, labels, numbers = batch(1, 2, step)
+        theirs = features.detach().clone().requires_grad_()
+        ours = refiner(features, ids, labels, numbers)
+        expected = nnclr(theirs[0], ids, labels, numbers)
+        ours.loss.backward()
+        expected.loss.backward()
+        torch.testing.assert_close(ours.loss, expected.loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(features.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+        for name, value in refiner.named_parameters():
+            torch.testing.assert_close(
+                value.grad.view_as(names[name]), names[name].grad, rtol=1e-10, atol=1e-14, msg=name
+            )
+        for name in ("accuracy", "similarity"):
+            torch.testing.assert_close(
+                ours.metrics[f"lookup_{name}.4"], expected.metrics[f"lookup_{name}"]
+            )
+        buffers = dict(nnclr.named_buffers())
+        for name, value in refiner.named_buffers():
+            if name in buffers:
+                torch.testing.assert_close(value.view_as(buffers[name]), buffers[name], msg=name)
+
+
+def test_pairs_as_the_released_code_sums_them():
+    """Of ten local views the last two in no pair, each global view once with itself."""
+    released = pair_counts(12, "released")
+    assert released == [[1, 2] + [1] * 8 + [0] * 2, [2, 1] + [1] * 8 + [0] * 2]
+    assert pair_counts(12, "all") == [[0] + [1] * 11, [1, 0] + [1] * 10]
+    for terms in ("released", "all"):
+        for local in range(6):
+            counts = [[0.0] * (2 + local) for _ in range(2)]
+            for i, j in pairs_of(2 + local, terms):
+                counts[i][j] += 1
+            assert pair_counts(2 + local, terms) == counts
+            assert sum(map(sum, counts)) == 2 + 2 * local
+
+
+def test_a_view_without_a_pair_has_no_gradient_of_its_own():
+    """What BatchNorm makes of it aside."""
+    heads = heads_of(terms="released", statistics="per_view")
+    features, ids, labels, numbers = batch()
+    heads(features, ids, labels, numbers).loss.backward()
+    assert features.grad[:, :4].abs().amax((0, 2, 3)).min() > 0
+    assert not features.grad[:, 4:].any()
+
+
+def test_heads_are_drawn_one_after_the_other():
+    one, three = heads_of((4,)), heads_of((1, 2, 4))
+    for name, value in one.named_parameters():
+        if value.ndim == 3:
+            assert torch.equal(value[0], three.get_parameter(name)[0])
+            limit = math.sqrt(6 / sum(value.shape[1:]))  # Xavier's
+            assert 0.8 * limit < value.abs().max() <= limit
+    assert torch.equal(one.queue[0], three.queue[0])
+    assert not torch.equal(three.queue[1], three.queue[0])
+    assert len({*three.queue[:, 0, 0].tolist()}) == 3
+
+
+def test_some_heads_of_a_run_go_on():
+    there, here = heads_of((1, 2, 4)), heads_of((2, 4))
+    features, ids, labels, numbers = batch()
+    there(features, ids, labels, numbers)
+    here.take_over(there.exported())
+    expected = there(features, ids, labels, numbers).metrics
+    found = here(features[1:], ids, labels, numbers[2:]).metrics
+    for name in ("loss.2", "loss.4", "lookup_similarity.4", "queue_filled"):
+        torch.testing.assert_close(found[name], expected[name])
+    torch.testing.assert_close(here.queue, there.queue[1:])
+    assert here.blocks.tolist() == [2, 4] and int(here.pointer) == int(there.pointer)
+    statistics = there.predictor[-1].running_var.view(3, -1)[1:].flatten()
+    torch.testing.assert_close(here.predictor[-1].running_var, statistics)
+    with pytest.raises(ValueError, match=r"no head on block 3, but on \[1, 2, 4\]"):
+        heads_of((3, 4)).take_over(there.exported())
+    with pytest.raises(ValueError, match=r"queue is \[3, 18, 5\], this recipe needs \[3, 36, 5\]"):
+        heads_of(queue_size=36).take_over(there.exported())
+
+
+def test_similarities_in_bfloat16_are_asked_for():
+    """As the authors compute them: steps of 0.004 above a half."""
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        heads = heads_of(precision=precision).float()
+        features, *rest = batch()
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            losses[precision] = heads(features.float(), *rest).loss.item()
+    on_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert (losses["fp32"] != losses["bf16"]) == on_bf16
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
+
+
+def test_a_queue_that_batches_do_not_fill_is_refused():
+    heads = heads_of(queue_size=20)
+    with pytest.raises(ValueError, match="global batch 6 does not divide queue_size 20"):
+        heads(*batch())
+
+
+def test_blocks():
+    last = Refiner(**SHAPE, blocks=8)
+    assert last.read(24) == tuple(range(16, 24)) and last.heads == 8
+    assert Refiner(**SHAPE, blocks=[19, 23]).read(24) == (19, 23)
+    with pytest.raises(ValueError, match="blocks 8: the encoder has 4"):
+        last.read(4)
+    for wrong in ([19, 22], [23, 19], [23, 23], [-1, 23], [24]):
+        with pytest.raises(ValueError, match=r"not rising numbers from 0 up to .* last block 23"):
+            Refiner(**SHAPE, blocks=wrong).read(24)
+    assert F.gelu(torch.tensor(1.0)) == pytest.approx(0.8413447)  # erf's, as the heads have it
+    assert all(
+        part.approximate == "none" for part in heads_of().modules() if hasattr(part, "approximate")
+    )
