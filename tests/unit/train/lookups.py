@@ -7,7 +7,7 @@ later loss is the same. A comparison needs data and seeds where this does not ha
 
 import torch
 
-from maect.models import heads
+from maect.models import heads, refiner
 
 LEAST = 5e-4
 """Between cosines. Five steps of the tests' trainings move them by up to 1e-4."""
@@ -36,5 +36,5 @@ def clearly(context, *, of, least=LEAST, **job):
     def checked(*arguments):
         return clear(*arguments, least)
 
-    heads.topk_nn = checked
+    heads.topk_nn = refiner.topk_nn = checked
     return of(context, **job)
