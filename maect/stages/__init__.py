@@ -27,7 +27,16 @@ __all__ = [
 ]
 
 STAGES: dict[str, type[Stage]] = {
-    stage.name: stage for stage in (Pretrain, Head, Tune, RefineHeads, Refine, FineTune, Import)
+    stage.name: stage
+    for stage in (
+        Pretrain,
+        Head,
+        Tune,
+        RefineHeads,
+        Refine,
+        FineTune,
+        Import,
+    )
 }
 
 
