@@ -3,6 +3,7 @@
 A clone has both where they are: `make install` builds the decoder, an editable install nothing.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -29,8 +30,9 @@ class WithPipeline(build_py):
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if Path(name).is_dir() else shutil.copy)(name, target)
         # Without compiler or headers its line says what is missing, and the wheel is without it.
-        command = [sys.executable, "-m", "maect.data.native.build"]
-        subprocess.run(command, cwd=package.parent, check=False)
+        command = [sys.executable, "-P", "-m", "maect.data.native.build"]
+        own = os.environ | {"PYTHONPATH": str(package.parent.absolute())}
+        subprocess.run(command, env=own, check=False)
 
 
 class ForPlatform(bdist_wheel):
