@@ -239,6 +239,10 @@ class Contrastive(HeadSettings):
     @model_serializer(mode="wrap")
     def _told_without_lookup(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
+        # A head's file holds them, so its checksum hangs on their order: precision and rates last.
+        for key in ("precision", "head_lr", "head_weight_decay"):
+            if key in values:
+                values[key] = values.pop(key)
         # There the default of the field is not what is read from a file without it.
         return values | {"stop_gradient": self.stop_gradient} if self.lookup == "none" else values
 

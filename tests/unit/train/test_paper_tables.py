@@ -192,3 +192,11 @@ def test_every_cell_of_the_sensitivity_table_is_an_override():
         "epochs_20", "trainable_12", "encoder_ema_0.9999", "temperature_0.2", "topk_1",
         "projector_ema_0.99",
     }  # fmt: skip
+
+
+def test_the_checksum_of_a_heads_file_does_not_hang_on_how_classes_are_divided():
+    assert load_recipe("head_aug", "tiny").head.model_dump_json() == (
+        '{"queue_size":1024,"projector_hidden":256,"predictor_hidden":512,"embedding":64,'
+        '"temperature":0.15,"topk":1,"projector_ema":0.0,"lookup":"topk","head_lr":0.001,'
+        '"head_weight_decay":0.00001}'
+    )
