@@ -6,7 +6,7 @@ from pathlib import Path
 UNKNOWN = "slurm_load_jobs error: Invalid job id specified"
 SCRIPT = """#!/bin/sh
 echo "$0 $*" >> {folder}/asked
-[ -e {folder}/{name}.fails ] && {{ cat {folder}/{name}.fails >&2; exit 1; }}
+error=$(cat {folder}/{name}.fails 2> /dev/null) && {{ printf %s "$error" >&2; exit 1; }}
 cat {folder}/{name}.says 2> /dev/null
 exit 0
 """
@@ -29,11 +29,15 @@ class Commands:
         script.chmod(0o755)
 
     def says(self, name: str, text: str) -> None:
-        (self.folder / f"{name}.new").write_text(text)
-        (self.folder / f"{name}.new").replace(self.folder / f"{name}.says")
+        self._write(f"{name}.says", text)
 
     def fails(self, name: str, error: str) -> None:
-        (self.folder / f"{name}.fails").write_text(error)
+        self._write(f"{name}.fails", error)
+
+    def _write(self, name: str, text: str) -> None:
+        """Write a file that the commands never see half written."""
+        (self.folder / "new").write_text(text)
+        (self.folder / "new").replace(self.folder / name)
 
     def asked(self, name: str) -> list[str]:
         file = self.folder / "asked"
