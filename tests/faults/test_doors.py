@@ -527,7 +527,8 @@ def test_a_folder_that_is_moved_while_it_runs(run: Run, again: bool) -> None:
     moved = Run(run.folder.with_name(f"{run.folder.name}-moved"))
     run.folder.rename(moved.folder)
     if again:
-        shutil.copytree(moved.folder, run.folder)
+        # A rank that has not looked yet may write into the copy while it is made.
+        shutil.copytree(moved.folder, run.folder, dirs_exist_ok=True)
     words = finish(launcher, 30)
     assert launcher.returncode == 2, words
     assert f"{run.folder} was moved, removed or replaced" in words.splitlines()[-2]
@@ -543,7 +544,7 @@ def test_a_folder_that_is_moved_while_it_runs(run: Run, again: bool) -> None:
         words = finish(moved.start(steps=40))
         assert f"{'a copy of' if again else 'moved here from'} {run.folder}" in words, words
         assert moved.read("done.json") == expected(moved.read("done.json")["step"])
-        assert moved.starts()[-1]["step"] >= 5
+        assert moved.starts()[-1]["step"] >= 4, "step 5 was reported before it was saved"
     finally:
         moved.end()
 
