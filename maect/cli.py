@@ -397,6 +397,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("--experiment", default="paper", help="whose storage is checked")
     sub.add_argument("--profile", default="local", help=PROFILE)
+    sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
     sub.add_argument("--no-job", action="store_true", help="only the checks that need no job")
 
     sub = command(
@@ -1084,4 +1085,5 @@ def doctor(options: argparse.Namespace) -> None:
     from maect.tools.doctor import doctor as check
 
     profile = find_profile(options.profile)
-    check(experiment.load(options.experiment), profile, not options.no_job)
+    chosen = experiment.load(options.experiment, **changes_of(options.config))
+    check(chosen, profile, not options.no_job)

@@ -204,8 +204,8 @@ def _check_source(run: Run, runs: Mapping[str, Run], where: str) -> None:
     check_source(where, run.settings, run.encoder, given, "from")
 
 
-REPLACED = ("seeds", "starting_from")
-CHANGES = (*REPLACED, "tables", "figures", "protocols")
+REPLACED = ("seeds", "starting_from", "storage")
+CHANGES = (*REPLACED, "splits", "tables", "figures", "protocols")
 """What `--config` may say beside `experiment`: other values, and less of what the file asks."""
 
 

@@ -341,5 +341,33 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
         raise UserError(f"{path}: an experiment is a mapping of keys to values")
     check_names("--config", changes, CHANGES)
     values |= {key: changes[key] for key in REPLACED if key in changes}
-    spec = validated(ExperimentSpec, values, str(path))
+    where = str(path)
+    if "splits" in changes:
+        values["datasets"] = _with_splits(values.get("datasets"), Path(fill_path(str(changes["splits"]))))
+        where += f" with {changes['splits']}"
+    spec = validated(ExperimentSpec, values, where)
     return Experiment(path.stem, restricted(spec, changes), path, "protocols" in changes)
+
+
+def _with_splits(datasets: Any, file: Path) -> Any:
+    """Data sets as written, in which splits are what a file of `DATASET: {SPLIT: ...}` says.
+
+    Raises:
+        UserError: no such file, or a data set or split that the experiment does not have.
+    """
+    try:
+        given = read_yaml(file)
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file of splits") from None
+    if not isinstance(datasets, dict):
+        return datasets  # what is wrong with these is said when they are read
+    if not isinstance(given, dict) or not all(isinstance(of, dict) for of in given.values()):
+        raise UserError(f"{file}: write DATASET: {{SPLIT: {{images: ..., kind: ...}}}}")
+    check_names(f"{file}: data sets", given, datasets)
+    new = dict(datasets)
+    for name, splits in given.items():
+        known = datasets[name].get("splits") if isinstance(datasets[name], dict) else None
+        if isinstance(known, dict):
+            check_names(f"{file}: {name}: splits", splits, known)
+            new[name] = datasets[name] | {"splits": known | splits}
+    return new

@@ -282,9 +282,13 @@ def refresh_runs(experiment: Experiment) -> None:
             told.write(path)
 
 
+def unset_variables(path: Path) -> list[str]:
+    """Names of the environment variables that a path still has, since they are not set."""
+    return re.findall(r"\$\{?(\w+)", str(path))
+
+
 def _unset(path: Path) -> str:
-    """Which environment variables a path names that are not set."""
-    names = re.findall(r"\$\{?(\w+)", str(path))
+    names = unset_variables(path)
     return f", as {' and '.join(names)} is not set: export it" if names else ""
 
 

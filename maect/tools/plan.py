@@ -14,7 +14,12 @@ from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
 from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run, run_config
 from maect.experiment.schema import fill_path
-from maect.experiment.start import missing_images, missing_lists, missing_weights
+from maect.experiment.start import (
+    missing_images,
+    missing_lists,
+    missing_weights,
+    unset_variables,
+)
 from maect.launch import record
 from maect.launch.progress import duration, part
 from maect.launch.resources import count_devices, fixed_nodes, training_nodes
@@ -429,19 +434,38 @@ def all_here(jobs: Iterable[RuleJob]) -> bool:
 
 
 def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
-    """Images, weights and lists that the jobs would read and that are not there: a line each."""
-    splits, runs, pairs = [], [], []
+    """Images, weights and lists that the jobs would read and that are not there.
+
+    Returns:
+        A line for each variable that is not set, with all that is looked for there; then a line
+        for each other thing.
+    """
+    unset: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    others, pairs = [], []
+
+    def note(faults: list[str], what: str, path: Path | None) -> None:
+        names = tuple(unset_variables(path)) if faults and path is not None else ()
+        if names:
+            unset[names].append(what)
+        else:
+            others.extend(faults)
+
     for job in jobs:
         given = job.wildcards
         if job.rule == "plan_shards":
-            splits.append((given["dataset"], given["split"]))
+            pair = given["dataset"], given["split"]
+            note(missing_images(experiment, [pair]), " ".join(pair), experiment.images(*pair))
         elif "evaluation" in given:
             pairs.append((given["run"], given["evaluation"]))
         elif job.rule in STAGES:
-            runs.append(given["run"])
+            run = experiment.runs[given["run"]]
+            note(missing_weights(experiment, [run.name]), f"weights of {run.name}", run.weights)
     return [
-        *missing_images(experiment, splits),
-        *missing_weights(experiment, runs),
+        *(
+            f"{' and '.join(f'${name}' for name in names)}: not set, export it: {', '.join(what)}"
+            for names, what in sorted(unset.items())
+        ),
+        *others,
         *missing_lists(experiment, pairs),
     ]
 

@@ -1,0 +1,65 @@
+"""Length of pages and of sentences: README and docs stay short enough to be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+# Pages below docs/results are records or generated.
+PAGES = sorted(
+    path for path in (ROOT / "docs").rglob("*.md") if "results" not in path.relative_to(ROOT).parts
+)
+MOST_WORDS = {README: 899}
+MOST_WORDS_OF_A_PAGE = 2500
+LONGEST_MEAN = 16
+
+
+def words(text: str) -> int:
+    """Words of all that a reader sees: prose, tables and code; a link counts by its text."""
+    text = re.sub(r"<!--.*?-->", " ", text, flags=re.S)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)\s]*\)", r"\1", text)
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of the prose, without tables, headings and code blocks; inline code is a word."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.S | re.M)
+    kept = [
+        "" if re.match(r"\s*[|#]| {4,}(?![-*\d])", line) else line for line in text.splitlines()
+    ]
+    # A paragraph and an item of a list end a sentence, too.
+    blocks = re.split(r"\n\s*\n|\n(?=\s*(?:[-*>]|\d+\.) )", "\n".join(kept))
+    found = []
+    for block in blocks:
+        block = re.sub(r"!?\[([^\]]*)\]\([^)\s]*\)", r"\1", block)
+        block = re.sub(r"`[^`]*`", "code", block).replace("et al.", "et al")
+        found += re.split(r"(?<=[.!?])[)*\"]*\s+(?=\S)", block)
+    return [" ".join(part.split()) for part in found if re.search(r"\w", part)]
+
+
+def mean(text: str) -> float:
+    """Words in a sentence, on average."""
+    counts = [words(sentence) for sentence in sentences(text)]
+    return sum(counts) / max(len(counts), 1)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    most = MOST_WORDS.get(page, MOST_WORDS_OF_A_PAGE)
+    assert words(text) <= most, f"{words(text)} words: move details to docs/reference"
+    longest = sorted(sentences(text), key=words)[-3:]
+    assert mean(text) < LONGEST_MEAN, f"{mean(text):.1f} words a sentence; split {longest}"
+
+
+def test_what_is_counted() -> None:
+    text = (
+        "# Not this\n\nOne two three. Four `a b c` [six](x.md#y)\nseven.\n\n    code here\n\n"
+        "| a | b |\n| --- | --- |\n\n- An item: v. 0.5\n- Lehner et al. 2024 wrote\n\n"
+        "```python\nmore code.\n```\n"
+    )
+    assert [words(sentence) for sentence in sentences(text)] == [3, 4, 3, 1, 5]
+    assert mean(text) == 16 / 5
+    assert words("[a b](c.md) <!-- no --> | 1.5 --- |") == 3
