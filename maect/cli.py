@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import resolve_name
@@ -98,16 +98,18 @@ def build_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = Parser(
         prog="maect",
-        description="MAE-CT, from images to tables.",
-        epilog="maect COMMAND --help has the options, and the names that a command takes.",
+        description="Train, use and evaluate image encoders without labels.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"maect {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    listed: dict[str, str] = {}
 
     def command(
         name: str, call: Any, help: str, *parents: Any, names: Sequence[str] = (), example: str = ""
     ) -> Parser:
-        sub = subparsers.add_parser(name, help=help, description=help, parents=list(parents))
+        sub = subparsers.add_parser(name, description=help, parents=list(parents))
+        listed[name] = help.split(". ")[0].rstrip(".")
         sub.set_defaults(call=call)
         sub.names, sub.example = names, example
         return sub
@@ -116,15 +118,15 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command(
         "run", run_experiment,
-        "Run an experiment's pipeline, or resume it. Everything else, such as a target, -n or "
-        "--cores 4, is passed to Snakemake.",
+        "Run an experiment, or resume it. Other words, such as a target, -n or --cores 4, are passed "
+        "to Snakemake.",
         names=("experiments", "tables", "figures"), example="run digits --cores 2",
     )  # fmt: skip
     sub.add_argument("experiment", help="name or path")
     sub.add_argument("--profile", default="local", help=PROFILE)
     sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
 
-    command("demo", demo, "Run a part of the digits experiment, and print its tables.")
+    command("demo", demo, "Try the pipeline on handwritten digits, and print its tables.")
 
     sub = command(
         "shard", shard, "Write images as webdataset tars with an index.",
@@ -147,7 +149,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave out images that cannot be read; the index lists them",
     )
-    sub.add_argument("--shorter-side", type=int, help="recompress larger images to this side")
+    sub.add_argument("--shorter-side", type=int, help="recompress larger images to this shorter side")
     sub.add_argument(
         "--pixels", type=pixels_of, metavar="JSON",
         help="of a data set (docs/data.md): orientation, background, range, channels",
@@ -158,21 +160,21 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--log", help=LOG)
 
     sub = command(
-        "retrieve", retrieve, "Download public data or weights, or write the digits.",
+        "retrieve", retrieve, "Download public data or weights.",
         names=("data and weights",), example="retrieve mae_base weights",
     )  # fmt: skip
     sub.add_argument("what", help="digits, or a name from docs/data.md or docs/weights.md")
     sub.add_argument("out", type=Path, help="folder to put it in")
 
     sub = command(
-        "resolve", resolve, "Write the resolved file of every job of an experiment.",
+        "resolve", resolve, "Write the settings file of every job of an experiment.",
         names=("experiments",), example="resolve digits",
     )  # fmt: skip
     sub.add_argument("experiment", help="name or path")
     sub.add_argument("--config", nargs="+", default=[], metavar="KEY=VALUE", help="as Snakemake's")
 
     sub = command(
-        "train", train, "Train a run as its resolved file says, or resume it.",
+        "train", train, "Train a run, or resume it.",
         launching, changing,
         names=("recipes", "sizes"),
         example="train runs/mae/config.yaml settings.epochs=10 --out runs/mae10/config.yaml",
@@ -191,7 +193,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     sub = command(
-        "replay", replay, "Repeat a step of a run and compare it with the log, bit by bit.",
+        "replay", replay, "Repeat a step of a training and compare it with the log, bit by bit.",
         launching,
         example="replay results/digits/runs/mae_tiny --step 100",
     )  # fmt: skip
@@ -200,7 +202,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, help="write what the step was to this JSON file")
 
     sub = command(
-        "import", import_weights, "Turn public weights into a run.",
+        "import", import_weights, "Turn downloaded weights into a run.",
         names=("layouts", "sizes"),
         example="import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base",
     )  # fmt: skip
@@ -212,7 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--image-size", type=int, help="pixels to use it at; its own if not given")
 
     sub = command(
-        "export", export, "Write an encoder as timm and the Hugging Face hub load it.",
+        "export", export, "Write an encoder for timm, transformers and the Hugging Face hub.",
         example="export results/digits/runs/ct_min_tiny exported",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run")
@@ -221,7 +223,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--licence", help="of the weights, for the model card, such as cc-by-4.0")
 
     sub = command(
-        "publish", publish, "Fill the folder of a Hugging Face hub repository.",
+        "publish", publish, "Write the folder of a Hugging Face hub repository.",
         example="publish results/digits/runs/ct_min_tiny repository --repository USER/NAME",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run")
@@ -231,7 +233,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--licence", help="of the weights, such as cc-by-4.0")
 
     sub = command(
-        "features", features, "Extract an encoder's features.", launching,
+        "features", features, "Compute an encoder's features of a split.", launching,
         example="features results/birds/runs/ct_min --shards shards/val --out val.safetensors",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run")
@@ -248,7 +250,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     using = use_options()
     sub = command(
-        "embed", embed, "Write a table of images and their vectors.", using,
+        "embed", embed, "Compute a vector for each image.", using,
         example="embed results/birds/runs/ct_min new_photos --out birds.parquet",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help=ENCODER)
@@ -272,7 +274,7 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--images", type=Path, help="where the images are, if they have moved")
 
     sub = command(
-        "search", search, "Print the images that are most similar to others.",
+        "search", search, "Find the images that are most like a given one.",
         example="search results/birds/runs/ct_min birds.parquet photo.jpg --count 5",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help=ENCODER)
@@ -298,7 +300,7 @@ def build_parser() -> argparse.ArgumentParser:
                      "RESULTS/audits/RUN")  # fmt: skip
 
     sub = command(
-        "predict", predict, "Write a table of images and their classes.", using,
+        "predict", predict, "Name the class of each image.", using,
         example="predict results/birds/runs/ct_min new_photos --out classes.csv",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help=ENCODER)
@@ -316,7 +318,7 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     command(
-        "evaluate", evaluate, "Evaluate an encoder as a resolved file says.", launching, changing,
+        "evaluate", evaluate, "Evaluate an encoder in one way.", launching, changing,
         names=("evaluations",),
         example="evaluate evaluations/mae/knn.yaml settings.k=[5] --out evaluations/mae/k5.yaml",
     )  # fmt: skip
@@ -324,25 +326,25 @@ def build_parser() -> argparse.ArgumentParser:
     resolved = argparse.ArgumentParser(add_help=False)
     resolved.add_argument("config", type=Path, help="the resolved file")
     command(
-        "table", table, "Build a table as its resolved file says.", resolved,
+        "table", table, "Build one table of a report.", resolved,
         names=("tables",), example="table results/digits/tables/low_shot.yaml",
     )  # fmt: skip
     command(
-        "figure", figure, "Draw a figure as its resolved file says.", resolved,
+        "figure", figure, "Draw one figure of a report.", resolved,
         names=("figures",), example="figure results/digits/figures/umap.yaml",
     )  # fmt: skip
     command("claims", claims, "Check the paper's claims against the tables.", resolved)
-    command("images", images, "Make the page to look through images.", resolved)
-    command("summary", summary, "Make the first page of a report.", resolved)
+    command("images", images, "Make the report's page of images.", resolved)
+    command("summary", summary, "Make the report's first page.", resolved)
 
     sub = command(
-        "status", status, "Print what every run of an experiment is doing.",
+        "status", status, "Show the state of every run.",
         example="status results/digits",
     )  # fmt: skip
     sub.add_argument("root", type=Path, nargs="*", help="results folder; default: results/*")
 
     sub = command(
-        "sync", sync, "Copy what a run has logged to Weights & Biases or to MLflow.",
+        "sync", sync, "Copy a run's log to Weights & Biases or MLflow.",
         example="sync wandb results/digits/runs/mae_tiny",
     )  # fmt: skip
     sub.add_argument("service", choices=["wandb", "mlflow"])
@@ -365,7 +367,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     sub.add_argument(
         "--quick", action="store_true",
-        help="for an hour or less on this machine: a smaller encoder, fewer epochs",
+        help="for about an hour on this machine: a smaller encoder, fewer epochs",
     )  # fmt: skip
     sub.add_argument(
         "--ignore-folders", action="store_true", help="folders are no classes: use no labels"
@@ -375,7 +377,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     sub = command(
-        "plan", plan, "Print what is left to run and what it takes.",
+        "plan", plan, "Estimate what is left to run: jobs, hours, storage.",
         names=("experiments",), example="plan --experiment digits --profile juwels",
     )  # fmt: skip
     sub.add_argument("target", nargs="*", help="as Snakemake's; default: the whole report")
@@ -392,7 +394,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     sub = command(
-        "doctor", doctor, "Check whether a site is ready.",
+        "doctor", doctor, "Check whether this machine or cluster is ready.",
         example="doctor --profile juwels --experiment paper",
     )  # fmt: skip
     sub.add_argument("--experiment", default="paper", help="whose storage is checked")
@@ -408,26 +410,47 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command(
         "verify", verify,
-        "Make published numbers again, from the images, and compare them: cells of tables, by name "
-        "or drawn.",
+        "Compute published numbers again, and compare them. Cells of tables, by name or drawn at "
+        "random.",
         example="verify docs/results/digits low_shot.ct_min.knn",
     )  # fmt: skip
     sub.add_argument("published", type=Path, help="such as docs/results/digits")
     sub.add_argument(
-        "cells", nargs="*", metavar="TABLE.METHOD.METRIC", help="none: ten that are drawn"
+        "cells", nargs="*", metavar="TABLE.METHOD.METRIC", help="none: ten at random"
     )
     sub.add_argument("--out", type=Path, default=Path("verified"), help="default: verified")
-    sub.add_argument("--seed", type=int, help="of the draw; none: another one each time")
+    sub.add_argument("--seed", type=int, help="of the random choice; none: another one each time")
     sub.add_argument("--profile", default="local", help=PROFILE)
 
     sub = command(
-        "clean", clean, "List training states that nothing needs any more.",
+        "clean", clean, "List training states that are no longer needed, or remove them.",
         example="clean results/digits --remove",
     )  # fmt: skip
     sub.add_argument("root", type=Path, help="such as results/digits")
-    sub.add_argument("--remove", action="store_true", help="and remove them")
+    sub.add_argument("--remove", action="store_true", help="remove them; without it they are only listed")
 
+    parser.epilog = in_groups(listed)
     return parser
+
+
+GROUPS = {
+    "first steps": ("demo", "new-experiment", "run", "plan", "status", "show"),
+    "use an encoder on images": ("embed", "cluster", "search", "predict", "audit"),
+    "public weights and sharing": ("retrieve", "import", "export", "publish", "sync"),
+    "clusters and upkeep": ("doctor", "clean", "verify", "replay"),
+}
+"""Commands by what they are for; the others are single jobs of a pipeline."""
+
+
+def in_groups(listed: Mapping[str, str]) -> str:
+    """The list of commands in the help, each with its first sentence."""
+    grouped = {name for names in GROUPS.values() for name in names}
+    rest = tuple(name for name in listed if name not in grouped)
+    width = max(map(len, listed))
+    lines = []
+    for title, names in (GROUPS | {"single jobs, by hand": rest}).items():
+        lines += [f"{title}:", *(f"  {name:{width}}  {listed[name]}" for name in names), ""]
+    return "\n".join([*lines, "maect COMMAND --help has the options, and the names to choose from."])
 
 
 KNOWN = {

@@ -4,8 +4,8 @@ Three ways lead to the same pixels: the native extension (JPEG; within 1 level o
 portable way (simplejpeg and PyTorch's antialiased bicubic; within 2 levels) and Pillow itself for
 everything that the first two refuse. Pillow is the reference: an image that it cannot read in full
 is unreadable. EXIF orientation is not applied here, as in torchvision's ImageFolder, with which the
-published numbers were made; `maect.data.convert` does it for data sets that say so. `docs/data.md`
-says when which way is used.
+published numbers were made; `maect.data.convert` does it for data sets that say so.
+`docs/reference/loader.md` says when which way is used.
 """
 
 import io

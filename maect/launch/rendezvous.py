@@ -7,7 +7,7 @@ a site's MASTER_ADDR, and leaves the store open to everyone who reaches the port
 Torch's TCPStore asks nobody for a password: whoever connects may read and replace any key. So the
 ranks of one node meet in a file in a folder that only this user can enter. Those of several nodes
 need a port: it listens on the ranks' interface only, and all keys stand behind a secret that rank 0
-writes into its own file. `docs/cluster.md` says what that leaves open.
+writes into its own file. `docs/reference/other_users.md` says what that leaves open.
 """
 
 import logging

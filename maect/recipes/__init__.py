@@ -145,7 +145,8 @@ def visible_patches(patches: int, mask_ratio: float) -> int:
 class View(Settings):
     """How one view of an image is made: probabilities of each random change.
 
-    Strengths are those of BYOL (`docs/data.md`); order: crop, flip, jitter, blur, gray, solarize.
+    Strengths are those of BYOL; order: crop, flip, jitter, blur, gray, solarize
+    (`docs/reference/loader.md`).
     """
 
     crop_scale: tuple[float, float]

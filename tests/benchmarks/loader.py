@@ -4,7 +4,7 @@ Each line compares two ways of doing the same on the same images, round by round
 first in every other round, and gives the median of the rounds' ratios of processor time (all
 threads and worker processes), which is what "per core" means and hardly depends on what else the
 machine does; the quartiles show how much. Wall clock is printed beside it. With --check the exit
-status says whether every target of docs/data.md is met.
+status says whether every target of docs/reference/loader.md is met.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """The command line: settings, devices, the log beside the terminal, exit statuses."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,6 +141,23 @@ def test_help_lists_names(command: str, words: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_has_every_command_once_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    (commands,) = (
+        action.choices
+        for action in cli.build_parser()._actions
+        if isinstance(action.choices, dict)
+    )
+    listed = [line.split()[0] for line in said.splitlines() if re.match(r"  [a-z]", line)]
+    assert sorted(listed) == sorted(commands)
+    groups = re.findall(r"^([a-z, ]+):$", said, flags=re.M)
+    assert len(groups) == len(cli.GROUPS) + 1
+    assert {name for names in cli.GROUPS.values() for name in names} < {*commands}
+    assert all(len(line) <= 100 for line in said.splitlines())
 
 
 CTRL_C_COUNTS = (

@@ -1,11 +1,22 @@
 """The documentation's site is built, and every link and anchor in it leads somewhere."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from maect.cli import build_parser
+from maect.data.retrieve import CATALOGUE
+
 ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in (ROOT / "docs").rglob("*.md") if "results" not in page.parts),
+]
 
 
 def build(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -36,3 +47,36 @@ def test_a_broken_link_would_be_found(tmp_path: Path) -> None:
 def test_the_files_that_the_readme_links_to_are_there() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
         assert (ROOT / target).exists(), target
+
+
+def commands(text: str) -> list[list[str]]:
+    """Words of the `maect` commands in code blocks, whose lines a backslash may join."""
+    text = text.replace("\\\n", " ")
+    lines = re.findall(r"^(?: {4,})?(maect .*)$", text, flags=re.M)
+    return [shlex.split(line, comments=True)[1:] for line in lines]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_on_a_page_are_understood(page: Path) -> None:
+    for words in commands(page.read_text(encoding="utf-8")):
+        options, rest = build_parser().parse_known_args(words)
+        assert options.command == "run" or not rest, words
+
+
+def test_a_command_with_an_unknown_option_would_be_found(tmp_path: Path) -> None:
+    text = "    maect clean results --removed  # no\n\nmaect shard a \\\n    b --shards 2\n"
+    assert commands(text) == [
+        ["clean", "results", "--removed"], ["shard", "a", "b", "--shards", "2"],
+    ]  # fmt: skip
+    assert build_parser().parse_known_args(commands(text)[0])[1] == ["--removed"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_fetched_is_in_the_catalogue_and_what_is_imported_was_fetched(page: Path) -> None:
+    """`maect retrieve NAME FOLDER`, then `maect import FOLDER/FILE RUN`."""
+    fetched: set[str] = set()
+    for words in commands(page.read_text(encoding="utf-8")):
+        if words[0] == "retrieve" and re.fullmatch(r"[a-z0-9_]+", words[1]):
+            fetched |= {os.path.join(words[2], remote.name) for remote in CATALOGUE[words[1]]}
+        elif words[0] == "import" and fetched:
+            assert words[1] in fetched

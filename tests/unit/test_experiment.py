@@ -656,3 +656,50 @@ def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:
         assert without.settings.head.lookup == "none" and without.source == whole.source
         changed = {"head": whole.settings.head}
         assert without.settings.model_copy(update=changed) == whole.settings
+
+
+def test_config_names_the_results_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAECT_SCRATCH", str(tmp_path / "scratch"))
+    file = write(tmp_path, storage="elsewhere")
+    assert load(file).root == Path("elsewhere")
+    assert load(file, storage="$MAECT_SCRATCH/a").root == tmp_path / "scratch/a"
+    public = {"recipe": "mae", "size": "base", "public": {"weights": "w.pth", "layout": "mae"}}
+    evaluate = [{"runs": ["*"], "protocols": ["knn"]}]
+    both = write(tmp_path, runs={"mae_base": public}, evaluate=evaluate)
+    assert load(both, storage="b", starting_from="public").root == Path("b-public")
+    with pytest.raises(UserError, match="storage: .*has ' '"):
+        load(file, storage="a b")
+    with pytest.raises(UserError, match="MAECT_UNSET .*is not set"):
+        load(file, storage="$MAECT_UNSET/a")
+
+
+def test_config_says_where_splits_are(tmp_path: Path) -> None:
+    """The file that docs/cluster.md writes, for the paper; then what such a file may not say."""
+    page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    block = re.search(r"^cat > tars\.yaml <<'END'\n(.*?)^END$", page, flags=re.M | re.S)
+    assert block is not None
+    tars = tmp_path / "tars.yaml"
+    tars.write_text(block[1])
+    plain, changed = (
+        load("paper", **more).datasets["imagenet"].splits for more in ({}, {"splits": str(tars)})
+    )
+    assert [changed[name].kind for name in ("train", "val")] == [
+        "imagenet_train_tar", "imagenet_val",
+    ]  # fmt: skip
+    assert changed["train"].shards == plain["train"].shards
+    for name in {*plain} - {"train", "val"}:
+        assert changed[name] == plain[name]
+    for text, said in (
+        ("imagenett: {train: {images: a}}", "unknown 'imagenett'; did you mean imagenet"),
+        ("imagenet: {trian: {images: a}}", "imagenet: splits: unknown 'trian'; did you mean train"),
+        ("imagenet: {train: {image: a}}", "paper.yaml with .*tars.yaml: .*image"),
+        ("[imagenet]", "write DATASET"),
+        ("imagenet: train", "write DATASET"),
+    ):
+        tars.write_text(text)
+        with pytest.raises(UserError, match=said):
+            load("paper", splits=str(tars))
+    with pytest.raises(UserError, match="no such file of splits"):
+        load("paper", splits=str(tmp_path / "gone.yaml"))

@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md, followed in a copy of the repository."""
+"""The recipes of docs/extending.md and the one for several heads, followed in a copy of the repository."""
 
 import os
 import re
@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/extending.md"
+PAGES = [ROOT / "docs/extending.md", ROOT / "docs/reference/several_heads.md"]
 MOST_FILES = {"A stage": 3, "A protocol": 3, "An encoder size": 1, "A site": 2}
 PARTS = ("Snakefile", "cluster_profiles", "envs", "maect", "tests", "workflow", "pyproject.toml")
 
 
 def recipes() -> dict[str, str]:
     """Text below each heading, such as `A site`."""
-    _, *sections = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.M)
+    texts = (page.read_text(encoding="utf-8") for page in PAGES)
+    sections = (section for text in texts for section in re.split(r"^## ", text, flags=re.M)[1:])
     return {section.split("\n")[0]: section for section in sections}
 
 

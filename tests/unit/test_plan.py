@@ -225,6 +225,26 @@ def test_weights_that_are_missing_are_named(here: Path) -> None:
     assert missing(jobs, experiment) == []
 
 
+def test_what_is_missing_is_one_line_a_variable(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAECT_SET", str(here))
+    for name in ("MAECT_UNSET", "MAECT_WEIGHTS"):
+        monkeypatch.delenv(name, raising=False)
+    splits = {name: {"images": f"$MAECT_UNSET/{name}"} for name in ("train", "val")}
+    weights = {"a": "$MAECT_WEIGHTS/a.pth", "b": "$MAECT_WEIGHTS/b.pth", "c": "$MAECT_SET/c.pth"}
+    runs = {name: {"weights": file, "size": "tiny"} for name, file in weights.items()}
+    values = {"datasets": {"mine": {"splits": splits}}, "runs": runs}
+    (here / "x.yaml").write_text(yaml.safe_dump(values))
+    experiment = load(str(here / "x.yaml"))
+    jobs = [RuleJob("plan_shards", {"dataset": "mine", "split": name}, {}) for name in splits]
+    jobs += [RuleJob("import", {"run": name}, HERE) for name in runs]
+    first, second, third = missing(jobs, experiment)
+    assert first == "$MAECT_UNSET: not set, export it: mine train, mine val"
+    assert second == "$MAECT_WEIGHTS: not set, export it: weights of a, weights of b"
+    assert f"runs: c: no weights at {here / 'c.pth'}; " in third
+
+
 def test_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -1,4 +1,4 @@
-"""Odd files are kept and decoded as docs/data.md says, or reported by name."""
+"""Odd files are kept and decoded as docs/reference/odd_images.md says, or reported by name."""
 
 import io
 import struct

@@ -1,4 +1,4 @@
-"""The stage with several heads and local views that docs/extending.md writes out."""
+"""The stage with several heads and local views that docs/reference/several_heads.md writes out."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 from maect.stages.base import SelfSupervised
 
-PAGE = Path(__file__).parents[3] / "docs/extending.md"
+PAGE = Path(__file__).parents[3] / "docs/reference/several_heads.md"
 
 
 @cache

@@ -147,7 +147,7 @@ def simulate(
 
 
 def test_a_day_with_a_failure_every_two_hours(monkeypatch, tmp_path):
-    """What the default interval costs: docs/cluster.md."""
+    """What the default interval costs: docs/reference/cluster.md."""
     minutes = build_parser().parse_args(["train", "config.yaml"]).save_every_minutes
     part, machine = simulate(monkeypatch, tmp_path, minutes)
     print(f"{machine.held / HOUR:.2f} h held, {part:.4f} of it useful")
