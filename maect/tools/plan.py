@@ -462,7 +462,7 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
             note(missing_weights(experiment, [run.name]), f"weights of {run.name}", run.weights)
     return [
         *(
-            f"{' and '.join(f'${name}' for name in names)}: not set, export it: {', '.join(what)}"
+            f"{' and '.join(f'${name}' for name in names)}: not set, export it: {', '.join(sorted(what))}"
             for names, what in sorted(unset.items())
         ),
         *others,

@@ -52,8 +52,8 @@ def test_the_files_that_the_readme_links_to_are_there() -> None:
 def commands(text: str) -> list[list[str]]:
     """Words of the `maect` commands in code blocks, whose lines a backslash may join."""
     text = text.replace("\\\n", " ")
-    lines = re.findall(r"^(?: {4,})?(maect .*)$", text, flags=re.M)
-    return [shlex.split(line, comments=True)[1:] for line in lines]
+    lines = re.findall(r"^(?: {4,})?(maect [^|\n]*)", text, flags=re.M)
+    return [shlex.split(line, comments=True)[1:] for line in lines if "--help" not in line]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -692,8 +692,8 @@ def test_config_says_where_splits_are(tmp_path: Path) -> None:
     for name in {*plain} - {"train", "val"}:
         assert changed[name] == plain[name]
     for text, said in (
-        ("imagenett: {train: {images: a}}", "unknown 'imagenett'; did you mean imagenet"),
-        ("imagenet: {trian: {images: a}}", "imagenet: splits: unknown 'trian'; did you mean train"),
+        ("imagenett: {train: {images: a}}", "unknown 'imagenett'; did you mean 'imagenet'"),
+        ("imagenet: {trian: {images: a}}", "imagenet: splits: unknown 'trian'; did you mean 'train'"),
         ("imagenet: {train: {image: a}}", "paper.yaml with .*tars.yaml: .*image"),
         ("[imagenet]", "write DATASET"),
         ("imagenet: train", "write DATASET"),
