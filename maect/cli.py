@@ -118,8 +118,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     sub = command(
         "run", run_experiment,
-        "Run an experiment, or resume it. Other words, such as a target, -n or --cores 4, are passed "
-        "to Snakemake.",
+        "Run an experiment, or resume it. Other words, such as a target, -n or --cores 4, are "
+        "passed to Snakemake.",
         names=("experiments", "tables", "figures"), example="run digits --cores 2",
     )  # fmt: skip
     sub.add_argument("experiment", help="name or path")
@@ -149,7 +149,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave out images that cannot be read; the index lists them",
     )
-    sub.add_argument("--shorter-side", type=int, help="recompress larger images to this shorter side")
+    sub.add_argument(
+        "--shorter-side", type=int, help="recompress larger images to this shorter side"
+    )
     sub.add_argument(
         "--pixels", type=pixels_of, metavar="JSON",
         help="of a data set (docs/data.md): orientation, background, range, channels",
@@ -415,9 +417,7 @@ def build_parser() -> argparse.ArgumentParser:
         example="verify docs/results/digits low_shot.ct_min.knn",
     )  # fmt: skip
     sub.add_argument("published", type=Path, help="such as docs/results/digits")
-    sub.add_argument(
-        "cells", nargs="*", metavar="TABLE.METHOD.METRIC", help="none: ten at random"
-    )
+    sub.add_argument("cells", nargs="*", metavar="TABLE.METHOD.METRIC", help="none: ten at random")
     sub.add_argument("--out", type=Path, default=Path("verified"), help="default: verified")
     sub.add_argument("--seed", type=int, help="of the random choice; none: another one each time")
     sub.add_argument("--profile", default="local", help=PROFILE)
@@ -427,7 +427,9 @@ def build_parser() -> argparse.ArgumentParser:
         example="clean results/digits --remove",
     )  # fmt: skip
     sub.add_argument("root", type=Path, help="such as results/digits")
-    sub.add_argument("--remove", action="store_true", help="remove them; without it they are only listed")
+    sub.add_argument(
+        "--remove", action="store_true", help="remove them; without it they are only listed"
+    )
 
     parser.epilog = in_groups(listed)
     return parser
@@ -450,7 +452,9 @@ def in_groups(listed: Mapping[str, str]) -> str:
     lines = []
     for title, names in (GROUPS | {"single jobs, by hand": rest}).items():
         lines += [f"{title}:", *(f"  {name:{width}}  {listed[name]}" for name in names), ""]
-    return "\n".join([*lines, "maect COMMAND --help has the options, and the names to choose from."])
+    return "\n".join(
+        [*lines, "maect COMMAND --help has the options, and the names to choose from."]
+    )
 
 
 KNOWN = {

@@ -343,7 +343,9 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
     values |= {key: changes[key] for key in REPLACED if key in changes}
     where = str(path)
     if "splits" in changes:
-        values["datasets"] = _with_splits(values.get("datasets"), Path(fill_path(str(changes["splits"]))))
+        values["datasets"] = _with_splits(
+            values.get("datasets"), Path(fill_path(str(changes["splits"])))
+        )
         where += f" with {changes['splits']}"
     spec = validated(ExperimentSpec, values, where)
     return Experiment(path.stem, restricted(spec, changes), path, "protocols" in changes)

@@ -166,7 +166,9 @@ def missing_lists(experiment: Experiment, evaluations: Iterable[tuple[str, str]]
         what = file.name if folder.is_dir() else "low-shot lists"
         official = file.name in OFFICIAL and folder not in own
         cure = f"; `maect retrieve low_shot_lists {folder}` brings them" if official else ""
-        sentences.append(f"{experiment.file}: protocols: no {what} in {folder}{_unset(folder)}{cure}")
+        sentences.append(
+            f"{experiment.file}: protocols: no {what} in {folder}{_unset(folder)}{cure}"
+        )
     return sentences
 
 

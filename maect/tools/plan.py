@@ -460,14 +460,11 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
         elif job.rule in STAGES:
             run = experiment.runs[given["run"]]
             note(missing_weights(experiment, [run.name]), f"weights of {run.name}", run.weights)
-    return [
-        *(
-            f"{' and '.join(f'${name}' for name in names)}: not set, export it: {', '.join(sorted(what))}"
-            for names, what in sorted(unset.items())
-        ),
-        *others,
-        *missing_lists(experiment, pairs),
+    by_variable = [
+        f"${' and $'.join(names)}: not set, export it: {', '.join(sorted(what))}"
+        for names, what in sorted(unset.items())
     ]
+    return [*by_variable, *others, *missing_lists(experiment, pairs)]
 
 
 def is_here(job: RuleJob) -> bool:

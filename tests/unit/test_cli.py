@@ -148,9 +148,7 @@ def test_help_has_every_command_once_in_a_group(capsys: pytest.CaptureFixture[st
         cli.main(["--help"])
     said = capsys.readouterr().out
     (commands,) = (
-        action.choices
-        for action in cli.build_parser()._actions
-        if isinstance(action.choices, dict)
+        action.choices for action in cli.build_parser()._actions if isinstance(action.choices, dict)
     )
     listed = [line.split()[0] for line in said.splitlines() if re.match(r"  [a-z]", line)]
     assert sorted(listed) == sorted(commands)

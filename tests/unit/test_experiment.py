@@ -658,9 +658,7 @@ def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:
         assert without.settings.model_copy(update=changed) == whole.settings
 
 
-def test_config_names_the_results_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_names_the_results_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAECT_SCRATCH", str(tmp_path / "scratch"))
     file = write(tmp_path, storage="elsewhere")
     assert load(file).root == Path("elsewhere")
@@ -669,9 +667,9 @@ def test_config_names_the_results_folder(
     evaluate = [{"runs": ["*"], "protocols": ["knn"]}]
     both = write(tmp_path, runs={"mae_base": public}, evaluate=evaluate)
     assert load(both, storage="b", starting_from="public").root == Path("b-public")
-    with pytest.raises(UserError, match="storage: .*has ' '"):
+    with pytest.raises(UserError, match=r"storage: .*has ' '"):
         load(file, storage="a b")
-    with pytest.raises(UserError, match="MAECT_UNSET .*is not set"):
+    with pytest.raises(UserError, match=r"MAECT_UNSET .*is not set"):
         load(file, storage="$MAECT_UNSET/a")
 
 
@@ -693,7 +691,7 @@ def test_config_says_where_splits_are(tmp_path: Path) -> None:
         assert changed[name] == plain[name]
     for text, said in (
         ("imagenett: {train: {images: a}}", "unknown 'imagenett'; did you mean 'imagenet'"),
-        ("imagenet: {trian: {images: a}}", "imagenet: splits: unknown 'trian'; did you mean 'train'"),
+        ("imagenet: {trian: {images: a}}", "splits: unknown 'trian'; did you mean 'train'"),
         ("imagenet: {train: {image: a}}", "paper.yaml with .*tars.yaml: .*image"),
         ("[imagenet]", "write DATASET"),
         ("imagenet: train", "write DATASET"),

@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md and the one for several heads, followed in a copy of the repository."""
+"""The recipes of docs/extending.md and its longer page, followed in a copy of the repository."""
 
 import os
 import re
