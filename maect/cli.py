@@ -26,6 +26,7 @@ from maect.data.sources import BUNDLED, SOURCES
 if TYPE_CHECKING:
     from maect.answers.encoder import ImageEncoder
     from maect.answers.vectors import Vectors
+    from maect.data.config import ShardsConfig
     from maect.evaluate import EvaluationConfig
     from maect.recipes import Pixels
     from maect.stages.run import RunConfig
@@ -132,8 +133,14 @@ def build_parser() -> argparse.ArgumentParser:
         "shard", shard, "Write images as webdataset tars with an index.",
         example="shard photos/train shards/train --shards 4",
     )  # fmt: skip
-    sub.add_argument("source", type=Path, help="the images: a folder or archive of the given kind")
-    sub.add_argument("out", type=Path, help="folder of the shards; its name names the split")
+    sub.add_argument(
+        "source", type=Path,
+        help="the images: a folder or archive of the given kind; or the config.yaml of shards",
+    )  # fmt: skip
+    sub.add_argument(
+        "out", type=Path, nargs="?",
+        help="folder of the shards, whose name names the split; not with a config.yaml",
+    )  # fmt: skip
     sub.add_argument(
         "--kind",
         default="folder",
@@ -651,7 +658,8 @@ def snakemake(
     # Ctrl-C reaches it, too: it lets the trainings save, which takes its time.
     before = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        return process.wait()
+        status = process.wait()
+        return 128 - status if status < 0 else status  # by a signal: as a shell says it
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -691,34 +699,46 @@ def shard(options: argparse.Namespace) -> None:
     from maect.data.subsets import class_view
 
     threads = len(os.sched_getaffinity(0))
-    how = {
-        "labels": options.labels,
-        "only": options.only_listed,
-        "exclude": options.exclude,
-        "skip_unreadable": options.skip_unreadable,
-        "shorter_side": options.shorter_side,
-        "pixels": options.pixels,
-    }
+    config, out = shards_of(options)
     if options.verify:
-        print(f"{options.out}: {shards.verify(options.out, threads=threads)} samples, all intact")
-    elif not find_source(options.kind).sharded:
-        if not options.classes:
-            raise UserError(f"--kind {options.kind}: name the classes with --classes")
-        count = class_view(options.source, options.out, read_classes(options.classes))
-        print(f"{options.out}: {count} samples of {options.source}")
+        print(f"{out}: {shards.verify(out, threads=threads)} samples, all intact")
+    elif not find_source(config.kind).sharded:
+        if not config.classes:
+            raise UserError(f"--kind {config.kind}: name the classes with --classes")
+        count = class_view(config.images, out, read_classes(config.classes))
+        print(f"{out}: {count} samples of {config.images}")
     elif options.only == "plan":
-        shards.plan_shards(options.source, options.kind, options.out, options.shards, **how)
+        shards.plan_shards(config.images, config.kind, out, config.shards, **config.options)
     elif options.only == "index":
-        shards.finish_index(options.out, threads=threads)
+        shards.finish_index(out, threads=threads)
     elif options.only:
         if not options.only.isdecimal():
             raise UserError(f"--only {options.only}: must be plan, the number of a shard, or index")
-        shards.write_shard(options.out, int(options.only), threads=1)
+        shards.write_shard(out, int(options.only), threads=1)
     else:
         count = shards.shard(
-            options.source, options.out, options.kind, options.shards, threads=threads, **how
+            config.images, out, config.kind, config.shards, threads=threads, **config.options
         )
-        print(f"{options.out}: {count} samples")
+        print(f"{out}: {count} samples")
+
+
+def shards_of(options: argparse.Namespace) -> tuple["ShardsConfig", Path]:
+    """The settings of shards, from their file or from the command line; and the shards' folder."""
+    from maect.core.settings import validated
+    from maect.data.config import ShardsConfig
+    from maect.data.sources import find_source
+
+    if options.out is None:
+        if options.source.suffix != ".yaml":
+            raise UserError(f"{options.source}: name the folder of the shards, too")
+        return ShardsConfig.read(options.source), options.source.parent
+    find_source(options.kind)
+    names = ("kind", "shards", "labels", "exclude", "classes", "skip_unreadable", "shorter_side")
+    stated = {name: getattr(options, name) for name in names}
+    if options.pixels is not None:
+        stated["pixels"] = options.pixels
+    given = {"images": options.source, "only": options.only_listed, **stated}
+    return validated(ShardsConfig, given, "maect shard"), options.out
 
 
 def retrieve(options: argparse.Namespace) -> None:

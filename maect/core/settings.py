@@ -109,15 +109,14 @@ def _to_absolute(path: Path, info: ValidationInfo) -> Path:
 
 def _from_file(path: Path, info: SerializationInfo) -> str:
     context = info.context or {}
-    folder = context.get("folder")
-    if folder is not None and path.is_relative_to(folder.parent.parent):
-        return os.path.relpath(path, folder)
+    if "root" in context and path.is_relative_to(context["root"]):
+        return os.path.relpath(path, context["folder"])
     return "" if "paths" in context else str(path)
 
 
 LocalPath = Annotated[Path, AfterValidator(_to_absolute), PlainSerializer(_from_file)]
 """Absolute in memory; in a file relative to its folder, so that results can be moved as a whole.
-What is outside of the folder's grandparent, the results folder, stays absolute."""
+What is outside of the results folder stays absolute."""
 
 
 STAMP = "# Checked when written: {}. After an edit it is checked again.\n"
@@ -132,6 +131,8 @@ class SettingsFile(Settings):
 
     kinds: ClassVar[tuple[str, Mapping[str, type[Settings]]] | None] = None
     """The key that names the class of `settings`, and the classes; none: there is one class."""
+    depth: ClassVar[int] = 2
+    """How many folders deep a file lies in the results folder."""
 
     @classmethod
     def read(
@@ -197,14 +198,17 @@ class SettingsFile(Settings):
 
     def identity(self, path: str | Path) -> str:
         """Identity of what a file at `path` says, with its inputs in the same results folder."""
+        context = {"paths": None, **self._context(path)}
+        return digest(self.model_dump(mode="json", context=context))
+
+    def _context(self, path: str | Path) -> dict[str, Path]:
+        """Folder of a file at `path`, and the results folder that it lies in."""
         folder = Path(os.path.abspath(path)).parent
-        return digest(self.model_dump(mode="json", context={"paths": None, "folder": folder}))
+        return {"folder": folder, "root": [folder, *folder.parents][self.depth]}
 
     def text(self, path: str | Path) -> str:
         """The content of the file at `path`."""
-        folder = Path(os.path.abspath(path)).parent
-        context = {"folder": folder}
-        values = self.model_dump(mode="json", context=context)
+        values = self.model_dump(mode="json", context=self._context(path))
         values = {key: value for key, value in values.items() if value is not None}
         text = yaml.dump(values, Dumper=DUMPER, sort_keys=False, width=100)
         return STAMP.format(digest(text)) + text

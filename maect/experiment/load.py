@@ -15,6 +15,7 @@ from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE
 from maect.core.settings import validated
 from maect.core.yaml_files import read_yaml
+from maect.data.config import ShardsConfig
 from maect.data.sources.changes import Changes, changes
 from maect.evaluate import EvaluationConfig, Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
@@ -39,7 +40,7 @@ from maect.experiment.schema import (
     expand_path,
     fill_path,
 )
-from maect.experiment.shards import find_shards, made_of, said_otherwise
+from maect.experiment.shards import find_shards, said_otherwise, shards_config
 from maect.recipes import Pixels
 from maect.recipes.few_labels import FewLabels
 from maect.report.configs import Row
@@ -262,9 +263,9 @@ class Experiment:
         """Where a split's shards are if no other experiment has them."""
         return self.root / "shards" / dataset / split
 
-    def made_of(self, dataset: str, split: str) -> dict[str, Any]:
-        """What a split's shards are made of."""
-        return made_of(*self._given(dataset, split), self.images(dataset, split))
+    def shards_config(self, dataset: str, split: str) -> ShardsConfig:
+        """The resolved settings of a split's shards."""
+        return shards_config(*self._given(dataset, split), self.images(dataset, split))
 
     def said_otherwise(self, dataset: str, split: str) -> str:
         """Where the file is not what a split's shards were made by; empty: nowhere."""

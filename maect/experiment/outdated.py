@@ -1,7 +1,7 @@
 """Which results are not what an experiment asks for, by what lies in the results folder alone.
 
 Results say themselves what they were made by: `run.json`, the headers of features, the JSON of an
-evaluation, `asked.json` beside shards; a table, figure or page is newer than the resolved file
+evaluation, `config.yaml` beside shards; a table, figure or page is newer than the resolved file
 beside it. So a copy of the folder, another clone and a start from elsewhere find the same.
 """
 

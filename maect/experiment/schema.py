@@ -1,6 +1,5 @@
 """The experiment file as it is written: its keys, and helpers to read its values."""
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -52,21 +51,6 @@ class Split(Settings):
     def source(self) -> type[Source]:
         """The kind's declaration."""
         return SOURCES[self.kind]
-
-    def arguments(self, pixels: Pixels) -> list[str]:
-        """How the command line says the same, without the path of the images.
-
-        Args:
-            pixels: of the data set.
-        """
-        words = ["--kind", self.kind, "--shards", str(self.shards)]
-        for name in ("labels", "only", "exclude", "classes"):
-            value = getattr(self, name)
-            option = "--only-listed" if name == "only" else f"--{name}"
-            words += [option, fill_path(value)] if value else []
-        words += ["--skip-unreadable"] if self.skip_unreadable else []
-        made = pixels.files if self.source.sharded else {}
-        return [*words, "--pixels", json.dumps(made)] if made else words
 
     def files(self) -> list[str]:
         """Files that say something about the images."""

@@ -3,22 +3,24 @@
 `maect.data.sources.shared` says which files of a split's folder tell.
 """
 
-import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from maect.core.files import read_mapping, sha256_file, write_record
 from maect.core.settings import digest
+from maect.data.config import CONFIG, LISTS, ShardsConfig, made_by
 from maect.data.sources.changes import may_differ
-from maect.data.sources.shared import ASKED, TAKEN, index_digest, taken
+from maect.data.sources.shared import TAKEN, index_digest, taken
 from maect.data.sources.shared import finished as all_finished
+from maect.data.sources.view import CLASS_LISTS
 from maect.experiment.schema import Split, fill_path
 from maect.recipes import Pixels
 
 
-def made_of(split: Split, pixels: Pixels, images: Path) -> dict[str, Any]:
-    """What a split's shards are made of: equal for equal shards, as far as folders can tell.
+def shards_config(split: Split, pixels: Pixels, images: Path) -> ShardsConfig:
+    """Resolve the settings of a split's shards.
 
     An image that is added or removed changes the time of its folder. Bundled images are always the
     same.
@@ -26,10 +28,13 @@ def made_of(split: Split, pixels: Pixels, images: Path) -> dict[str, Any]:
     Raises:
         OSError: there are no such images or lists.
     """
-    told = {"arguments": _arguments(split, pixels)}
-    if split.images is None:
-        return told
-    return {"images": str(images.resolve()), "changed": last_changes(images), **told}
+    stated = _stated(split, pixels)
+    return ShardsConfig(
+        images=images,
+        changed="" if split.images is None else last_changes(images),
+        lists_sha256=_checksums(stated),
+        **stated,
+    )
 
 
 def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
@@ -47,71 +52,78 @@ def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
     kept = split.images is None or not split.source.sharded or split.source.in_place
     if kept or (own / "plan.json").exists():
         return own
-    where, found = images.resolve(), all_finished(own)
+    where = images.resolve()
     finished = {
-        folder: made
-        for folder, made in found.items()
-        if made.get("images") == str(images.resolve())
+        folder: made for folder, made in all_finished(own).items() if made.images.resolve() == where
     }
+    if not finished:
+        return own
     try:
-        asked = made_of(split, pixels, images) if finished else {}
+        asked = shards_config(split, pixels, images)
     except OSError:  # sharding will say so
         return own
     begun = taken(own)
-    if begun in finished and finished[begun] | {"changed": ""} == asked | {"changed": ""}:
+    if begun in finished and finished[begun].content == asked.content:
         return begun
-    same = (folder for folder, made in finished.items() if made == asked)
+    same = (folder for folder, made in finished.items() if made.made_of == asked.made_of)
     # A file that is edited in place leaves the times of folders as they are.
     return next((folder for folder in same if not may_differ(folder, where)), own)
 
 
-def note_own(own: Path, made: dict[str, Any]) -> None:
-    """Write down, before a split is sharded, what its shards are made of."""
-    write_record(own / ASKED, made)
+def note_own(own: Path, config: ShardsConfig) -> None:
+    """Write the config of a split's shards before it is sharded.
+
+    Beside a finished index it still says what that was made of: only where files are is new.
+    """
+    made = made_by(own)
+    if made is not None and (own / "index.json").exists():
+        config = config.model_copy(
+            update={"changed": made.changed, "lists_sha256": made.lists_sha256}
+        )
+    config.write(own / CONFIG)
     (own / TAKEN).unlink(missing_ok=True)
 
 
 def note_taken(own: Path, folder: Path) -> None:
     """Write down that a split has begun with another experiment's shards."""
-    noted = {"made_of": read_mapping(folder / ASKED), "digest": index_digest(folder)}
+    made = made_by(folder)
+    noted = {"made_of": made and made.made_of, "digest": index_digest(folder)}
     write_record(own / TAKEN, noted)
 
 
 def said_otherwise(folder: Path, split: Split, pixels: Pixels) -> str:
-    """Where arguments and lists are not those that shards were made by; empty: nowhere.
-
-    Nothing is said of shards of before this was noted.
-    """
-    before = read_mapping(folder / ASKED).get("arguments")
+    """Name the settings and lists that are not those that shards were made by; empty: none."""
+    made = made_by(folder)
     try:
-        now = _arguments(split, pixels)
+        stated = _stated(split, pixels)
+        checksums = _checksums(stated)
     except OSError:  # a list is gone: finished shards do without
         return ""
-    if before is None or before == now:
+    if made is None:
         return ""
-    made, said = _both(folder, before, now)
+    asked = ShardsConfig(images=made.images, lists_sha256=checksums, **stated)
+    before, now = _compared(folder, made), _compared(folder, asked)
     told = []
-    for option in sorted(o for o in made.keys() | said.keys() if made.get(o) != said.get(o)):
-        key = "only" if option == "--only-listed" else option[2:].replace("-", "_")
-        file = getattr(split, key, None) if key in ("labels", "only", "exclude") else None
-        if option not in said or option not in made:
-            how = "no longer stated" if option in made else "not stated then"
+    for key in sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k)):
+        file = stated[key] if key in made.lists_sha256.keys() | checksums else None
+        if key not in now or key not in before:
+            how = "no longer stated" if key in before else "not stated then"
         else:
-            how = "other content" if file else f"{said[option]}, made with {made[option]}"
-        told.append(f"{key} ({fill_path(file)}: {how})" if file else f"{key} ({how})")
+            how = "other content" if file else f"{_said(now[key])}, made with {_said(before[key])}"
+        told.append(f"{key} ({file}: {how})" if file else f"{key} ({how})")
     return ", ".join(told)
 
 
 def is_made_otherwise(folder: Path, split: Split, pixels: Pixels) -> bool:
-    """Whether shards were made by other arguments than a split's, whatever is in its lists."""
-    before = read_mapping(folder / ASKED).get("arguments")
-    if before is None:
+    """Return whether shards were made by other settings, whatever is in their lists."""
+    made = made_by(folder)
+    if made is None:
         return False
-    made, said = _both(folder, before, split.arguments(pixels))
-    for lists in ("--labels", "--only-listed", "--exclude", "--classes"):
-        for options in (made, said):
-            options.update({lists: ""} if lists in options else {})
-    return made != said
+    asked = ShardsConfig(images=made.images, **_stated(split, pixels))
+    before, now = _compared(folder, made), _compared(folder, asked)
+    for content in (before, now):
+        content |= {name: name in content for name in LISTS}
+    return before != now
 
 
 def last_changes(images: Path) -> str:
@@ -137,13 +149,25 @@ def last_changes(images: Path) -> str:
     return digest(sorted(times.values()))
 
 
-def _arguments(split: Split, pixels: Pixels) -> list[str]:
-    """A split's arguments, with the content of lists in place of their names."""
-    lists = {name: _content(Path(name)) for name in split.files()}
-    return [lists.get(word, word) for word in split.arguments(pixels)]
+def _stated(split: Split, pixels: Pixels) -> dict[str, Any]:
+    """What an experiment says of a split's shards, in the names of `ShardsConfig`."""
+    stated = split.model_dump(include={"kind", "shards", "skip_unreadable"})
+    given = {name: getattr(split, name) for name in LISTS}
+    lists = {name: fill_path(file) if file else None for name, file in given.items()}
+    return {**stated, **lists, "pixels": pixels if split.source.sharded else Pixels()}
 
 
-def _content(path: Path) -> str:
+def _checksums(stated: dict[str, Any]) -> dict[str, str]:
+    """Checksums of the lists that are files.
+
+    Raises:
+        OSError: one is gone.
+    """
+    files = {name: stated[name] for name in LISTS if stated[name]}
+    return {name: _checksum(Path(f)) for name, f in files.items() if f not in CLASS_LISTS}
+
+
+def _checksum(path: Path) -> str:
     """sha256 of a list, or of what is in a folder such as the unpacked devkit of ImageNet."""
     if not path.is_dir():
         return sha256_file(path)
@@ -151,16 +175,13 @@ def _content(path: Path) -> str:
     return digest({str(file.relative_to(path)): sha256_file(file) for file in files})
 
 
-def _both(folder: Path, before: list[str], now: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The options that shards were made by and those of now, without one that changed nothing."""
-    made, said = _options(before), _options(now)
+def _compared(folder: Path, config: ShardsConfig) -> dict[str, Any]:
+    """The content of a config, without a setting that changed nothing in these shards."""
+    content = config.content
     if not read_mapping(folder / "index.json").get("unreadable"):  # nothing was left out by it
-        made.pop("--skip-unreadable", None)
-        said.pop("--skip-unreadable", None)
-    return made, said
+        content.pop("skip_unreadable", None)
+    return content
 
 
-def _options(arguments: list[str]) -> dict[str, str]:
-    """The values of options by their names; empty of those without one."""
-    pairs = itertools.pairwise([*arguments, "--"])
-    return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
+def _said(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -11,6 +11,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.core.kept import forget, keep, tidy
 from maect.core.settings import SettingsFile
+from maect.data.config import CONFIG
 from maect.data.sources.base import is_there
 from maect.data.sources.changes import advice
 from maect.evaluate import PROTOCOLS, Features, Shards
@@ -21,10 +22,12 @@ from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
 from maect.stages import STAGES
 from maect.stages.run import RunConfig
 
+SHARDING = ("plan_shards", "write_shard", "index_shards")
 LOOKS_FIRST = {
     *(name for name, stage in STAGES.items() if stage.trains),
     *PROTOCOLS,
-    *("features", "plan_shards", "write_shard", "index_shards"),
+    "features",
+    *SHARDING,
 }
 """Rules whose jobs look whether what Snakemake deleted is what they are asked for."""
 
@@ -52,7 +55,7 @@ class Job:
 
 def faults(experiment: Experiment, jobs: Sequence[Job]) -> list[str]:
     """What jobs would miss or read wrongly: a sentence each, empty if all is well."""
-    planned = _planned(jobs)
+    planned = _sharded(jobs, ["plan_shards"])
     evaluations = [
         (job.wildcards["run"], job.wildcards["evaluation"]) for job in jobs if job.rule in PROTOCOLS
     ]
@@ -82,10 +85,12 @@ def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
         # What Snakemake deletes now, the job may find to be what it is asked for.
         if job.rule in LOOKS_FIRST:
             (forget if job.forced else keep)(job.outputs)
-    for pair in _planned(jobs):
-        # Beside a finished index it says what that was made of, which stays so if this plan fails.
-        if not _is_finished(experiment.shards(*pair)):
-            note_own(experiment.shards(*pair), experiment.made_of(*pair))
+    planned = _sharded(jobs, ["plan_shards"])
+    for pair in _sharded(jobs):
+        own, (dataset, split) = experiment.own_shards(*pair), pair
+        is_view = not experiment.datasets[dataset].splits[split].source.sharded
+        if pair in planned or is_view or not (own / CONFIG).exists():
+            note_own(own, experiment.shards_config(*pair))
     for dataset, split in experiment.splits:
         folder = experiment.shards(dataset, split)
         if experiment.root not in folder.parents:
@@ -104,12 +109,10 @@ def _told(experiment: Experiment, job: Job) -> SettingsFile:
     return next(told for path, told, _ in resolve.shown(experiment) if path == job.config)
 
 
-def _planned(jobs: Iterable[Job]) -> list[tuple[str, str]]:
-    """(dataset, split) that are to be sharded."""
+def _sharded(jobs: Iterable[Job], rules: Sequence[str] = SHARDING) -> list[tuple[str, str]]:
+    """(dataset, split) that are to be sharded, or go through some of the steps."""
     return sorted(
-        (job.wildcards["dataset"], job.wildcards["split"])
-        for job in jobs
-        if job.rule == "plan_shards"
+        {(job.wildcards["dataset"], job.wildcards["split"]) for job in jobs if job.rule in rules}
     )
 
 

@@ -13,7 +13,6 @@ from maect.evaluate.base import Features
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
 from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run, run_config
-from maect.experiment.schema import fill_path
 from maect.experiment.start import (
     missing_images,
     missing_lists,
@@ -101,20 +100,12 @@ def listed(experiment: Experiment, dataset: str, split: str) -> Shards | None:
     given, images = experiment.datasets[dataset].splits[split], experiment.images(dataset, split)
     if given.images is None or not given.source.sharded:
         return None
-    lists: dict[str, Any] = {
-        name: Path(fill_path(file))
-        for name in ("labels", "only", "exclude")
-        if (file := getattr(given, name))
-    }
     try:
-        pixels = experiment.datasets[dataset].pixels
-        source = open_source(given.kind, images, lists.get("labels"), pixels)
+        config = experiment.shards_config(dataset, split)
+        source = open_source(config.kind, images, config.labels, config.pixels)
         entries = source.listing().entries
         some = [len(source.read(entry)) for entry in entries[:: len(entries) // SAMPLES + 1]]
-        skip = given.skip_unreadable
-        plan = planned(
-            images, given.kind, Path(split), given.shards, skip_unreadable=skip, **lists
-        )[0]
+        plan = planned(images, config.kind, Path(split), config.shards, **config.options)[0]
     except (UserError, OSError):
         return None
     size = plan["n"] * sum(some) // len(some)

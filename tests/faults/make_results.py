@@ -107,7 +107,7 @@ def make(folder: Path) -> None:
     for _, split in experiment.splits:
         own = experiment.own_shards("digits", split)
         make_folder(own)
-        note_own(own, experiment.made_of("digits", split))
+        note_own(own, experiment.shards_config("digits", split))
         count = experiment.datasets["digits"].splits[split].shards
         shard(experiment.images("digits", split), own, "folder", count)
     for path, config in files(experiment):

@@ -114,7 +114,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _, split in found.splits:
         own = found.own_shards("mine", split)
         own.mkdir(parents=True)
-        note_own(own, found.made_of("mine", split))
+        note_own(own, found.shards_config("mine", split))
         shard(found.images("mine", split), own, "folder", 1)
     for path, told in resolve.files(found):
         told.write(path)

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from maect.core.files import read_json
+from maect.data.config import CONFIG
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
 from maect.data.sources.shared import index_digest
@@ -50,7 +50,7 @@ def make(found: Experiment, split: str = "train", finish: bool = True) -> Path:
     """Shard as the pipeline does."""
     given = found.datasets["fruit"].splits[split]
     folder = found.own_shards("fruit", split)
-    note_own(folder, found.made_of("fruit", split))
+    note_own(folder, found.shards_config("fruit", split))
     only = Path(given.only) if given.only else None
     images = Path(str(given.images))
     (shard if finish else plan_shards)(
@@ -143,7 +143,7 @@ def test_what_stays_the_same_is_silent(edit: str) -> None:
     elif edit == "skip":  # nothing was unreadable
         changed = {"skip_unreadable": True}
     elif edit == "no record":  # of before it was kept
-        (folder / "asked.json").unlink()
+        (folder / CONFIG).unlink()
         shutil.rmtree(folder / "parts")
     elif edit == "list gone":
         Path("train.txt").unlink()
@@ -158,10 +158,10 @@ def test_labels_may_be_a_folder() -> None:
     labels.parent.mkdir(parents=True)
     labels.write_text("490\n")
     found = experiment(kind="imagenet_val", labels="devkit", only=None)
-    before = found.made_of(*PAIR)["arguments"]
-    assert found.made_of(*PAIR)["arguments"] == before
+    before = found.shards_config(*PAIR).content
+    assert found.shards_config(*PAIR).content == before
     labels.write_text("361\n")
-    assert found.made_of(*PAIR)["arguments"] != before
+    assert found.shards_config(*PAIR).content != before
 
 
 def test_an_archive_may_be_called_otherwise() -> None:
@@ -289,5 +289,5 @@ def test_shards_of_images_that_were_edited_in_place_are_not_taken() -> None:
     # One that was killed before its plan was there had not taken anything.
     fifth = experiment("d5").own_shards(*PAIR)
     note_taken(fifth, first)
-    note_own(fifth, read_json(first / "asked.json"))
+    note_own(fifth, experiment("d5").shards_config(*PAIR))
     assert experiment("d5").shards(*PAIR) == own

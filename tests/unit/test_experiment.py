@@ -18,7 +18,7 @@ from maect.experiment import Experiment, load, resolve, start
 from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
-from maect.experiment.shards import last_changes, note_taken
+from maect.experiment.shards import last_changes, note_own, note_taken
 from maect.experiment.start import missing_images
 from maect.report.configs import Row
 from maect.stages import load_recipe
@@ -609,7 +609,7 @@ def test_experiments_of_the_same_images_share_their_shards(
     first = experiment("first")
     folder = first.shards("first", "train")
     assert folder == Path("results/first/shards/first/train")
-    write_record(folder / "asked.json", first.made_of("first", "train"))
+    note_own(folder, first.shards_config("first", "train"))
     assert experiment("second").shards("second", "train") == Path(
         "results/second/shards/second/train"
     ), "not complete"

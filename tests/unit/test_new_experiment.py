@@ -339,8 +339,8 @@ def test_how_odd_images_are_read_is_stated(tmp_path):
     assert pixels.mean is not None and abs(np.array(pixels.mean) - 0.5).max() < 0.02
     split = dataset.splits["val"]
     assert split.images is not None and split.images.endswith("data/validation*.parquet")
-    words = ["shard", split.images, str(tmp_path / "val"), *split.arguments(dataset.pixels)]
-    assert main(words) == 0
+    experiment.shards_config("own", "val").write(tmp_path / "val/config.yaml")
+    assert main(["shard", str(tmp_path / "val/config.yaml")]) == 0
     assert open_index(tmp_path / "val").channels == 5
     assert "ct_aug_tiny" not in experiment.runs
 

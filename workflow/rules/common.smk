@@ -184,10 +184,6 @@ def split_of(wildcards):
     return experiment.datasets[wildcards.dataset].splits[wildcards.split]
 
 
-def source_arguments(wildcards):
-    return split_of(wildcards).arguments(experiment.datasets[wildcards.dataset].pixels)
-
-
 def images_of(wildcards):
     """The image folder if a rule of this workflow makes it; a user's folder is not watched."""
     if experiment.datasets[wildcards.dataset].bundled:

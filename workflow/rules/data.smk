@@ -32,13 +32,10 @@ rule plan_shards:
         ENVIRONMENT
     resources:
         images=image_folder,
-    params:
-        source=source_arguments,
     message:
         "Listing the images of {wildcards.dataset} {wildcards.split}"
     shell:
-        'maect shard {resources.images:q} "$(dirname {output:q})" {params.source:q}'
-        " --only plan --log {log:q}"
+        'maect shard "$(dirname {output:q})/config.yaml" --only plan --log {log:q}'
 
 
 rule write_shard:
@@ -55,13 +52,10 @@ rule write_shard:
         ENVIRONMENT
     resources:
         images=image_folder,
-    params:
-        source=source_arguments,
     message:
         "Writing shard {wildcards.number} of {wildcards.dataset} {wildcards.split}"
     shell:
-        'maect shard {resources.images:q} "$(dirname {output:q})" {params.source:q}'
-        " --only {wildcards.number} --log {log:q}"
+        'maect shard "$(dirname {output:q})/config.yaml" --only {wildcards.number} --log {log:q}'
 
 
 rule index_shards:
@@ -79,13 +73,10 @@ rule index_shards:
         ENVIRONMENT
     resources:
         images=image_folder,
-    params:
-        source=source_arguments,
     message:
         "Indexing the shards of {wildcards.dataset} {wildcards.split}"
     shell:
-        'maect shard {resources.images:q} "$(dirname {output.index:q})" {params.source:q}'
-        " --only index --log {log:q}"
+        'maect shard "$(dirname {output.index:q})/config.yaml" --only index --log {log:q}'
 
 
 rule shards:

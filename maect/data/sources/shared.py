@@ -1,23 +1,24 @@
 """Shards that experiments share: which of them a split without shards of its own has begun with.
 
-Three files in a split's folder say so. `asked.json`, of before sharding begins: what its own shards
-are made of. `index.json`: they are finished. `taken.json`: it has begun with another experiment's.
+Three files in a split's folder say so. `config.yaml`, of before sharding begins: what its own
+shards are made of. `index.json`: they are finished. `taken.json`: it has begun with another
+experiment's.
 """
 
 from pathlib import Path
-from typing import Any
 
 from maect.core.files import read_mapping
+from maect.data.config import CONFIG, ShardsConfig, made_by
 
-ASKED, TAKEN = "asked.json", "taken.json"
+TAKEN = "taken.json"
 
 
 def taken(own: Path) -> Path | None:
     """The other experiment's folder that a split without shards of its own has begun with."""
     noted = read_mapping(own / TAKEN)
     for folder, made in finished(own).items() if noted else ():
-        # Those of images that were edited in place are made of the same by the words.
-        if (made, index_digest(folder)) == (noted["made_of"], noted["digest"]):
+        # Those of images that were edited in place are made of the same by their configs.
+        if (made.made_of, index_digest(folder)) == (noted["made_of"], noted["digest"]):
             return folder
     return None
 
@@ -27,12 +28,11 @@ def index_digest(shards: Path) -> str | None:
     return read_mapping(shards / "index.json").get("digest")
 
 
-def finished(own: Path) -> dict[Path, dict[str, Any]]:
+def finished(own: Path) -> dict[Path, ShardsConfig]:
     """Finished shards of a split of this name, of every experiment, and what they were made of."""
-    files = sorted(own.parents[2].parent.glob(f"*/shards/*/{own.name}/{ASKED}"))
-    return {
-        file.parent: read_mapping(file) for file in files if (file.parent / "index.json").exists()
-    }
+    files = sorted(own.parents[2].parent.glob(f"*/shards/*/{own.name}/{CONFIG}"))
+    folders = [file.parent for file in files if (file.parent / "index.json").exists()]
+    return {folder: made for folder in folders if (made := made_by(folder)) is not None}
 
 
 def shards_of(features: Path, split: str) -> Path | None:

@@ -12,6 +12,7 @@ from maect.answers.audit import audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_record
+from maect.data.config import CONFIG, ShardsConfig
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.store import write_features
@@ -112,7 +113,7 @@ def test_what_is_missing_is_said(results: Path, tmp_path: Path) -> None:
     own = tmp_path / "r/shards/mine/train"
     shutil.move(own, tmp_path / "other/shards/theirs/train")
     theirs = tmp_path / "other/shards/theirs/train"
-    write_record(theirs / "asked.json", {"images": "/birds"})
+    ShardsConfig(images=Path("/birds")).write(theirs / CONFIG)
     note_taken(own, theirs)
     assert len(audit(open_splits(tmp_path / "r/runs/ct"))) == 2
     shutil.rmtree(tmp_path / "r/shards/mine/val")

@@ -18,6 +18,7 @@ from test_imagenet import PLACES, WNIDS, add, devkit, picture, train_tar, val_im
 
 from maect.cli import main
 from maect.core.errors import UserError
+from maect.data.config import CONFIG
 from maect.data.index import open_index
 from maect.data.sources import SOURCES, open_source
 from maect.data.sources.corrupted import Corrupted
@@ -25,7 +26,6 @@ from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS, DOGS15, check_classes, read_classes
 from maect.experiment import Experiment, load
 from maect.experiment.start import missing_images
-from maect.recipes import Pixels
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,11 +39,11 @@ def experiment(folder: Path, splits: dict[str, Any], **changes: Any) -> Path:
 
 def shard_as_the_rules_do(wanted: Experiment, split: str) -> Path:
     out, given = wanted.shards("mine", split), wanted.datasets["mine"].splits[split]
-    arguments = [str(wanted.images("mine", split)), str(out), *given.arguments(Pixels())]
+    wanted.shards_config("mine", split).write(out / CONFIG)
     steps = ["plan", *map(str, range(given.shards))] if given.kind != "view" else []
     steps = steps[:1] if given.source.in_place else steps
     for step in [*steps, "index"]:
-        assert main(["shard", *arguments, "--only", step]) == 0, step
+        assert main(["shard", str(out / CONFIG), "--only", step]) == 0, step
     return out
 
 
@@ -204,7 +204,7 @@ def test_view_in_the_workflow(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     root = tmp_path / "results/shards/mine"
     assert np.bincount(open_index(root / "some").labels).tolist() == [4, 4]
-    left = {"crc32.npy", "index.json", "index.npy", "keys.txt"}
+    left = {"config.yaml", "crc32.npy", "index.json", "index.npy", "keys.txt"}
     assert {p.name for p in (root / "some").iterdir()} == left
     (tmp_path / "classes.txt").write_text("c2\ncat\n")
     wrong = snakemake(file, "-n", "shards")

@@ -21,7 +21,6 @@ from maect.data.sources import kind_of, open_source
 from maect.data.sources.changes import advice, changes
 from maect.data.subsets import class_view
 from maect.experiment import load
-from maect.recipes import Pixels
 
 
 def pack(images: Path, path: Path, below: str = "") -> Path:
@@ -319,10 +318,9 @@ datasets:
                        only: list.txt, skip_unreadable: true}}}
 runs: {}
 """)
-    assert load(str(file)).datasets["a"].splits["train"].arguments(Pixels()) == [
-        "--kind", "webdataset", "--shards", "1", "--labels", "names.txt",
-        "--only-listed", "list.txt", "--skip-unreadable",
-    ]  # fmt: skip
+    split = load(str(file)).datasets["a"].splits["train"]
+    assert (split.kind, split.labels, split.only) == ("webdataset", "names.txt", "list.txt")
+    assert split.skip_unreadable
     file.write_text(file.read_text().replace("skip_unreadable", "shards: 3, skip_unreadable"))
     with pytest.raises(UserError, match="kind webdataset takes no `shards`"):
         load(str(file))

@@ -1,0 +1,72 @@
+"""What the shards of a split are made of: `shards/DATASET/SPLIT/config.yaml`."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from maect.core.errors import UserError
+from maect.core.settings import LocalPath, SettingsFile, digest
+from maect.data.sources.files import Folder
+from maect.recipes import Pixels
+
+CONFIG = "config.yaml"
+LISTS = ("labels", "only", "exclude", "classes")
+"""Settings that may name files, whose content counts and not where they are."""
+
+
+class ShardsConfig(SettingsFile):
+    """All settings of a split's shards."""
+
+    depth: ClassVar[int] = 3
+    images: LocalPath
+    """The source; of a view the shards that it shows a part of."""
+    changed: str = ""
+    """Digest of when folders of the images were changed last; empty of bundled images."""
+    kind: str = Folder.kind
+    """Which of `maect.data.sources` the source is."""
+    shards: int = Field(default=1, gt=0)
+    labels: LocalPath | None = None
+    only: LocalPath | None = None
+    exclude: LocalPath | None = None
+    classes: str | None = None
+    """For a view: name of a list of classes, or a file."""
+    lists_sha256: dict[str, str] = Field(default={})
+    """Checksums of the files that the settings above name."""
+    skip_unreadable: bool = False
+    shorter_side: int | None = Field(default=None, gt=0)
+    pixels: Pixels = Pixels()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `maect.data.shards.plan_shards`."""
+        names = ("labels", "only", "exclude", "skip_unreadable", "shorter_side", "pixels")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Everything that decides what is in the shards, but the images themselves."""
+        given = self.model_dump(mode="json", exclude={"images", "changed", "lists_sha256"})
+        given["pixels"] = self.pixels.files
+        return {key: value for key, value in (given | self.lists_sha256).items() if value}
+
+    @property
+    def made_of(self) -> str:
+        """Digest of the content and of where the images are and when they were changed."""
+        return digest(self.content, str(self.images.resolve()), self.changed)
+
+
+def made_by(shards: Path) -> ShardsConfig | None:
+    """Return the config that shards were made by; None where there is none, or a damaged one."""
+    path = shards / CONFIG
+    try:
+        status = path.stat()
+        return _read(path.absolute(), status.st_mtime_ns, status.st_size)
+    except (OSError, UserError):
+        return None
+
+
+@cache
+def _read(path: Path, changed: int, size: int) -> ShardsConfig:
+    return ShardsConfig.read(path)
