@@ -51,8 +51,8 @@ $(VENV)/.compiled: $(VENV)/.installed
 demo: install
 	$(BIN)/maect demo
 
-# Six workers on two cores: many tests wait for processes, time limits or SLURM.
-PYTEST := $(BIN)/pytest -n 6 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
+# Four workers on two cores: many tests wait for processes, time limits or SLURM.
+PYTEST := $(BIN)/pytest -n 4 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 test:
 	@$(MAKE) --no-print-directory --jobs=3 install check packages
 	$(PYTEST) tests
