@@ -11,7 +11,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test test-cpus test-faults test-slow check packages lock docs clean
+.PHONY: install squashed moved demo test test-cpus test-faults test-slow check packages gpu-hour gpu-packages lock docs clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -52,7 +52,8 @@ demo: install
 	$(BIN)/maect demo
 
 # Four workers on two cores: many tests wait for processes, time limits or SLURM.
-PYTEST := $(BIN)/pytest -n 4 --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
+WORKERS ?= 4
+PYTEST := $(BIN)/pytest -n $(WORKERS) --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 test:
 	@$(MAKE) --no-print-directory --jobs=3 install check packages
 	$(PYTEST) tests
@@ -61,8 +62,8 @@ test:
 # start inherit the variable. Left out: files in which nothing hangs on a sum.
 NUMERIC := tests/unit/train tests/unit/models tests/unit/evaluate
 ANY_CPU := train/test_computed train/test_counts train/test_damage train/test_effective train/test_engine_resources \
-	train/test_fence train/test_first_day train/test_flops train/test_kills train/test_memory train/test_paper_tables \
-	train/test_replay train/test_second_writing train/test_staged train/test_straggler train/test_watchdog \
+	train/test_fence train/test_first_day train/test_flops train/test_gpu_hour train/test_kills \
+	train/test_memory train/test_paper_tables train/test_replay train/test_second_writing train/test_staged train/test_straggler train/test_watchdog \
 	evaluate/test_explore evaluate/test_fine_tune_recipes evaluate/test_lists evaluate/test_needs evaluate/test_run \
 	evaluate/test_store evaluate/test_throughput
 test-cpus: install
@@ -82,6 +83,17 @@ test-faults: install
 
 test-slow: install
 	$(BIN)/pytest tests -m slow --session-timeout 36000
+
+# On a GPU machine, also a bare one with PyTorch and timm; calls of nine minutes, one report.
+MINUTES ?= 45
+gpu-hour:
+	@until $(or $(wildcard $(BIN)/python),$(PYTHON)) -u tests/gpu/hour.py --out build/gpu_hour --minutes $(MINUTES) \
+		$(if $(wildcard build/packages),--packages build/packages) $(HOUR); do s=$$?; test $$s -eq 3 || exit $$s; done
+
+# What such a machine lacks, to be carried there, for its Python.
+FOR ?= 3.12
+gpu-packages: install
+	$(BIN)/python -P tests/gpu/packages.py --out build/packages --python $(FOR)
 
 packages:
 	tests/cluster/install.sh

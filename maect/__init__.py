@@ -29,7 +29,8 @@ def load(
     """Load a run's encoder with the preprocessing that belongs to it.
 
     Args:
-        folder: of a run, such as `results/birds/runs/ct_min`, or one that `maect export` wrote.
+        folder: of a run, such as `results/birds/runs/ct_min`, or one that `maect export` wrote; or
+            the name of a public encoder, such as `dinov2_small` (`docs/weights.md`).
         device: such as "cpu" or "cuda:1"; none: a GPU where there is one.
         precision: of the forward pass; fp32 is that of the features files.
         resize: shorter side of images before the centre crop, if not the run's.

@@ -41,7 +41,7 @@ OF_THE_SYSTEM = {
     errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
 }  # fmt: skip
 """What a disk, a path or its rights may refuse: a line, and no traceback."""
-ENCODER = "folder of a run, or one that maect export wrote"
+ENCODER = "folder of a run, or one that maect export wrote; or a public encoder's name"
 IMAGES = "a folder, or a .csv or .tsv table with a column path"
 DEVICE = "such as cpu or cuda:1; by default a GPU where there is one"
 PROFILE = "name or folder of a cluster profile (default local: this machine)"
@@ -219,6 +219,8 @@ def build_parser() -> argparse.ArgumentParser:
                      "of a run that imports one, which says everything else")  # fmt: skip
     sub.add_argument("run", type=Path, nargs="?", help="the run's folder, for a checkpoint")
     sub.add_argument("--layout", help="one of docs/weights.md; detected if not given")
+    sub.add_argument("--timm", metavar="NAME", help="the model's name in timm, in place of layout "
+                     "and size (docs/reference/timm_encoders.md)")  # fmt: skip
     sub.add_argument("--size", help="encoder size; detected if not given")
     sub.add_argument("--image-size", type=int, help="pixels to use it at; its own if not given")
 
@@ -250,24 +252,31 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--out", type=Path, required=True, help="the file to write")
     sub.add_argument("--resize", type=int, help=RESIZE)
     sub.add_argument(
-        "--precision", choices=["fp32", "tf32", "bf16"], default="fp32",
-        help="of the encoder's products; on a GPU tf32 takes about an eighth of the time of fp32",
+        "--precision", choices=["fp32", "tf32", "bf16"],
+        help="of the encoder's products; by default tf32 from ViT-B's width on, which takes a GPU "
+        "about an eighth of the time of fp32",
     )  # fmt: skip
     sub.add_argument(
         "--before-norm", action="store_true", help="leave out the encoder's final norm"
     )
+    sub.add_argument(
+        "--blocks", type=int, default=1, metavar="N",
+        help="with --before-norm: what the last N blocks give, side by side",
+    )  # fmt: skip
 
     using = use_options()
     sub = command(
-        "embed", embed, "Compute a vector for each image.", using,
-        example="embed results/birds/runs/ct_min new_photos --out birds.parquet",
+        "embed", embed, "Compute a vector for each image; of a file's new images, if it is there.",
+        using, names=("public encoders",), example="embed dinov2_small photos",
     )  # fmt: skip
     sub.add_argument("run", type=Path, help=ENCODER)
     sub.add_argument("images", type=Path, help=IMAGES)
     sub.add_argument(
-        "--out", type=Path, required=True,
-        help="X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv",
+        "--out", type=Path,
+        help="X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv "
+        "(default IMAGES.parquet, here)",
     )  # fmt: skip
+    sub.add_argument("--afresh", action="store_true", help="compute all vectors again")
 
     sub = command(
         "cluster", cluster, "Group images by their vectors, without labels.",
@@ -276,9 +285,11 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("index", type=Path, help="a .parquet that maect embed wrote")
     sub.add_argument("--out", type=Path, required=True, help="folder of the table and the page")
     sub.add_argument(
-        "--clusters", type=positive, help="how many; chosen by silhouette if not given"
+        "--groups",
+        type=positive,
+        help="how many, by k-means; found in a graph of neighbours if not given",
     )
-    sub.add_argument("--method", choices=["kmeans", "hdbscan"], default="kmeans")
+    sub.add_argument("--method", choices=["graph", "kmeans", "hdbscan"])
     sub.add_argument("--smallest", type=positive, help="images in a cluster at least, for hdbscan")
     sub.add_argument("--images", type=Path, help="where the images are, if they have moved")
 
@@ -309,6 +320,28 @@ def build_parser() -> argparse.ArgumentParser:
                      "RESULTS/audits/RUN")  # fmt: skip
 
     sub = command(
+        "duplicates", duplicates, "List the images of a folder that are most alike.",
+        example="duplicates photos --out twice",
+    )  # fmt: skip
+    sub.add_argument("what", type=Path, help="images, or a .parquet that maect embed wrote")
+    sub.add_argument("--out", type=Path, required=True, help="folder of the tables and the page")
+    sub.add_argument(
+        "--count", type=positive, default=50, help="pairs beside equal files (default 50)"
+    )
+    sub.add_argument(
+        "--images", type=Path, help="where those of a .parquet are, if they have moved"
+    )
+
+    sub = command(
+        "sort", sort, "Copy or link images into a folder for each group or class.",
+        example="sort groups/clusters.csv photos sorted --link",
+    )  # fmt: skip
+    sub.add_argument("table", type=Path, help="clusters.csv, or a .csv of maect predict")
+    sub.add_argument("images", type=Path, help="folder of the images, which stay as they are")
+    sub.add_argument("out", type=Path, help="new folder: OUT/GROUP/FILE")
+    sub.add_argument("--link", action="store_true", help="symbolic links in place of copies")
+
+    sub = command(
         "predict", predict, "Name the class of each image.", using,
         example="predict results/birds/runs/ct_min new_photos --out classes.csv",
     )  # fmt: skip
@@ -326,6 +359,23 @@ def build_parser() -> argparse.ArgumentParser:
         "it as --classifier",
     )  # fmt: skip
 
+    sub = command(
+        "compare", compare, "Compare encoders on folders of images, without training.",
+        example="compare results/birds/runs/mae results/birds/runs/ct_min --images photos",
+    )  # fmt: skip
+    sub.add_argument("encoders", nargs="+", metavar="ENCODER", help=f"{ENCODER}; or NAME=FOLDER")
+    sub.add_argument(
+        "--images", nargs="+", required=True, metavar="FOLDER",
+        help="CLASS/IMAGE, maybe below train/ and val/, or images without classes; an archive or "
+        "a table; or NAME=FOLDER",
+    )  # fmt: skip
+    sub.add_argument(
+        "--out", type=Path, default=Path("compared"),
+        help="folder of the tables, the page and the vectors, which are kept (default compared)",
+    )  # fmt: skip
+    sub.add_argument("--device", help=DEVICE)
+    sub.add_argument("--threads", type=positive, help="that measure; default: all cores")
+
     command(
         "evaluate", evaluate, "Evaluate an encoder in one way.", launching, changing,
         names=("evaluations",),
@@ -335,16 +385,9 @@ def build_parser() -> argparse.ArgumentParser:
     resolved = argparse.ArgumentParser(add_help=False)
     resolved.add_argument("config", type=Path, help="the resolved file")
     command(
-        "table", table, "Build one table of a report.", resolved,
-        names=("tables",), example="table results/digits/tables/low_shot.yaml",
+        "page", page, "Make one page of a report: a table, a figure, claims, images or summary.",
+        resolved, names=("tables", "figures"), example="page results/digits/tables/low_shot.yaml",
     )  # fmt: skip
-    command(
-        "figure", figure, "Draw one figure of a report.", resolved,
-        names=("figures",), example="figure results/digits/figures/umap.yaml",
-    )  # fmt: skip
-    command("claims", claims, "Check the paper's claims against the tables.", resolved)
-    command("images", images, "Make the report's page of images.", resolved)
-    command("summary", summary, "Make the report's first page.", resolved)
 
     sub = command(
         "status", status, "Show the state of every run.",
@@ -430,6 +473,14 @@ def build_parser() -> argparse.ArgumentParser:
     sub.add_argument("--profile", default="local", help=PROFILE)
 
     sub = command(
+        "leaderboard", leaderboard,
+        "Write rows and logs for the leaderboard billpsomas/efficient-probing.",
+        example="leaderboard results/paper/runs/ct_aug_large",
+    )  # fmt: skip
+    sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of evaluated runs")
+    sub.add_argument("--out", type=Path, default=Path("leaderboard"), help="default: leaderboard")
+
+    sub = command(
         "clean", clean, "List training states that are no longer needed, or remove them.",
         example="clean results/digits --remove",
     )  # fmt: skip
@@ -444,10 +495,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 GROUPS = {
     "first steps": ("demo", "new-experiment", "run", "plan", "status", "show"),
-    "use an encoder on images": ("embed", "cluster", "search", "predict", "audit"),
-    "public weights and sharing": ("retrieve", "import", "export", "publish", "sync"),
+    "use an encoder on images": (
+        "embed", "cluster", "search", "duplicates", "predict", "sort", "audit", "compare",
+    ),
+    "public weights and sharing": (
+        "retrieve", "import", "export", "publish", "leaderboard", "sync",
+    ),
     "clusters and upkeep": ("doctor", "clean", "verify", "replay"),
-}
+}  # fmt: skip
 """Commands by what they are for; the others are single jobs of a pipeline."""
 
 
@@ -473,6 +528,7 @@ KNOWN = {
     "figures": "maect.report.registry:FIGURES",
     "layouts": "maect.models.layouts:LAYOUTS",
     "data and weights": "maect.data.retrieve:CATALOGUE",
+    "public encoders": "maect.answers.public:PUBLIC",
 }
 """Where the names of each kind are."""
 
@@ -580,7 +636,7 @@ def use_options() -> argparse.ArgumentParser:
     parent = argparse.ArgumentParser(add_help=False)
     parent.add_argument("--kind", help="what IMAGES is, if something else (docs/data.md)")
     parent.add_argument(
-        "--batch-size", type=positive, default=256, help="on the device (default 256)"
+        "--batch-size", type=positive, help="on the device (default 32 on a CPU, else 256)"
     )
     parent.add_argument("--device", help=DEVICE)
     return parent
@@ -812,16 +868,20 @@ def import_weights(options: argparse.Namespace) -> None:
         if config.weights is None:
             raise UserError(f"{options.weights}: no `weights`: this run is not an import")
         run, side = options.weights.parent, config.encoder.image_size
-        layout = config.settings.model_dump()["layout"]
-        given = config.weights, run, layout, config.size, side, config.encoder.pixels
+        layout, timm = (config.settings.model_dump().get(key) for key in ("layout", "timm"))
+        given = config.weights, run, layout, config.size, side, config.encoder.pixels, timm
     elif options.run is None:
         raise UserError(f"{options.weights}: name the run's folder, too")
     else:
-        run = options.run
-        given = options.weights, run, options.layout, options.size, options.image_size, Pixels()
+        run, timm = options.run, options.timm
+        if timm is not None and (options.layout or options.size):
+            raise UserError(f"--timm {timm} says everything: leave out --layout and --size")
+        side = options.image_size
+        given = options.weights, run, options.layout, options.size, side, Pixels(), timm
     layout, weights = convert(*given)
+    what = weights.timm or f"layout {layout}, size {weights.size}"
     print(
-        f"{run}: layout {layout}, size {weights.size}, {weights.encoder.image_size} pixels, "
+        f"{run}: {what}, {weights.encoder.image_size} pixels, "
         f"pooling {weights.pooling}; {sum(weights.left_out.values())} tensors left out"
     )
 
@@ -865,18 +925,25 @@ def features(options: argparse.Namespace) -> None:
         precision=options.precision,
         resize=options.resize,
         norm=not options.before_norm,
+        blocks=options.blocks,
     )
 
 
 def embed(options: argparse.Namespace) -> None:
     """`maect embed`."""
     from maect import load
-    from maect.answers.vectors import check_format
+    from maect.answers.vectors import check_format, embed_into
 
-    check_format(options.out)
-    vectors, images = vectors_of(options, load(options.run, options.device))
-    vectors.write(options.out)
-    print(f"{options.out}: {images}; {vectors.values.shape[1]} numbers each")
+    out = options.out or Path(f"{options.images.resolve().name}.parquet")
+    check_format(out)
+    encoder = load(options.run, options.device)
+    given = options.images, options.kind, options.batch_size, options.afresh
+    made = embed_into(out, encoder, *given)
+    for name, why in made.left_out.items():
+        log.warning("%s: left out: %s", name, why)
+    kept = f", {made.kept} of them kept from before" if made.kept else ""
+    images = f"{counted(made.images, 'image')}{kept}, {len(made.left_out)} left out"
+    print(f"{out}: {images}; {made.width} numbers each")
 
 
 def vectors_of(options: argparse.Namespace, encoder: "ImageEncoder") -> tuple["Vectors", str]:
@@ -897,11 +964,11 @@ def cluster(options: argparse.Namespace) -> None:
 
     vectors = Vectors.read(options.index)
     vectors.source(options.images)  # before the work
-    clusters = group(vectors.values, options.clusters, options.method, options.smallest)
+    clusters = group(vectors.values, options.groups, options.method, options.smallest)
     write_clusters(vectors, clusters, options.out, options.images)
-    for count, score in clusters.scores.items():
-        print(f"{count:3d} clusters: silhouette coefficient {score:.3f}")
-    print(f"{options.out}: {clusters.count} clusters; open {options.out / 'index.html'}")
+    if clusters.grains:
+        print(f"also possible: {', '.join(map(str, clusters.grains))} groups (--groups N)")
+    print(f"{options.out}: {clusters.count} groups; open {options.out / 'index.html'}")
 
 
 def audit(options: argparse.Namespace) -> None:
@@ -909,7 +976,7 @@ def audit(options: argparse.Namespace) -> None:
     from maect.answers.audit import audit as find_pairs
     from maect.answers.audit import open_splits, write_audit
     from maect.core.files import read_json, write_record
-    from maect.experiment.resolve import AUDIT
+    from maect.experiment.pages import AUDIT
 
     run = options.run.absolute()
     splits = open_splits(run, options.dataset)
@@ -922,6 +989,23 @@ def audit(options: argparse.Namespace) -> None:
         write_record(run.parents[1] / AUDIT, found)
     count, exact = counted(len(pairs), "pair"), sum(pair.exact for pair in pairs)
     print(f"{out}: {count}, {exact} of equal files; open {out / 'index.html'}")
+
+
+def duplicates(options: argparse.Namespace) -> None:
+    """`maect duplicates`."""
+    from maect.answers.duplicates import duplicates as find
+
+    found = find(options.what, options.out, options.images, options.count)
+    print(f"{options.out}: {found}; open {options.out / 'index.html'}")
+
+
+def sort(options: argparse.Namespace) -> None:
+    """`maect sort`."""
+    from maect.answers.sort import sort_images
+
+    counts = sort_images(options.table, options.images, options.out, options.link)
+    for group, count in counts.items():
+        print(f"{count:6d}  {options.out / group}")
 
 
 def search(options: argparse.Namespace) -> None:
@@ -968,6 +1052,19 @@ def predict(options: argparse.Namespace) -> None:
     print(f"{options.out}: {images}; {len(classifier.class_names)} classes")
 
 
+def compare(options: argparse.Namespace) -> None:
+    """`maect compare`: prints k-NN and logistic regression; the rest is on the page."""
+    from maect.tools import comparison
+    from maect.tools.compare import compare as measure
+    from maect.tools.compare import named
+
+    encoders, images = named(options.encoders, "encoders"), named(options.images, "folders")
+    matrix = measure(encoders, images, options.out, options.device, options.threads)
+    frame = comparison.write_comparison(matrix, options.out)
+    print(comparison.summary(frame))
+    print(f"{options.out}: open {options.out / 'index.html'}")
+
+
 def evaluate(options: argparse.Namespace) -> None:
     """`maect evaluate`."""
     from maect.evaluate import EvaluationConfig
@@ -984,50 +1081,11 @@ def evaluate(options: argparse.Namespace) -> None:
     jobs.evaluate(config, path, where_to_run(options))
 
 
-def need_evaluations(path: Path) -> None:
-    """What a resolved file wants to show is from a folder that is there."""
-    from maect.report.configs import ShownConfig
+def page(options: argparse.Namespace) -> None:
+    """`maect page`."""
+    from maect.experiment.pages import make_page
 
-    config = ShownConfig.read(path)
-    if any(row.runs for row in config.rows):
-        need(config.evaluations, f"folder of evaluations, which {path} names")
-
-
-def table(options: argparse.Namespace) -> None:
-    """`maect table`."""
-    from maect.report.render import make_table
-
-    need_evaluations(options.config)
-    make_table(options.config)
-
-
-def figure(options: argparse.Namespace) -> None:
-    """`maect figure`."""
-    from maect.report.figures import make_figure
-
-    need_evaluations(options.config)
-    make_figure(options.config)
-
-
-def claims(options: argparse.Namespace) -> None:
-    """`maect claims`."""
-    from maect.report.claims import make_claims
-
-    make_claims(options.config)
-
-
-def images(options: argparse.Namespace) -> None:
-    """`maect images`."""
-    from maect.report.images import make_images
-
-    make_images(options.config)
-
-
-def summary(options: argparse.Namespace) -> None:
-    """`maect summary`."""
-    from maect.report.summary import make_summary
-
-    make_summary(options.config)
+    make_page(options.config)
 
 
 def show(options: argparse.Namespace) -> None:
@@ -1046,6 +1104,16 @@ def verify(options: argparse.Namespace) -> int:
 
     need(options.published, "published results")
     return compare(options.published, options.cells, options.out, run, options.seed)
+
+
+def leaderboard(options: argparse.Namespace) -> None:
+    """`maect leaderboard`."""
+    from maect.tools.leaderboard import leaderboard as rows
+
+    for run in options.runs:
+        need(run, "run")
+    print(rows(options.runs, options.out), end="")
+    print(f"{options.out}: fill in family and pretrain before you send the rows", file=sys.stderr)
 
 
 def clean(options: argparse.Namespace) -> None:
@@ -1103,6 +1171,7 @@ def plan(options: argparse.Namespace) -> None:
     """`maect plan`: what is left to run, what it takes, and how long the longest chain is."""
     from maect import experiment
     from maect.experiment.profile import find_profile
+    from maect.tools import neighbors
     from maect.tools.dry_run import jobs_to_run
     from maect.tools.plan import Device, all_here, lines, make_plan, missing
 
@@ -1123,6 +1192,8 @@ def plan(options: argparse.Namespace) -> None:
     print(f"{options.experiment} on {options.profile}", *lines(planned), sep="\n")
     for fault in missing(left, chosen):
         print(f"missing: {fault}")
+    for warning in neighbors.warnings(chosen):
+        print(f"warning: {warning}")
 
 
 def doctor(options: argparse.Namespace) -> None:

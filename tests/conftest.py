@@ -1,6 +1,7 @@
 """The longest files first, some together on one worker, and a limit on every teardown."""
 
 import faulthandler
+import gc
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -14,6 +15,7 @@ FIRST = (
     "tests/end_to_end",
     "tests/cluster",
     "tests/unit/launch/test_launch_local.py",
+    "tests/unit/launch/test_slurm_states.py",
     "tests/unit/test_extending.py",
     "tests/unit/answers/test_notebooks.py",
     "tests/unit/train",
@@ -35,12 +37,23 @@ TOGETHER = {
         "tests/unit/train/test_world_size.py",
     ),
     "other trainings, forked from one process": ("tests/unit/train/",),
+    "what reads the same small results": (
+        "tests/faults/test_checksums.py",
+        "tests/faults/test_flips.py",
+        "tests/faults/test_inputs.py",
+    ),
     "UMAP, which Numba compiles at its first use": (
         "tests/unit/answers/test_notebooks.py",
         "tests/unit/evaluate/test_explore.py",
         "tests/unit/evaluate/test_run.py",
     ),
 }
+# Files whose tests have nothing in common and take long: any worker takes the next one of them.
+APART = (
+    "tests/faults/test_doors.py",
+    "tests/unit/launch/test_launch_local.py",
+    "tests/unit/test_extending.py",
+)
 TEARDOWN_SECONDS = 240
 # The workers share the cores: more threads would only make the tests slower.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -54,6 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # a quarter of the time of collecting; on again when that is done
     if page := config.getoption("--audit"):
         audit = FaultAudit(page)
         if hasattr(config, "workerinput"):  # the page is the controller's
@@ -67,12 +81,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+    for item in (item for item in items if item.nodeid.startswith(APART)):
+        found = (defs[-1] for defs in item._fixtureinfo.name2fixturedefs.values())  # type: ignore[attr-defined]
+        shared = [each.argname for each in found if each.baseid and each.scope != "function"]
+        assert not shared, f"{item.nodeid}: {shared} would be made by each worker"
+
+
+def pytest_collection_finish() -> None:
+    # What is imported is no garbage, and each full search would go through all of it.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 class Together(LoadFileScheduling):
-    """A worker takes a file at a time, or all of a group that shares what is made once."""
+    """A worker takes a file at a time, all of a group that shares what is made once, or a test."""
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(APART):
+            return nodeid
         # Not by marks: xdist's groups do not reach the scheduler with pytest 9.
         file = super()._split_scope(nodeid)
         return next((group for group in TOGETHER if file.startswith(TOGETHER[group])), file)

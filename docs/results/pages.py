@@ -58,7 +58,8 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
     parts = []
     if (folder / "found.md").exists():
         headings = re.findall(r"^## (.+)$", (folder / "notes.md").read_text("utf-8"), re.MULTILINE)
-        below = ["Claims", *headings, "Tables", "Figures", "Runs"]
+        claims = ["Claims"] if (folder / "claims.csv").exists() else []
+        below = [*claims, *headings, "Tables", "Figures", "Runs"]
         links = (f"[{one}](#{one.lower().replace(' ', '-')})" for one in below)
         parts += [
             _filled((folder / "found.md").read_text(encoding="utf-8"), folder, runs),
@@ -310,7 +311,7 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
             return ", ".join(f"{value:.1f}" for value in found)
         return f"{statistics.fmean(found):{form}}"
 
-    text = re.sub(r"\{(mean |gain |seeds )?([\w-]+)/(\w+)/(\w+)\}", number, text)
+    text = re.sub(r"\{(mean |gain |seeds )?([\w.-]+)/(\w+)/(\w+)\}", number, text)
 
     def look(match: re.Match[str]) -> str:
         how, run, column = match.groups()
@@ -318,7 +319,7 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
         found = [looks[one, column] for one in named if (one, column) in looks]
         return ", ".join(f"{one:.1f}" for one in found if not math.isnan(one)) or MISSING
 
-    return re.sub(r"\{(seeds )?([\w-]+):(\w+)\}", look, text)
+    return re.sub(r"\{(seeds )?([\w.-]+):(\w+)\}", look, text)
 
 
 def _spread(value: float, std: float) -> str:

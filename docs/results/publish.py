@@ -66,7 +66,10 @@ from maect.report.tables import build_table, pretraining_table
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PILOTS = "pilots.yaml"
-OF_NUMBERS = ("gpu_hours", "label_efficiency", "pipeline", "color_histogram", "knn_compute")
+OF_NUMBERS = (
+    *("gpu_hours", "label_efficiency", "pipeline", "color_histogram", "knn_compute"),
+    "knn_per_block",
+)
 """Figures that need nothing but numbers and records."""
 
 

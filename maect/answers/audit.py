@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.answers.vectors import unit, write_rows
+from maect.answers.vectors import write_rows
 from maect.core.errors import UserError, counted
 from maect.core.files import write_json, write_text
 from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
@@ -21,6 +21,7 @@ from maect.data.shards import image_names
 from maect.data.sources.shared import taken
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
+from maect.evaluate.clusters import comparable, scale_of
 from maect.evaluate.store import Array, FeatureFile, open_features
 from maect.report.render import render_page
 
@@ -180,10 +181,8 @@ def _equal_files(splits: list[Split]) -> list[list[tuple[int, int]]]:
 def _standardised(splits: list[Split]) -> list[Array]:
     """Unit vectors of each split."""
     features = [split.features.all() for split in splits]
-    together = np.concatenate(features)
-    mean, std = together.mean(0, dtype=np.float64), together.std(0, dtype=np.float64)
-    std[std == 0] = 1
-    return [unit(((part - mean) / std).astype(np.float32)) for part in features]
+    scale = scale_of(np.concatenate(features))
+    return [comparable(part, scale) for part in features]
 
 
 def _near(a: Array, b: Array, threshold: float) -> Iterator[tuple[int, int, float]]:

@@ -1,27 +1,25 @@
 """A table of clusters, and a page to look at them."""
 
-import base64
-import io
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from maect.answers.vectors import Vectors, write_rows
+from maect.answers.vectors import Vectors, thumbnail, write_rows
 from maect.core.files import write_text
-from maect.data.convert import picture_of
-from maect.data.decode import UnreadableError
 from maect.evaluate.clusters import Clusters
 from maect.report.render import render_page
 
 SHOWN = 12
 """Pictures of a cluster on the page."""
-_THUMBNAIL = 128
 
 
 def write_clusters(
     vectors: Vectors, clusters: Clusters, out: Path, images: Path | None = None
 ) -> None:
     """Write `clusters.csv` (file, cluster, distance) and `index.html`, a page that works offline.
+
+    The page also has a coarser and a finer grouping, if the number of groups was chosen.
 
     Args:
         vectors: of the images.
@@ -37,45 +35,52 @@ def write_clusters(
     write_rows(
         out / "clusters.csv", ["file", "cluster", "distance"], ([name, *row] for name, row in table)
     )
-    groups = [(f"Cluster {number}", clusters.members(number)) for number in range(clusters.count)]
-    if len(alone):
-        groups.append(("In no cluster", alone))
-    pictures = _thumbnails(
-        vectors, [row for _, members in groups for row in members[:SHOWN]], images
-    )
+    grains = [(one.count, named_groups(one)) for one in (clusters, *around(clusters))]
+    wanted = {int(row) for _, groups in grains for _, rows in groups for row in rows[:SHOWN]}
+    pictures = _thumbnails(vectors, sorted(wanted), images)
     shown = [
         {
-            "name": name,
-            "size": len(members),
-            "pictures": [(vectors.files[row], pictures[row]) for row in members[:SHOWN]],
+            "count": count,
+            "groups": [
+                {"name": name, "size": len(rows), "members": rows[:SHOWN].tolist()}
+                for name, rows in groups
+            ],
         }
-        for name, members in groups
+        for count, groups in sorted(grains, key=lambda grain: grain[0])
     ]
-    chosen = clusters.scores.get(clusters.count)
     about = {
         "clusters": clusters.count,
         "images": len(vectors.files),
         "run": vectors.about["run"],
-        "how": f"silhouette coefficient {chosen:.3f}" if chosen is not None else "",
     }
-    write_text(out / "index.html", render_page("clusters.html", groups=shown, about=about))
+    page = render_page(
+        "clusters.html", grains=shown, files=vectors.files, pictures=pictures, about=about
+    )
+    write_text(out / "index.html", page)
 
 
-def _thumbnails(vectors: Vectors, rows: list[np.int64], images: Path | None) -> dict[np.int64, str]:
-    """Small pictures as data URIs; "" where the file cannot be read any more."""
-    source = vectors.source(images)
+def around(clusters: Clusters) -> list[Clusters]:
+    """The nearest to half as many groups, and to twice as many."""
+    numbers = [*clusters.grains]
+    coarser = [n for n in numbers if n < clusters.count]
+    finer = [n for n in numbers if n > clusters.count]
+    chosen = [
+        min(side, key=lambda n: abs(n - factor * clusters.count))
+        for side, factor in ((coarser, 0.5), (finer, 2))
+        if side
+    ]
+    return [clusters.grains[number] for number in chosen]
+
+
+def named_groups(clusters: Clusters) -> list[tuple[str, NDArray[np.int64]]]:
+    """Name and positions of each group, the most typical image first; then those in none."""
+    groups = [(f"Group {number}", clusters.members(number)) for number in range(clusters.count)]
+    alone = np.flatnonzero(clusters.cluster < 0)
+    return [*groups, *([("In no group", alone)] if len(alone) else [])]
+
+
+def _thumbnails(vectors: Vectors, rows: list[int], images: Path | None) -> dict[int, str]:
+    """Small pictures as data URIs, by position."""
+    source, pixels = vectors.source(images), vectors.pixels
     entries = {entry.name: entry for entry in source.listing().entries}
-    pixels = vectors.pixels
-    found = dict.fromkeys(rows, "")
-    for row in rows:
-        entry, stream = entries.get(vectors.files[row]), io.BytesIO()
-        try:
-            picture = picture_of(source.read(entry), pixels) if entry is not None else None
-        except (UnreadableError, OSError):
-            picture = None
-        if picture is not None:
-            picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
-            picture.save(stream, "JPEG", quality=80)
-            data = base64.b64encode(stream.getvalue()).decode()
-            found[row] = f"data:image/jpeg;base64,{data}"
-    return found
+    return {row: thumbnail(source, entries.get(vectors.files[row]), pixels) for row in rows}

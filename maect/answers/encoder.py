@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from maect.answers.public import find_run
 from maect.core.errors import UserError
 from maect.data.convert import (
     make_ready,
@@ -29,6 +30,8 @@ from maect.recipes import Pixels
 from maect.stages.run import resize_of
 
 ENCODER = "encoder.safetensors"
+ON_CPU = 32
+"""Images of a batch on a CPU."""
 ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[Any]
 """A file, the bytes of one, a Pillow image, or uint8 [H, W] (grey) or [H, W, 3] (RGB).
 
@@ -47,6 +50,7 @@ class ImageEncoder:
         resize: shorter side before the crop.
         pooling: "cls", "mean" or "fc_norm".
         width: numbers per image.
+        batch_size: images at once that suit the device.
     """
 
     def __init__(
@@ -56,7 +60,8 @@ class ImageEncoder:
         precision: Precision = "fp32",
         resize: int | None = None,
     ) -> None:
-        """Load a run, or a folder that `maect export` wrote; see `maect.load`."""
+        """Load a run, what `maect export` wrote, or a public encoder; see `maect.load`."""
+        folder = find_run(folder)
         if (folder / ENCODER).exists() or not (folder / "config.json").exists():
             self.sha256 = encoder_checksum(folder)
             self.path, own = folder / ENCODER, resize_of(folder)
@@ -73,6 +78,8 @@ class ImageEncoder:
         if self.resize < self.image_size:
             raise UserError(f"resize {self.resize} is smaller than image_size {self.image_size}")
         self.pooling, self.width = self.encoding.pooling, self.encoding.width
+        # On a CPU larger batches leave its caches.
+        self.batch_size = ON_CPU if self.encoding.device.type == "cpu" else BATCH
 
     @property
     def about(self) -> dict[str, Any]:
@@ -89,7 +96,10 @@ class ImageEncoder:
         }
 
     def encode(
-        self, images: Sequence[ImageLike], batch_size: int = BATCH, threads: int | None = None
+        self,
+        images: Sequence[ImageLike],
+        batch_size: int | None = None,
+        threads: int | None = None,
     ) -> NDArray[np.float32]:
         """Feature vectors of images.
 
@@ -98,7 +108,7 @@ class ImageEncoder:
 
         Args:
             images: files, bytes of files, Pillow images or arrays, mixed as one likes.
-            batch_size: images at once on the device.
+            batch_size: images at once on the device; none: as many as suit it.
             threads: that decode; none: all cores.
 
         Returns:
@@ -110,7 +120,7 @@ class ImageEncoder:
         if isinstance(images, (str, bytes, PathLike, Image.Image)):
             raise TypeError("images: give a list, also of a single image")
         values, faults = self.readable(
-            images.__getitem__, len(images), batch_size, threads, strict=True
+            images.__getitem__, len(images), batch_size or self.batch_size, threads, strict=True
         )
         for number, why in faults.items():
             image = images[number]

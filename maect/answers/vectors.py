@@ -1,11 +1,16 @@
 """Vectors of a folder's images with the files' own names: made, written, read, and searched."""
 
+import base64
 import csv
+import io
 import json
 import logging
+import shutil
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +20,13 @@ from numpy.typing import NDArray
 from maect.answers.encoder import ImageEncoder
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
+from maect.core.settings import digest
+from maect.data.convert import picture_of
+from maect.data.decode import UnreadableError
 from maect.data.sources import ImageSource, kind_of, open_source
-from maect.data.sources.base import is_there, is_utf8
+from maect.data.sources.base import Entry, is_there, is_utf8
 from maect.data.sources.files import Unlabelled
-from maect.evaluate.clusters import unit
-from maect.evaluate.features import BATCH
+from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
@@ -50,43 +57,8 @@ class Vectors:
     about: dict[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write them as the suffix says: .parquet, .csv, or .npy with the names beside it.
-
-        A parquet file has the columns `file`, `vector` (a list of float32) and, where there are
-        classes, `label`; `about` is JSON under the key `maect` of its metadata. A .csv has a column
-        for each number, with as many digits as give it back. Beside X.npy lies X.files.csv.
-
-        Raises:
-            UserError: another suffix.
-        """
-        check_format(path)
-        if path.suffix == ".parquet":
-            self._write_parquet(path)
-        elif path.suffix == ".csv":
-            self._write_csv(path)
-        else:
-            write_rows(path.with_suffix(".files.csv"), ["file"], ([name] for name in self.files))
-            with atomic_write(path) as temporary, open(temporary, "wb") as file:
-                np.save(file, self.values)
-
-    def _write_parquet(self, path: Path) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
-
-        vectors = pa.FixedSizeListArray.from_arrays(self.values.ravel(), self.values.shape[1])
-        columns = {"file": pa.array(self.files, pa.string()), "vector": vectors}
-        if self.labels is not None:
-            columns["label"] = pa.array(self.labels, pa.string())
-        table = pa.table(columns).replace_schema_metadata({"maect": json.dumps(self.about)})
-        with atomic_write(path) as temporary:
-            parquet.write_table(table, temporary)
-
-    def _write_csv(self, path: Path) -> None:
-        labels = [[] for _ in self.files] if self.labels is None else [[x] for x in self.labels]
-        header = ["file", *([] if self.labels is None else ["label"])]
-        lines = zip(self.files, labels, self.values, strict=True)
-        rows = ([name, *label, *map(str, vector)] for name, label, vector in lines)
-        write_rows(path, [*header, *map(str, range(self.values.shape[1]))], rows)
+        """Write them as the suffix says (see `write_vectors`)."""
+        write_vectors(path, [self], len(self.files))
 
     @classmethod
     def read(cls, path: Path) -> "Vectors":
@@ -98,8 +70,12 @@ class Vectors:
         import pyarrow as pa
         from pyarrow import parquet
 
+        where = path.with_suffix(".parquet")
+        hint = f"`maect embed RUN IMAGES --out {where}` makes one"
         if not path.is_file():
-            raise UserError(f"{path}: no such file; `maect embed RUN IMAGES --out {path}` makes it")
+            raise UserError(f"{path}: no such file; {hint}")
+        if path.suffix != ".parquet":
+            raise UserError(f"{path}: vectors are read from .parquet alone; {hint}")
         try:
             table = parquet.read_table(path)
             about = json.loads((table.schema.metadata or {})[b"maect"])
@@ -137,6 +113,81 @@ class Vectors:
         return open_images(images, self.about["kind"], self.pixels)[0]
 
 
+def write_vectors(path: Path, parts: Iterable[Vectors], n: int) -> None:
+    """Write vectors as the suffix says, one part in memory at a time.
+
+    A parquet file has the columns `file`, `vector` (a list of float32) and, where there are
+    classes, `label`; `about` is JSON under the key `maect` of its metadata. A .csv has a column for
+    each number, with as many digits as give it back. Beside X.npy lies X.files.csv.
+
+    Args:
+        path: .parquet, .csv or .npy.
+        parts: at least one, of one encoder.
+        n: images in all of them.
+
+    Raises:
+        UserError: another suffix.
+    """
+    check_format(path)
+    if path.suffix == ".parquet":
+        _write_parquet(path, parts)
+    elif path.suffix == ".csv":
+        _write_csv(path, parts)
+    else:
+        _write_npy(path, parts, n)
+
+
+def _write_parquet(path: Path, parts: Iterable[Vectors]) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    with atomic_write(path) as temporary, ExitStack() as stack:
+        writer = None
+        for part in parts:
+            vectors = pa.FixedSizeListArray.from_arrays(part.values.ravel(), part.values.shape[1])
+            columns = {"file": pa.array(part.files, pa.string()), "vector": vectors}
+            if part.labels is not None:
+                columns["label"] = pa.array(part.labels, pa.string())
+            table = pa.table(columns).replace_schema_metadata({"maect": json.dumps(part.about)})
+            if writer is None:
+                writer = stack.enter_context(parquet.ParquetWriter(temporary, table.schema))
+            writer.write_table(table)
+
+
+def _write_csv(path: Path, parts: Iterable[Vectors]) -> None:
+    first, parts = _first_of(parts)
+    labelled = ["label"] if first.labels is not None else []
+    header = ["file", *labelled, *map(str, range(first.values.shape[1]))]
+
+    def rows() -> Iterator[list[str]]:
+        for part in parts:
+            labels = [[] for _ in part.files] if part.labels is None else [[x] for x in part.labels]
+            for name, label, vector in zip(part.files, labels, part.values, strict=True):
+                yield [name, *label, *map(str, vector)]
+
+    write_rows(path, header, rows())
+
+
+def _write_npy(path: Path, parts: Iterable[Vectors], n: int) -> None:
+    first, parts = _first_of(parts)
+    names: list[str] = []
+    with atomic_write(path) as temporary:
+        shape = n, first.values.shape[1]
+        out = np.lib.format.open_memmap(temporary, "w+", np.float32, shape)
+        for part in parts:
+            out[len(names) : len(names) + len(part.files)] = part.values
+            names += part.files
+        out.flush()
+        write_rows(path.with_suffix(".files.csv"), ["file"], ([name] for name in names))
+
+
+def _first_of(parts: Iterable[Vectors]) -> tuple[Vectors, Iterator[Vectors]]:
+    """The first part, and all of them."""
+    rest = iter(parts)
+    first = next(rest)
+    return first, chain([first], rest)
+
+
 def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None:
     """Write a CSV file atomically."""
     with (
@@ -160,6 +211,33 @@ def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{path.parent}: {error.strerror}") from None
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file has vectors that `maect embed` wrote; a .parquet may also hold images."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if path.suffix != ".parquet" or not path.is_file():
+        return False
+    try:
+        return b"maect" in (parquet.read_schema(path).metadata or {})
+    except pa.ArrowException:
+        return False
+
+
+def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: int = 128) -> str:
+    """A small picture as a data URI; "" where the file cannot be read any more."""
+    try:
+        picture = None if entry is None else picture_of(source.read(entry), pixels)
+    except (UnreadableError, OSError):
+        picture = None
+    if picture is None:
+        return ""
+    stream = io.BytesIO()
+    picture.thumbnail((side, side))
+    picture.save(stream, "JPEG", quality=80)
+    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
 
 def open_images(
@@ -187,15 +265,15 @@ def open_images(
 
 
 def embed(
-    encoder: ImageEncoder, images: Path, kind: str | None = None, batch_size: int = BATCH
+    encoder: ImageEncoder, images: Path, kind: str | None = None, batch_size: int | None = None
 ) -> tuple[Vectors, dict[str, str]]:
-    """Vectors of all images that can be read, in the order of their source.
+    """Vectors of all images that can be read, in the order of their source, in memory.
 
     Args:
         encoder: of `maect.load`.
         images: a folder, or a table of paths.
         kind: of source, if it is another one or if its folders are classes (`folder`).
-        batch_size: images at once on the device.
+        batch_size: images at once on the device; none: as many as suit it.
 
     Returns:
         The vectors, and why an image was left out, by its name.
@@ -203,34 +281,188 @@ def embed(
     Raises:
         UserError: no images, or none that can be read.
     """
-    source, kind = open_images(images, kind, encoder.encoding.settings.pixels)
-    listing = source.listing()
-    if listing.ignored:
-        counts = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())
-        log.info("%s: files left out, by suffix: %s", images, counts)
-    entries = [entry for entry in listing.entries if is_utf8(entry.name)]
-    left_out = {e.name: "its name is not UTF-8" for e in listing.entries if not is_utf8(e.name)}
-    said = time.monotonic()
+    work = _Work(encoder, images, kind, batch_size)
+    parts = [work.part(rows) for rows in work.slices()]
+    work.check()
+    labels = [name for part in parts for name in part.labels or []] if work.named else None
+    files = [name for part in parts for name in part.files]
+    values = np.concatenate([part.values for part in parts])
+    return Vectors(files, values, labels, work.about), work.left_out
 
-    def progress(done: int) -> None:
-        nonlocal said
-        if time.monotonic() - said > _EVERY:
-            said = time.monotonic()
-            log.info("%s: %d of %d images", images, done, len(entries))
 
-    values, faults = encoder.readable(
-        lambda number: source.read(entries[number]), len(entries), batch_size, progress=progress
-    )
-    left_out |= {entries[number].name: why for number, why in faults.items()}
-    kept = [entry for number, entry in enumerate(entries) if number not in faults]
-    if not kept:
-        raise UserError(
-            f"{images}: none of {len(listing.entries)} images can be read: {_first(left_out)}"
+@dataclass(frozen=True)
+class Embedded:
+    """What `embed_into` has written.
+
+    Attributes:
+        images: in the file.
+        width: numbers of each.
+        kept: of them, vectors that the file had before.
+        left_out: why an image is not in it, by its name.
+    """
+
+    images: int
+    width: int
+    kept: int
+    left_out: dict[str, str]
+
+
+def embed_into(
+    out: Path,
+    encoder: ImageEncoder,
+    images: Path,
+    kind: str | None = None,
+    batch_size: int | None = None,
+    afresh: bool = False,
+) -> Embedded:
+    """Write the vectors of all images to a file; what is there already is not computed again.
+
+    The file keeps the vectors of images that it has, if the same encoder made them of the same
+    folder and their files are older than it (.parquet only). A second call after a break goes on:
+    what it had computed waits beside the file. Memory holds one part of `PART` images and, while
+    images are added, the vectors of before.
+
+    Args:
+        out: .parquet, .csv or .npy.
+        encoder, images, kind, batch_size: as of `embed`.
+        afresh: compute all of them.
+
+    Raises:
+        UserError: as `embed`, or a suffix that is none of these.
+    """
+    check_format(out)
+    work = _Work(encoder, images, kind, batch_size)
+    if not afresh:
+        work.know(out)
+    folder = out.with_name(f".{out.name}.parts")
+    files = [work.part_file(folder, rows) for rows in work.slices()]
+    work.check()
+
+    def parts() -> Iterator[Vectors]:
+        for file in files:
+            part = Vectors.read(file)
+            if part.files:
+                yield replace(part, about=work.about)
+
+    write_vectors(out, parts(), work.images)
+    shutil.rmtree(folder)
+    return Embedded(work.images, encoder.width, work.kept, work.left_out)
+
+
+PART = 512
+"""Images that are computed and kept as one: what a break costs at most."""
+
+
+class _Work:
+    """The images of one `embed`: which, and what is known of them."""
+
+    def __init__(
+        self, encoder: ImageEncoder, images: Path, kind: str | None, batch_size: int | None
+    ) -> None:
+        self.encoder, self.path = encoder, images
+        self.batch_size = batch_size or encoder.batch_size
+        self.source, kind = open_images(images, kind, encoder.encoding.settings.pixels)
+        listing = self.source.listing()
+        if listing.ignored:
+            ends = listing.ignored_suffixes.items()
+            counts = ", ".join(f"{n} {end or 'without'}" for end, n in ends)
+            log.info("%s: files left out, by suffix: %s", images, counts)
+        self.entries = [entry for entry in listing.entries if is_utf8(entry.name)]
+        names = [entry.name for entry in listing.entries]
+        self.left_out = {name: "its name is not UTF-8" for name in names if not is_utf8(name)}
+        self.listed, self.named = len(names), listing.class_names
+        self.about = {**encoder.about, "images": str(images.resolve()), "kind": kind}
+        self.known: dict[str, Array] = {}
+        self.images = self.kept = self.done = 0
+        self.said = time.monotonic()
+
+    def slices(self) -> list[range]:
+        """Numbers of the images of each part."""
+        n = len(self.entries)
+        return [range(n)[start : start + PART] for start in range(0, n, PART)]
+
+    def know(self, out: Path) -> None:
+        """Take over the vectors of a file as far as they are those of the same images."""
+        if out.suffix != ".parquet" or not out.is_file():
+            return
+        before = Vectors.read(out)
+        if before.about != self.about:
+            log.info("%s: made otherwise or of other images; it is made again", out)
+            return
+        written = out.stat().st_mtime_ns
+        rows = {name: number for number, name in enumerate(before.files)}
+        for entry in self.entries:
+            changed = self._changed(entry)
+            if entry.name in rows and changed is not None and changed < written:
+                self.known[entry.name] = before.values[rows[entry.name]]
+
+    def _changed(self, entry: Entry) -> int | None:
+        """When the file that an image lies in was changed last, in ns; None: it cannot be told."""
+        for path in (self.source.root / entry.path, self.source.path):
+            if path.is_file():
+                return path.stat().st_mtime_ns
+        return None
+
+    def part_file(self, folder: Path, rows: range) -> Path:
+        """The file with the vectors of a part, which is made unless it is there."""
+        facts = [
+            [entry.name, self._changed(entry)] for entry in map(self.entries.__getitem__, rows)
+        ]
+        file = folder / f"{digest(self.about, facts)}.parquet"
+        if file.is_file():
+            part = Vectors.read(file)
+            self._count(len(part.files), rows, part.about["left_out"], len(rows))
+            return file
+        before = dict(self.left_out)
+        part = self.part(rows)
+        new = {name: why for name, why in self.left_out.items() if name not in before}
+        replace(part, about=self.about | {"left_out": new}).write(file)
+        return file
+
+    def part(self, rows: range) -> Vectors:
+        """Vectors of those images of a part that can be read."""
+        entries = [self.entries[number] for number in rows]
+        todo = [entry for entry in entries if entry.name not in self.known]
+        values, faults = self.encoder.readable(
+            lambda number: self.source.read(todo[number]),
+            len(todo),
+            self.batch_size,
+            progress=lambda done: self._say(self.done + done),
         )
-    named = listing.class_names
-    about = {**encoder.about, "images": str(images.resolve()), "kind": kind}
-    labels = [named[entry.label] for entry in kept] if named else None
-    return Vectors([entry.name for entry in kept], values, labels, about), left_out
+        why = {todo[number].name: text for number, text in faults.items()}
+        found = dict(self.known)
+        read = [entry.name for entry in todo if entry.name not in why]
+        found.update(zip(read, values, strict=True))
+        kept = [entry for entry in entries if entry.name in found]
+        self.kept += len(entries) - len(todo)
+        self._count(len(kept), rows, why, len(todo))
+        labels = [self.named[entry.label] for entry in kept] if self.named else None
+        names = [entry.name for entry in kept]
+        rows_of = [found[name] for name in names]
+        out = np.stack(rows_of) if rows_of else np.empty((0, self.encoder.width), np.float32)
+        return Vectors(names, out, labels, self.about)
+
+    def _count(self, images: int, rows: range, left_out: dict[str, str], computed: int) -> None:
+        self.images += images
+        self.left_out |= left_out
+        self.done += computed
+        self._say(self.done)
+
+    def _say(self, done: int) -> None:
+        if time.monotonic() - self.said > _EVERY:
+            self.said = time.monotonic()
+            log.info("%s: %d of %d images", self.path, done, len(self.entries) - len(self.known))
+
+    def check(self) -> None:
+        """Refuse a folder of which nothing can be read.
+
+        Raises:
+            UserError: with the first reason.
+        """
+        if not self.images:
+            raise UserError(
+                f"{self.path}: none of {self.listed} images can be read: {_first(self.left_out)}"
+            )
 
 
 def _first(left_out: dict[str, str]) -> str:
@@ -247,9 +479,11 @@ def nearest(index: Vectors, queries: Array, count: int) -> tuple[Array, NDArray[
         count: how many for each.
 
     Returns:
-        Cosine similarities, float32 [q, count], and positions in the index, int64 [q, count];
-        of equal similarities the first in the index comes first.
+        Similarities, float32 [q, count]: cosines of vectors that are standardised as the index is,
+        1 of equal images, 0 of two that are as alike as any. And positions in the index,
+        int64 [q, count]; of equal similarities the first in the index comes first.
     """
-    similarity = unit(queries) @ unit(index.values).T
+    scale = scale_of(index.values)
+    similarity = comparable(queries, scale) @ comparable(index.values, scale).T
     order = np.argsort(-similarity, axis=1, kind="stable")[:, :count]
     return np.take_along_axis(similarity, order, axis=1), order

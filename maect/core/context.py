@@ -50,3 +50,60 @@ class Context(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """End this rank at once with an error, from beside a main thread that is stuck."""
+
+
+class SingleRank:
+    """The only rank of a job that nobody watches, in this process.
+
+    Attributes:
+        cpus: threads that it may use.
+        gpus: whether it was given GPUs.
+        patience: how often it may ask before it is told to stop; none: it never is.
+    """
+
+    rank = local_rank = 0
+    world_size = local_world_size = 1
+    saved_before = 0
+
+    def __init__(self, cpus: int = 1, gpus: bool = False, patience: int | None = None) -> None:
+        self.cpus, self.gpus, self.patience = cpus, gpus, patience
+
+    def stop_requested(self) -> bool:
+        """Return whether it was asked more often than its patience allows."""
+        if self.patience is not None:
+            self.patience -= 1
+        return self.patience is not None and self.patience < 0
+
+    def is_current(self) -> bool:
+        """Return True: no other job can take its work over."""
+        return True
+
+    def report(self, progress: dict[str, Any], /) -> None:
+        """Show nothing."""
+
+    def say(self, message: str, /) -> None:
+        """Say nothing."""
+
+    def saving(self, writes: bool, /) -> None:
+        """Tell nobody."""
+
+    def saved(self, step: int, /) -> None:
+        """Tell nobody."""
+
+    def held_seconds(self) -> float:
+        """Return 0: no device is held."""
+        return 0.0
+
+    def store(self, timeout: timedelta, /) -> "Store":
+        """A store in this process."""
+        from torch.distributed import HashStore
+
+        return HashStore()
+
+    def fail(self, error: BaseException) -> None:
+        """Raise the error.
+
+        Raises:
+            BaseException: as given.
+        """
+        raise error

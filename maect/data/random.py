@@ -34,6 +34,8 @@ MIX = 13
 DROP_PATH = 14
 LOOK = 15
 CORRUPT = 16
+HELD_OUT = 17
+WRONG = 18
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -122,6 +124,16 @@ def lookup_numbers(
 
     rows = [uniform(seed, epochs, ids, view, LOOKUP, 1) for view in range(views)]
     return torch.from_numpy((np.stack(rows)[:, :, 0] * k).astype(np.int64))
+
+
+def wrong_lookups(
+    right: float, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
+) -> "Tensor":
+    """Whether each look-up is to be wrong, where a part `right` is not: bool [views, b]."""
+    import torch
+
+    rows = [uniform(seed, epochs, ids, view, WRONG, 1) for view in range(views)]
+    return torch.from_numpy(np.stack(rows)[:, :, 0] >= right)
 
 
 def drop_path_factors(

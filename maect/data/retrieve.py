@@ -39,6 +39,7 @@ _V2 = "https://huggingface.co/datasets/vaishaal/ImageNetV2/resolve/main"
 _SKETCH = "https://huggingface.co/datasets/songweig/imagenet_sketch/resolve/main/data"
 _BERKELEY = "https://people.eecs.berkeley.edu/~hendrycks"
 _META = "https://dl.fbaipublicfiles.com"
+_HUB = "https://huggingface.co/timm"
 _JKU = "https://ml.jku.at/research/maect/download"
 _DROPBOX = "https://www.dropbox.com/sh"
 _IBOT = "https://lf3-nlp-opensource.bytetos.com/obj/nlp-opensource/archive/2022/ibot"
@@ -103,6 +104,27 @@ CATALOGUE: dict[str, tuple[Remote, ...]] = {
     "msn_base": _weights(f"{_META}/msn/vitb16_600ep.pth.tar"),
     "msn_large": _weights(f"{_META}/msn/vitl16_600ep.pth.tar"),
     "dino_base": _weights(f"{_META}/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth"),
+    "dino_small": _weights(
+        f"{_META}/dino/dino_deitsmall16_pretrain/dino_deitsmall16_pretrain.pth"
+    ),
+    **{
+        f"dinov2_{size}{more}": _weights(
+            f"{_META}/dinov2/dinov2_{short}/dinov2_{short}{end}_pretrain.pth"
+        )
+        for size, short in (("small", "vits14"), ("base", "vitb14"), ("large", "vitl14"))
+        for more, end in (("", ""), ("_registers", "_reg4"))
+    },
+    **{
+        name: _weights(f"{_HUB}/{model}/resolve/main/model.safetensors", f"{name}.safetensors")
+        for name, model in {
+            "dinov3_small": "vit_small_patch16_dinov3.lvd1689m",
+            "dinov3_base": "vit_base_patch16_dinov3.lvd1689m",
+            "dinov3_large": "vit_large_patch16_dinov3.lvd1689m",
+            "siglip2_base": "vit_base_patch16_siglip_224.v2_webli",
+            "siglip2_large": "vit_large_patch16_siglip_256.v2_webli",
+            "clip_base": "vit_base_patch16_clip_quickgelu_224.openai",
+        }.items()
+    },
     "ibot_base": _weights(f"{_IBOT}/vitb_16/checkpoint_teacher.pth", "ibot_vitb16_teacher.pth"),
     "ibot_large": _weights(f"{_IBOT}/vitl_16/checkpoint_teacher.pth", "ibot_vitl16_teacher.pth"),
     "ibot_base_rand_mask": _weights(

@@ -20,7 +20,10 @@ from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.efficient_probe import EfficientProbe
 from maect.evaluate.explore import Explore
 from maect.evaluate.knn import Knn
+from maect.evaluate.knn_per_block import KnnPerBlock
+from maect.evaluate.lars_linear_probe import LarsLinearProbe
 from maect.evaluate.linear_probe import LinearProbe
+from maect.evaluate.logistic import Logistic
 from maect.evaluate.low_shot import LowShot
 from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.robustness import Robustness
@@ -46,10 +49,13 @@ PROTOCOLS: dict[str, type[Protocol]] = {
     for protocol in (
         Knn,
         LowShot,
+        Logistic,
         LinearProbe,
         EfficientProbe,
+        LarsLinearProbe,
         Accuracy,
         ColorHistogram,
+        KnnPerBlock,
         Clustering,
         Retrieval,
         Robustness,

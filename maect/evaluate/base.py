@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
@@ -37,10 +37,12 @@ class Features:
     Attributes:
         split: whose images.
         norm: whether the encoder's final norm is applied.
+        blocks: the raw output of this many last blocks side by side, which is before the norm.
     """
 
     split: str
     norm: bool = True
+    blocks: int = 1
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,20 @@ class ReadsFeatures(Protocol):
 
     norm: bool = later(True)
     """Whether the encoder's final norm is applied. Many public k-NN numbers are without it."""
+    blocks: int = later(1, gt=0)
+    """Of how many last blocks the features are, side by side; several are read before the norm."""
+
+    @model_validator(mode="after")
+    def _raw(self) -> "ReadsFeatures":
+        if self.blocks > 1 and self.norm:
+            raise ValueError(
+                f"blocks {self.blocks} are read before the final norm: set norm: false"
+            )
+        return self
 
     def read(self, split: str) -> Features:
         """The features of a split that these settings ask for."""
-        return Features(split, self.norm)
+        return Features(split, self.norm, self.blocks)
 
 
 class Encodes(Protocol):

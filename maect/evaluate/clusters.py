@@ -1,18 +1,28 @@
-"""Groups of vectors without labels, by k-means or HDBSCAN; their number may be open."""
+"""Groups of vectors without labels: by a graph of neighbours, k-means or HDBSCAN."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maect.core.errors import UserError
+from maect.evaluate.store import Scale, moments, standardize
 
-MOST = 30
-"""Clusters that are tried when their number is not given."""
+FEWEST = 20
+"""Vectors from which their own mean and deviation say something."""
+GRAINS = (0.15, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
+"""Resolutions of the groups in a graph, coarse to fine; 1 is that of modularity itself."""
+STABLE = 4
+"""Resolutions that give the same number of groups, where groups are well apart."""
+NEIGHBORS = 15
+"""Of each image in the graph, in small sets a tenth of all; at least 3."""
+LARGEST = 10_000
+"""Images whose graph is cut; more are given the group of the nearest of them."""
 _SEEDS = 3
-_SILHOUETTE_ROWS = 2000
 _COMPONENTS = 50
+_BLOCK = 1024
 
 
 def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -23,20 +33,40 @@ def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     return out
 
 
+def scale_of(vectors: NDArray[np.float32]) -> Scale | None:
+    """Mean and deviation of each number of the vectors [n, width]; None below `FEWEST` vectors."""
+    if len(vectors) < FEWEST:
+        return None
+    return moments(lambda start, stop: vectors[start:stop], *vectors.shape)
+
+
+def comparable(vectors: NDArray[np.float32], scale: Scale | None) -> NDArray[np.float32]:
+    """Vectors whose products say how alike images are: standardised, and at length 1.
+
+    Vectors of one encoder share a large mean, so that the cosine of any two is near 1. Without it
+    0 means as alike as any two images of the index.
+
+    Args:
+        vectors: float32 [n, width].
+        scale: of the index that they are compared with (`scale_of`); None: length 1 alone.
+    """
+    return unit(vectors if scale is None else standardize(vectors, scale))
+
+
 @dataclass(frozen=True)
 class Clusters:
     """Groups of images, the largest first.
 
     Attributes:
         cluster: of each image, int64 [n]; -1: of none (HDBSCAN).
-        distance: of each image to the mean of its cluster, between unit vectors, float64 [n]; NaN
-            where it has none.
-        scores: silhouette coefficient of each number of clusters that was tried.
+        distance: of each image to the mean of its cluster, between vectors as they are compared
+            (`comparable`), float64 [n]; NaN where it has none.
+        grains: of a graph, the groups at other resolutions, by number: coarser and finer.
     """
 
     cluster: NDArray[np.int64]
     distance: NDArray[np.float64]
-    scores: dict[int, float]
+    grains: dict[int, "Clusters"] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -52,27 +82,31 @@ class Clusters:
 def cluster(
     vectors: NDArray[np.float32],
     count: int | None = None,
-    method: Literal["kmeans", "hdbscan"] = "kmeans",
+    method: Literal["graph", "kmeans", "hdbscan"] | None = None,
     smallest: int | None = None,
 ) -> Clusters:
-    """Group images by their vectors, which are scaled to length 1 first.
+    """Group images by their vectors, which are standardised and scaled to length 1 first.
 
     Args:
         vectors: of the images, float32 [n, width].
-        count: of clusters, for k-means; none: that with the largest silhouette coefficient (of at
-            most 2,000 images, drawn once) among 2 to 30.
-        method: k-means (the best of three starts), or scikit-learn's HDBSCAN on the first 50
-            principal components, which finds the number itself and leaves outliers alone.
+        count: of clusters, for k-means.
+        method: communities in a graph of neighbours (`graph_groups`), which finds the number
+            itself; k-means (the best of three starts); or scikit-learn's HDBSCAN on the first 50
+            principal components, which finds the number and leaves outliers alone. None: k-means
+            with a count, else the graph.
         smallest: images of a cluster at least, for HDBSCAN; none: 1 % of them, and 5 at least.
 
     Raises:
         UserError: fewer different images than clusters, or a number that the method does not take.
     """
-    if method == "hdbscan" and count is not None:
-        raise UserError("hdbscan finds the number of clusters itself: leave out --clusters")
-    if method == "kmeans" and smallest is not None:
-        raise UserError("k-means has no smallest cluster: leave out --smallest, or take hdbscan")
-    rows = unit(vectors)
+    method = method or ("graph" if count is None else "kmeans")
+    if method != "kmeans" and count is not None:
+        raise UserError(f"{method} finds the number of groups itself: leave out --groups")
+    if method == "kmeans" and count is None:
+        raise UserError("k-means needs a number of groups: give --groups")
+    if method != "hdbscan" and smallest is not None:
+        raise UserError(f"{method} has no smallest group: leave out --smallest, or take hdbscan")
+    rows = comparable(vectors, scale_of(vectors))
     different = len(np.unique(rows, axis=0))
     wanted = count or 2
     if wanted < 2 or different < wanted + (count is None):
@@ -80,21 +114,82 @@ def cluster(
             f"{different} distinct images cannot form {wanted} clusters: at least 2 clusters are "
             "needed, and as many distinct images"
         )
-    scores: dict[int, float] = {}
     if method == "hdbscan":
-        labels = _hdbscan(rows, smallest or max(5, len(rows) // 100))
-    elif count is not None:
-        labels = _kmeans(rows, count)
-    else:
-        found = {k: _kmeans(rows, k) for k in range(2, min(MOST, different - 1) + 1)}
-        scores = {k: _silhouette(rows, labels) for k, labels in found.items()}
-        labels = found[max(scores, key=scores.__getitem__)]
+        return _clusters(rows, _hdbscan(rows, smallest or max(5, len(rows) // 100)))
+    if count is not None:
+        return _clusters(rows, _kmeans(rows, count))
+    found = graph_groups(rows)
+    grains = {int(labels.max()) + 1: _clusters(rows, labels) for labels in found.values()}
+    own = _clusters(rows, found[natural(found)])
+    return replace(own, grains={n: grains[n] for n in sorted(grains) if n not in (1, own.count)})
+
+
+def graph_groups(rows: NDArray[np.float32]) -> dict[float, NDArray[np.int64]]:
+    """Communities in the graph of nearest neighbours, at each resolution of `GRAINS`.
+
+    As PhenoGraph (Levine et al., Cell 2015): two images are joined if one is among the
+    nearest of the other, by the part of their neighbours that they share (Jaccard), and Louvain's
+    method cuts the graph.
+
+    Args:
+        rows: float32 [n, width], at length 1.
+    """
+    import networkx  # type: ignore[import-untyped]
+
+    chosen = np.arange(len(rows))
+    if len(rows) > LARGEST:
+        chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:LARGEST])
+    graph = networkx.from_scipy_sparse_array(shared_neighbours(rows[chosen]))
+    found = {}
+    for resolution in GRAINS:
+        labels = np.empty(len(chosen), np.int64)
+        parts = networkx.community.louvain_communities(graph, resolution=resolution, seed=0)
+        for number, part in enumerate(parts):
+            labels[list(part)] = number
+        found[resolution] = labels[_nearest(rows, rows[chosen], 1)[:, 0]]
+    return found
+
+
+def natural(found: dict[float, NDArray[np.int64]]) -> float:
+    """The resolution to choose: one of `STABLE` that agree on a number above 1; else 1."""
+    counts = {resolution: int(labels.max()) + 1 for resolution, labels in found.items()}
+    times = Counter(n for n in counts.values() if n > 1)
+    stable = [resolution for resolution, n in counts.items() if times[n] >= STABLE]
+    return stable[0] if stable else 1.0
+
+
+def shared_neighbours(rows: NDArray[np.float32]) -> Any:
+    """The weights of the graph, sparse [n, n]: shared neighbours over all of both."""
+    from scipy import sparse
+
+    n = len(rows)
+    near = _nearest(rows, rows, 1 + min(NEIGHBORS, max(3, n // 10), n - 1))
+    width = near.shape[1]
+    shape = np.ones(near.size, np.float64), near.ravel(), np.arange(0, near.size + 1, width)
+    own = sparse.csr_array(shape, shape=(n, n))
+    shared = (own @ own.T).multiply((own + own.T) > 0).tocoo()
+    shared.data /= 2 * width - shared.data
+    shared.setdiag(0)
+    return shared.tocsr()
+
+
+def _nearest(rows: NDArray[np.float32], of: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+    """Positions of the nearest of some rows to each row, block by block, int64 [n, count]."""
+    parts = [
+        np.argsort(-(rows[start : start + _BLOCK] @ of.T), axis=1, kind="stable")[:, :count]
+        for start in range(0, len(rows), _BLOCK)
+    ]
+    return np.concatenate(parts)
+
+
+def _clusters(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> Clusters:
+    """Groups with the largest first, and how far each image is from the mean of its own."""
     labels = _largest_first(labels)
     distance = np.full(len(rows), np.nan)
     for number in range(labels.max() + 1):
         inside = labels == number
         distance[inside] = np.linalg.norm(rows[inside] - rows[inside].mean(axis=0), axis=1)
-    return Clusters(labels, distance, scores)
+    return Clusters(labels, distance)
 
 
 def _kmeans(rows: NDArray[np.float32], count: int) -> NDArray[np.int64]:
@@ -117,15 +212,6 @@ def _hdbscan(rows: NDArray[np.float32], smallest: int) -> NDArray[np.int64]:
     reduced = PCA(components, random_state=0).fit_transform(rows)
     labels: NDArray[np.int64] = HDBSCAN(min_cluster_size=smallest, copy=True).fit_predict(reduced)
     return labels.astype(np.int64)
-
-
-def _silhouette(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> float:
-    from sklearn.metrics import silhouette_score
-
-    chosen = np.random.default_rng(0).permutation(len(rows))[:_SILHOUETTE_ROWS]
-    if not 1 < len(np.unique(labels[chosen])) < len(chosen):
-        return -1.0
-    return float(silhouette_score(rows[chosen], labels[chosen]))
 
 
 def _largest_first(labels: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -60,6 +60,7 @@ class EffectiveInvariance(Encodes):
         from maect.core import distributed
         from maect.data.index import open_index
         from maect.evaluate.linear_probe import TrainedProbe
+        from maect.train.accuracy import share
 
         index = open_index(job.path("test"))
         index.check_channels(3)  # it changes colours
@@ -69,7 +70,8 @@ class EffectiveInvariance(Encodes):
         # Rows: rotation, colour. Columns: code's formula, paper's formula, agreement, images.
         sums = torch.zeros(2, 4, dtype=torch.float64)
         with distributed.process_group(context):
-            for images, _, ids in probe.share(context, job, index):
+            size, device = probe.encoding.settings.image_size, probe.encoding.device
+            for images, _, ids in share(context, index, device, size, job.resize):
                 plain = probe(images)
                 for change, changed in _changed(images, ids, pixels, self):
                     values = invariance(plain, probe(changed))

@@ -30,7 +30,7 @@ _MAP_NEIGHBORS = 15  # umap-learn's default
 
 
 class Explore(ReadsFeatures):
-    """A map of images (UMAP), groups of them (k-means) and the nearest of each (cosine)."""
+    """A map of images (UMAP), groups of them and the nearest of each (cosine)."""
 
     name: ClassVar[str] = "explore"
     title: ClassVar[str] = "map, groups and look-alikes"
@@ -43,7 +43,7 @@ class Explore(ReadsFeatures):
     side: int = Field(default=64, gt=0)
     """Pixels of a stored picture, at most the encoder's image size."""
     clusters: int | None = Field(default=None, gt=1)
-    """None: the number between 2 and 30 with the largest silhouette coefficient."""
+    """For k-means; none: as many as a graph of neighbours falls into."""
     neighbors: int = Field(default=8, gt=0)
     """Look-alikes of each image, among those that are shown."""
     seed: int = 0
@@ -60,12 +60,14 @@ class Explore(ReadsFeatures):
         return given | {f"images_{name}": Shards(name) for name in self.splits}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Number of images and groups, and the silhouette coefficient of each number tried.
+        """Number of images and groups, and the other numbers of groups that the page offers.
 
         Writes `explore.safetensors`: `points` float32 [n, 2]; `splits`, `ids`, `labels` (-1 where
         unlabelled) and `clusters` int64 [n], the largest cluster first; `distance` float64 [n] to
-        the cluster's mean; `neighbors` int64 [n, k], positions among the n, and their `similarity`
-        float32 [n, k]; `atlas`, the bytes of a JPEG with all pictures, row by row, in a square.
+        the cluster's mean; `grains` int64 [g], other numbers of clusters, with `grain_clusters`
+        int64 [g, n] and `grain_distance` float64 [g, n]; `neighbors` int64 [n, k], positions among
+        the n, and their `similarity` float32 [n, k]; `atlas`, the bytes of a JPEG with all
+        pictures, row by row, in a square.
         Its metadata has the names of images, splits and classes.
 
         Raises:
@@ -76,7 +78,7 @@ class Explore(ReadsFeatures):
 
         from maect.data.index import open_index
         from maect.data.shards import image_names
-        from maect.evaluate.clusters import cluster, unit
+        from maect.evaluate.clusters import cluster, comparable, scale_of
         from maect.evaluate.retrieval import thumbnails
         from maect.evaluate.umap import umap_class
 
@@ -96,8 +98,10 @@ class Explore(ReadsFeatures):
             return np.concatenate(parts)  # the draw is sorted by split
 
         pairs = list(zip(files, of_split, strict=True))
-        rows = unit(joined([file.take(part) for file, part in pairs]))
-        groups = cluster(rows, self.clusters)
+        vectors = joined([file.take(part) for file, part in pairs])
+        groups = cluster(vectors, self.clusters)
+        rows = comparable(vectors, scale_of(vectors))
+        grains = [groups.grains[count] for count in sorted(groups.grains)]
         similarity = rows @ rows.T
         np.fill_diagonal(similarity, -np.inf)
         nearest = np.argsort(-similarity, axis=1, kind="stable")[:, : self.neighbors]
@@ -117,6 +121,9 @@ class Explore(ReadsFeatures):
             "labels": joined([file.labels[part] for file, part in pairs]),
             "clusters": groups.cluster,
             "distance": groups.distance,
+            "grains": np.array(sorted(groups.grains), np.int64),
+            "grain_clusters": np.array([one.cluster for one in grains], np.int64),
+            "grain_distance": np.array([one.distance for one in grains], np.float64),
             "neighbors": nearest,
             "similarity": np.take_along_axis(similarity, nearest, axis=1),
             "atlas": np.frombuffer(atlas(joined(pictures)), np.uint8),
@@ -137,8 +144,7 @@ class Explore(ReadsFeatures):
                 temporary,
                 {"maect": json.dumps(about)},
             )
-        scores = {str(count): score for count, score in groups.scores.items()}
-        return {"images": len(ids), "clusters": groups.count, "silhouette": scores}
+        return {"images": len(ids), "clusters": groups.count, "grains": sorted(groups.grains)}
 
     def _drawn(self, sizes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Split and id of each image to show, in order: the same ones for every encoder."""

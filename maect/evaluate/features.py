@@ -32,7 +32,7 @@ from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import write_features
 from maect.models.precision import Precision, mixed_precision
 from maect.models.vit import Features
-from maect.models.weights import load_encoder_weights
+from maect.models.weights import load_any_encoder
 from maect.train.accuracy import BATCH
 
 PART_ROWS = 8192
@@ -45,7 +45,7 @@ class Encoding:
     Attributes:
         settings: the encoder's shape.
         pooling: what its file says: "cls" or "mean" (of the patch tokens, after the final norm) or
-            "fc_norm" (the norm after the mean).
+            "fc_norm" (the norm after the mean); or "head", as timm's own head pools.
         blocks: whose features are given: the number of last blocks, earliest first.
         width: features per image.
     """
@@ -78,7 +78,7 @@ class Encoding:
         """
         if not path.exists():
             raise UserError(f"{path}: no such encoder; train or import the run first")
-        self.encoder, self.settings, own = load_encoder_weights(path)
+        self.encoder, self.settings, own = load_any_encoder(path)
         self.pooling = pooling or own
         if self.pooling == "cls" and not self.settings.class_token:
             raise UserError(f"{path}: has no [CLS] token, which this evaluation reads")
@@ -106,7 +106,7 @@ class Encoding:
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
         # The norm after the mean is that of the last block, as the final norm would be.
-        mean = "mean" if self.pooling == "fc_norm" else self.pooling
+        mean = "mean" if self.pooling in ("fc_norm", "head") else self.pooling
         with mixed_precision(self.device, self.precision):
             features = self.encoder(
                 images,
@@ -139,6 +139,41 @@ class Encoding:
         return features.patch_tokens()
 
 
+class LastBlocks(Encoding):
+    """[CLS] and patch mean of the encoder's output, and of its last raw blocks, side by side.
+
+    Columns: [CLS] and mean of the output; [CLS] of each block, earliest first; their means. Of an
+    encoder without [CLS] token the means alone.
+    """
+
+    def __init__(self, path: Path, device: torch.device, precision: Precision, blocks: int) -> None:
+        """Load an encoder, as `Encoding`; of so many last blocks, or all if there are fewer."""
+        super().__init__(path, device, precision, blocks=blocks)
+        self.poolings: tuple[Literal["cls", "mean"], ...] = ("cls", "mean")
+        if not self.settings.class_token:
+            self.poolings = ("mean",)
+        self.width = self.settings.width * (1 + self.blocks) * len(self.poolings)
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Tensor:
+        """Features float32 [b, width], as `Encoding`."""
+        images = distributed.moved(images, self.device)
+        if images.dtype == torch.uint8:
+            images = normalize(images, self.settings.pixels)
+        depth = self.settings.depth
+        last = range(depth - self.blocks, depth)
+        with mixed_precision(self.device, self.precision):
+            features = self.encoder(images, blocks=last)
+        sources = ([features.tokens], [features.blocks[number] for number in last])
+        parts = [
+            self.encoder.pool(tokens.float(), pooling)
+            for source in sources
+            for pooling in self.poolings
+            for tokens in source
+        ]
+        return torch.cat(parts, dim=1)
+
+
 def finite(features: Tensor, run: Path) -> None:
     """Refuse a broken encoder.
 
@@ -161,6 +196,7 @@ def extract(
     resize: int | None = None,
     precision: Literal["fp32", "tf32", "bf16"] = "fp32",
     norm: bool = True,
+    blocks: int = 1,
 ) -> str:
     """Write the features of a split (see `maect.evaluate.store`); called on every rank.
 
@@ -170,10 +206,10 @@ def extract(
         shards: folder of the split's shards.
         out: the features file.
         resize: shorter side before the centre crop; none: 256/224 of the encoder's image size.
-        precision: of the encoder's forward pass. Full float32, without TF32, by default: the
-            features of an image are then the same on all machines up to rounding. Where there is
-            no TF32, on CPUs, it is float32.
+        precision: of the encoder's forward pass. Float32 without TF32 gives the same features on
+            all machines up to rounding. Where there is no TF32, on CPUs, it is float32.
         norm: whether the encoder's final norm is applied.
+        blocks: the raw output of this many last blocks side by side, earliest first.
 
     Returns:
         "done", or "requeue" if the job was told to stop; a restart resumes from there.
@@ -187,7 +223,8 @@ def extract(
         index.check_rows()
     device = distributed.device_of(context)
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    model = Encoding(encoder, device, "bf16" if precision == "bf16" else "fp32", norm=norm)
+    products: Precision = "bf16" if precision == "bf16" else "fp32"
+    model = Encoding(encoder, device, products, norm=norm, blocks=blocks)
     index.check_channels(model.settings.pixels.channels)
     resize = resize or model.settings.default_resize
     record = {
@@ -201,6 +238,7 @@ def extract(
         "resize": resize,
         "precision": precision,
         "norm": norm,
+        "blocks": blocks,
         "device": model.device.type,
         "torch": torch.__version__,
     }
@@ -210,7 +248,7 @@ def extract(
         for number in range(len(part_ranges(index.n)))
     ]
     with distributed.process_group(context):
-        todo = [number for number, file in enumerate(files) if not _is_complete(file)]
+        todo = [number for number, file in enumerate(files) if read_part(file) is None]
         todo = distributed.from_rank_0(todo)
         mine = np.array_split(np.array(todo, int), context.world_size)[context.rank]
         missing = sum(len(part_ranges(index.n)[number]) for number in todo)
@@ -274,8 +312,7 @@ def _encode(
                 f"{index.directory}: the features of sample {row} ({index.key(row)}) are not "
                 "finite; the encoder diverged or its weights are damaged"
             )
-        with atomic_write(files[number]) as temporary:
-            save_file({"features": out}, temporary, {"sha256": _sha256(out)})
+        write_part(files[number], out)
         context.saved(step)
     return True
 
@@ -324,15 +361,20 @@ def _sha256(features: NDArray[np.float32]) -> str:
     return hashlib.sha256(features.data).hexdigest()
 
 
-def _is_complete(file: Path) -> bool:
-    """Whether a part is there and undamaged; a damaged one is made again."""
+def write_part(file: Path, features: NDArray[np.float32]) -> None:
+    """Write some rows of features atomically, with their checksum."""
+    with atomic_write(file) as temporary:
+        save_file({"features": features}, temporary, {"sha256": _sha256(features)})
+
+
+def read_part(file: Path) -> NDArray[np.float32] | None:
+    """Return what `write_part` wrote; None if it is missing or damaged, and is made again."""
     if not file.exists():
-        return False
+        return None
     try:
-        _read(file)
+        return _read(file)
     except (SafetensorError, OSError, ValueError, KeyError):
-        return False
-    return True
+        return None
 
 
 def _read(file: Path) -> NDArray[np.float32]:

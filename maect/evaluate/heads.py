@@ -159,17 +159,7 @@ class HistogramHeads(Stack):
         device: torch.device,
         mine: slice = slice(None),
     ) -> None:
-        """Initialise from a normal distribution of standard deviation 0.01; biases are 0.
-
-        Args:
-            width: features per sample and block, D.
-            blocks: of all ranks.
-            peak: learning rate, already scaled by the batch size.
-            momentum: of SGD.
-            seed: of the initial weights.
-            device: where to train.
-            mine: which blocks are this rank's.
-        """
+        """Initialise as `Heads`: of so many blocks on all ranks, with one peak learning rate."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.empty(blocks, width, 3 * BINS)
         torch.nn.init.trunc_normal_(weight, std=0.01, generator=generator)

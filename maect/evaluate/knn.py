@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from maect.evaluate.store import Array, FeatureFile, Scale
+    from maect.evaluate.store import Array, Rows, Scale
 
 QUERIES = 1024
 TRAIN_ROWS = 16384
-_VOTES = 256
 
 
 class Knn(ReadsFeatures):
@@ -69,6 +68,7 @@ class Knn(ReadsFeatures):
         import numpy as np
 
         from maect.evaluate.store import moments
+        from maect.measures import vote
 
         train, test = job.both()
         if self.k > train.n:
@@ -103,7 +103,7 @@ class Knn(ReadsFeatures):
 
 
 def nearest(
-    train: FeatureFile, queries: Array, k: int, scale: Scale | None = None, threads: int = 1
+    train: Rows, queries: Array, k: int, scale: Scale | None = None, threads: int = 1
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The k most similar training samples of each query, most similar first.
 
@@ -160,32 +160,3 @@ def _unit(features: Array, scale: Scale | None) -> Array:
     length[length == 0] = 1
     unit: Array = rows / length
     return unit
-
-
-def vote(
-    similarity: NDArray[np.float64], labels: NDArray[np.int64], temperature: float
-) -> NDArray[np.int64]:
-    """Class of the largest summed weight exp(s / T); of equal classes the first.
-
-    Args:
-        similarity: [q, k], most similar first.
-        labels: int64 [q, k].
-        temperature: T.
-
-    Returns:
-        int64 [q].
-    """
-    import numpy as np
-
-    # Relative to the nearest: the same vote, and no overflow at small T.
-    weights = np.exp((similarity - similarity[:, :1]) / temperature)
-    classes = int(labels.max()) + 1
-    out = np.empty(len(labels), np.int64)
-    for start in range(0, len(labels), _VOTES):
-        part = slice(start, start + _VOTES)
-        rows = np.arange(len(labels[part]))[:, None] * classes
-        votes = np.bincount(
-            (rows + labels[part]).ravel(), weights[part].ravel(), minlength=len(rows) * classes
-        )
-        out[part] = votes.reshape(-1, classes).argmax(axis=1)
-    return out

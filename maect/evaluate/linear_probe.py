@@ -6,117 +6,91 @@ Heads of all rates, and of all representations, are trained on one pass of the e
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.settings import digest
-from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Positive, Shards
-from maect.recipes import Encoder
-from maect.recipes.cost import encode_flops
+from maect.core.settings import later
+from maect.evaluate.base import EvaluationJob, Positive
+from maect.evaluate.trained import Trainee, TrainsProbe, Trial
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
     from torch import Tensor
 
     from maect.data.index import Index
+    from maect.data.loader import Batch
     from maect.evaluate.features import Encoding
+    from maect.evaluate.heads import Heads
     from maect.models.precision import Precision
 
 
-class LinearProbe(Encodes):
+class LinearProbe(TrainsProbe):
     """Linear probing (paper, table 9): ten learning rates, trained together."""
 
     name: ClassVar[str] = "linear_probe"
     title: ClassVar[str] = "linear probe"
-    leaves: ClassVar[bool] = True
     test_data: ClassVar[str | None] = (
         "linear_probe is the best learning rate and epoch on the test split, as the authors' "
         "logger chooses; linear_probe_last takes the last epoch and the best learning rate on the "
         "test split"
     )
 
-    epochs: int = Field(default=50, gt=0)
-    batch_size: int = Field(default=1024, gt=0)
     learning_rates: tuple[Positive, ...] = Field(
         default=(0.1, 0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02, 0.01), min_length=1
     )
     momentum: float = 0.9
-    warmup_epochs: float = Field(default=5, ge=0)
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip: float = Field(default=0.5, ge=0, le=1)
     concat: bool = False
     """Probe several forms instead: the last 1, 2, 4 and 6 blocks, [CLS] with mean, mean alone."""
-    seed: int = 0
+    refiner: bool = later(False)
+    """Probe those of MIM-Refiner instead: the output, and the last four raw blocks, of both the
+    [CLS] token, alone and with the mean of the patch tokens."""
+    held_out: float = later(0.0, ge=0, lt=1)
+    """Train every probe a second time without this part of the training images, and choose form,
+    rate and epoch on them."""
 
-    def inputs(self) -> dict[str, Input]:
-        """Images of both splits."""
-        return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
+    @model_validator(mode="after")
+    def _one_choice(self) -> LinearProbe:
+        if self.concat and self.refiner:
+            raise ValueError("concat and refiner are two choices of forms; leave one out")
+        return self
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode every training image once an epoch and every test image once."""
-        seen = self.epochs * images(self.train_split) + images(self.test_split)
-        return encode_flops(encoder) * seen
+    def encoding(self, path: Path, device: torch.device) -> Encoding:
+        """The encoder's own features, or all that the forms need."""
+        from maect.evaluate.features import Encoding, LastBlocks
 
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
+        if self.refiner:
+            return LastBlocks(path, device, self.precision, blocks=RAW)
+        blocks = max(BLOCKS) if self.concat else 1
+        return Encoding(path, device, self.precision, blocks=blocks, other_pooling=self.concat)
+
+    def probe(self, trial: Trial) -> Trainee:
         """Accuracies in percent: `linear_probe` (best epoch), `linear_probe_last`, and by rate.
 
         With `concat` instead `concat_l` for the last l blocks, `concat_cls_mean` and, of an encoder
         that is read by its [CLS] token, `concat_mean`, each with the same details under its name;
-        what the encoder has not is left out. `linear_probe` is then that of the `best_form`.
+        what the encoder has not is left out. `linear_probe` is then that of the `best_form`. With
+        `refiner` likewise `output_cls`, `output_cls_mean`, `last_cls` and `last_cls_mean`.
 
-        Beside the JSON, a safetensors file of the same name keeps the classifier behind each best
-        accuracy: `weight` [C, D] and `bias` [C] for features minus `mean` over the square root of
-        `var` + 1e-5 (with concatenations each as `concat_l.weight` and so on).
+        With `held_out` also `linear_probe_held_out`: the accuracy on the test split of the probe
+        and epoch whose like, trained without the held-out images, does best on them.
+        `held_out_form`, `_rate`, `_epoch` say which one, `held_out_accuracy` how well.
 
-        Raises:
-            Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
-            UserError: unlabelled images, classes that differ between the splits, or a batch that is
-                larger than all epochs together or no multiple of the ranks.
+        Kept is the classifier behind each best accuracy: `weight` [C, D] and `bias` [C] for
+        features minus `mean` over the square root of `var` + 1e-5 (with concatenations each as
+        `concat_l.weight` and so on).
         """
-        from maect.core import distributed
-        from maect.data.index import open_index
-        from maect.evaluate.features import Encoding
-        from maect.evaluate.probing import check
-        from maect.models.weights import save_tensors
-
-        train = open_index(job.path("train"))
-        test = open_index(job.path("test"))
-        check(train, test)
-        path = job.run / "encoder.safetensors"
-        encoding = Encoding(
-            path,
-            distributed.device_of(context),
-            self.precision,
-            blocks=max(BLOCKS) if self.concat else 1,
-            other_pooling=self.concat,
-        )
-        sha256 = sha256_file(path)
-        forms = list(representations(encoding)) if self.concat else []
-        identity = digest(self, sha256, train.digest, test.digest, str(job.resize), *forms)
-        with distributed.process_group(context):
-            probe = _Probe(context, job, self, train, encoding, identity)
-            metrics = probe.run(*_test_features(context, job, test, encoding))
-            if context.rank == 0:
-                texts = {
-                    "class_names": json.dumps(train.class_names),
-                    "encoder_sha256": sha256,
-                    "resize": str(job.resize or encoding.settings.default_resize),
-                }
-                save_tensors(job.out.with_suffix(".safetensors"), probe.training.kept, texts)
-        return metrics
+        return _Forms(trial, self)
 
 
 BLOCKS = (1, 2, 4, 6)
+RAW = 4
 PLAIN = "linear_probe"
+HELD_OUT = ".held_out"
 
 
 def representations(encoding: Encoding) -> dict[str, slice]:
@@ -134,96 +108,151 @@ def representations(encoding: Encoding) -> dict[str, slice]:
     return columns
 
 
-class _Probe:
-    """One run of the protocol on one rank."""
+def refiner_forms(encoding: Encoding) -> dict[str, slice]:
+    """The same of MIM-Refiner's inputs, which `LastBlocks` gives; without [CLS] those of means."""
+    width, poolings = encoding.settings.width, ("cls", "mean")[not encoding.settings.class_token :]
+    first, columns = 0, {}
+    for source, blocks in (("output", 1), ("last", encoding.blocks)):
+        for count in range(1, 1 + len(poolings)):
+            end = first + count * blocks * width
+            columns["_".join([source, *poolings[:count]])] = slice(first, end)
+        first = end
+    return columns
 
-    def __init__(
-        self,
-        context: Context,
-        job: EvaluationJob,
-        settings: LinearProbe,
-        train: Index,
-        encoding: Encoding,
-        identity: str,
-    ) -> None:
+
+class _Forms(Trainee):
+    """Heads of all rates on each form of the features; every rank trains some of the rates."""
+
+    groups: dict[str, Heads]
+
+    def __init__(self, trial: Trial, settings: LinearProbe) -> None:
         from maect.evaluate.heads import Heads
-        from maect.evaluate.probing import Probing
 
-        self.context, self.rates = context, list(settings.learning_rates)
-        self.columns = representations(encoding) if settings.concat else {PLAIN: slice(None)}
-        bounds = [len(self.rates) * i // context.world_size for i in range(context.world_size + 1)]
-        self.mine = slice(bounds[context.rank], bounds[context.rank + 1])
+        super().__init__(trial)
+        self.rates, encoding = list(settings.learning_rates), trial.encoding
+        self.columns = {PLAIN: slice(None)}
+        if settings.concat or settings.refiner:
+            self.columns = (refiner_forms if settings.refiner else representations)(encoding)
+            self.forms = tuple(self.columns)
+        self.mine = trial.share_of(len(self.rates))
         peaks = [rate * settings.batch_size / 256 for rate in self.rates]
-        self.heads = {
-            name: Heads(
+        self.held: Index | None = None
+        self.scored = {"": trial.features()}
+        if settings.held_out:
+            self.held = trial.held_out(settings.held_out, settings.seed)
+            self.scored[HELD_OUT] = trial.features(self.held)
+        self.groups = {
+            name + part: Heads(
                 len(range(*columns.indices(encoding.width))),
-                len(train.class_names),
+                len(trial.train.class_names),
                 peaks,
                 settings.momentum,
                 settings.seed,
                 encoding.device,
                 self.mine,
             )
+            for part in self.scored
             for name, columns in self.columns.items()
         }
-        self.training = Probing(context, job, settings, train, encoding, self.heads, identity)
 
-    def run(self, features: Tensor, labels: Tensor) -> dict[str, Any]:
-        """Train to the end, evaluating after every epoch; metrics."""
-        from maect.evaluate.probing import labels_of
+    def targets(self, batch: Batch, images: Tensor) -> Tensor:
+        """Labels; with held-out images [b, 2], whether each is one of them beside its label."""
+        import numpy as np
+        import torch
 
-        history: dict[str, list[list[float]]] = self.training.record
-        for _ in self.training.epochs(labels_of, self._update):
-            for name in self.heads:
-                accuracies = self._accuracies(name, features, labels)
-                before = max((max(epoch) for epoch in history.get(name, [])), default=-1.0)
-                history.setdefault(name, []).append(accuracies)
-                if max(accuracies) > before:
-                    self._keep(name, accuracies.index(max(accuracies)))
-        metrics = {
-            k: v for name in self.heads for k, v in self._metrics(name, history[name]).items()
-        }
-        if PLAIN not in metrics:
-            best = max(self.heads, key=metrics.__getitem__)
-            metrics |= {PLAIN: metrics[best], "best_form": best}
-        return metrics
+        from maect.data.index import ID
 
-    def _update(self, features: Tensor, labels: Tensor, lr_multiplier: float) -> Tensor:
+        labels = super().targets(batch, images)
+        if self.held is None:
+            return labels
+        held = torch.from_numpy(np.isin(batch.ids, self.held.rows[:, ID]))
+        return torch.stack([labels, held.long()], dim=1)
+
+    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         import torch
 
         from maect.core import distributed
 
-        features = distributed.gather_rows(features)
-        labels = distributed.gather_rows(labels)
+        features, targets = distributed.gather_rows(features), distributed.gather_rows(targets)
+        seen = {"": (features, targets)}
+        if self.held is not None:
+            others = targets[:, 1] == 0
+            seen = {"": (features, targets[:, 0]), HELD_OUT: (features[others], targets[others, 0])}
         losses = [
-            heads.step(features[:, self.columns[name]], labels, lr_multiplier)
-            for name, heads in self.heads.items()
+            self.groups[name + part].step(x[:, columns], y, lr_multiplier)
+            for part, (x, y) in seen.items()
+            for name, columns in self.columns.items()
         ]
         return torch.cat(losses)
 
-    def _accuracies(self, name: str, features: Tensor, labels: Tensor) -> list[float]:
+    def score(self) -> None:
+        for part in self.scored:
+            for name in self.columns:
+                accuracies = self._accuracies(name, part)
+                history = self.record.setdefault(name + part, [])
+                before = max((max(epoch) for epoch in history), default=-1.0)
+                history.append(accuracies)
+                if max(accuracies) > before and not part:
+                    self._keep(name, accuracies.index(max(accuracies)))
+
+    def metrics(self) -> dict[str, Any]:
+        found = [self._metrics(name, self.record[name]) for name in self.columns]
+        metrics = {key: value for form in found for key, value in form.items()}
+        if PLAIN not in metrics:
+            best = max(self.columns, key=metrics.__getitem__)
+            metrics |= {PLAIN: metrics[best], "best_form": best}
+        return metrics if self.held is None else metrics | self._chosen()
+
+    def _chosen(self) -> dict[str, Any]:
+        """The probe and epoch that do best on held-out images; of equals the first."""
+        accuracy, name, epoch, rate = max(
+            (
+                (accuracy, name, epoch, rate)
+                for name in self.columns
+                for epoch, accuracies in enumerate(self.record[name + HELD_OUT])
+                for rate, accuracy in enumerate(accuracies)
+            ),
+            key=lambda found: found[0],
+        )
+        return {
+            f"{PLAIN}_held_out": self.record[name][epoch][rate],
+            "held_out_accuracy": accuracy,
+            "held_out_form": name,
+            "held_out_epoch": epoch + 1,
+            "held_out_rate": self.rates[rate],
+        }
+
+    def texts(self) -> dict[str, str]:
+        resize = self.trial.job.resize or self.trial.encoding.settings.default_resize
+        return super().texts() | {"resize": str(resize)}
+
+    def _accuracies(self, name: str, part: str) -> list[float]:
         """In percent, of each rate."""
         import torch
 
         from maect.core import distributed
         from maect.train.accuracy import BATCH
 
-        hits = torch.zeros(len(self.rates), dtype=torch.int64)
+        hits, (features, labels) = (
+            torch.zeros(len(self.rates), dtype=torch.int64),
+            self.scored[part],
+        )
         for start in range(0, len(labels), BATCH):
-            part = slice(start, start + BATCH)
-            predicted = self.heads[name].predict(features[part, self.columns[name]])
-            hits[self.mine] += (predicted == labels[part, None]).sum(dim=0).cpu()
+            rows = slice(start, start + BATCH)
+            predicted = self.groups[name + part].predict(features[rows, self.columns[name]])
+            hits[self.mine] += (predicted == labels[rows, None]).sum(dim=0).cpu()
         distributed.sum_over_ranks(hits)
         return [100 * count / len(labels) for count in hits.tolist()]
 
     def _keep(self, name: str, rate: int) -> None:
         from maect.evaluate.heads import Heads
+        from maect.evaluate.probing import full
 
-        one = slice(rate, rate + 1)
-        best = {key: self.training.full(name, key, one)[0] for key in ("weight", "bias")}
-        best |= {key: getattr(self.heads[name], key) for key in Heads.SHARED}
+        one, heads = slice(rate, rate + 1), self.groups[name]
+        best = {key: full(heads, key, one)[0] for key in ("weight", "bias")}
+        best |= {key: getattr(heads, key) for key in Heads.SHARED}
         prefix = "" if name == PLAIN else f"{name}."
-        self.training.kept |= {prefix + key: value.clone() for key, value in best.items()}
+        self.kept |= {prefix + key: value.clone() for key, value in best.items()}
 
     def _metrics(self, name: str, history: list[list[float]]) -> dict[str, Any]:
         best = max(max(accuracies) for accuracies in history)
@@ -240,27 +269,6 @@ class _Probe:
             f"{prefix}last_by_rate": by_rate,
             f"{prefix}best_by_epoch": [max(accuracies) for accuracies in history],
         }
-
-
-def _test_features(
-    context: Context, job: EvaluationJob, test: Index, encoding: Encoding
-) -> tuple[Tensor, Tensor]:
-    """Features of the test split on every rank, [n, D], and its labels."""
-    import torch
-
-    from maect.core import distributed
-    from maect.evaluate.features import finite
-    from maect.train.accuracy import BATCH, share
-
-    largest = -(-test.n // (context.world_size * BATCH)) * BATCH
-    out, start = torch.zeros(largest, encoding.width, device=encoding.device), 0
-    size = encoding.settings.image_size
-    for images, _, _ in share(context, test, encoding.device, size, job.resize):
-        out[start : start + len(images)] = encoding(images)
-        start += len(images)
-    features = distributed.gather_rows(out)[: test.n]
-    finite(features, job.run)
-    return features, torch.tensor(test.labels, device=features.device)
 
 
 def read_probe(path: Path) -> tuple[Tensor, Tensor, list[str], str | None]:
@@ -341,12 +349,3 @@ class TrainedProbe:
             raise UserError(
                 f"{index.directory}: its classes are not those that the probe was trained on"
             )
-
-    def share(
-        self, context: Context, job: EvaluationJob, index: Index
-    ) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
-        """This rank's images uint8 [b, C, S, S] on the device, labels [b] and ids [b]."""
-        from maect.train.accuracy import share
-
-        size = self.encoding.settings.image_size
-        return share(context, index, self.encoding.device, size, job.resize)

@@ -7,25 +7,23 @@ is up to the heads. State is saved after every epoch and when the job is told to
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from typing import Protocol as Interface
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from maect.core import distributed
-from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.data.index import Index
-from maect.data.loader import Batch, train_batches
+from maect.data.loader import train_batches
 from maect.data.transforms import augment
-from maect.evaluate.base import EvaluationJob, Interrupted
-from maect.evaluate.features import Encoding
+from maect.evaluate.base import Interrupted
+from maect.evaluate.trained import Trainee, TrainsProbe, Trial
 from maect.models.weights import open_tensors
 from maect.recipes import View
 from maect.train.optimizer import schedule
@@ -48,71 +46,31 @@ class Group(Interface):
     """This rank's share of this many rows."""
 
 
-class Schedule(Interface):
-    """What the settings of a trained protocol have in common."""
-
-    epochs: int
-    batch_size: int
-    warmup_epochs: float
-    crop_scale: tuple[float, float]
-    flip: float
-    seed: int
-
-
 class Probing:
-    """One rank's part of training heads on what the encoder gives.
+    """One rank's part of training a probe on what the encoder gives."""
 
-    Attributes:
-        step: updates so far.
-        record: JSON of the protocol's own, saved with the heads.
-        kept: tensors of the protocol's own, likewise.
-    """
-
-    def __init__(
-        self,
-        context: Context,
-        job: EvaluationJob,
-        settings: Schedule,
-        train: Index,
-        encoding: Encoding,
-        groups: Mapping[str, Group],
-        identity: str,
-        encode: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
+    def __init__(self, trial: Trial, settings: TrainsProbe, probe: Trainee, identity: str) -> None:
         """Resume from a saved state, if there is one of this very training.
 
         Raises:
             UserError: all epochs together are less than a batch.
         """
-        self.context, self.settings, self.train = context, settings, train
-        self.encoding, self.groups, self.identity = encoding, groups, identity
-        self.encode = encode or encoding
-        self.file, self.run = job.state / STATE, job.run
-        if settings.epochs * train.n < settings.batch_size:
+        self.context, self.settings, self.train = trial.context, settings, trial.train
+        self.encoding, self.probe, self.identity = trial.encoding, probe, identity
+        self.file, self.run = trial.job.state / STATE, trial.job.run
+        images, batch = self.train.n, settings.batch_size
+        if settings.epochs * images < batch:
             raise UserError(
-                f"{train.directory}: {settings.epochs} epochs of {train.n} images are less than "
-                f"one batch of {settings.batch_size}; lower batch_size"
+                f"{self.train.directory}: {settings.epochs} epochs of {images} images are less "
+                f"than one batch of {batch}; lower batch_size"
             )
-        self.steps, self.ends = updates(train.n, settings.batch_size, settings.epochs)
-        self.warmup = settings.warmup_epochs * train.n / settings.batch_size
+        self.steps, self.ends = updates(images, batch, settings.epochs)
+        self.warmup = settings.warmup_epochs * images / batch
         self.step, self.done = 0, 0
-        self.record: dict[str, Any] = {}
-        self.kept: dict[str, Tensor] = {}
         self._load()
 
-    def epochs(
-        self,
-        targets: Callable[[Batch, Tensor], Tensor],
-        update: Callable[[Tensor, Tensor, float], Tensor],
-    ) -> Iterator[int]:
+    def epochs(self) -> Iterator[int]:
         """Train, and yield the number of each epoch after its last update, before it is saved.
-
-        Args:
-            targets: what the heads learn from this rank's part of a batch, [b, ...], given also
-                its images on the device, uint8 [b, C, S, S].
-            update: train the heads on what this rank's part of the batch gives, features
-                [b, ...] and targets [b, ...], with the multiplier of the peak
-                learning rates; returns losses.
 
         Raises:
             Interrupted: told to stop; the state is saved.
@@ -137,11 +95,11 @@ class Probing:
         )
         for batch in loader:
             images = distributed.moved(batch.images[0][0], device)
-            x = self.encode(
+            x = self.probe.read(
                 augment(images, view, 0, settings.seed, batch.epochs, batch.ids, pixels)
             )
-            y = distributed.moved(targets(batch, images), device)
-            loss = update(x, y, schedule(self.step, self.steps, self.warmup))
+            y = distributed.moved(self.probe.targets(batch, images), device)
+            loss = self.probe.step(x, y, schedule(self.step, self.steps, self.warmup))
             self.step += 1
             stop = distributed.any_rank(self.context.stop_requested())
             reported = self.step % 10 == 0 or self.step == self.steps
@@ -155,16 +113,6 @@ class Probing:
             if stop and self.step < self.steps:
                 self._save()
                 raise Interrupted
-
-    def full(self, name: str, key: str, rows: slice = slice(None)) -> Tensor:
-        """Rows of a group's split tensor, those of all ranks together; called on every rank."""
-        group = self.groups[name]
-        mine: Tensor = getattr(group, key).detach()
-        if self.context.world_size == 1:
-            return mine[rows]
-        out = mine.new_zeros(group.total, *mine.shape[1:])
-        out[group.rows] = mine
-        return distributed.sum_over_ranks(out[rows].contiguous())
 
     def _at_end(self) -> bool:
         return self.done < self.settings.epochs and self.ends[self.done] <= self.step
@@ -201,16 +149,16 @@ class Probing:
 
     def _save(self) -> None:
         """All heads in one file: a restart may have another number of ranks."""
-        tensors = {f"kept.{name}": value for name, value in self.kept.items()}
-        for name, group in self.groups.items():
-            tensors |= {f"{name}.{key}": self.full(name, key) for key in group.SPLIT}
+        tensors = {f"kept.{name}": value for name, value in self.probe.kept.items()}
+        for name, group in self.probe.groups.items():
+            tensors |= {f"{name}.{key}": full(group, key) for key in group.SPLIT}
             tensors |= {f"{name}.{key}": getattr(group, key) for key in group.SHARED}
         if self.context.rank:
             return
         record = {"format": FORMAT, "identity": self.identity, "step": self.step, "done": self.done}
         with atomic_write(self.file) as temporary:
             plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-            save_file(plain, temporary, {"record": json.dumps(record | {"own": self.record})})
+            save_file(plain, temporary, {"record": json.dumps(record | {"own": self.probe.record})})
         self.context.saved(self.step)
 
     def _load(self) -> None:
@@ -220,14 +168,14 @@ class Probing:
                 log.warning("%s: %s; the training starts over", self.file, fault)
             return
         tensors = load_file(self.file)
-        for name, group in self.groups.items():
+        for name, group in self.probe.groups.items():
             for key in group.SPLIT:
                 getattr(group, key).data.copy_(tensors[f"{name}.{key}"][group.rows])
             for key in group.SHARED:
                 getattr(group, key).data.copy_(tensors[f"{name}.{key}"])
         own = {name for name in tensors if name.startswith("kept.")}
-        self.kept = {name.removeprefix("kept."): tensors[name] for name in own}
-        self.step, self.done, self.record = record["step"], record["done"], record["own"]
+        self.probe.kept = {name.removeprefix("kept."): tensors[name] for name in own}
+        self.step, self.done, self.probe.record = record["step"], record["done"], record["own"]
 
 
 def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
@@ -240,9 +188,14 @@ def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
     return steps, [min(steps, -(-epoch * images // batch)) for epoch in range(1, epochs + 1)]
 
 
-def labels_of(batch: Batch, images: Tensor) -> Tensor:
-    """The labels of a batch as what heads learn from it, int64 [b]."""
-    return torch.from_numpy(batch.labels)
+def full(group: Group, key: str, rows: slice = slice(None)) -> Tensor:
+    """Rows of a group's split tensor, those of all ranks together; called on every rank."""
+    mine: Tensor = getattr(group, key).detach()
+    if distributed.rank_and_size()[1] == 1:
+        return mine[rows]
+    out = mine.new_zeros(group.total, *mine.shape[1:])
+    out[group.rows] = mine
+    return distributed.sum_over_ranks(out[rows].contiguous())
 
 
 def check(train: Index, test: Index, *, labelled: bool = True) -> None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,33 @@ _CHUNK = 16384
 
 Array = NDArray[np.float32]
 Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
+
+
+class Rows(Protocol):
+    """Features that are read in ranges: of a file, or in memory."""
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Return the features of a range of samples, float32 [stop - start, width]."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Features in memory, float32 [n, width], for what reads features by ranges."""
+
+    values: Array
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+        return len(self.values)
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Return the features of a range of samples, float32 [stop - start, width]."""
+        return self.values[start:stop]
 
 
 @dataclass(frozen=True)
@@ -151,7 +178,8 @@ def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
         UserError: different encoders, pooling or classes, or images that were resized otherwise.
     """
     for key in (
-        "encoder_sha256", "pooling", "precision", "norm", "class_names", "image_size", "resize",
+        "encoder_sha256", "pooling", "precision", "norm", "blocks", "class_names", "image_size",
+        "resize",
     ):  # fmt: skip
         if train.record.get(key) != test.record.get(key):
             raise UserError(

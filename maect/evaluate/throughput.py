@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from maect.stages.base import SelfSupervised
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from maect.train.objective import Objective
 
@@ -49,6 +49,8 @@ MASKED = 0.75
 """Mask ratio of masked tuning (paper, table 3)."""
 
 Step = Callable[[], object]
+Steps = Callable[[int], AbstractContextManager[Step]]
+"""For a batch of this many images: has the step as long as the block runs."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ class Throughput(Protocol):
         """
         import torch
 
-        from maect.core import distributed
         from maect.models.weights import load_encoder_weights
+        from maect.train.engine import alone
 
         file = job.run / "encoder.safetensors"
         encoder = load_encoder_weights(file)[1]
@@ -194,12 +196,12 @@ class Throughput(Protocol):
                     f"throughput: batch_size {self.batch_size} does not divide the queue_size "
                     f"{head.queue_size} of {RECIPES[name]}; take a divisor"
                 )
-        device = distributed.device_of(context)
         published = PUBLISHED.get(self.size, ())
         results = {}
-        for name, steps in self._measured(encoder, file, published, device):
-            results[name] = measure(steps, self, device)
-            context.report({"step": len(results)})
+        with alone(context) as device:
+            for name, steps in self._measured(encoder, file, published, device):
+                results[name] = measure(steps, self, device)
+                context.report({"step": len(results)})
         speed = {name: result["samples_per_second"] for name, result in results.items()}
 
         def hours(name: str, epochs: int) -> float:
@@ -233,10 +235,10 @@ class Throughput(Protocol):
 
     def _measured(
         self, encoder: Encoder, file: Path, published: Sequence[Published], device: torch.device
-    ) -> Iterator[tuple[str, Callable[[int], Step]]]:
+    ) -> Iterator[tuple[str, Steps]]:
         """What is measured, one by one: its name, and its step for a batch of this size."""
 
-        def step_of(stage: Training, **how: Any) -> Callable[[int], Step]:
+        def step_of(stage: Training, **how: Any) -> Steps:
             # Kept by what is yielded alone: another model beside it would take its memory.
             return partial(stage_step, stage, _built(stage, encoder, file), device=device, **how)
 
@@ -279,28 +281,26 @@ def _built(stage: Training, encoder: Encoder, file: Path) -> Objective:
         return stage.build(encoder, 0, Path(folder))
 
 
-def measure(
-    steps: Callable[[int], Step], settings: Throughput, device: torch.device
-) -> dict[str, float]:
+def measure(steps: Steps, settings: Throughput, device: torch.device) -> dict[str, float]:
     """Speed of a training step in images per second: median, fastest and slowest of the repeats.
 
     Args:
-        steps: gives the step for a batch of this many images.
+        steps: has the step for a batch of this many images.
         settings: batch size, warm-up and repeats.
         device: what to wait for.
     """
     import torch
 
     batch = settings.batch_size or largest_batch(steps, device)
-    step = steps(batch)
     seconds = []
-    for number in range(settings.warmup + settings.repeats):
-        start = time.perf_counter()
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if number >= settings.warmup:
-            seconds.append(time.perf_counter() - start)
+    with steps(batch) as step:
+        for number in range(settings.warmup + settings.repeats):
+            start = time.perf_counter()
+            step()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number >= settings.warmup:
+                seconds.append(time.perf_counter() - start)
     return {
         "samples_per_second": batch / statistics.median(seconds),
         "fastest": batch / min(seconds),
@@ -309,7 +309,7 @@ def measure(
     }
 
 
-def largest_batch(steps: Callable[[int], Step], device: torch.device) -> int:
+def largest_batch(steps: Steps, device: torch.device) -> int:
     """The largest power of 2 (8 to 1024) of which a step fits into the device's memory.
 
     Raises:
@@ -325,15 +325,15 @@ def largest_batch(steps: Callable[[int], Step], device: torch.device) -> int:
     return fitting
 
 
-def _fits(steps: Callable[[int], Step], size: int) -> bool:
+def _fits(steps: Steps, size: int) -> bool:
     import torch
 
     from maect.core.distributed import memory_fault
 
     try:
-        step = steps(size)
-        step()  # a second one has the optimizer's moments
-        step()
+        with steps(size) as step:
+            step()  # a second one has the optimizer's moments
+            step()
     except RuntimeError as error:
         if memory_fault(error) is None:
             raise
@@ -343,20 +343,21 @@ def _fits(steps: Callable[[int], Step], size: int) -> bool:
     return True
 
 
+@contextmanager
 def stage_step(
     stage: Training,
     objective: Objective,
     batch: int,
     device: torch.device,
     plain_attention: bool = False,
-) -> Step:
-    """One update of a stage on the same random views, which are on the device before it.
+) -> Iterator[Step]:
+    """The engine's update of a stage on the same random views, which are on the device before it.
 
     Args:
         stage: its settings.
         objective: what is trained.
         batch: images.
-        device: where.
+        device: where; see `maect.train.engine.alone`.
         plain_attention: whether attention is made of matrix products instead of one fused kernel.
     """
     import numpy as np
@@ -365,16 +366,13 @@ def stage_step(
 
     from maect.data.loader import Batch
     from maect.recipes import views_by_size
+    from maect.train.engine import Engine
 
     objective.to(device)
-    averages: list[Tensor] = []
+    settings = stage.model_copy(update={"batch_size": batch})
+    engine = Engine(objective, settings, stage.parameter_groups(objective), device)
     if stage.encoder_average is not None:
-        averages = [p.detach().clone() for p in _trained(objective.encoder)]
-    fused = device.type == "cuda"
-    groups = stage.parameter_groups(objective)
-    for group in groups:
-        group["lr"] = group["peak_lr"]
-    optimizer = torch.optim.AdamW(groups, fused=fused)
+        engine.start_average("encoder.")
     encoder, ids = objective.encoder.settings, np.arange(batch)
     sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
     images = tuple(
@@ -386,26 +384,25 @@ def stage_step(
     inputs = objective.prepare(Batch(0, ids, 0 * ids, 0 * ids, images), device)
 
     def step() -> None:
-        optimizer.zero_grad()
         with sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext():
-            loss, _ = objective(inputs)
-            loss.backward()
-        optimizer.step()
+            loss, _ = engine(inputs)
+            engine.backward(loss)
+        engine.squared_norm()
+        engine.step(1.0)
+        objective.after_update(engine.gathered)
         if stage.encoder_average is not None:
-            trained = [p.detach() for p in _trained(objective.encoder)]
-            torch._foreach_lerp_(averages, trained, 1 - stage.encoder_average)
-        objective.after_update(lambda part: nullcontext())
+            engine.update_average(stage.encoder_average)
 
-    return step
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
+    try:
+        yield step
+    finally:
+        engine.close()
 
 
+@contextmanager
 def method_step(
     passes: Passes, encoder: Encoder, batch: int, device: torch.device
-) -> Callable[[], None]:
+) -> Iterator[Step]:
     """One update with a method's passes through the encoder, without its projection heads."""
     import torch
 
@@ -446,7 +443,7 @@ def method_step(
             average = [p.detach() for p in teacher.parameters()]
             torch._foreach_lerp_(average, [p.detach() for p in student.parameters()], 0.004)
 
-    return step
+    yield step
 
 
 def _distance(tokens: Tensor, target: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from maect.core.seeds import of_seed, seedless
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, load_encoder
+from maect.recipes.timm_encoders import find_timm
 from maect.report.configs import Row
 from maect.stages import Stage, check_source, load_import, load_recipe
+from maect.stages.imported import Import
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Run:
     @property
     def architecture(self) -> str:
         """How tables name the encoder: its size, with the image size if that is not its own."""
+        if isinstance(self.settings, Import) and self.settings.timm is not None:
+            return self.settings.timm.partition(".")[0]
         pixels = self.encoder.image_size
         own = pixels == load_encoder(self.size).image_size
         return self.size if own else f"{self.size}_{pixels}"
@@ -78,7 +82,7 @@ def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
                 if run.name in runs:
                     raise UserError(f"{file}: runs: {run.name} is defined twice")
                 runs[run.name] = run
-    return _shared_by_seeds(runs)
+    return _as_sources(_shared_by_seeds(runs))
 
 
 def _run(
@@ -105,7 +109,10 @@ def _run(
             encoder = load_encoder(size, spec.image_size, pixels)
         else:
             layout = fill(spec.layout) if spec.layout else None
-            settings, encoder = load_import(layout, size, spec.image_size, pixels)
+            timm = find_timm(fill(spec.timm)) if spec.timm else None
+            size = timm.size if timm else size
+            name = timm.name if timm else None
+            settings, encoder = load_import(layout, size, spec.image_size, pixels, name)
         settings.check_encoder(encoder)
     except (UserError, ValueError) as error:
         raise UserError(f"{where}: {base}: {error}") from None
@@ -134,15 +141,29 @@ def _shared_by_seeds(runs: Mapping[str, Run]) -> dict[str, Run]:
     }
 
 
+def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
+    """Blocks have the norms of those that a run starts from: a size does not say where they are."""
+    made = dict(runs)
+    for name, run in runs.items():
+        first, seen = run, {name}
+        while (source := first.source) is not None and source in runs and source not in seen:
+            seen.add(source)
+            first = runs[source]
+        if run.settings.trains and first.encoder.norm != run.encoder.norm:
+            encoder = run.encoder.model_copy(update={"norm": first.encoder.norm})
+            made[name] = replace(run, encoder=encoder)
+    return made
+
+
 def runs_to_score(
-    runs: Mapping[str, Run], evaluations: Iterable[tuple[str, str, Protocol]], dataset: str
+    runs: Mapping[str, Run], evaluations: Iterable[tuple[str, str, Protocol, str]]
 ) -> dict[str, Run]:
     """The runs that evaluations ask to be trained: `RUN.EVALUATION.PART`.
 
     Args:
         runs: those that are evaluated.
-        evaluations: run, name and settings of each evaluation.
-        dataset: that they are of, whatever the runs were trained on.
+        evaluations: run, name, settings and data set of each evaluation, whatever the run was
+            trained on.
     """
     trained = [
         Run(
@@ -157,7 +178,7 @@ def runs_to_score(
             source=run,
             scored_by=name,
         )
-        for run, name, protocol in evaluations
+        for run, name, protocol, dataset in evaluations
         for part, (settings, seed) in protocol.trainings().items()
     ]
     return {run.name: run for run in trained}

@@ -49,6 +49,10 @@ from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
 EXPERIMENTS = PIPELINE / "workflow/experiments"
 
 
+ON = ".on."
+"""Between the names of an evaluation and of the data set, unless it is the experiment's first."""
+
+
 class Experiment:
     """A validated experiment. Build it with `load`.
 
@@ -80,6 +84,9 @@ class Experiment:
         self._check_names("protocols", spec.protocols, known)
         for entry in spec.evaluate:
             self._check_names("evaluate: protocols", entry.protocols, known)
+            self._check_names("evaluate: datasets", entry.datasets, spec.datasets)
+        for name in (name for name in spec.protocols if ON in name):
+            raise self._error(f"protocols: {name}: {ON!r} is for data sets; choose another name")
         self.evaluations = self._add_runs_to_score()
         for evaluated, name in self.evaluations:
             self._check_evaluation(evaluated, name)
@@ -116,19 +123,20 @@ class Experiment:
             check_name(f"{self.file}: datasets", name)
             for split in dataset.splits:
                 check_name(f"{self.file}: datasets: {name}: splits", split)
-        own = {f"{self.default_dataset}-{s}": s for s in self.datasets[self.default_dataset].splits}
+        first: dict[str, str] = {}
         for name, split in self.splits:
-            if name != self.default_dataset and (other := own.get(f"{name}-{split}")):
+            called, this = f"{name}-{split}", f"{name}: {split}"
+            if (other := first.setdefault(called, this)) != this:
                 raise self._error(
-                    f"datasets: features of {self.default_dataset}: {other} and of {name}: {split} "
-                    f"would both be called {name}-{split}; rename one of them"
+                    f"datasets: features of {other} and of {this} would both be called {called}; "
+                    "rename one of them"
                 )
 
     def _add_runs_to_score(self) -> tuple[tuple[str, str], ...]:
         """The evaluations that are asked for, once their trainings are among the runs."""
         asked = tuple(dict.fromkeys(self._asked(self.runs)))
-        given = [(run, name, self.evaluation(run, name)) for run, name in asked]
-        more = runs_to_score(self.runs, given, self.default_dataset)
+        given = [(run, e, self.evaluation(run, e), self.dataset_of(e)) for run, e in asked]
+        more = runs_to_score(self.runs, given)
         twice = sorted(set(more) & set(self.runs))
         if twice:
             raise self._error(
@@ -151,7 +159,17 @@ class Experiment:
                 if complete and not names and not later:
                     raise self._error(f"evaluate: no run is named {pattern!r}")
                 few = [run for run in names if entry.seeds is None or runs[run].seed < entry.seeds]
-                yield from itertools.product(few, entry.protocols)
+                datasets = entry.datasets or [self.default_dataset]
+                asked = [self.on(name, d) for d in datasets for name in entry.protocols]
+                yield from itertools.product(few, asked)
+
+    def on(self, name: str, dataset: str) -> str:
+        """Return the name of an evaluation of a data set: NAME of the first, NAME.on.DATASET."""
+        return name if dataset == self.default_dataset else f"{name}{ON}{dataset}"
+
+    def dataset_of(self, evaluation: str) -> str:
+        """Return the data set that an evaluation is of, by its name."""
+        return evaluation.partition(ON)[2] or self.default_dataset
 
     def _leave_out(self, gone: set[str]) -> None:
         """Forget runs, their evaluations, and the lines that would be empty without them."""
@@ -173,7 +191,7 @@ class Experiment:
 
         Lists that are gone are what they were when it was prepared, so that its results stay.
         """
-        settings = self._evaluation(self.runs[run].size, name)
+        settings = self._evaluation(self.runs[run].size, name.partition(ON)[0])
         if not isinstance(settings, FewLabels) or len(settings.lists_sha256) == len(settings.lists):
             return settings
         try:
@@ -196,24 +214,22 @@ class Experiment:
         return settings.read_lists() if isinstance(settings, FewLabels) else settings
 
     def _check_evaluation(self, run: str, name: str) -> None:
+        dataset = self.dataset_of(name)
         made, given = (
             pixels.channels
-            for pixels in (
-                self.runs[run].encoder.pixels,
-                self.datasets[self.default_dataset].pixels,
-            )
+            for pixels in (self.runs[run].encoder.pixels, self.datasets[dataset].pixels)
         )
         if made != given:
             raise self._error(
                 f"evaluate: {run} is trained on images of {made} channels, and "
-                f"{self.default_dataset}, which it is evaluated on, has {given}"
+                f"{dataset}, which it is evaluated on, has {given}"
             )
-        self._check_resize(run, self.default_dataset)
-        splits = self.datasets[self.default_dataset].splits
+        self._check_resize(run, dataset)
+        splits = self.datasets[dataset].splits
         settings = self.evaluation(run, name)
         self._check_names(f"protocols: {name}: splits", settings.split_names, splits)
         for needed in settings.needs:
-            if (run, needed) not in self.asked:
+            if (run, self.on(needed, dataset)) not in self.asked:
                 raise self._error(f"evaluate: {name} of {run} reads what {needed} leaves; add it")
 
     def _check_resize(self, run: str, dataset: str) -> None:

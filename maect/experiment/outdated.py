@@ -19,6 +19,7 @@ from maect.evaluate import Features, Left, Shards, Trained
 from maect.evaluate.store import open_record
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
+from maect.experiment.pages import pages
 from maect.experiment.shards import is_made_otherwise
 
 
@@ -71,11 +72,14 @@ class _Comparison:
         told = resolve.run_config(self.experiment, name)
         settings, shape = told.settings, told.encoder.model_dump(mode="json")
         if not settings.trains:
-            layout = settings.model_dump()["layout"]
-            made = {**made, "layout": made.get("weights", {}).get("layout")}
+            layout, timm = (getattr(settings, key) for key in ("layout", "timm"))
+            weights = made.get("weights", {})
+            made = {**made, "layout": weights.get("layout"), "timm": weights.get("timm")}
             if layout is None and "encoder" in made:  # found in the weights, and this with it
                 shape["class_token"] = made["encoder"].get("class_token", True)
-            return _differ(made, {"stage": told.stage, "layout": layout, "encoder": shape})
+            return _differ(
+                made, {"stage": told.stage, "layout": layout, "timm": timm, "encoder": shape}
+            )
         decisive = settings.decisive
         asked = {
             "stage": told.stage,
@@ -94,16 +98,21 @@ class _Comparison:
         return _differ(made, {"fingerprint": told.fingerprint(folder, data, weights)})
 
     def features(self) -> Iterator[Path]:
-        precision = self.experiment.spec.features
+        protocols = [self.experiment.evaluation(*pair) for pair in self.experiment.evaluations]
+        read = [kind for one in protocols for kind in one.inputs().values()]
+        endings = {resolve.ending(kind) for kind in read if isinstance(kind, Features)}
         for run in self.experiment.evaluated:
-            for (dataset, split), norm in itertools.product(self.experiment.splits, (True, False)):
-                kind = Features(split, norm)
+            for (dataset, split), ending in itertools.product(
+                self.experiment.splits, sorted(endings)
+            ):
+                kind = resolve.of_ending(split, ending)
                 path = resolve.features_file(self.experiment, run, dataset, kind)
                 asked = {
-                    "norm": norm,
+                    "norm": kind.norm,
+                    "blocks": kind.blocks,
                     "encoder_sha256": self.encoder(run),
                     "index_digest": self.index(self.experiment.shards(dataset, split)),
-                    "precision": precision,
+                    "precision": resolve.precision(self.experiment, run),
                     "resize": resolve.resize_stated(self.experiment, run, dataset),
                 }
                 if _differ(self.header(path), asked):
@@ -146,7 +155,7 @@ class _Comparison:
         return False
 
     def shown(self) -> Iterator[Path]:
-        for path, told, outputs in resolve.shown(self.experiment):
+        for path, told, outputs in pages(self.experiment):
             there = [output for output in outputs if output.exists()]
             if there and not _is_made_by(told, path, there):
                 yield there[0]

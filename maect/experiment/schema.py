@@ -124,9 +124,11 @@ class RunSpec(Settings):
     """Instead of a recipe: a public checkpoint to import, its path written as that of images."""
     layout: str | None = None
     """Of `weights` (`docs/weights.md`); none: detected from their content."""
+    timm: str | None = None
+    """Of `weights`, in place of size and layout: the model's name in timm."""
     public: Weights | None = None
     """What to import in place of training with `starting_from: public`."""
-    size: str
+    size: str = ""
     dataset: str | None = None
     source: str | None = Field(default=None, alias="from")
     image_size: int | None = Field(default=None, gt=0)
@@ -141,8 +143,14 @@ class RunSpec(Settings):
         if (self.recipe is None) == (self.weights is None):
             raise ValueError("needs `recipe`, to train by, or `weights`, to import: one of them")
         given = self.model_fields_set
+        if self.timm is not None:
+            for name in ("size", "layout"):
+                if name in given:
+                    raise ValueError(f"`timm` says everything: a run with it takes no `{name}`")
+        elif not self.size:
+            raise ValueError("size: Field required")
         trained = {"dataset", "source", "overrides", "public"}
-        foreign = {"layout"} if self.weights is None else trained
+        foreign = {"layout", "timm"} if self.weights is None else trained
         for name in sorted(foreign & given):
             key = type(self).model_fields[name].alias or name
             what = "a recipe" if self.weights is None else "weights to import"
@@ -162,6 +170,8 @@ class Evaluations(Settings):
 
     runs: list[str]
     protocols: list[str]
+    datasets: list[str] = Field(default_factory=list)
+    """Which data sets are evaluated; none: the first of the experiment."""
     seeds: int | None = Field(default=None, gt=0)
     """At most this many seeds of each run."""
 
@@ -193,8 +203,9 @@ class ExperimentSpec(Settings):
     runs: dict[str, RunSpec]
     look: Look | None = None
     """How often the encoder of every training is looked at; changing it trains nothing again."""
-    features: Literal["fp32", "tf32", "bf16"] = "fp32"
-    """In which precision encoders compute the features that are stored."""
+    features: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """In which precision encoders compute the features that are stored; `auto`: TF32 from ViT-B's
+    width on, float32 below it. Where there is no TF32, on CPUs, it is float32."""
     starting_from: Literal["scratch", "public"] = "scratch"
     """`public`: pre-trainings with `public` weights import them, the others are left out."""
     evaluate: list[Evaluations] = Field(default_factory=list)

@@ -17,6 +17,7 @@ from maect.data.sources.changes import advice
 from maect.evaluate import PROTOCOLS, Features, Shards
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
+from maect.experiment.pages import pages
 from maect.experiment.shards import note_own, note_taken
 from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
 from maect.stages import STAGES
@@ -106,7 +107,7 @@ def _told(experiment: Experiment, job: Job) -> SettingsFile:
         return resolve.evaluation_config(experiment, given["run"], given["evaluation"])
     if rule in STAGES:
         return resolve.run_config(experiment, given["run"])
-    return next(told for path, told, _ in resolve.shown(experiment) if path == job.config)
+    return next(told for path, told, _ in pages(experiment) if path == job.config)
 
 
 def _sharded(jobs: Iterable[Job], rules: Sequence[str] = SHARDING) -> list[tuple[str, str]]:
@@ -226,15 +227,15 @@ def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
     for run, about in experiment.runs.items():
         if about.settings.trains and (experiment.folder(run) / "run.json").exists():
             read.update(resolve.read_by_run(experiment, run))
-    default = experiment.default_dataset
     for run, name in experiment.evaluations:
+        evaluated = experiment.dataset_of(name)
         result = experiment.root / "evaluations" / run / f"{name}.json"
         for kind in experiment.evaluation(run, name).inputs().values():
             made = result
             if isinstance(kind, Features):
-                made = resolve.features_file(experiment, run, default, kind)
+                made = resolve.features_file(experiment, run, evaluated, kind)
             if isinstance(kind, Features | Shards) and made.exists():
-                read.add(experiment.shards(default, kind.split) / "index.json")
+                read.add(experiment.shards(evaluated, kind.split) / "index.json")
     lost: dict[tuple[str, str], None] = {}
     for dataset, split in experiment.splits:
         if experiment.shards(dataset, split) / "index.json" not in read:

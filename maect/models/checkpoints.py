@@ -20,9 +20,11 @@ from torch.nn import functional as F
 
 from maect.core.errors import UserError
 from maect.models.layouts import LAYOUTS, Layout, Location
+from maect.models.timm_encoder import create_for, fit_weights
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
 from maect.recipes import Encoder, Pixels, like, load_encoder, sizes
+from maect.recipes.timm_encoders import find_timm
 
 
 class _LeftOut:
@@ -38,14 +40,17 @@ class _LeftOut:
         pass
 
 
-# What public training checkpoints hold beside tensors: the options of the training (MAE, iBOT) and
-# numpy's scalars. None of these is built: `_LeftOut` takes their place.
+# What public training checkpoints hold beside tensors: the options of the training (MAE, iBOT),
+# numpy's scalars, and fairseq's configuration (data2vec 2.0). None of these is built or imported:
+# `_LeftOut` takes their place.
 _LEFT_OUT = (
     "argparse.Namespace",
     "numpy.dtype",
     "numpy.core.multiarray.scalar",
     "numpy._core.multiarray.scalar",
+    "typing.Any",
 )
+_LEFT_OUT_PACKAGES = ("fairseq.", "fairseq_cli.", "omegaconf.", "examples.data2vec.")
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -69,8 +74,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     with path.open("rb") as file:
         if file.read(64).lstrip().startswith(b"<"):
             raise UserError(f"{path}: a web page, not the weights; download the file it links to")
-    stands_for = [(_LeftOut, name) for name in _LEFT_OUT]
     try:
+        stands_for = [(_LeftOut, name) for name in (*_LEFT_OUT, *_configuration(path))]
         with torch.serialization.safe_globals(stands_for):  # type: ignore[arg-type]
             content = torch.load(
                 path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
@@ -96,6 +101,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def _configuration(path: Path) -> list[str]:
+    """Classes of a checkpoint's configuration by their full names, which nothing looks up."""
+    if not zipfile.is_zipfile(path):
+        return []
+    asked: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    return [name for name in asked if name.startswith(_LEFT_OUT_PACKAGES)]
+
+
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
@@ -114,6 +127,8 @@ class Converted:
     pooling: Pooling
     left_out: dict[str, int]
     """Number of tensors that are not the encoder's, by the pattern of their names."""
+    timm: str | None = None
+    """timm's name of the model, if it was imported by it."""
 
 
 def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
@@ -130,10 +145,13 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
         UserError: none fits, or two do and the file's name does not say which.
     """
     fitting = [name for name in LAYOUTS if _fits(checkpoint, LAYOUTS[name])]
+    fitting.sort(key=lambda name: LAYOUTS[name].mark is None)  # a mark decides
     if not fitting:
         raise UserError(
             f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; {_described(checkpoint)}"
         )
+    if "mim_refiner_mean" in fitting and file.startswith("crossmae"):
+        return "mim_refiner_mean"
     if "mae_ct" in fitting:
         if file.startswith("maect"):
             return "mae_ct"
@@ -174,7 +192,7 @@ def _locate(
     """The location that holds an encoder's tensors, if there is one, and the state dict there."""
     for location in layout.locations:
         values = checkpoint.get(location.entry) if location.entry else checkpoint
-        if isinstance(values, Mapping) and f"{location.prefix}{PATCHES}" in values:
+        if isinstance(values, Mapping) and location.theirs(PATCHES) in values:
             return location, values
     return None
 
@@ -189,6 +207,8 @@ def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
     if ("cls_token" in named) != layout.class_token:
         return False
     if not all(any(name.startswith(old) for name in values) for old, _ in location.renamed):
+        return False
+    if layout.mark is not None and layout.mark not in values:
         return False
     if layout.mae_positions is None:
         return True
@@ -211,7 +231,7 @@ def _select(
     located = _locate(checkpoint, layout)
     if located is None:
         names = (
-            f"{p.prefix}patch_embed.proj.weight " + (f"in {p.entry!r}" if p.entry else "at its top")
+            f"{p.theirs(PATCHES)} " + (f"in {p.entry!r}" if p.entry else "at its top")
             for p in layout.locations
         )
         raise UserError(f"{where}: no {' and no '.join(names)}")
@@ -288,14 +308,68 @@ def convert(
     """
     layout, where = LAYOUTS[name], f"{file}: layout {name}"
     tensors, prefix, left_out = _select(checkpoint, layout, where)
+    if not layout.final_norm:
+        width = tensors[PATCHES].shape[0]
+        tensors |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
     size = size or find_size(tensors, where)
+    own, encoder = _fitted(tensors, size, layout.shape, image_size, pixels, where, prefix)
+    shape, pooling = load_encoder(size), layout.pooling
+    if pooling == "mae_pooling" or pooling == "ct_pooling":
+        pooling = shape.mae_pooling if pooling == "mae_pooling" else shape.ct_pooling
+    return Converted(own, size, encoder, pooling, left_out)
+
+
+def convert_timm(
+    checkpoint: Mapping[str, Any],
+    name: str,
+    file: str,
+    image_size: int | None = None,
+    pixels: Pixels | None = None,
+) -> Converted:
+    """Take the weights of a model of timm out of a checkpoint.
+
+    A plain ViT becomes an encoder of ours, with the positions of [CLS] added to it; any other
+    stays timm's module, whose names the tensors keep.
+
+    Args:
+        checkpoint: what the file holds, in timm's names or as published.
+        name: timm's, of the table of encoders.
+        file: to name in messages.
+        image_size: to use it at; none: its own. Positions are interpolated, those of plain ViTs as
+            `convert` does, others as timm does.
+        pixels: how files are read; mean and standard deviation are timm's.
+
+    Raises:
+        UserError: a name that is unknown, missing or one too many, or a wrong shape.
+    """
+    known = find_timm(name)
+    encoder = known.encoder(image_size, pixels)
+    where = f"{file}: {known.name}"
+    with torch.device("meta"):
+        module = create_for(known.name, known.image_size if known.plain else encoder.image_size)
+    tensors, left_out = fit_weights(module, checkpoint, where)
+    if known.plain:
+        change = {"class_token": known.class_token}
+        tensors = _fitted(tensors, known.size, change, encoder.image_size, None, where, "")[0]
+    return Converted(tensors, known.size, encoder, known.pooling, left_out, known.name)
+
+
+def _fitted(
+    tensors: dict[str, Any],
+    size: str,
+    change: dict[str, Any],
+    image_size: int | None,
+    pixels: Pixels | None,
+    where: str,
+    prefix: str,
+) -> tuple[dict[str, Tensor], Encoder]:
+    """Tensors of an encoder as ours has them, for an image size and a number of channels."""
     shape = load_encoder(size)
     positions = tensors.get("pos_embed")
     if isinstance(positions, Tensor) and positions.ndim == 4:  # [1, rows, columns, D]
         positions = tensors["pos_embed"] = positions.flatten(1, 2)
     if not isinstance(positions, Tensor) or positions.ndim != 3:
         raise UserError(f"{where}: no pos_embed of three dimensions")
-    change = layout.shape
     prefix_tokens = shape.model_copy(update=change).prefix_tokens
     grid = math.isqrt(max(0, positions.shape[1] - prefix_tokens))
     if grid**2 != positions.shape[1] - prefix_tokens:  # without rows for [CLS] and registers
@@ -307,10 +381,7 @@ def convert(
     own = {key: value.float() for key, value in tensors.items()}
     own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
     _fit_positions(own, encoder)
-    pooling = layout.pooling
-    if pooling == "mae_pooling" or pooling == "ct_pooling":
-        pooling = shape.mae_pooling if pooling == "mae_pooling" else shape.ct_pooling
-    return Converted(own, size, encoder, pooling, left_out)
+    return own, encoder
 
 
 def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefix: str) -> None:

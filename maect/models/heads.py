@@ -206,7 +206,8 @@ class NNCLRHead(QueueHead):
             features: pooled encoder output of both views, [2, b, D].
             ids: stable sample ids, int64 [b].
             labels: int64 [b], -1 where unknown.
-            lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [2, b].
+            lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [2, b]; an
+                oracle takes that of another class where they are k larger.
         """
         z = self.projector(features)
         prediction = self.predictor(z)
@@ -252,18 +253,23 @@ class NNCLRHead(QueueHead):
         """Index in the queue of each anchor's neighbour, [2, b].
 
         The oracle's candidates are the other entries of the class; its own entry only where there
-        are none, and another class only where the class has no entry at all.
+        are none, and another class only where the class has no entry at all. Where it is to be
+        wrong they are the entries of all other classes, and others only where there are none.
         """
-        similarity = anchor @ self.queue.T
+        topk, similarity = self.settings.topk, anchor @ self.queue.T
         own = ids[:, None] == self.queue_ids
         similarity = similarity.masked_fill(own, -2)  # behind all others
         if self.settings.lookup == "oracle":
             same = (labels[:, None] == self.queue_labels) & (labels[:, None] >= 0)
+            if self.settings.oracle_right < 1:
+                wrong, lookup_numbers = lookup_numbers >= topk, lookup_numbers % topk
+                known = (labels[:, None] >= 0) & (self.queue_labels >= 0)
+                same = torch.where(wrong[..., None], known & ~same, same)
             similarity = similarity + 4 * same  # more than cosines and own entries differ by
-            others = (same & ~own).sum(1).clamp(min=1)
-            candidates = torch.where(same.any(1), others, self.settings.topk)
+            others = (same & ~own).sum(-1).clamp(min=1)
+            candidates = torch.where(same.any(-1), others, topk)
             lookup_numbers = lookup_numbers % candidates
-        return topk_nn(similarity, self.settings.topk, lookup_numbers)
+        return topk_nn(similarity, topk, lookup_numbers)
 
     @torch.no_grad()
     def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:

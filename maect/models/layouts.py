@@ -28,6 +28,14 @@ class Location:
                 return new + name.removeprefix(old)
         return name
 
+    def theirs(self, name: str) -> str:
+        """A name that is ours as it is there."""
+        for old, new in self.renamed:
+            if name.startswith(new):
+                name = old + name.removeprefix(new)
+                break
+        return self.prefix + name
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -41,6 +49,9 @@ class Layout:
         mae_positions: whether its position embedding is MAE's sine-cosine table: what tells apart
             layouts with the same names. None: not looked at.
         norm: of its blocks, before attention and MLP or behind their sums.
+        mark: a name that must be there: what tells apart layouts that are alike otherwise.
+        final_norm: whether its blocks have a norm behind them; if not, one that changes nothing but
+            mean and variance takes its place.
     """
 
     locations: tuple[Location, ...]
@@ -48,6 +59,8 @@ class Layout:
     class_token: bool = True
     mae_positions: bool | None = None
     norm: Literal["pre", "post"] = "pre"
+    mark: str | None = None
+    final_norm: bool = True
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -61,7 +74,14 @@ def _moco(kept: str, other: str) -> Location:
     return Location("state_dict", f"module.{kept}.", dropped)
 
 
-# Kappamodules' names of what timm calls otherwise.
+# fairseq's names of what timm calls otherwise, and MIM-Refiner's.
+_IMAGE = "modality_encoders.IMAGE."
+_DATA2VEC = (
+    (f"{_IMAGE}local_encoder.", "patch_embed."),
+    (f"{_IMAGE}extra_tokens", "cls_token"),
+    (f"{_IMAGE}fixed_positional_encoder.positions", "pos_embed"),
+    (f"{_IMAGE}context_encoder.norm.", "norm_pre."),
+)
 _REFINED = (("pos_embed.embed", "pos_embed"), ("cls_tokens.tokens", "cls_token"))
 
 # Tried from top to bottom. docs/weights.md has their sources.
@@ -75,6 +95,13 @@ LAYOUTS: dict[str, Layout] = {
         mae_positions=True,
     ),
     "mae_ct": Layout((Location("state_dict"), Location("")), "ct_pooling", mae_positions=True),
+    "crossmae": Layout(
+        (Location("model", dropped=("decoder_*", "mask_token", "dec_norms.*", "wfm.*")),),
+        "mean",
+        mae_positions=True,
+        mark="wfm.linear.weight",
+        final_norm=False,
+    ),
     "layer_grafting": Layout((_moco("momentum_encoder", "base_encoder"),), mae_positions=True),
     "moco_v3": Layout(
         (
@@ -92,8 +119,13 @@ LAYOUTS: dict[str, Layout] = {
         mae_positions=False,
     ),
     "dino": Layout((Location(""),), mae_positions=False),
+    "data2vec2": Layout(
+        (Location("model", dropped=(f"{_IMAGE}decoder.*", "_ema"), renamed=_DATA2VEC),),
+        norm="post",
+    ),
     "mim_refiner_post": Layout(
         (Location("state_dict", renamed=(*_REFINED, ("embed_norm.", "norm_pre."))),), norm="post"
     ),
     "mim_refiner": Layout((Location("state_dict", renamed=_REFINED),)),
+    "mim_refiner_mean": Layout((Location("state_dict", renamed=_REFINED),), "mean"),
 }

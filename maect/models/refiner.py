@@ -6,9 +6,12 @@ of the layers grow with their number. Shapes: H heads, G = 2 global views, V vie
 this rank, B of all ranks, E numbers of an embedding.
 """
 
+import math
 from collections.abc import Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -135,7 +138,12 @@ class RefinerHeads(QueueHead):
         return {f".{k}": x for k, x in zip(self.numbers, newest, strict=True)}
 
     def forward(
-        self, features: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor
+        self,
+        features: Tensor,
+        ids: Tensor,
+        labels: Tensor,
+        lookup_numbers: Tensor,
+        weights: Tensor | None = None,
     ) -> HeadOutput:
         """Sum of the heads' losses of a batch; then its first view enters the queues.
 
@@ -144,6 +152,7 @@ class RefinerHeads(QueueHead):
             ids: stable sample ids, int64 [b].
             labels: int64 [b], -1 where unknown.
             lookup_numbers: which of the k nearest neighbours to take, int64 in [0, k), [H * G, b].
+            weights: of each sample in each head's loss, float32 [H, b]; none: 1.
         """
         z = self.projector(features)
         prediction = self.predictor(z)
@@ -164,6 +173,9 @@ class RefinerHeads(QueueHead):
             metrics[f"alignment_{kind}"] = value / self._pairs[kind]
         of_heads = zip(self.numbers, per_head.detach().unbind(), strict=True)
         metrics |= {f"loss.{block}": value for block, value in of_heads}
+        if weights is not None:
+            weighted = (losses * weights[:, None, :, None]).mean(2)
+            return HeadOutput((weighted * self.counts).sum() / pairs, metrics)
         return HeadOutput(per_head.sum(), metrics)
 
     def _losses(
@@ -252,3 +264,42 @@ def pair_counts(views: int, terms: str) -> list[list[float]]:
         [float((j < GLOBAL and j != i) + (j in second)) for j in range(views)]
         for i in range(GLOBAL)
     ]
+
+
+def head_weights(
+    schedule: str, heads: int, epochs: int, of_samples: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Weight of each sample in each head's loss, by its epoch; that of the last head is 1.
+
+    The authors' ablation has eight heads and 20 epochs: the lower heads end one after the other,
+    after epochs 4, 6, ... 16. Here after as large parts of any number of epochs, 0.2 to 0.8 of them
+    evenly. `staggered_step`: 1, from a head's end on 0. `staggered_cosine`: 1, from its end on a
+    cosine to 0 at the last epoch. `one_hot`: 0.1, 1 between the end of the head below and its own,
+    then 0. `uniform`: 1 up to a fifth of the epochs, then a cosine to 0, of all lower heads alike.
+
+    Args:
+        schedule: one of these.
+        heads: how many, H.
+        epochs: of the training.
+        of_samples: the epoch of each sample, [b].
+
+    Returns:
+        [H, b].
+    """
+
+    def weight(head: int, epoch: int) -> float:
+        end, before = (
+            epochs * (0.2 + 0.6 * max(number, 0) / max(heads - 2, 1)) for number in (head, head - 1)
+        )
+        start = epochs / 5 if schedule == "uniform" else end
+        if epoch < start - 1e-9:
+            return 0.1 if schedule == "one_hot" and head > 0 and epoch < before - 1e-9 else 1.0
+        if schedule in ("staggered_step", "one_hot"):
+            return 0.0
+        return (1 + math.cos(math.pi * (epoch - start) / (epochs - start))) / 2
+
+    weights = np.ones((heads, len(of_samples)), np.float32)
+    for epoch in np.unique(of_samples).tolist():  # one, or two of a batch that straddles them
+        column = [weight(head, epoch) for head in range(heads - 1)]
+        weights[:-1, of_samples == epoch] = np.array(column, np.float32)[:, None]
+    return weights

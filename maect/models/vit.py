@@ -14,14 +14,16 @@ from timm.models.vision_transformer import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from maect.core.errors import UserError
 from maect.models.attention import use_attention
 from maect.recipes import Encoder
 
-Pooling = Literal["cls", "mean", "fc_norm"]
-"""How tokens become one vector; with `fc_norm` the final norm follows the mean of the patches."""
+Pooling = Literal["cls", "mean", "fc_norm", "head"]
+"""How tokens become one vector; with `fc_norm` the final norm follows the mean of the patches, with
+`head` a model of timm pools them as its own head does."""
 Norm = Literal["last", "none", "all"]
 """Whose output the final norm is applied to: the last block's, none, or that of all blocks."""
 
@@ -280,6 +282,22 @@ def initialize(module: nn.Module) -> None:
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+
+
+class Uninitialized(TorchFunctionMode):
+    """A context in which modules are built without drawing weights, which a file replaces.
+
+    Drawing those of a ViT-L takes seconds. What is computed without chance is there.
+    """
+
+    _drawing = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Leave out what draws numbers."""
+        kwargs = kwargs or {}
+        if func in self._drawing or getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 @contextmanager

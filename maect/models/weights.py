@@ -8,11 +8,12 @@ from typing import get_args
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, patiently
-from maect.models.vit import Pooling, VisionEncoder, build_encoder
+from maect.models.timm_encoder import TimmEncoder, build_timm
+from maect.models.vit import Pooling, Uninitialized, VisionEncoder, build_encoder
 from maect.recipes import Encoder
 
 HEAD = "head."
@@ -88,8 +89,8 @@ def save_encoder(
     save_tensors(path, state_dict, metadata)
 
 
-def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pooling]:
-    """Build the encoder that a file holds.
+def load_any_encoder(path: str | Path) -> tuple[VisionEncoder | TimmEncoder, Encoder, Pooling]:
+    """Build the encoder that a file holds, ours or a module of timm.
 
     Returns:
         The module in float32 on the CPU in eval mode, its settings, and how to pool its tokens. A
@@ -106,12 +107,32 @@ def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pool
         raise UserError(f"{path}: no encoder settings in its metadata") from None
     if pooling not in get_args(Pooling):
         raise UserError(f"{path}: unknown pooling {pooling!r}")
-    module = build_encoder(settings)
-    if pooling == "fc_norm":
-        module.norm_after_pooling()
-    try:
+    module: VisionEncoder | TimmEncoder
+    holder: nn.Module
+    if settings.timm is not None:
+        with Uninitialized():
+            module = build_timm(settings)
+        holder, weights = module.module, tensors
+    else:
+        with Uninitialized():
+            holder = module = build_encoder(settings)
+        if pooling == "fc_norm":
+            module.norm_after_pooling()
         weights = {n: value.float() for n, value in tensors.items() if not n.startswith(HEAD)}
-        module.load_state_dict(weights)
+    try:
+        holder.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"{path}: weights do not fit their own settings: {error}") from None
     return module.eval(), settings, pooling  # type: ignore[return-value]
+
+
+def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pooling]:
+    """The same of an encoder that is a plain ViT.
+
+    Raises:
+        UserError: it is another model of timm, or not a file that `save_encoder` has written.
+    """
+    module, settings, pooling = load_any_encoder(path)
+    if isinstance(module, TimmEncoder):
+        raise UserError(f"{path}: {settings.timm} of timm, which is no plain ViT")
+    return module, settings, pooling

@@ -100,6 +100,10 @@ class Encoder(Settings):
     """Of blocks: before attention and MLP, or behind their sums (data2vec 2.0)."""
     pixels: Pixels = later(Pixels())
     """What it is given."""
+    resize: int | None = later(None, gt=0)
+    """Shorter side of images before the centre crop; none: 256/224 of the image size."""
+    timm: str | None = later(None)
+    """timm's name of a model that is no plain ViT, and that only timm's module computes."""
     shape: ClassVar[tuple[str, ...]] = (
         "image_size", "patch_size", "width", "depth", "heads", "class_token", "registers", "norm",
     )  # fmt: skip
@@ -113,7 +117,24 @@ class Encoder(Settings):
     @property
     def default_resize(self) -> int:
         """Shorter side before the centre crop where nothing else is said: 256 for 224 pixels."""
-        return round(self.image_size * 256 / 224)
+        return self.resize or round(self.image_size * 256 / 224)
+
+    @property
+    def features_precision(self) -> Literal["fp32", "tf32"]:
+        """Of features where nothing else is said: TF32 from ViT-B's width on, for the time."""
+        return "tf32" if self.width >= 768 else "fp32"
+
+    def check_trainable(self) -> None:
+        """Refuse a model that only timm's module computes.
+
+        Raises:
+            ValueError: its name.
+        """
+        if self.timm is not None:
+            raise ValueError(
+                f"only plain ViTs are trained, and timm's {self.timm} is none: evaluate it, or "
+                "start from another encoder"
+            )
 
     @property
     def prefix_tokens(self) -> int:
@@ -228,6 +249,9 @@ class Contrastive(HeadSettings):
     """Momentum of the projector on the lookup path; 0 means the projector itself."""
     lookup: Literal["topk", "none", "oracle"] = "topk"
     """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
+    oracle_right: float = later(1.0, ge=0, le=1)
+    """Part of the oracle's look-ups that are of the same class; the others, drawn for each view of
+    an image, are the nearest of other classes."""
     stop_gradient: bool = later(True)
     """Of the positive: the queue has none to stop; without lookup false, unless it is given."""
 
@@ -236,6 +260,12 @@ class Contrastive(HeadSettings):
     def _gradient_without_lookup(cls, values: Any) -> Any:
         without = isinstance(values, dict) and values.get("lookup") == "none"
         return {"stop_gradient": False} | values if without else values
+
+    @model_validator(mode="after")
+    def _only_of_an_oracle(self) -> "Contrastive":
+        if self.oracle_right < 1 and self.lookup != "oracle":
+            raise ValueError(f"oracle_right {self.oracle_right}: only `lookup: oracle` has one")
+        return self
 
     @model_serializer(mode="wrap")
     def _told_without_lookup(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -246,6 +276,9 @@ class Contrastive(HeadSettings):
                 values[key] = values.pop(key)
         # There the default of the field is not what is read from a file without it.
         return values | {"stop_gradient": self.stop_gradient} if self.lookup == "none" else values
+
+
+Schedule = Literal["staggered_step", "staggered_cosine", "one_hot", "uniform"]
 
 
 class Refiner(HeadSettings):
@@ -261,6 +294,9 @@ class Refiner(HeadSettings):
     other view once."""
     statistics: Literal["joint", "per_view"] = "joint"
     """Of BatchNorm: those of all views' vectors, or of each view's."""
+    weights: Schedule | None = later(None)
+    """How the weights in the loss of all heads but the last fall, epoch by epoch; none: all are 1
+    to the end."""
 
     @property
     def heads(self) -> int:

@@ -5,8 +5,8 @@ What stays for the whole training, for P weights of which T are trained, on N ra
     weights 4 P, gradients 4 T, AdamW's moments and this rank's sums of gradients 12 T / N,
     averages 4 A / N, buffers three times: as they are, and as the last two passes found them
 
-and what the passes add: inputs, bfloat16 copies of the trained weights, activations that wait for
-the backward pass (`maect.recipes.cost`), and what its first steps need beside all of these.
+and what the passes add: inputs, bfloat16 copies of the weights, activations that wait for the
+backward pass (`maect.recipes.cost`), and what its first steps need beside all of these.
 """
 
 import re
@@ -49,7 +49,8 @@ class Footprint:
         buffers: bytes.
         inputs: bytes of the images.
         prepared: bytes of the next batch, whose images are changed meanwhile.
-        activations: bytes at the worst moment of the passes, with copies of weights.
+        activations: bytes at the worst moment of the passes, with copies of weights that learn.
+        copies: bytes of the other weights' copies, which the engine keeps under ZeRO 0 and 1.
     """
 
     weights: float
@@ -59,6 +60,7 @@ class Footprint:
     inputs: float
     prepared: float
     activations: float
+    copies: float = 0.0
 
     @property
     def passes(self) -> float:
@@ -74,7 +76,8 @@ class Footprint:
         averages = FLOAT * self.averaged / ranks
         gradients = FLOAT * self.trained * (1 / ranks - 1 if zero_stage > 1 else 0)
         gradients += FLOAT * (self.trained if accumulation > 1 else min(BUCKET, self.trained))
-        rest = self.prepared + states + averages + gradients + 2 * self.buffers
+        copies = self.copies if zero_stage < 2 else 0.0
+        rest = self.prepared + states + averages + gradients + copies + 2 * self.buffers
         return (self.passes + rest) * FRAGMENTS + CONTEXT
 
 
@@ -108,7 +111,8 @@ def footprint(
         worst = max(worst, kept + forward, kept + backward)
     buffers = sum(part.buffers for part in parts)
     inputs, prepared = _inputs(computed, encoder, images, mixes)
-    return Footprint(weights, trained, averaged, buffers, inputs, prepared, worst)
+    frozen = 2 * (weights - trained) if computed.precision == "bf16" else 0
+    return Footprint(weights, trained, averaged, buffers, inputs, prepared, worst, frozen)
 
 
 def _inputs(computed: Computed, encoder: Encoder, images: int, mixes: bool) -> tuple[float, float]:

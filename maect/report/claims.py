@@ -497,7 +497,7 @@ def write_claims(frame: pd.DataFrame, path: Path) -> None:
 
 
 def make_claims(path: Path) -> None:
-    """`maect claims claims.yaml`: beside it the verdicts as CSV and as a page."""
+    """`maect page claims.yaml`: beside it the verdicts as CSV and as a page."""
     config = ClaimsConfig.read(path)
     tables = {file.stem: read_table(file) for file in config.tables}
     shown = [ShownConfig.read(file.with_suffix(".yaml")) for file in config.tables]

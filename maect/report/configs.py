@@ -5,11 +5,13 @@ ending.
 """
 
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Self
 
 import pydantic.dataclasses
 from pydantic import ConfigDict, StringConstraints
 
+from maect.core.files import need
 from maect.core.seeds import seed_of
 from maect.core.settings import LocalPath, SettingsFile, later
 from maect.report.groups import Groups
@@ -47,6 +49,18 @@ class ShownConfig(SettingsFile):
     """Index of shards that names the classes, for a figure that shows them."""
     groups: Groups | None = later(None)
     """Groups of these classes, for a figure that shows them in place of the classes."""
+
+    @classmethod
+    def of_results(cls, path: Path) -> Self:
+        """Read the file of a table or figure, of results that are there.
+
+        Raises:
+            UserError: as `read`; or there is no folder of evaluations, which it names.
+        """
+        config = cls.read(path)
+        if any(row.runs for row in config.rows):
+            need(config.evaluations, f"folder of evaluations, which {path} names")
+        return config
 
 
 class ClaimsConfig(SettingsFile):

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _ARRAYS = (
     "points", "splits", "ids", "labels", "clusters", "distance", "neighbors", "similarity", "atlas",
+    "grains", "grain_clusters", "grain_distance",
 )  # fmt: skip
 _STEPS = 10_000
 """Positions on the map along its longer side."""
@@ -69,8 +70,18 @@ class Explored:
 
     def members(self, group: int) -> np.ndarray:
         """Positions of a group's images, those nearest to its mean first."""
-        rows = np.flatnonzero(self.arrays["clusters"] == group)
-        return rows[np.argsort(self.arrays["distance"][rows], kind="stable")]
+        return _members(self.arrays["clusters"], self.arrays["distance"], group)
+
+    def grains(self) -> dict[int, list[list[int]]]:
+        """Groups with their images' positions by number of groups, the chosen one included."""
+        own = self.arrays["clusters"], self.arrays["distance"]
+        others = zip(self.arrays["grain_clusters"], self.arrays["grain_distance"], strict=True)
+        grains = dict(zip(self.arrays["grains"].tolist(), others, strict=True))
+        counts = {**grains, int(own[0].max()) + 1: own}
+        return {
+            count: [_members(clusters, distance, group).tolist() for group in range(count)]
+            for count, (clusters, distance) in sorted(counts.items())
+        }
 
     @cached_property
     def _pages(self) -> Image.Image:
@@ -90,20 +101,24 @@ class Explored:
         points = self.arrays["points"].astype(np.float64)
         low, high = points.min(axis=0), points.max(axis=0)
         spots = np.round((points - low) / max(float((high - low).max()), 1e-9) * _STEPS)
-        groups = range(int(self.arrays["clusters"].max()) + 1)
         return {
             "run": self.run,
             "x": spots[:, 0].astype(int).tolist(),
             "y": spots[:, 1].astype(int).tolist(),
-            "group": self.arrays["clusters"].tolist(),
-            "groups": [self.members(group).tolist() for group in groups],
+            "chosen": int(self.arrays["clusters"].max()) + 1,
+            "grains": self.grains(),
             "near": self.arrays["neighbors"].tolist(),
             "similarity": np.round(self.arrays["similarity"].astype(float), 3).tolist(),
         }
 
 
+def _members(clusters: np.ndarray, distance: np.ndarray, group: int) -> np.ndarray:
+    rows = np.flatnonzero(clusters == group)
+    return rows[np.argsort(distance[rows], kind="stable")]
+
+
 def make_images(path: Path) -> None:
-    """`maect images images.yaml`: beside it the page."""
+    """`maect page images.yaml`: beside it the page."""
     write_text(path.with_suffix(".html"), images_page(ImagesConfig.read(path)))
 
 

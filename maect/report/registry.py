@@ -521,6 +521,33 @@ TABLES: dict[str, Table] = {
             "quote; the paper of MAE-CT has none. Paper: Psomas et al. 2026."
         ),
     ),
+    "refined": Table(
+        "MIM-Refiner",
+        "Alkin et al. 2025",
+        (
+            *(
+                replace(column, evaluation="low_shot_before_norm", instead=("low_shot", *_SHOTS))
+                for column in _LOW_SHOT[:3]
+            ),
+            *_LOW_SHOT[3:],
+            replace(
+                _PROBE,
+                evaluation="linear_probe_refiner",
+                instead=("linear_probe", "linear_probe_forms"),
+            ),
+            Metric("knn", "k-NN", "knn_before_norm", key="knn_standardized"),
+        ),
+        caption=(
+            "Encoders before and after refinement: few labels and k-NN on standardised features, "
+            "both before the final norm; the best of 52 linear probes, or of those after the norm "
+            "where these were not trained."
+        ),
+        compared=(
+            "Printed are the numbers of the authors' project page. MAE-CT's row there has the "
+            "better of its two forms in most cells. Paper: Alkin et al. 2025."
+        ),
+        all_of_paper=True,
+    ),
     # Figures only, in the paper; as tables for the claims.
     "gpu_hours": Table(
         "Cost of training",
@@ -724,6 +751,20 @@ FIGURES: dict[str, Figure] = {
         reads_runs=True,
         first_seed=True,
     ),
+    "gain_by_precision": Figure(
+        "What tuning gains, by how often its look-up is right",
+        "",
+        "lines:gain_by_precision",
+        caption=(
+            "k-NN accuracy (standardised) that tuning adds to its MAE's, against the part of its "
+            "look-ups that were of the right class, over the whole training. Lines: an oracle "
+            "that is right as often as it is told, and otherwise takes the nearest of another "
+            "class. Hollow: the look-up itself. Dotted: without look-up, where the other view is "
+            "the positive. Deviations are over seeds, paired."
+        ),
+        needs=("knn",),
+        reads_runs=True,
+    ),
     "knn_compute": Figure(
         "k-NN accuracy against compute",
         "",
@@ -738,6 +779,18 @@ FIGURES: dict[str, Figure] = {
         needs=("knn",),
         reads_runs=True,
         trained_here=True,
+    ),
+    "knn_per_block": Figure(
+        "k-NN accuracy by block",
+        "",
+        "lines:knn_per_block",
+        caption=(
+            "k-NN accuracy on the output of each block ([CLS], or the mean of the patches, as the "
+            "encoder is read; before the final norm, standardised), from one forward pass, with "
+            "the standard deviation over seeds. Where a line falls at its end, the last blocks "
+            "work for something else than classes."
+        ),
+        needs=("knn_per_block",),
     ),
 }
 

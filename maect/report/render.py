@@ -287,8 +287,8 @@ def for_terminal(table: Printed) -> Group:
 
 
 def make_table(path: Path) -> None:
-    """`maect table tables/NAME.yaml`: beside it NAME as CSV, Markdown, LaTeX and a page."""
-    config = ShownConfig.read(path)
+    """`maect page tables/NAME.yaml`: beside it NAME as CSV, Markdown, LaTeX and a page."""
+    config = ShownConfig.of_results(path)
     frame = build_table(
         config.name, config.rows, config.evaluations, config.compare_with_paper, config.runs
     )

@@ -20,7 +20,7 @@ GROUPS, PICTURES = 6, 8
 
 
 def make_summary(path: Path) -> None:
-    """`maect summary summary.yaml`: beside it the page."""
+    """`maect page summary.yaml`: beside it the page."""
     write_text(path.with_suffix(".html"), summary_page(SummaryConfig.read(path)))
 
 

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from maect.core.errors import UserError
 from maect.core.settings import one_line
 from maect.recipes import Encoder, Pixels, load_encoder, merge, recipe_values
+from maect.recipes.timm_encoders import find_timm
 from maect.stages.fine_tune import FineTune
 from maect.stages.head import Head
 from maect.stages.imported import Import
@@ -63,9 +64,10 @@ def check_source(
         key: under which it is given.
 
     Raises:
-        UserError: none where one is needed, or one of another stage, encoder or head.
+        UserError: none where one is needed, one where none is, or one of another stage, encoder or
+            head.
     """
-    allowed = starts_from(settings.name)
+    allowed = starts_from(settings.name) if settings.needs_source else ()
     if source is None:
         if allowed:
             raise UserError(f"{where}: stage {settings.name} needs `{key}`: a run to start from")
@@ -97,13 +99,20 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
 
 
 def load_import(
-    layout: str | None, size: str, image_size: int | None = None, pixels: Pixels | None = None
+    layout: str | None,
+    size: str,
+    image_size: int | None = None,
+    pixels: Pixels | None = None,
+    timm: str | None = None,
 ) -> tuple[Import, Encoder]:
     """An import in place of a recipe, and the encoder that it gives.
 
     Raises:
-        UserError: unknown layout or size.
+        UserError: unknown layout, size, or name of timm.
     """
+    if timm is not None:
+        known = find_timm(timm)
+        return Import(timm=known.name), known.encoder(image_size, pixels)
     try:
         settings = Import.model_validate({"layout": layout})
     except ValidationError as error:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # these import torch
     from maect.train.objective import Objective
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
+RANDOM = ("flip", "jitter", "blur", "gray", "solarize")
+"""Changes of a view that have a probability."""
 
 
 def check_colors(views: Sequence[View], encoder: Encoder) -> None:
@@ -60,6 +62,10 @@ class Unlabelled(Training):
     """Replaces the probability of a horizontal flip (0 where left and right mean something)."""
     blur: float | None = later(None, ge=0, le=1)
     """Replaces the probability of blur (0 where images have few pixels and it leaves nothing)."""
+    jitter: float | None = later(None, ge=0, le=1)
+    """Likewise of jittered colours; with the next two, an augmentation may be taken apart."""
+    gray: float | None = later(None, ge=0, le=1)
+    solarize: float | None = later(None, ge=0, le=1)
     lr_counts_views: bool = True
     """lr = base_lr x batch_size x views / 256 (authors' code); False leaves `views` out."""
     views: int = Field(default=2, ge=1)
@@ -97,14 +103,15 @@ class Unlabelled(Training):
                     raise ValueError(f"{name}.{key} {here} differs from {there}")
 
     def view_settings(self) -> tuple[View, ...]:
-        """The augmentation's views with this run's crop scale, flips and blur."""
-        changes = {"crop_scale": self.crop_scale, "flip": self.flip, "blur": self.blur}
-        changes = {key: value for key, value in changes.items() if value is not None}
+        """The augmentation's views with this run's crop scale and probabilities."""
+        given = {key: getattr(self, key) for key in ("crop_scale", *RANDOM)}
+        changes = {key: value for key, value in given.items() if value is not None}
         pair = [view.model_copy(update=changes) for view in AUGMENTATIONS[self.augmentation]]
         return tuple(pair[number % len(pair)] for number in range(self.views))
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Refuse an encoder without [CLS] token, and views that it cannot be given."""
+        encoder.check_trainable()
         views = self.view_settings()
         check_colors(views, encoder)
         if not encoder.class_token:
@@ -178,7 +185,7 @@ class Unlabelled(Training):
     ) -> "Objective":
         """The objective with random weights, and in their place what it takes from a run."""
         objective = self.objective(encoder, seed)
-        if self.starts_from:
+        if self.needs_source:
             self.start_from(self.need(source), objective, encoder)
         return objective
 

@@ -157,6 +157,7 @@ class FineTune(Supervised, Training):
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Refuse to freeze more blocks than there are, and RandAugment of other than colours."""
+        encoder.check_trainable()
         if self.randaugment_layers and encoder.pixels.channels != 3:
             raise ValueError(
                 f"RandAugment changes images of 3 channels, not {encoder.pixels.channels}; set "

@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json, read_mapping, sha256_file, write_record
-from maect.core.settings import digest
+from maect.core.settings import digest, later
 from maect.models.layouts import LAYOUTS
 from maect.recipes import Pixels
 from maect.train.stage import Stage
@@ -26,6 +26,8 @@ class Import(Stage):
 
     layout: str | None = None
     """How the checkpoint is laid out, a key of `LAYOUTS`; none: detected from its content."""
+    timm: str | None = later(None)
+    """In place of a layout: the model's full name in timm (`maect.recipes.timm_encoders`)."""
 
     @field_validator("layout")
     @classmethod
@@ -47,7 +49,8 @@ def import_weights(
     size: str | None = None,
     image_size: int | None = None,
     pixels: Pixels | None = None,
-) -> tuple[str, "Converted"]:
+    timm: str | None = None,
+) -> tuple[str | None, "Converted"]:
     """Make a run folder out of a public checkpoint: its encoder, and a record of where it is from.
 
     Args:
@@ -57,15 +60,16 @@ def import_weights(
         size: of the encoder; none: detected.
         image_size: to use the encoder at; none: the one that it was trained at.
         pixels: that it is given from now on; none: three channels, with ImageNet's statistics.
+        timm: name of the model in timm, in place of layout and size.
 
     Returns:
-        The layout, and what was taken out of the checkpoint.
+        The layout (none of a model of timm), and what was taken out of the checkpoint.
 
     Raises:
         UserError: weights that cannot be read or are of another layout or size, or a folder that
             holds a run that was trained.
     """
-    from maect.models.checkpoints import convert, find_layout, read_checkpoint
+    from maect.models.checkpoints import convert, convert_timm, find_layout, read_checkpoint
     from maect.models.weights import save_encoder
     from maect.train.run_folder import origin
 
@@ -82,11 +86,14 @@ def import_weights(
             "folder as it is: maect.load, maect embed and maect predict take it"
         )
     checkpoint = read_checkpoint(weights)
-    if layout is None:
-        layout = find_layout(checkpoint, weights.name)
-    elif layout not in LAYOUTS:
-        raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
-    new = convert(checkpoint, layout, weights.name, size, image_size, pixels)
+    if timm is not None:
+        new = convert_timm(checkpoint, timm, weights.name, image_size, pixels)
+    else:
+        if layout is None:
+            layout = find_layout(checkpoint, weights.name)
+        elif layout not in LAYOUTS:
+            raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+        new = convert(checkpoint, layout, weights.name, size, image_size, pixels)
     for name, tensor in new.tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{weights}: {name} has values that are not finite; fetch it again")
@@ -98,12 +105,13 @@ def import_weights(
         {
             "run": folder.name,
             "stage": "import",
-            "fingerprint": digest("import", layout, new.encoder, new.pooling, sha256),
+            "fingerprint": digest("import", new.timm or layout, new.encoder, new.pooling, sha256),
             "weights": {
                 "file": weights.name,
                 "sha256": sha256,
                 "layout": layout,
                 "left_out": new.left_out,
+                **({} if new.timm is None else _timm_record(new)),
             },
             "size": new.size,
             "encoder": new.encoder.model_dump(mode="json"),
@@ -117,3 +125,20 @@ def import_weights(
         },
     )
     return layout, new
+
+
+def _timm_record(new: "Converted") -> dict[str, Any]:
+    """What an import says of a model of timm: name, version, arguments, and how it reads images."""
+    from importlib.metadata import version
+
+    return {
+        "timm": new.timm,
+        "timm_version": version("timm"),
+        "arguments": {"img_size": new.encoder.image_size, "num_classes": 0},
+        "transform": {
+            "interpolation": "bicubic",
+            "resize": new.encoder.default_resize,
+            "mean": new.encoder.pixels.statistics[0],
+            "std": new.encoder.pixels.statistics[1],
+        },
+    }

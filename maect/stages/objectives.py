@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from maect.data.loader import Batch
-from maect.data.random import ids_shuffle, lookup_numbers
+from maect.data.random import ids_shuffle, lookup_numbers, wrong_lookups
 from maect.data.transforms import (
     apply_changes,
     draw_changes,
@@ -17,9 +17,9 @@ from maect.data.transforms import (
 from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
 from maect.models.heads import NNCLRHead, QueueHead
 from maect.models.precision import mixed_precision
-from maect.models.refiner import RefinerHeads
+from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
-from maect.recipes import views_by_size, visible_patches
+from maect.recipes import Contrastive, views_by_size, visible_patches
 from maect.stages.base import SelfSupervised, Unlabelled
 from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
@@ -36,7 +36,9 @@ class Views:
             [views, b, L].
         ids, labels: int64 [b]; labels are -1 where unknown.
         neighbors: which of the k nearest neighbours to take, for each view of the first size of
-            each head that is one of several, int64 [heads * views, b].
+            each head that is one of several, int64 [heads * views, b]; k more where an oracle is
+            to be wrong.
+        weights: of each sample in the loss of each head, float32 [heads, b]; none: 1.
     """
 
     images: tuple[Tensor, ...]
@@ -44,6 +46,7 @@ class Views:
     ids: Tensor
     labels: Tensor
     neighbors: Tensor | None
+    weights: Tensor | None = None
 
 
 class ViewsObjective(Objective):
@@ -88,6 +91,9 @@ class ViewsObjective(Objective):
         for head in [*self.queue_heads.values()][:1]:  # several have the same settings
             topk, lookups = head.settings.topk, head.lookups * len(first)
             drawn["neighbors"] = lookup_numbers(topk, seed, epochs, ids, lookups)
+            if isinstance(head.settings, Contrastive) and head.settings.oracle_right < 1:
+                wrong = wrong_lookups(head.settings.oracle_right, seed, epochs, ids, lookups)
+                drawn["neighbors"] += topk * wrong
         return drawn
 
     def prepare(self, batch: Batch, device: torch.device) -> Views:
@@ -98,8 +104,9 @@ class ViewsObjective(Objective):
             views = {number: self.view_settings[number] for number in numbers}
             changes = draw_changes(views, self.seed, batch.epochs, batch.ids)
             images.append(apply_changes(flat(raw), changes, pixels).unflatten(0, raw.shape[:2]))
-        shuffle, neighbors = values.get("ids_shuffle"), values.get("neighbors")
-        return Views(tuple(images), shuffle, values["ids"], values["labels"], neighbors)
+        drawn = [values.get(name) for name in ("ids_shuffle", "neighbors", "weights")]
+        shuffle, neighbors, weights = drawn
+        return Views(tuple(images), shuffle, values["ids"], values["labels"], neighbors, weights)
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
         """Pooled tokens of whole images, [b, D]."""
@@ -272,9 +279,18 @@ class RefinerObjective(ViewsObjective):
         train_encoder: bool = True,
     ) -> None:
         super().__init__(stage, encoder, seed)
+        self.pooling = self.left_pooling = stage.pooling(encoder.settings)
         self.heads, self.train_encoder = heads, train_encoder
         if not train_encoder:
             encoder.requires_grad_(False).eval()
+
+    def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
+        """Lookup numbers and, if they change, the weights of the heads' losses."""
+        drawn, settings = super().draw(epochs, ids), self.heads.settings
+        if settings.weights is not None:
+            told = settings.weights, len(self.heads.numbers), self.stage.epochs
+            drawn["weights"] = torch.from_numpy(head_weights(*told, epochs))
+        return drawn
 
     def read(self, images: Tensor) -> Tensor:
         """What each head reads of views [v, b, C, S, S] of one size, [H, v, b, D].
@@ -293,5 +309,6 @@ class RefinerObjective(ViewsObjective):
             with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
                 features = [self.read(images) for images in views.images]
             assert views.neighbors is not None
-            out = self.heads(torch.cat(features, 1), views.ids, views.labels, views.neighbors)
+            told = views.ids, views.labels, views.neighbors, views.weights
+            out = self.heads(torch.cat(features, 1), *told)
         return out.loss, out.metrics

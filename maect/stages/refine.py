@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
+from maect.core.settings import later
 from maect.recipes import LOCAL, Encoder, Refiner, View
 from maect.stages.base import Unlabelled
 from maect.train.stage import Stage
@@ -33,6 +34,9 @@ class RefineHeads(Unlabelled):
     min_lr: float = Field(ge=0)
     """Where the cosine ends, for the heads and the uppermost layers."""
     head: Refiner
+    pool: Literal["cls", "mean"] | None = later(None)
+    """What heads and evaluations read, [CLS] or the mean of the patch tokens, in place of what the
+    encoder's size says."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RefineHeads":
@@ -63,10 +67,14 @@ class RefineHeads(Unlabelled):
         """Fraction of the peak learning rates where the cosine ends."""
         return self.min_lr / self.peak_lr
 
+    def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
+        """How heads, and evaluations of what a run leaves, pool the tokens."""
+        return self.pool or super().pooling(encoder)
+
     def view_settings(self) -> tuple[View, ...]:
         """Two global views, then the local ones."""
         changes: dict[str, Any] = {"size": self.local_size, "crop_scale": self.local_scale}
-        changes |= {"flip": self.flip, "blur": self.blur}
+        changes |= {key: getattr(self, key) for key in ("flip", "jitter", "blur", "gray")}
         changes = {key: value for key, value in changes.items() if value is not None}
         local = LOCAL[self.augmentation].model_copy(update=changes)
         return (*super().view_settings(), *[local] * self.local_views)
@@ -85,7 +93,10 @@ class RefineHeads(Unlabelled):
         super().check_source(encoder, source, source_encoder)
         if "heads" not in self._continued(source):
             return
-        there = cast(RefineHeads, source).head.read(encoder.depth)
+        before = cast(RefineHeads, source)
+        if (ours := self.pooling(encoder)) != (theirs := before.pooling(encoder)):
+            raise ValueError(f"pool {ours} differs from {theirs}")
+        there = before.head.read(encoder.depth)
         if missing := sorted({*self.head.read(encoder.depth)} - {*there}):
             raise ValueError(f"head.blocks: block {missing[0]} has no head among {list(there)}")
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
+from maect.core.settings import later
 from maect.recipes import Contrastive, Encoder
 from maect.stages.base import SelfSupervised
 
@@ -25,10 +26,21 @@ class Tune(SelfSupervised):
     frozen_blocks: int = Field(ge=0)
     encoder_ema: float = Field(ge=0, lt=1)
     head: Contrastive
+    from_scratch: bool = later(False)
+    """Begins with random weights, without a run to start from: a control."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Tune":
+        if self.from_scratch and self.frozen_blocks:
+            raise ValueError(
+                f"from_scratch: frozen_blocks {self.frozen_blocks} would stay random; set it to 0"
+            )
         return self.check_contrastive()
+
+    @property
+    def needs_source(self) -> bool:
+        """Not from random weights."""
+        return not self.from_scratch
 
     def check_encoder(self, encoder: Encoder) -> None:
         """Refuse to freeze every block."""

@@ -25,6 +25,7 @@ from maect.experiment import Experiment
 from maect.launch import LaunchError, Resources, Task, launch, submit
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS, node_range
 from maect.launch.slurm import command
+from maect.tools import neighbors
 from maect.tools.plan import feature_bytes, shards_of, size_text
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
@@ -84,7 +85,8 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     largest = rules.get(largest_rule(experiment), {})
     on_slurm = largest.get("cluster") == "slurm"
     note([*software(), *misspelt(rules)])
-    note(storage(experiment))
+    told = [Finding("note", warning) for warning in neighbors.warnings(experiment)]
+    note([*storage(experiment), *told])
     said = driver_of(profile)
     if on_slurm:
         note([*driver(said), *setup_script(rules), *requests(rules)])
@@ -311,16 +313,16 @@ def needs(experiment: Experiment) -> tuple[int, int]:
                 files += 4 * given.shards
     for run in experiment.runs.values():
         size += run.settings.state_bytes(run.encoder)
-    for name, source in _features(experiment):
-        images = shards_of(experiment.shards(experiment.default_dataset, source.split)).images or 0
+    for name, dataset_name, source in _features(experiment):
+        images = shards_of(experiment.shards(dataset_name, source.split)).images or 0
         size += feature_bytes(experiment.runs[name].encoder, images)
     return size, files + 10 * len(experiment.evaluations)
 
 
-def _features(experiment: Experiment) -> set[tuple[str, Features]]:
-    """(run, split) of all features that evaluations read."""
+def _features(experiment: Experiment) -> set[tuple[str, str, Features]]:
+    """(run, data set, split) of all features that evaluations read."""
     return {
-        (run, source)
+        (run, experiment.dataset_of(name), source)
         for run, name in experiment.evaluations
         for source in experiment.evaluation(run, name).inputs().values()
         if isinstance(source, Features)

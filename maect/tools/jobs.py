@@ -278,9 +278,10 @@ def extract_features(
     out: Path,
     where: Where,
     *,
-    precision: str,
+    precision: str | None,
     resize: int | None,
     norm: bool = True,
+    blocks: int = 1,
 ) -> None:
     """Write the features of all images of a split.
 
@@ -289,32 +290,38 @@ def extract_features(
         shards: folder of the split.
         out: the `.safetensors` file.
         where: devices, on a fixed number of nodes.
-        precision: "fp32", "tf32" or "bf16".
+        precision: "fp32", "tf32" or "bf16"; by default the encoder's own.
         resize: shorter side before the centre crop; by default the run's, or its encoder's.
         norm: whether the encoder's final norm is applied.
+        blocks: the raw output of this many last blocks side by side.
 
     Raises:
-        UserError: no encoder or shards, or another suffix.
+        UserError: no encoder or shards, another suffix, or several blocks behind the norm.
     """
+    if blocks < 1 or (blocks > 1 and norm):
+        raise UserError(f"--blocks {blocks}: 1, or with --before-norm a larger number")
     if out.suffix != ".safetensors":
         raise UserError(
             f"{out}: features are written as .safetensors; "
             "maect embed writes tables of vectors as .parquet, .csv or .npy"
         )
     encoder = need(run / "encoder.safetensors", "encoder")
-    resize = resize or resize_of(run) or encoder_settings(run).default_resize
+    settings = encoder_settings(run)
+    resize = resize or resize_of(run) or settings.default_resize
+    precision = precision or settings.features_precision
     wanted = {
         "encoder_sha256": sha256_file(encoder),
         "index_digest": need_shards(shards),
         "precision": precision,
         "resize": resize,
         "norm": norm,
+        "blocks": blocks,
     }
 
     def is_done() -> bool:
         from maect.evaluate.store import open_record
 
-        return out.exists() and wanted.items() <= open_record(out).items()
+        return out.exists() and wanted.items() <= ({"blocks": 1} | open_record(out)).items()
 
     where.run(
         "features",
@@ -330,6 +337,7 @@ def extract_features(
         precision=precision,
         resize=resize,
         norm=norm,
+        blocks=blocks,
     )
 
 

@@ -9,10 +9,16 @@ from typing import Any
 from maect.core.errors import UserError, counted
 from maect.core.files import read_mapping
 from maect.data.sources import open_source
-from maect.evaluate.base import Features
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
-from maect.experiment.resolve import features_file, read_by_evaluation, read_by_run, run_config
+from maect.experiment.resolve import (
+    features_file,
+    of_ending,
+    precision,
+    read_by_evaluation,
+    read_by_run,
+    run_config,
+)
 from maect.experiment.start import (
     missing_images,
     missing_lists,
@@ -51,6 +57,7 @@ KNOWN_IMAGES = {
         "imagenet_a": 7_500,
     },
     "cifar10": {"train": 50_000, "val": 10_000},
+    "tiny_imagenet": {"train": 100_000, "val": 10_000},
     "digits": {"train": 1_297, "val": 500},
 }
 # Bytes of the archives ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
@@ -112,9 +119,9 @@ def listed(experiment: Experiment, dataset: str, split: str) -> Shards | None:
     return Shards(plan["n"], size, False, len(plan["class_names"]) or 1000)
 
 
-def feature_bytes(encoder: Encoder, images: int) -> int:
-    """Float32 features and labels."""
-    return images * (4 * encoder.width + 8)
+def feature_bytes(encoder: Encoder, images: int, blocks: int = 1) -> int:
+    """Float32 features, of so many blocks, and labels."""
+    return images * (4 * encoder.width * blocks + 8)
 
 
 def part_done(folder: Path) -> float:
@@ -368,16 +375,18 @@ def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     if images is None:
         plan.unknown.add(f"images of {dataset} {split}")
     flops = None if images is None else images * encode_flops(encoder)
-    makes = features_file(experiment, run, dataset, Features(split, not job.wildcards["norm"]))
+    exact = precision(experiment, run) == "fp32"
+    kind = of_ending(split, job.wildcards["norm"])
+    makes = features_file(experiment, run, dataset, kind)
     return _on_devices(
-        job, f"{run} {makes.stem}", flops, experiment.spec.features == "fp32", device, makes=makes,
-        needs=(experiment.folder(run),), bytes=feature_bytes(encoder, images or 0),
+        job, f"{run} {makes.stem}", flops, exact, device, makes=makes,
+        needs=(experiment.folder(run),), bytes=feature_bytes(encoder, images or 0, kind.blocks),
     )  # fmt: skip
 
 
 def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
     run, name = job.wildcards["run"], job.wildcards["evaluation"]
-    settings, dataset = experiment.evaluation(run, name), experiment.default_dataset
+    settings, dataset = experiment.evaluation(run, name), experiment.dataset_of(name)
 
     def images(split: str) -> int:
         count = plan.shards(experiment.shards(dataset, split)).images
@@ -420,7 +429,11 @@ def _on_devices(
 
 def all_here(jobs: Iterable[RuleJob]) -> bool:
     """Whether there is something to compute, and all of it on this machine."""
-    computing = [job for job in jobs if job.rule in STAGES or "evaluation" in job.wildcards]
+    computing = [
+        job
+        for job in jobs
+        if (job.rule in STAGES and STAGES[job.rule].trains) or "evaluation" in job.wildcards
+    ]
     return bool(computing) and all(map(is_here, computing))
 
 

@@ -66,6 +66,7 @@ def _trained(context: Any, device: Any) -> float:
     x = torch.full((1, WIDTH), 1.0 + context.rank, device=device)
     engine.backward(engine(x).square().mean())
     engine.step(1.0)
+    engine.complete()
     engine.close()
     return float(layer.weight.detach().double().sum())
 

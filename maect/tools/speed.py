@@ -79,7 +79,9 @@ def measure(stage: Unlabelled, encoder: Encoder, batch: int) -> float:
     """
     import torch
 
+    from maect.core.context import SingleRank
     from maect.evaluate.throughput import stage_step
+    from maect.train.engine import alone
 
     threads = torch.get_num_threads()
 
@@ -88,17 +90,17 @@ def measure(stage: Unlabelled, encoder: Encoder, batch: int) -> float:
     batch = max([n for n in parts if n <= batch], default=parts[0])
     cuda = torch.cuda.is_available()
     objective = stage.objective(encoder, 0)
-    step = stage_step(stage, objective, batch, torch.device("cuda" if cuda else "cpu"))
+    rank = SingleRank(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS), cuda)
     fastest, start = float("inf"), time.perf_counter()
     try:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS))
-        step()
-        while fastest == float("inf") or time.perf_counter() - start < SECONDS:
-            began = time.perf_counter()
+        with alone(rank) as device, stage_step(stage, objective, batch, device) as step:
             step()
-            if cuda:
-                torch.cuda.synchronize()
-            fastest = min(fastest, time.perf_counter() - began)
+            while fastest == float("inf") or time.perf_counter() - start < SECONDS:
+                began = time.perf_counter()
+                step()
+                if cuda:
+                    torch.cuda.synchronize()
+                fastest = min(fastest, time.perf_counter() - began)
     finally:
         torch.set_num_threads(threads)
     return batch / fastest

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from maect.train.look import uniformity
+from maect.measures import uniformity
 
 UNIFORMITY_LIMIT = -0.02
 RANK_LIMIT = 1.2

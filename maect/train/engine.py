@@ -10,7 +10,8 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,7 @@ from maect.core.distributed import STEP_TIMEOUT, any_rank, device_of, join, keep
 from maect.core.processes import private_caches
 from maect.models.attention import use_attention
 from maect.models.decoder import Decoder
+from maect.models.heads import QueueHead
 from maect.models.precision import mixed_precision
 from maect.models.vit import VisionEncoder
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
@@ -31,6 +33,8 @@ from maect.train.exchange import Exchange, Piece
 from maect.train.stage import Training
 
 _BUCKET = 50_000_000
+GRAPHS = 32
+"""Compiled forms of a transformer block, at most."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Mark = Any
 """A moment of a device: an event of a GPU, or seconds."""
@@ -63,6 +67,17 @@ def start(context: Context) -> torch.device:
     # It would make a group like this one, with its own time limit and more of each GPU's memory.
     groups._WORLD_GROUP = dist.group.WORLD
     return device
+
+
+@contextmanager
+def alone(context: Context) -> Iterator[torch.device]:
+    """Have engines in this process for as long as the block runs; gives the only rank's device."""
+    with patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"):
+        device = start(context)
+        try:
+            yield device
+        finally:
+            dist.destroy_process_group()
 
 
 def seconds_between(first: Mark, second: Mark) -> float:
@@ -115,6 +130,8 @@ class Engine:
                 groups,
                 settings.zero_stage == 1,
                 _cast_by_autocast(module, settings, device),
+                [part for part in module.modules() if isinstance(part, Block | QueueHead)],
+                settings.accumulation > 1,
             )
             groups = _as_updated(groups, self._exchange)
         self._adam = GuardedAdamW(
@@ -233,10 +250,25 @@ class Engine:
         """Smallest and largest learning rate of the last update."""
         return min(self._peaks) * self._multiplier, max(self._peaks) * self._multiplier
 
+    def complete(self) -> None:
+        """Let the module's parameters be whole on every rank; on all of them at once.
+
+        Between updates a rank has those that it updates; the others' come with the next forward
+        pass, or here. Under ZeRO 3 see `gathered`.
+        """
+        if self._exchange is not None:
+            self._exchange.complete()
+
+    def copies(self) -> Iterator[Tensor]:
+        """What layers computed with in place of their parameters, the same on every rank."""
+        return self._exchange.copies() if self._exchange is not None else iter(())
+
     def gathered(self, module: nn.Module) -> Any:
         """Context in which a part's parameters are complete on every rank, also under ZeRO 3."""
         import deepspeed
 
+        if self._exchange is not None:
+            self._exchange.complete(module)
         sharded = self.zero_stage == 3
         return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=sharded)
 
@@ -349,16 +381,10 @@ class GuardedAdamW(torch.optim.AdamW):
 def _cast_by_autocast(
     module: nn.Module, settings: Training, device: torch.device
 ) -> list[nn.Module]:
-    """Layers of which autocast casts the weights, where gradients add up in their own type.
-
-    Parts of a batch add up in float32: there autocast does it.
-    """
-    wanted = mixed_precision(device, settings.precision)._enabled
-    if not wanted or settings.accumulation > 1:
+    """Parts in which autocast casts layers' weights."""
+    if not mixed_precision(device, settings.precision)._enabled:
         return []
-    models = [part for part in module.modules() if isinstance(part, VisionEncoder | Decoder)]
-    layers = (layer for model in models for layer in model.modules())
-    return [layer for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d)]
+    return [part for part in module.modules() if isinstance(part, VisionEncoder | Decoder)]
 
 
 def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[str, Any]]:
@@ -374,6 +400,9 @@ def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[s
 def compile_blocks(module: nn.Module, device: torch.device) -> str:
     """Compile the transformer blocks on every rank, or on none; return why not."""
     private_caches()
+    # All blocks of a process share these: sizes of views, learning and frozen ones, looks and their
+    # last batches. Beyond PyTorch's 8 blocks would run as they are, without a word.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     reason = ""
     try:
         torch.compile(torch.nn.functional.gelu)(torch.ones(8, device=device))
@@ -383,6 +412,7 @@ def compile_blocks(module: nn.Module, device: torch.device) -> str:
         return reason or "another rank cannot"
     for block in module.modules():
         if isinstance(block, Block):
-            # Encoder and decoder share the code of a block: each gets one for its own shapes.
-            block.compile(dynamic=False)
+            # Encoder and decoder share the code of a block: each gets one for its own shapes. The
+            # hooks of a block are not compiled: one waits for its weights.
+            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
     return ""

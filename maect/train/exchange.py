@@ -10,11 +10,16 @@ DeepSpeed's ZeRO 1 waits for the whole device in each backward pass when it over
 exchanges and some dozens of kernels for each group of parameters, of which fine-tuning has 52.
 
 Autocast takes a kernel to cast each weight, and one for each of their gradients: a quarter of a
-block's. Here all weights of a bucket are cast at once, and lent to their layers for a forward and
-backward pass; the bits are the same.
+block's. Here all weights of a bucket are cast at once, frozen ones once for all, and lent to their
+layers for a forward and backward pass; the bits are the same.
+
+Under ZeRO 1 these bfloat16 copies are gathered, half the bytes of the weights. Parameters that
+nobody casts (norms, heads) have buckets of their own and are gathered in float32. All of it travels
+while the next forward pass computes: the first buckets that it needs go first, and each part waits
+for its own. `complete` gathers the weights themselves, for whoever reads them elsewhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +31,8 @@ from maect.recipes.memory import BUCKET
 
 ALIGNED = 32
 """Elements: every parameter begins at 128 bytes, where vectorised kernels can read it."""
+CAST = (nn.Linear, nn.Conv2d)
+"""Layers whose parameters autocast casts."""
 
 
 @dataclass
@@ -41,7 +48,9 @@ class Bucket:
         lent: what layers compute with in place of parameters, by the parameters' numbers.
         cast: all weights in the type of those, [n]; none if nothing is lent.
         missing: parameters whose gradients are still to come.
-        work: the exchange under way.
+        work: the exchange of gradients under way.
+        coming: that of weights.
+        whole: whether `weights` has all ranks' slices, once they have come.
     """
 
     parameters: list[tuple[str, nn.Parameter, int]]
@@ -53,6 +62,8 @@ class Bucket:
     cast: Tensor | None
     missing: int = 0
     work: Any = None
+    coming: Any = None
+    whole: bool = True
 
 
 @dataclass
@@ -103,7 +114,9 @@ class Exchange:
         module: nn.Module,
         groups: list[dict[str, Any]],
         sharded: bool,
-        layers: Sequence[nn.Module] = (),
+        models: Sequence[nn.Module] = (),
+        readers: Sequence[nn.Module] = (),
+        adds_up: bool = False,
     ) -> None:
         """Move trained parameters into buckets.
 
@@ -111,30 +124,45 @@ class Exchange:
             module: on its device.
             groups: trained parameters, as AdamW takes them.
             sharded: ZeRO 1 instead of 0.
-            layers: of the module, whose parameters autocast would cast to bfloat16.
+            models: parts of the module, in which autocast would cast layers' parameters to
+                bfloat16.
+            readers: parts whose parameters are read only while they are called, and which may
+                therefore wait for their weights until then.
+            adds_up: gradients of several passes do, in float32: autocast casts trained weights.
         """
-        self._owners = {id(p): (m, name) for m in layers for name, p in m._parameters.items()}
+        cast = [m for model in models for m in model.modules() if isinstance(m, CAST)]
+        self._frozen = list(_frozen(cast))
+        cast, models = ([], ()) if adds_up else (cast, models)
+        self._owners = {id(p): (m, name) for m in cast for name, p in m._parameters.items()}
         self._sharded, self._ranks = sharded, dist.get_world_size()
         self._scattered = sharded and self._ranks > 1
         self._next: int | None = None  # bucket to exchange; None: gradients only add up
+        self._gathered = False  # the copies are up to date, or will be
         number = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         trained = [(n, p, number[id(p)]) for n, p in module.named_parameters() if id(p) in number]
-        bundles: list[list[tuple[str, nn.Parameter, int]]] = []
-        room = 0
-        for entry in reversed(trained):
-            length = entry[1].numel()
-            if not bundles or length > room:
-                bundles.append([])
-                room = BUCKET
-            bundles[-1].append(entry)
-            room -= length
+        beside = {id(p) for model in models for p in model.parameters()} - self._owners.keys()
+        bundles = _bundles(trained, lambda p: (id(p) in self._owners, id(p) in beside))
         self.buckets = [self._bucket(sorted(b, key=lambda entry: entry[2])) for b in bundles]
         self.pieces = [piece for bucket in self.buckets for piece in self._pieces(bucket)]
+        self._of = {id(p): bucket for bucket in self.buckets for _, p, _ in bucket.parameters}
         self._hooks = [
             leaf.register_post_accumulate_grad_hook(self._hook(bucket))
             for bucket in self.buckets
             for leaf in self._leaves(bucket)
         ]
+        waiting = {id(p) for reader in readers for p in reader.parameters()}
+        self._first = self._buckets(p for _, p, _ in trained if id(p) not in waiting)
+        for reader in readers:
+            if buckets := self._buckets(reader.parameters()):
+                self._hooks.append(reader.register_forward_pre_hook(self._waiting(buckets)))
+
+    def _buckets(self, parameters: Iterable[Tensor]) -> list[Bucket]:
+        """Those in which parameters lie, in the order in which their weights come."""
+        found = {id(self._of[id(p)]) for p in parameters if id(p) in self._of}
+        return [bucket for bucket in reversed(self.buckets) if id(bucket) in found]
+
+    def _waiting(self, buckets: list[Bucket]) -> Any:
+        return lambda *_: _wait(buckets)
 
     @torch.no_grad()
     def _bucket(self, entries: list[tuple[str, nn.Parameter, int]]) -> Bucket:
@@ -175,19 +203,24 @@ class Exchange:
             yield parameter if lent is None else lent.weight
 
     def lend(self) -> None:
-        """Cast the weights, and let their layers compute with that."""
+        """Let layers compute with copies of their weights, which come when they are needed."""
+        _wait(self._first)
         for bucket in self.buckets:
-            if bucket.cast is not None:
+            if bucket.cast is not None and not self._gathered:
                 bucket.cast.copy_(bucket.weights)
-            for lent in bucket.lent.values():
-                # Found before the parameter, which stays what it is for everyone else.
-                lent.layer.__dict__[lent.name] = lent.weight
+        for lent in self._lent():
+            # Found before the parameter, which stays what it is for everyone else.
+            lent.layer.__dict__[lent.name] = lent.weight
 
     def take_back(self) -> None:
         """Let the layers have their parameters again."""
+        for lent in self._lent():
+            del lent.layer.__dict__[lent.name]
+
+    def _lent(self) -> Iterator[Lent]:
+        yield from self._frozen
         for bucket in self.buckets:
-            for lent in bucket.lent.values():
-                del lent.layer.__dict__[lent.name]
+            yield from bucket.lent.values()
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """What this rank updates of a bucket."""
@@ -223,6 +256,7 @@ class Exchange:
 
     def begin(self) -> None:
         """Expect the last backward pass before an update: what is complete leaves at once."""
+        _wait(self.buckets)  # also for weights that no layer asked for: the update writes them
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
         self._next = 0
@@ -239,22 +273,48 @@ class Exchange:
         if self._ranks > 1:
             torch._foreach_div_([bucket.averaged for bucket in self.buckets], self._ranks)
 
+    @torch.no_grad()
     def gather(self) -> None:
-        """Get the other ranks' slices of the weights."""
+        """Start to get what layers need of the other ranks' slices, what they read first first."""
         if not self._scattered:
             return
-        works = [
-            dist.all_gather_into_tensor(b.weights, b.weights[b.own], async_op=True)
-            for b in self.buckets
-        ]
-        for work in works:
-            assert work is not None  # asynchronous ones are not
-            work.wait()
+        copies = [(bucket.cast, bucket) for bucket in self.buckets if bucket.cast is not None]
+        if copies:
+            torch._foreach_copy_(
+                [cast[bucket.own] for cast, bucket in copies],
+                [bucket.weights[bucket.own] for _, bucket in copies],
+            )
+        self._gathered = True
+        for bucket in reversed(self.buckets):
+            bucket.whole = bucket.cast is None
+            whole = bucket.weights if bucket.cast is None else bucket.cast
+            bucket.coming = dist.all_gather_into_tensor(whole, whole[bucket.own], async_op=True)
+
+    def complete(self, module: nn.Module | None = None) -> None:
+        """Let every rank have all weights of a part, or of all, in float32; on all ranks at once.
+
+        Between two updates, for whoever reads parameters outside a forward pass.
+        """
+        buckets = self.buckets if module is None else self._buckets(module.parameters())
+        _wait(buckets)
+        for bucket in buckets:
+            if not bucket.whole:
+                own = bucket.weights[bucket.own]
+                bucket.coming = dist.all_gather_into_tensor(bucket.weights, own, async_op=True)
+                bucket.whole = True
+        _wait(buckets)
+
+    def copies(self) -> Iterator[Tensor]:
+        """What layers computed with last, the same on every rank."""
+        yield from (lent.weight for lent in self._frozen)
+        yield from (bucket.cast for bucket in self.buckets if bucket.cast is not None)
 
     def close(self) -> None:
-        """Remove the hooks, which would keep all this alive."""
+        """Remove the hooks, which would keep all this alive, and what a failed pass left lent."""
         for hook in self._hooks:
             hook.remove()
+        for lent in self._lent():
+            lent.layer.__dict__.pop(lent.name, None)
 
     def _hook(self, bucket: Bucket) -> Any:
         def count(_: Tensor) -> None:
@@ -297,3 +357,41 @@ class Exchange:
             bucket.work = dist.reduce_scatter_tensor(bucket.averaged, gradients, async_op=True)
         elif self._ranks > 1:
             bucket.work = dist.all_reduce(bucket.averaged, async_op=True)
+
+
+@torch.no_grad()
+def _frozen(layers: Iterable[nn.Module]) -> Iterator[Lent]:
+    """Copies of what layers never learn: autocast would make them anew in every pass."""
+    for layer in layers:
+        for name, value in layer._parameters.items():
+            if value is not None and not value.requires_grad:
+                yield Lent(layer, name, value.bfloat16())
+
+
+def _bundles(
+    trained: list[tuple[str, nn.Parameter, int]], kind: Callable[[Tensor], Any]
+) -> list[list[tuple[str, nn.Parameter, int]]]:
+    """Parameters of one kind that fill a bucket, the last ones first.
+
+    A bucket is complete with the first of its parameters; those that are so sooner come first.
+    """
+    bundles: list[list[tuple[str, nn.Parameter, int]]] = []
+    open_ones: dict[Any, tuple[list[tuple[str, nn.Parameter, int]], int]] = {}
+    for entry in reversed(trained):
+        length = entry[1].numel()
+        bundle, room = open_ones.get(kind(entry[1]), ([], 0))
+        if not bundle or length > room:
+            bundle, room = [], BUCKET
+            bundles.append(bundle)
+        bundle.append(entry)
+        open_ones[kind(entry[1])] = bundle, room - length
+    place = {name: number for number, (name, *_) in enumerate(trained)}
+    return sorted(bundles, key=lambda bundle: -place[bundle[-1][0]])
+
+
+def _wait(buckets: Iterable[Bucket]) -> None:
+    """Let the device wait for the weights of buckets; a CPU waits itself."""
+    for bucket in buckets:
+        if bucket.coming is not None:
+            bucket.coming.wait()
+            bucket.coming = None

@@ -21,7 +21,8 @@ from maect.data import random
 from maect.data.index import ID, LABEL, Index
 from maect.data.loader import evaluation_parts, view_parts
 from maect.data.transforms import augment, denormalize, normalize
-from maect.recipes import AUGMENTATIONS, KNN_K, KNN_TEMPERATURE, Look
+from maect.measures import alignment, knn, rank_me, same_class, uniformity
+from maect.recipes import AUGMENTATIONS, Look
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.objective import Objective
 
@@ -186,7 +187,8 @@ def measures(features: Tensor, pairs: Tensor, labels: Tensor) -> dict[str, float
         labels: int64 [n]; -1 where unknown.
 
     Returns:
-        `look_knn`, if all labels are known: accuracy in percent of weighted k-NN (Wu et al. 2018);
+        `look_knn`, if all labels are known: accuracy in percent of weighted k-NN (Wu et al. 2018),
+        and `look_neighbors`: percent of the queries whose nearest image is of their class;
         `look_rank_me`: see `rank_me`; `look_uniformity` of the queries and `look_alignment` of the
         pairs (Wang and Isola 2020), of unit vectors. Nothing, if a feature is not finite.
     """
@@ -197,58 +199,9 @@ def measures(features: Tensor, pairs: Tensor, labels: Tensor) -> dict[str, float
     unit = F.normalize(features, dim=1)
     values = {}
     if len(labels) and int(labels.min()) >= 0:
-        values["look_knn"] = knn(unit[:queries], unit[queries:], labels[:queries], labels[queries:])
+        given = unit[:queries], unit[queries:], labels[:queries], labels[queries:]
+        values["look_knn"], values["look_neighbors"] = knn(*given), same_class(*given)
     values["look_rank_me"] = rank_me(features)
     values["look_uniformity"] = uniformity(unit[:queries])
     values["look_alignment"] = alignment(pairs)
     return values
-
-
-def knn(queries: Tensor, bank: Tensor, labels: Tensor, bank_labels: Tensor) -> float:
-    """Percent of queries whose class has the largest sum of exp(s / T) among the k nearest.
-
-    As `maect.evaluate.knn` has it; Wu et al. 2018 with DINO's numbers.
-
-    Args:
-        queries: unit vectors [q, D].
-        bank: unit vectors [m, D].
-        labels: of the queries, int64 [q].
-        bank_labels: int64 [m].
-    """
-    similarity, ids = (queries @ bank.T).topk(min(KNN_K, len(bank)), dim=1)
-    weights = ((similarity - similarity[:, :1]) / KNN_TEMPERATURE).exp()
-    votes = torch.zeros(len(queries), int(bank_labels.max()) + 1)
-    votes.scatter_add_(1, bank_labels[ids], weights)
-    return 100 * float((votes.argmax(1) == labels).double().mean())
-
-
-def rank_me(features: Tensor) -> float:
-    """RankMe (Garrido et al. 2023): exponential of the entropy of the singular values, 1 to D.
-
-    Args:
-        features: as they are, neither centred nor of unit length, [n, D].
-    """
-    products = features.double().T @ features.double()
-    singular = torch.linalg.eigvalsh(products).clamp(min=0).sqrt()
-    share = singular / singular.sum().clamp(min=1e-12) + 1e-7
-    return float(torch.special.entr(share).sum().exp())
-
-
-def uniformity(vectors: Tensor) -> float:
-    """log of the mean of exp(-2 d^2) over pairs of unit vectors (Wang and Isola 2020); 0 is worst.
-
-    Args:
-        vectors: unit vectors [n, E].
-    """
-    squared = torch.pdist(vectors.float()).square()
-    return float(squared.mul(-2).exp().mean().log())
-
-
-def alignment(pairs: Tensor) -> float:
-    """Mean squared distance of the two views' unit vectors (Wang and Isola 2020); 0 is best.
-
-    Args:
-        pairs: features of two views, [2, q, D].
-    """
-    first, second = F.normalize(pairs, dim=2)
-    return float((first - second).square().sum(1).mean())

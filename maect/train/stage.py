@@ -51,6 +51,11 @@ class Stage(Settings):
         """Files that a finished run has beside `run.json`."""
         return ("encoder.safetensors",)
 
+    @property
+    def needs_source(self) -> bool:
+        """Whether it starts from a run."""
+        return bool(self.starts_from)
+
     def takes(self, source: "Stage") -> tuple[str, ...]:
         """Which of the files that a run of `source` leaves it reads."""
         return ("encoder.safetensors",) if self.starts_from else ()
@@ -68,7 +73,9 @@ class Stage(Settings):
         Raises:
             ValueError: what differs; the message goes on with " of RUN".
         """
-        if source_encoder != encoder:
+        source_encoder.check_trainable()
+        # How images are resized for evaluation is not the encoder's.
+        if source_encoder.model_copy(update={"resize": encoder.resize}) != encoder:
             raise ValueError("its encoder differs from that")
 
     def flops_per_image(self, encoder: Encoder) -> float:

@@ -488,6 +488,7 @@ class Trainer:
     def _score(self, scores: Scores) -> float:
         """Add the accuracy after an epoch, in percent; its time is not that of steps."""
         self.watchdog.at(SCORING, self.step)
+        self.engine.complete()
         size, predict = self.encoder.image_size, self.objective.predict
         with self._clock.aside(useful=True):
             scores.accuracies.append(
@@ -599,7 +600,10 @@ class Trainer:
         Raises:
             ReplicaError: they do; the state before it was sound.
         """
-        held = itertools.chain(self.objective.parameters(), self._saved_buffers().values())
+        self.engine.complete()
+        held = itertools.chain(
+            self.objective.parameters(), self.engine.copies(), self._saved_buffers().values()
+        )
         if ranks := differing_ranks(held):
             few = 2 * len(ranks) < self.context.world_size
             raise ReplicaError(

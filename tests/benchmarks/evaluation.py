@@ -259,24 +259,14 @@ def features(full: bool, folder: Path) -> None:
         )
     ]  # fmt: skip
 
-    class Rank:
-        rank = local_rank = 0
-        world_size = local_world_size = 1
-        cpus = CORES
-        gpus = False
-
-        def stop_requested(self) -> bool:
-            return False
-
-        def report(self, progress: dict) -> None:
-            pass
+    from maect.core.context import SingleRank
 
     def forward() -> None:
         for images in pictures:
             model(images).cpu()
 
     def extract() -> None:
-        for _ in ours._features(Rank(), index, model, 256, parts):  # what takes the time
+        for _ in ours._features(SingleRank(CORES), index, model, 256, parts):  # what takes the time
             pass
 
     forward()

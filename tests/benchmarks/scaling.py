@@ -1,8 +1,7 @@
 """Step time of each stage from 1 to 1,024 GPUs by a model, and the model against 1, 2 and 4 ranks.
 
-    python tests/benchmarks/scaling.py [--size large] [--stage pretrain] [--zero 1]   the table
+    python tests/benchmarks/scaling.py [--size large] [--stage pretrain] [--zero 1] [--gpu A100]
     python tests/benchmarks/scaling.py --measure [--rounds 3]                 times, here
-    python tests/benchmarks/scaling.py --volumes                              bytes exchanged, here
 
 docs/scaling.md says where each constant is from.
 """
@@ -16,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+
+from fake_gpu import GPUS, count
 
 from maect.recipes import Encoder, load_encoder
 from maect.recipes.cost import encoder_weights
@@ -40,22 +40,24 @@ class Machine:
     """Constants of a machine; the defaults are JUWELS Booster's.
 
     Attributes:
-        rate: FLOP/s of a rank that computes well.
+        gpu: what computes, by `fake_gpu.py`'s roofline; none: a CPU of `rate`.
+        rate: FLOP/s of a rank, where there is no GPU.
         launch: seconds that the host needs for one kernel, Python and dispatch included.
         node: ranks of a node.
         inside, between: bus bandwidth of collectives within a node and between nodes, bytes/s.
-        memory: bytes/s that a rank reads of its own memory.
+        beside: part of the backward pass that exchanging beside it costs.
         latency: seconds of the smallest collective between two ranks, and of each doubling.
         cores: CPU cores of a rank, each decoding `decode` images (two views) a second.
         read: bytes/s that a node reads from the file system; `shared`: that all nodes read.
     """
 
-    rate: float = 0.35 * 312e12
+    gpu: str = "A100"
+    rate: float = 0.0
     launch: float = 20e-6
     node: int = 4
     inside: float = 200e9
     between: float = 80e9
-    memory: float = 1.555e12
+    beside: float = 0.05
     latency: float = 15e-6
     cores: int = 12
     decode: float = 590.0
@@ -79,10 +81,27 @@ def learning(stage: Stage, encoder: Encoder) -> float:
     return total
 
 
+@cache
+def passes(stage: Stage, encoder: Encoder, gpu: str) -> tuple[float, float]:
+    """Seconds of forward and backward pass: those of no images, and of each one more."""
+    few, many = 64, 128
+    seconds = [
+        sum(work.seconds(GPUS[gpu]) for work in count(stage, encoder, n, lent=True).work)
+        for n in (few, many)
+    ]
+    image = (seconds[1] - seconds[0]) / (many - few)
+    return max(0.0, seconds[0] - few * image), image
+
+
 def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[str, float]:
     """Seconds of each part of a step."""
     m, images = machine, stage.batch_size / ranks
-    compute = stage.flops_per_image(encoder) * images / m.rate
+    bandwidth = GPUS[m.gpu].bandwidth if m.gpu else math.inf
+    if m.gpu:
+        fixed, image = passes(stage, encoder, m.gpu)
+        compute = fixed + image * images
+    else:
+        compute = stage.flops_per_image(encoder) * images / m.rate
     blocks = encoder.depth + (encoder.decoder_depth if isinstance(stage, Pretrain) else 0)
     frozen = encoder.depth if isinstance(stage, Head) else getattr(stage, "frozen_blocks", 0)
     # As tests/gpu/counting.py counts them, without compilation.
@@ -91,18 +110,31 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
     bus = m.inside if ranks <= m.node else m.between
     latency = m.latency * math.log2(ranks) if ranks > 1 else 0.0
     launches = m.launch * kernels
-    exchange = 4 * learning(stage, encoder) * others / bus
-    buckets = math.ceil(learning(stage, encoder) / BUCKET)
+    trained = learning(stage, encoder)
+    exchange = 4 * trained * others / bus
+    buckets = math.ceil(trained / BUCKET)
+    work = max(compute, launches)
     if stage.zero_stage < 2:
         # Gradients, whole or each rank's slice, beside the backward pass, but for the last bucket.
         gradients = (2 - stage.zero_stage) * exchange + buckets * latency
-        late = max(gradients - 2 / 3 * max(compute, launches), gradients / buckets)
-        late += stage.zero_stage * (exchange + buckets * latency)  # then the weights
+        backward = 2 / 3 * work
+        late = max(gradients - backward, gradients / buckets)
+        late += m.beside * min(gradients, backward)
+        if stage.zero_stage == 1:
+            # Then the weights, beside the next forward pass, but for the first bucket: in bfloat16,
+            # but where gradients of several passes add up.
+            size = 2 if stage.precision == "bf16" and stage.accumulation == 1 else 4
+            weights = exchange * size / 4 + buckets * latency
+            late += max(weights - 1 / 3 * work, weights / buckets)
     else:
         late = 3 * (exchange + 2 * latency)
+    own = ranks if stage.zero_stage else 1
+    # Gradients into buckets, 6 bytes each; of a slice their mean, AdamW and the cast: 8 + 28 + 6.
+    update = trained * (6 + 42 / own) / bandwidth
     out = {
         "compute": compute,
         "launches": launches,
+        "update": update,
         "ZeRO": late,
         "BatchNorm": 0.0,
         "negatives": 0.0,
@@ -121,14 +153,14 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
         # Predictions of two views gathered, their gradients reduced, one view into the queue.
         out["negatives"] = (2 + 2 * 2 + 1) * rows * others / bus + 4 * latency
         # Its products are counted as computing; what is left is reading it once a view.
-        out["queue"] = stage.views * head.queue_size * head.embedding * 4 / m.memory
+        out["queue"] = stage.views * head.queue_size * head.embedding * 4 / bandwidth
     return out
 
 
 def step(parts: dict[str, float]) -> float:
     """Seconds of a step: the loader and the file system work ahead, the rest follows itself."""
     device = max(parts["compute"], parts["launches"])
-    device += sum(parts[name] for name in ("ZeRO", "BatchNorm", "negatives", "queue"))
+    device += sum(parts[name] for name in ("update", "ZeRO", "BatchNorm", "negatives", "queue"))
     return max(device, parts["loader"], parts["reading"])
 
 
@@ -143,13 +175,16 @@ def table(name: str, size: str, machine: Machine, zero: int) -> list[str]:
         seconds = step(parts)
         one = step(terms(stage, encoder, 1, machine))
         first = max(parts, key=lambda part: parts[part])
+        flops = stage.flops_per_image(encoder) * stage.batch_size / ranks
+        used = flops / seconds / GPUS[machine.gpu].peak
         shown = " ".join(f"{1000 * value:9.2f}" for value in parts.values())
         rows.append(
             f"{ranks:5d} {stage.batch_size // ranks:6d} {shown} {1000 * seconds:9.2f} "
-            f"{one / seconds / ranks:6.0%}  {first}"
+            f"{one / seconds / ranks:6.0%} {used:6.1%}  {first}"
         )
     names = " ".join(f"{part:>9}" for part in parts)
-    return [f"{name} {size}, ms", f"ranks images {names}      step  effic  largest", *rows]
+    head = f"ranks images {names}      step  effic    MFU  largest"
+    return [f"{name} {size} on {machine.gpu}, ms", head, *rows]
 
 
 def measure(rounds: int) -> list[str]:
@@ -189,7 +224,9 @@ def measure(rounds: int) -> list[str]:
         f"{'ranks':>5} {'measured ms':>12} {'model ms':>9} {'measured':>9} {'model':>6}  rounds",
     ]
     for ranks in (1, 2, 4):
-        here = Machine(rate, 0.0, 8, inside=GLOO, latency=GLOO_LATENCY, cores=1, decode=1 / decode)
+        here = Machine(
+            "", rate, 0.0, 8, inside=GLOO, latency=GLOO_LATENCY, cores=1, decode=1 / decode
+        )
         one = host + step(terms(stage, encoder, ranks, here))
         shared = (ranks * host + batch * (image + decode)) / cores
         model, value = max(one, shared), middle[ranks, batch]
@@ -216,76 +253,6 @@ def decoding(shards: Path, stage: Pretrain) -> float:
     return (time.process_time() - start) / steps / stage.batch_size
 
 
-def count(context: Any, out: str, config: str) -> str:
-    """A training whose rank 0 counts the bytes of its collectives, by kind; runs on every rank."""
-    from torch.profiler import ProfilerActivity, profile
-
-    from maect.stages.run import train
-
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
-        verdict = train(context, config=config)
-    bytes_of: dict[str, float] = {}
-    for event in seen.key_averages(group_by_input_shape=True):
-        if event.key.startswith("c10d::"):
-            # The largest tensor: what is gathered, reduced, or to be scattered.
-            sizes = [math.prod(shape) for shape in _shapes(event.input_shapes)]
-            bytes_of[event.key] = (
-                bytes_of.get(event.key, 0) + 4 * max(sizes, default=0) * event.count
-            )
-    if context.rank == 0:
-        Path(out).write_text(json.dumps(bytes_of))
-    return verdict
-
-
-def _shapes(found: list[Any]) -> Iterator[list[int]]:
-    """All shapes in a nested list of them."""
-    for shape in found:
-        if shape and isinstance(shape[0], list):
-            yield from _shapes(shape)
-        elif shape:
-            yield shape
-
-
-def volumes() -> list[str]:
-    """Bytes of weights that a step gathers on 2 and 4 ranks, counted, against the model's.
-
-    The profiler does not tell the size of an all-reduce; that gradients take one shows its name.
-    """
-    from maect.launch import Resources, Task, launch
-
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    encoder, lines = load_encoder("tiny"), ["ranks  counted kB  model kB  collectives"]
-    with tempfile.TemporaryDirectory() as place:
-        images, shards = Path(place, "images"), Path(place, "shards")
-        run("retrieve", "digits", str(images))
-        run("shard", str(images / "train"), str(shards))
-        for ranks in (2, 4):
-            gathered = []
-            for epochs in (1, 2):  # the difference is five steps, without start and end
-                folder = Path(place, f"{ranks}-{epochs}")
-                counted = folder / "count.json"
-                folder.mkdir()
-                stage = load_recipe("mae", "tiny", {"epochs": epochs})
-                config = RunConfig(
-                    run=folder.name, stage=stage.name, size="tiny", shards=shards,
-                    encoder=encoder, settings=stage,
-                )  # fmt: skip
-                config.write(folder / "config.yaml")
-                arguments = {"out": str(counted), "config": str(folder / "config.yaml")}
-                launch(
-                    Task("scaling:count", arguments), folder, Resources(devices=ranks),
-                    is_done=counted.exists, describe=folder.name,
-                )  # fmt: skip
-                kinds = json.loads(counted.read_text())
-                gathered.append(kinds["c10d::_allgather_base_"])
-            kilobytes = (gathered[1] - gathered[0]) / 5 / 1000
-            names = ", ".join(sorted(kinds))
-            lines.append(
-                f"{ranks:5d} {kilobytes:11.1f} {4 * learning(stage, encoder) / 1000:9.1f}  {names}"
-            )
-    return lines
-
-
 def run(*words: str) -> None:
     """A `maect` command that must succeed."""
     subprocess.run([sys.executable, "-m", "maect", *words], check=True, capture_output=True)
@@ -297,18 +264,15 @@ def main() -> None:
     parser.add_argument("--size", default="large")
     parser.add_argument("--stage", choices=RECIPES, action="append")
     parser.add_argument("--zero", type=int, default=1)
+    parser.add_argument("--gpu", choices=GPUS, default="A100")
     parser.add_argument("--measure", action="store_true")
-    parser.add_argument("--volumes", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    if options.volumes:
-        print(*volumes(), sep="\n")
-        return
     if options.measure:
         print(*measure(options.rounds), sep="\n")
         return
     for name in options.stage or RECIPES:
-        print(*table(name, options.size, Machine(), options.zero), "", sep="\n")
+        print(*table(name, options.size, Machine(options.gpu), options.zero), "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -18,15 +18,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from timm.layers import Attention
-from torch.distributed import HashStore, Store
 
+from maect.core.context import SingleRank
 from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
@@ -43,41 +42,7 @@ from maect.train.watchdog import Watchdog
 WARM_UP = 3  # steps that are not counted: compilation, first allocations
 
 
-class Alone:
-    """The context of a job of one rank that nobody watches."""
-
-    rank = local_rank = 0
-    world_size = local_world_size = 1
-    cpus = len(os.sched_getaffinity(0))
-    saved_before = 0
-    gpus = False
-
-    def stop_requested(self) -> bool:
-        return False
-
-    def is_current(self) -> bool:
-        return True
-
-    def report(self, progress: dict[str, Any]) -> None:
-        pass
-
-    def held_seconds(self) -> float:
-        return 0.0
-
-    def say(self, message: str, /) -> None:
-        pass
-
-    def saving(self, writes: bool, /) -> None:
-        pass
-
-    def saved(self, step: int) -> None:
-        pass
-
-    def store(self, timeout: timedelta) -> Store:
-        return HashStore()
-
-    def fail(self, error: BaseException) -> None:
-        raise error
+ALONE = SingleRank(len(os.sched_getaffinity(0)))
 
 
 def join(device: str) -> torch.device:
@@ -85,7 +50,7 @@ def join(device: str) -> torch.device:
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    return start(Alone())
+    return start(ALONE)
 
 
 def settings(recipe: str, size: str, batch: int, **changes: Any) -> Stage:
@@ -138,9 +103,9 @@ def engine_steps(
                 seconds.append(clock(device) - began)
 
         Trainer(
-            context=Alone(), stage=stage, encoder=shape, objective=objective, engine=engine,
-            device=device, step=0, steps=steps, images=10**6, saver=NoSaver(folder, Alone(), None),
-            metrics=metrics, watchdog=Watchdog(folder, Alone()), save_seconds=1e9, record={},
+            context=ALONE, stage=stage, encoder=shape, objective=objective, engine=engine,
+            device=device, step=0, steps=steps, images=10**6, saver=NoSaver(folder, ALONE, None),
+            metrics=metrics, watchdog=Watchdog(folder, ALONE), save_seconds=1e9, record={},
             losses=[],
         ).run(batches())  # fmt: skip
         metrics.close()

@@ -126,14 +126,14 @@ def test_a_job_that_finished_alone_is_not_computed_again(
     for folder in ("images", "shards"):
         shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
     run = pipeline.results / "runs/mae_tiny"
-    started = pipeline.start("encoders")
+    started = pipeline.start(str(run / "run.json"))
     wait_for(lambda: bool(progress(run, read_job(run))), 400, "mae_tiny to train")
     os.killpg(started.pid, signal.SIGKILL)  # Snakemake and launcher
     started.wait(timeout=60)
     wait_for((run / "run.json").exists, 400, "the job to finish")
     left = {path.name: path.stat().st_ino for path in run.glob("*.safetensors")}
     assert left
-    pipeline.complete("encoders")
+    pipeline.complete(str(run / "run.json"))
     assert {path.name: path.stat().st_ino for path in run.glob("*.safetensors")} == left
 
 

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 import time
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from maect.answers.clusters import write_clusters
 from maect.answers.vectors import Vectors
 from maect.evaluate.clusters import cluster
 from maect.evaluate.explore import atlas
+from maect.experiment import Experiment, load
+from maect.experiment.resolve import evaluation_config
 from maect.report.configs import ImagesConfig, SummaryConfig
 from maect.report.images import make_images
 from maect.report.summary import make_summary
@@ -50,6 +54,9 @@ def write_explored(path: Path, count: int = 200, classes: bool = True, side: int
         "labels": np.arange(count) % 3 if classes else np.full(count, -1),
         "clusters": np.arange(count) * 4 // count,
         "distance": rng.random(count),
+        "grains": np.array([2]),
+        "grain_clusters": np.arange(count)[None] * 2 // count,
+        "grain_distance": rng.random((1, count)),
         "neighbors": near,
         "similarity": rng.random((count, 3)).astype(np.float32),
         "atlas": np.frombuffer(
@@ -69,8 +76,9 @@ def write_explored(path: Path, count: int = 200, classes: bool = True, side: int
     )  # fmt: skip
 
 
-def write_results(root: Path) -> None:
+def write_results(experiment: Experiment) -> None:
     """Small results in the places where the pipeline leaves them: only tables and on are built."""
+    root = experiment.root
     images, labels = load_digits(return_X_y=True)
     sources = {"mae_tiny": None, "head_min_tiny": "mae_tiny", "ct_min_tiny": "head_min_tiny"}
     stages = ("pretrain", "head", "tune")
@@ -90,7 +98,9 @@ def write_results(root: Path) -> None:
         folder = root / "evaluations" / run
         folder.mkdir(parents=True)
         for name, values in metrics.items():
-            result = {"metrics": values, "settings": {}, "provenance": {"run": run}}
+            config = evaluation_config(experiment, run, name)
+            settings = config.settings.model_dump(mode="json") | {"resize": config.resize}
+            result = {"metrics": values, "settings": settings, "provenance": {"run": run}}
             (folder / f"{name}.json").write_text(json.dumps(result))
         points = np.ascontiguousarray(images[:300, 20 + number : 22 + number], np.float32)
         save_file({"points": points, "labels": labels[:300].astype(np.int64)},
@@ -128,10 +138,10 @@ def write_results(root: Path) -> None:
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     need_chromium()
     folder = tmp_path_factory.mktemp("report")
-    write_results(folder / "results")
     file = folder / "small.yaml"
     text = MINI | ASKED | {"storage": str(folder / "results")}
     file.write_text(yaml.safe_dump(text, sort_keys=False))
+    write_results(load(str(file)))
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")]
     command += ["--directory", str(folder), "--cores", "2", "--rerun-triggers", "mtime"]
     command += ["--config", f"experiment={file}"]
@@ -161,7 +171,7 @@ def test_an_ro_crate_has_every_job_and_its_files(report: Path) -> None:
     assert "w3id.org/ro/crate" in described["conformsTo"]["@id"]
     jobs = {e["name"] for e in entries if "EVI#Computation" in str(e["@type"])}
     files = {e["name"] for e in entries if "EVI#Dataset" in str(e["@type"])}
-    assert {"table (table=low_shot)", "figure (figure=umap)", "claims", "report_html"} <= jobs
+    assert {"table (page=low_shot)", "figure (page=umap)", "claims", "report_html"} <= jobs
     assert {"low_shot.csv", "umap.pdf", "knn.json", "run.json", "report.html"} <= files
 
 
@@ -205,6 +215,10 @@ def look_through(browser: Browser, run: str) -> None:
     assert f"{NASTY}/No. 5.png" in near and "What looks like it" in near
     assert browser.script("return document.querySelectorAll('#one figure').length") == 3
     assert browser.script("return document.querySelectorAll('#groups figure').length") == 48
+    browser.script("document.getElementById('coarser').click()")
+    assert "2 groups" in browser.script("return document.getElementById('about').innerText")
+    assert browser.script("return document.querySelectorAll('#groups figure').length") == 24
+    assert browser.script("return document.getElementById('coarser').disabled")
     browser.script("const f = document.getElementById('find'); f.value = 'no. 7'; f.oninput()")
     assert browser.script("return [...Array(200).keys()].filter(fits).length") == 11
 
@@ -279,6 +293,13 @@ def test_captions_are_in_it_and_nothing_comes_from_elsewhere(report: Path) -> No
     assert not re.search(r"""<(?:script|link|img)[^>]+(?:src|href)=["']https?://""", text)
 
 
+# What the groups on show look like: a picture belongs to several, and is in the page once.
+PICTURES = """
+return [...document.querySelectorAll('figure span')].filter(one => one.offsetWidth)
+  .map(one => getComputedStyle(one).backgroundImage)
+"""
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """First page, page of images and page of clusters of images without classes."""
@@ -335,5 +356,8 @@ def test_pages_of_somebodys_own_images(own: Path, dark: bool, width: int) -> Non
                 browser.script("document.querySelector('a').click()")
                 browser.wait_for("return document.body.dataset.ready === 'yes'")
             else:
-                assert shown == [40] * 8 and NASTY.replace("/", "").lower() in text
+                seen = browser.script(PICTURES)
+                files = [BytesIO(b64decode(url.partition(",")[2][:-2])) for url in seen]
+                sizes = [Image.open(file).size for file in files]
+                assert sizes == [(40, 40)] * 8 and NASTY.replace("/", "").lower() in text
             assert browser.errors() == []

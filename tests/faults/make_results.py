@@ -2,7 +2,6 @@
 
 import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,17 @@ import numpy as np
 import yaml
 from PIL import Image
 from sklearn.datasets import load_digits
-from torch.distributed import HashStore, Store
 
 from maect.cli import main
+from maect.core.context import SingleRank
 from maect.core.files import make_folder
 from maect.data.shards import shard
 from maect.evaluate.base import Features
 from maect.evaluate.features import extract
 from maect.evaluate.run import evaluate
 from maect.experiment import load
-from maect.experiment.resolve import features_file, figures, files, tables
+from maect.experiment.pages import figures, tables
+from maect.experiment.resolve import features_file, files
 from maect.experiment.shards import note_own
 from maect.launch.record import new_job, write_job
 from maect.stages.run import train
@@ -46,38 +46,6 @@ EXPERIMENT: dict[str, Any] = {
     "tables": ["low_shot", "clustering"],
     "figures": ["umap", "confusion", "training_curves", "pipeline"],
 }
-
-
-class Alone:
-    """The only rank of a job that nobody watches."""
-
-    rank = local_rank = 0
-    world_size = local_world_size = 1
-    cpus, gpus = 2, False
-    saved_before = 0
-
-    def stop_requested(self) -> bool:
-        return False
-
-    def is_current(self) -> bool:
-        return True
-
-    def report(self, progress: dict[str, Any], /) -> None: ...
-
-    def say(self, message: str, /) -> None: ...
-
-    def saving(self, writes: bool, /) -> None: ...
-
-    def saved(self, step: int, /) -> None: ...
-
-    def held_seconds(self) -> float:
-        return 0.0
-
-    def store(self, timeout: timedelta, /) -> Store:
-        return HashStore()
-
-    def fail(self, error: BaseException) -> None:
-        raise error
 
 
 def write_images(root: Path) -> None:
@@ -118,23 +86,26 @@ def make(folder: Path) -> None:
         job.request, job.state, job.id = {"arguments": {"config": str(config)}}, "ended", "1"
         job.ending = job.verdict = "done"
         write_job(config.parent, job)
-        assert train(Alone(), config=config) == "done"
+        assert train(SingleRank(cpus=2), config=config) == "done"
     for run in experiment.evaluated:
         for split in map(Features, ("train", "val")):
             encoder = experiment.folder(run) / "encoder.safetensors"
             out = features_file(experiment, run, "digits", split)
             shards = experiment.shards("digits", split.split)
-            assert extract(Alone(), encoder=encoder, shards=shards, out=out, resize=16) == "done"
+            assert (
+                extract(SingleRank(cpus=2), encoder=encoder, shards=shards, out=out, resize=16)
+                == "done"
+            )
     ordered = sorted(experiment.evaluations, key=lambda pair: pair[1] == "retrieval")
     for run, name in ordered:
         config = experiment.root / "evaluations" / run / f"{name}.yaml"
-        assert evaluate(Alone(), config=config) == "done"
+        assert evaluate(SingleRank(cpus=2), config=config) == "done"
     assert main(["audit", str(experiment.folder("ct_tiny")), "--threshold", "0.9"]) == 0
     for kind, names in (("table", tables(experiment)), ("figure", figures(experiment))):
         for name in names:
-            assert main([kind, str(experiment.root / f"{kind}s/{name}.yaml")]) == 0, name
+            assert main(["page", str(experiment.root / f"{kind}s/{name}.yaml")]) == 0, name
     for page in ("claims", "images", "summary"):
-        assert main([page, str(experiment.root / f"{page}.yaml")]) == 0
+        assert main(["page", str(experiment.root / f"{page}.yaml")]) == 0
 
 
 if __name__ == "__main__":

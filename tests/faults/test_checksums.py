@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_results import Alone
 from PIL import Image
 
 from maect.cli import main
+from maect.core.context import SingleRank
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.core.files import read_json, read_table_text, sha256_file, write_record
@@ -68,9 +68,9 @@ def test_duplicates_are_not_looked_for_by_the_features_of_another_encoder(
 def test_the_page_of_images_is_not_of_another_encoder(
     pipeline: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`maect images` after the encoder was replaced."""
+    """`maect page images.yaml` after the encoder was replaced."""
     train_otherwise(pipeline / RUN)
-    assert main(["images", str(pipeline / "results/images.yaml")]) == 2
+    assert main(["page", str(pipeline / "results/images.yaml")]) == 2
     assert "explore.safetensors: not there, or of an encoder that" in capsys.readouterr().err
 
 
@@ -84,7 +84,7 @@ def test_features_of_the_splits_exchanged(pipeline: Path, shards: bool) -> None:
     config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     config.with_suffix(".json").unlink()
     with pytest.raises(UserError, match=r"digits-\w+\.safetensors: made of the split (val|train)"):
-        evaluate(Alone(), config=config)
+        evaluate(SingleRank(cpus=2), config=config)
     with pytest.raises(UserError, match="made of the split"):
         Completion(config)
     assert not config.with_suffix(".json").exists()
@@ -100,7 +100,7 @@ def test_features_of_shards_that_were_made_again(pipeline: Path) -> None:
     os.utime(shards / "index.json", ns=(made.st_atime_ns, made.st_mtime_ns))
     config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
     with pytest.raises(UserError, match=r"digits-val\.safetensors: made of other images than"):
-        evaluate(Alone(), config=config)
+        evaluate(SingleRank(cpus=2), config=config)
 
 
 def test_features_given_by_hand_are_the_users_choice(pipeline: Path, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_features_given_by_hand_are_the_users_choice(pipeline: Path, tmp_path: P
     shutil.copy(pipeline / "results/features/ct_tiny/digits-train.safetensors", other)
     config = EvaluationConfig.read(told, [f"inputs.test={other}"])
     config.write(tmp_path / "knn.yaml")
-    assert evaluate(Alone(), config=tmp_path / "knn.yaml") == "done"
+    assert evaluate(SingleRank(cpus=2), config=tmp_path / "knn.yaml") == "done"
 
 
 def test_a_flipped_label_of_a_large_index(
@@ -127,7 +127,7 @@ def test_a_flipped_label_of_a_large_index(
     open_index(shards)
     encoder = pipeline / RUN / "encoder.safetensors"
     with pytest.raises(UserError, match=r"index\.npy: changed since it was written"):
-        extract(Alone(), encoder=encoder, shards=shards, out=tmp_path / "x.safetensors")
+        extract(SingleRank(cpus=2), encoder=encoder, shards=shards, out=tmp_path / "x.safetensors")
     monkeypatch.setattr(trainer, "start", lambda context: None)
     from maect.stages.run import RunConfig
 
@@ -135,7 +135,7 @@ def test_a_flipped_label_of_a_large_index(
     stage, _ = told.training("mae_tiny")
     run = trainer.Run(tmp_path / "run", shards, stage, told.encoder, told.seed)
     with pytest.raises(UserError, match=r"index\.npy: changed since it was written"):
-        trainer.train(Alone(), run)
+        trainer.train(SingleRank(cpus=2), run)
     assert not (tmp_path / "run").exists()
 
 
@@ -216,5 +216,5 @@ def test_pairs_that_look_alike_have_a_checksum(
     value = json.loads(audit.read_text())
     value["pairs"][0]["similarity"] = 0.5
     audit.write_text(json.dumps(value))
-    assert main(["images", str(pipeline / "results/images.yaml")]) == 2
+    assert main(["page", str(pipeline / "results/images.yaml")]) == 2
     assert "audit.json: damaged" in capsys.readouterr().err

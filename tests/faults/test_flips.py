@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from make_results import Alone
 
 from maect import load
 from maect.cli import main
+from maect.core.context import SingleRank
 from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.data.index import open_index
@@ -108,7 +108,7 @@ def again(name: str) -> Reader:
     def read(root: Path, folder: Path) -> object:
         told = EvaluationConfig.read(root / f"evaluations/{RUN}/{name}.yaml")
         told.write(folder / f"{name}.yaml")
-        evaluate(Alone(), config=folder / f"{name}.yaml")
+        evaluate(SingleRank(cpus=2), config=folder / f"{name}.yaml")
         left = folder / f"{name}.safetensors"
         return (folder / f"{name}.json").read_text(), left.exists() and left.read_bytes()
 
@@ -148,12 +148,12 @@ def encoded(root: Path, folder: Path) -> object:
 SHOW = command("show", "{root}")
 STATUS = command("status", "{root}")
 LOW_SHOT = command(
-    "table", "{root}/tables/low_shot.yaml", leaves=("tables/low_shot.csv", "tables/low_shot.html")
+    "page", "{root}/tables/low_shot.yaml", leaves=("tables/low_shot.csv", "tables/low_shot.html")
 )
-CLUSTERING = command("table", "{root}/tables/clustering.yaml", leaves=("tables/clustering.csv",))
-CLAIMS = command("claims", "{root}/claims.yaml", leaves=("claims.csv", "claims.html"))
-IMAGES = command("images", "{root}/images.yaml", leaves=("images.html",))
-SUMMARY = command("summary", "{root}/summary.yaml", leaves=("summary.html",))
+CLUSTERING = command("page", "{root}/tables/clustering.yaml", leaves=("tables/clustering.csv",))
+CLAIMS = command("page", "{root}/claims.yaml", leaves=("claims.csv", "claims.html"))
+IMAGES = command("page", "{root}/images.yaml", leaves=("images.html",))
+SUMMARY = command("page", "{root}/summary.yaml", leaves=("summary.html",))
 CLEAN = command("clean", "{root}")
 AUDIT = command("audit", "{root}/runs/" + RUN, "--threshold", "0.9", "--out", "{out}", out="audit")
 PUBLISH = command("publish", "{root}/runs/" + RUN, "{out}", out="hub")
@@ -168,7 +168,7 @@ FITTED = command(
 
 
 def figure(name: str) -> Reader:
-    return command("figure", "{root}/figures/" + name + ".yaml", leaves=(f"figures/{name}.png",))
+    return command("page", "{root}/figures/" + name + ".yaml", leaves=(f"figures/{name}.png",))
 
 
 @dataclass(frozen=True)

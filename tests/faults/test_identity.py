@@ -22,6 +22,7 @@ from maect.evaluate.run import job_of, provenance
 from maect.evaluate.store import write_features
 from maect.experiment import Experiment, load, resolve
 from maect.experiment.outdated import outdated
+from maect.experiment.pages import pages
 from maect.experiment.shards import note_own
 from maect.train.run_folder import fingerprint
 
@@ -124,7 +125,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         extract(found, split)
     for name in ("knn", "clustering"):
         evaluate(found, name)
-    for _, _, outputs in resolve.shown(found):
+    for _, _, outputs in pages(found):
         for path in outputs:
             path.write_text("made")
     return folder

@@ -159,8 +159,8 @@ RECORDS = (
     "shards/digits/val/index.npy", "shards/digits/val/keys.txt",
 )  # fmt: skip
 COMMANDS = (
-    "status {}", "show {}", "table {}/tables/low_shot.yaml", "figure {}/figures/umap.yaml",
-    "figure {}/figures/training_curves.yaml", "claims {}/claims.yaml", "clean {}",
+    "status {}", "show {}", "page {}/tables/low_shot.yaml", "page {}/figures/umap.yaml",
+    "page {}/figures/training_curves.yaml", "page {}/claims.yaml", "clean {}",
     "audit {}/runs/ct_tiny --out {}/audited",
 )  # fmt: skip
 

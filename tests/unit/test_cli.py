@@ -82,11 +82,15 @@ def test_hidden_devices(
         (["clean", "OUT"], "OUT: no runs there"),
         (["show", "OUT"], "no such results folder"),
         (["retrieve", "digits", "OUT"], "OUT: "),
-        (["table", "OUT.yaml"], "nowhere: no such folder of evaluations"),
+        (["page", "tables/low_shot.yaml"], "nowhere: no such folder of evaluations"),
         (["evaluate", "/no/knn.yaml"], "/no/knn.yaml: no such file"),
         (["show", "/no"], "/no"),
-        (["table", "/no/low_shot.yaml"], "/no/low_shot.yaml: no such file"),
-        (["figure", "/no/umap.yaml"], "/no/umap.yaml: no such file"),
+        (["page", "/no/tables/low_shot.yaml"], "/no/tables/low_shot.yaml: no such file"),
+        (["page", "/no/figures/umap.yaml"], "/no/figures/umap.yaml: no such file"),
+        (
+            ["page", "/no/umap.yaml"],
+            "/no/umap.yaml: not the resolved file of a page; they are tables/NAME.yaml",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
@@ -94,8 +98,9 @@ def test_mistakes_are_one_line(
 ) -> None:
     (tmp_path / "OUT").touch()
     shown = "name: umap\nrows:\n- {architecture: a, method: m, runs: [r]}\nruns: runs\n"
-    (tmp_path / "OUT.yaml").write_text(f"{shown}evaluations: nowhere\n")
-    words = [str(tmp_path / word) if word.startswith("OUT") else word for word in words]
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables/low_shot.yaml").write_text(f"{shown}evaluations: nowhere\n")
+    words = [str(tmp_path / word) if word.startswith(("OUT", "tables")) else word for word in words]
     assert cli.main(words) == 2
     _, stderr = capfd.readouterr()
     assert len(stderr.splitlines()) == 1, stderr
@@ -130,7 +135,11 @@ def test_options_that_do_not_exist_are_named(capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("run", "experiments: cifar10, digits, paper, tiny_imagenet. tables: low_shot,"),
+        (
+            "run",
+            "experiments: cifar10, cifar10_controls, cifar10_grey, cifar10_ladder, cifar10_law, "
+            "digits, digits_controls, digits_ladder, digits_law, digits_refined, paper, refined, ",
+        ),
         ("train", "recipes: "),
         ("evaluate", "evaluations: "),
         ("import", "layouts: mae, mae_ct"),

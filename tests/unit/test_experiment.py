@@ -14,14 +14,14 @@ from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import Features
-from maect.experiment import Experiment, load, resolve, start
+from maect.experiment import Experiment, load, pages, resolve, start
 from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
 from maect.experiment.shards import last_changes, note_own, note_taken
 from maect.experiment.start import missing_images
 from maect.report.configs import Row
-from maect.stages import load_recipe
+from maect.stages import Training, load_recipe
 
 ROOT = Path(__file__).parents[2]
 DATASET = {"splits": {"train": {"images": "/images/train"}, "val": {"images": "/images/val"}}}
@@ -50,6 +50,23 @@ def write(folder: Path, **changes: Any) -> str:
     file = folder / "mine.yaml"
     file.write_text(yaml.safe_dump(TINY | changes, sort_keys=False))
     return str(file)
+
+
+@pytest.mark.parametrize(
+    ("stated", "tiny", "base"),
+    [
+        ({}, "fp32", "tf32"),
+        ({"features": "fp32"}, "fp32", "fp32"),
+        ({"features": "bf16"},) + 2 * ("bf16",),
+    ],
+)
+def test_precision_of_features(
+    stated: dict[str, str], tiny: str, base: str, tmp_path: Path
+) -> None:
+    runs = TINY["runs"] | {"mae_base": {"recipe": "mae", "size": "base"}}
+    experiment = load(write(tmp_path, runs=runs, **stated))
+    assert resolve.precision(experiment, "mae_tiny") == tiny
+    assert resolve.precision(experiment, "mae_base") == base
 
 
 def test_expansion_and_links(tmp_path: Path) -> None:
@@ -161,6 +178,24 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
         ),
         ({"runs": {"m": {"recipe": "head_min", "size": "tiny"}}}, "stage head needs `from`"),
         (
+            {"runs": {"m": {"recipe": "ct_aug", "size": "tiny", "set": {"from_scratch": True}}}},
+            "from_scratch: frozen_blocks 2 would stay random; set it to 0",
+        ),
+        (
+            {
+                "runs": {
+                    "mae": {"recipe": "mae", "size": "tiny"},
+                    "m": {
+                        "recipe": "ct_aug",
+                        "size": "tiny",
+                        "from": "mae",
+                        "set": {"from_scratch": True, "frozen_blocks": 0},
+                    },
+                }
+            },
+            "stage tune starts from nothing, but mae is a pretrain run",
+        ),
+        (
             {"runs": {**TINY["runs"], "n": {"recipe": "mae", "size": "tiny", "from": "mae_tiny"}}},
             "stage pretrain starts from nothing",
         ),
@@ -213,6 +248,11 @@ def test_digest_follows_the_recipe_and_nothing_else(tmp_path: Path) -> None:
             },
             "datasets: features of a-b: c and of a: b-c would both be called a-b-c",
         ),
+        (
+            {"evaluate": [{"runs": ["ct_*"], "protocols": ["knn"], "datasets": ["mein"]}]},
+            "evaluate: datasets: unknown 'mein'; did you mean 'mine'?",
+        ),
+        ({"protocols": {"knn.on.x": {"protocol": "knn"}}}, "knn.on.x: '.on.' is for data sets"),
         ({"runs": {"m;ls": {"recipe": "mae", "size": "tiny"}}}, "runs: 'm;ls' is not a name"),
     ],
 )
@@ -237,6 +277,24 @@ def test_missing_images_are_named(tmp_path: Path) -> None:
     missing = missing_images(load(write(tmp_path)))
     assert len(missing) == 2
     assert "/images/train" in missing[0]
+
+
+def test_features_of_a_kind_have_a_file_of_their_own(tmp_path: Path) -> None:
+    protocols = {"last": {"protocol": "knn", "norm": False, "blocks": 3}}
+    evaluate = [{"runs": ["mae_tiny"], "protocols": ["knn", "knn_before_norm", "last"]}]
+    found = load(write(tmp_path, protocols=protocols, evaluate=evaluate))
+    endings = {}
+    for name in ("knn", "knn_before_norm", "last"):
+        kind = found.evaluation("mae_tiny", name).inputs()["train"]
+        endings[name] = resolve.ending(kind)
+        assert resolve.of_ending("train", endings[name]) == kind
+    assert [*endings.values()] == ["", ".before_norm", ".before_norm.last_3"]
+    with pytest.raises(
+        UserError, match=r"blocks 3 are read before the final norm: set norm: false"
+    ):
+        load(
+            write(tmp_path, protocols={"last": {"protocol": "knn", "blocks": 3}}, evaluate=evaluate)
+        )
 
 
 def test_lost_shards_are_those_that_something_finished_was_made_of(tmp_path: Path) -> None:
@@ -273,9 +331,18 @@ def test_a_dry_run_imports_nothing_heavy(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["digits", "cifar10", "tiny_imagenet", "paper"])
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in (ROOT / "workflow/experiments").glob("*.yaml"))
+)
 def test_bundled_experiments_are_valid(name: str) -> None:
     assert load(name).evaluations
+
+
+def test_an_augmentation_is_taken_apart() -> None:
+    alone = load_recipe("ct_aug", "tiny", {"jitter": 0.0, "blur": 0.0, "solarize": 0.0})
+    minimal = load_recipe("ct_min", "tiny").view_settings()
+    assert [view.gray for view in alone.view_settings()] == [0.2, 0.2]
+    assert tuple(v.model_copy(update={"gray": 0.0}) for v in alone.view_settings()) == minimal
 
 
 def test_flip_and_blur_replace_those_of_both_views() -> None:
@@ -451,7 +518,7 @@ def test_other_images_than_the_papers_are_not_compared_with_it(
     given = {"tables": ["low_shot"], "figures": ["pipeline"], "compare_with_paper": compared}
     found = load(write(tmp_path, **given))
     for name, figure in (("low_shot", False), ("pipeline", True)):
-        assert resolve.shown_config(found, name, figure).compare_with_paper == compared
+        assert pages.shown_config(found, name, figure).compare_with_paper == compared
 
 
 @pytest.mark.parametrize(
@@ -473,7 +540,7 @@ def test_a_figure_of_one_seed_reads_the_first_only(tmp_path: Path) -> None:
     asked = [{"runs": ["mae_tiny", "ct_*"], "protocols": ["knn", "umap", "clustering"]}]
     figures = ["umap", "training_curves", "knn_compute"]
     found = load(write(tmp_path, seeds=2, evaluate=asked, figures=figures))
-    seeds = {name: resolve.read_by_shown(found, name, figure=True) for name in figures}
+    seeds = {name: pages.inputs_of_shown(found, name, figure=True) for name in figures}
     other = {name: any("-s1/" in str(path) for path in paths) for name, paths in seeds.items()}
     assert other == {"umap": False, "training_curves": False, "knn_compute": True}
     assert {path.stem for path in seeds["umap"]} == {"umap", "clustering", "index"}
@@ -645,6 +712,43 @@ def test_a_file_that_is_not_yaml(tmp_path: Path) -> None:
         load(str(file))
 
 
+@pytest.mark.parametrize("name", ["digits_controls", "cifar10_controls"])
+def test_controls_take_the_operations_of_tuning(name: str) -> None:
+    experiment = load(name)
+
+    def operations(run: str) -> float:
+        told, total = experiment.runs[run], 0.0
+        assert isinstance(told.settings, Training)
+        total = told.settings.flops_per_image(told.encoder) * told.settings.epochs
+        return total + (operations(told.source) if told.source else 0)
+
+    size = name.replace("digits_controls", "tiny").replace("cifar10_controls", "micro")
+    asked = operations(f"ct_aug_{size}")
+    controls = [run for run in experiment.runs if run.startswith(("mae_long", "scratch"))]
+    assert len(controls) == 12  # four of each seed
+    for run in controls:
+        assert operations(run) == pytest.approx(asked, rel=0.01), run
+
+
+@pytest.mark.parametrize("name", ["digits_law", "cifar10_law"])
+def test_the_law_differs_in_its_lookup_alone(name: str) -> None:
+    runs = load(name).runs
+    for augmentation in ("min", "aug"):
+        tuned = {n: run for n, run in runs.items() if n.startswith(f"ct_{augmentation}")}
+        heads = [run.settings.model_dump().pop("head") for run in tuned.values()]
+        kinds = [(head["lookup"], head.get("oracle_right", 1.0)) for head in heads]
+        assert kinds == [
+            ("topk", 1.0), ("none", 1.0), *[("oracle", right) for right in (0.25, 0.5, 0.75, 1.0)]
+        ]  # fmt: skip
+        others = {"lookup", "oracle_right", "stop_gradient"}
+        rests = [{key: value for key, value in h.items() if key not in others} for h in heads]
+        rests = [
+            rest | {"rest": run.settings.model_dump(exclude={"head"}), "from": run.source}
+            for rest, run in zip(rests, tuned.values(), strict=True)
+        ]
+        assert all(rest == rests[0] for rest in rests)
+
+
 def test_tiny_imagenet_differs_from_cifar10_by_its_images_alone() -> None:
     """As many patches, the same views in tuning, and neighbours left out beside them."""
     tiny, cifar = load("tiny_imagenet"), load("cifar10")
@@ -701,3 +805,41 @@ def test_config_says_where_splits_are(tmp_path: Path) -> None:
             load("paper", splits=str(tars))
     with pytest.raises(UserError, match="no such file of splits"):
         load("paper", splits=str(tmp_path / "gone.yaml"))
+
+
+def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path: Path) -> None:
+    """Those of the first keep names and contents; another's read its features and shards."""
+    other = {"splits": DATASET["splits"], "resize": 20}
+    datasets = {"mine": DATASET, "other": other, "unused": DATASET}
+    asked = ["knn", "linear_probe", "fine_tune", "clustering", "retrieval"]
+    before = load(
+        write(tmp_path, datasets=datasets, evaluate=[{"runs": ["mae_tiny"], "protocols": asked}])
+    )
+    both = {"runs": ["mae_tiny"], "protocols": asked, "datasets": ["mine", "other"]}
+    experiment = load(write(tmp_path, datasets=datasets, evaluate=[both]))
+    assert experiment.evaluations == (
+        *before.evaluations,
+        *((run, f"{name}.on.other") for run, name in before.evaluations),
+    )
+    for pair in before.evaluations:
+        told, same = (resolve.evaluation_config(e, *pair) for e in (before, experiment))
+        assert told == same
+        path = experiment.root / "evaluations" / pair[0] / f"{pair[1]}.yaml"
+        assert told.text(path) == same.text(path)
+    root = experiment.root.absolute()
+    knn = resolve.evaluation_config(experiment, "mae_tiny", "knn.on.other")
+    assert knn.inputs["train"] == root / "features/mae_tiny/other-train.safetensors"
+    assert (knn.resize, knn.protocol) == (20, "knn")
+    left = resolve.evaluation_config(experiment, "mae_tiny", "retrieval.on.other").inputs
+    assert root / "evaluations/mae_tiny/clustering.on.other.safetensors" in left.values()
+    scored = "mae_tiny.fine_tune.on.other.seed0"
+    told_run = run_config(experiment, scored)
+    assert told_run.shards == root / "shards/other/train" and told_run.resize == 20
+    assert told_run.test == root / "shards/other/val"
+    assert run_config(experiment, "mae_tiny.fine_tune.seed0") == run_config(
+        before, "mae_tiny.fine_tune.seed0"
+    )
+    alone = {"runs": ["mae_tiny"], "protocols": ["retrieval"], "datasets": ["other"]}
+    evaluate = [{"runs": ["mae_tiny"], "protocols": ["clustering"]}, alone]
+    with pytest.raises(UserError, match="reads what clustering leaves"):
+        load(write(tmp_path, datasets=datasets, evaluate=evaluate))

@@ -26,6 +26,7 @@ from maect.tools.plan import (
     PlannedJob,
     RuleJob,
     Shards,
+    all_here,
     critical_path,
     lines,
     make_plan,
@@ -344,3 +345,12 @@ def test_operations_of_evaluations(here: Path) -> None:
         unknown_images(here), device, "linear_probe", run="mae_tiny", evaluation="linear_probe"
     )
     assert plan.jobs[0].seconds is None and plan.unknown == {"images of mine train"}
+
+
+def test_an_import_says_nothing_of_where_an_experiment_computes() -> None:
+    """It is a command on this machine, without resources; it must not lead to an A100."""
+    imported = RuleJob("import", {"run": "mae_base"}, {})
+    tuned = RuleJob("tune", {"run": "ct_min_base"}, HERE)
+    assert all_here([imported, tuned])
+    assert not all_here([imported])
+    assert not all_here([imported, RuleJob("tune", tuned.wildcards, HERE | {"cluster": "slurm"})])

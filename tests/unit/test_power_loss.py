@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from maect.core.context import SingleRank
 from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_json, sha256_file, write_record
@@ -185,26 +186,16 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
         disk.close()
 
 
-@dataclass
-class Rank:
-    """As much of a rank as saving needs."""
+class Rank(SingleRank):
+    """One of two ranks, whose launcher's record is on the disk, too."""
 
-    rank: int
-    disk: Disk
-    world_size: int = 2
+    def __init__(self, rank: int, disk: Disk, world_size: int = 2) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.disk = rank, world_size, disk
 
-    def is_current(self) -> bool:
-        return True
-
-    def saving(self, writes: bool, /) -> None:
-        pass
-
-    def saved(self, step: int) -> None:
+    def saved(self, step: int, /) -> None:
         if self.rank == 0:
             self.disk.tell(step)
-
-    def fail(self, error: BaseException) -> None:
-        raise error
 
 
 def sound(state: Path) -> int | None:

@@ -24,10 +24,10 @@ from maect.evaluate import PROTOCOLS
 from maect.experiment import outdated, resolve
 from maect.experiment import start as starting
 from maect.experiment import working_folder
+from maect.experiment.pages import PAGES, report_inputs
 from maect.experiment.schema import fill_path
 from maect.launch.owner import SNAKEMAKE, own, this_process
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS
-from maect.report import registry
 from maect.stages import STAGES
 
 # Held while this Snakemake runs: a second one on the same results folder is refused.
@@ -239,8 +239,9 @@ def stated_resize(wildcards):
 
 def precision_of(wildcards):
     """In which precision features are computed, as an argument."""
-    precision = experiment.spec.features
-    return "" if precision == "fp32" else f"--precision {precision}"
+    precision = resolve.precision(experiment, wildcards.run)
+    usual = experiment.runs[wildcards.run].encoder.features_precision
+    return "" if precision == usual else f"--precision {precision}"
 
 
 def interrupt(*_):
@@ -303,3 +304,8 @@ def start():
         stop(error)
     starting.prepare(experiment, jobs)
     signal.signal(signal.SIGINT, interrupt)
+
+
+def name_of(wildcards, page):
+    """Name of a page of a kind."""
+    return wildcards.page if page.folder else page.name

@@ -12,7 +12,7 @@ rule features:
     benchmark:
         f"{BENCHMARKS}/{{run}}/features-{{dataset}}-{{split}}{{norm}}.tsv"
     wildcard_constraints:
-        norm=f"({re.escape(resolve.WITHOUT_NORM)})?",
+        norm=f"({re.escape(resolve.WITHOUT_NORM)}({re.escape(resolve.LAST)}[0-9]+)?)?",
     localrule: True
     conda:
         ENVIRONMENT
@@ -23,7 +23,11 @@ rule features:
         shards=lambda w: experiment.shards(w.dataset, w.split),
         resize=resize_of,
         precision=precision_of,
-        norm=lambda w: "--before-norm" if w.norm else "",
+        norm=lambda w: (
+            f"--before-norm --blocks {resolve.of_ending(w.split, w.norm).blocks}"
+            if w.norm
+            else ""
+        ),
     message:
         "Features of {wildcards.run} on {wildcards.dataset} {wildcards.split}"
     shell:

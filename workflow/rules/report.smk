@@ -1,151 +1,53 @@
-TABLES, FIGURES = resolve.tables(experiment), resolve.figures(experiment)
-COMPARE = experiment.spec.compare_with_paper
+# Parts of the report's menu, in its order.
+CATEGORIES = ["Summary", *(p.category for p in PAGES.values() if p.names(experiment))]
+CATEGORIES = list(dict.fromkeys(CATEGORIES))
 
+for page in PAGES.values():
+    pattern = f"{page.folder}/{{page}}" if page.folder else page.name
+    *unshown, shown = [f"{ROOT}/{pattern}.{ending}" for ending in page.endings]
 
-rule table:
-    input:
-        lambda w: resolve.read_by_shown(experiment, w.table, figure=False),
-    output:
-        f"{ROOT}/tables/{{table}}.csv",
-        f"{ROOT}/tables/{{table}}.md",
-        f"{ROOT}/tables/{{table}}.tex",
-        report(
-            f"{ROOT}/tables/{{table}}.html",
-            caption="../report/table.rst",
-            category="2 Tables",
-            labels=lambda w: registry.TABLES[w.table].label(COMPARE),
-        ),
-    log:
-        f"{LOGS}/tables/{{table}}.log",
-    benchmark:
-        f"{BENCHMARKS}/tables/{{table}}.tsv"
-    wildcard_constraints:
-        table=one_of(TABLES),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    params:
-        config=f"{ROOT}/tables/{{table}}.yaml",
-        caption=lambda w: registry.TABLES[w.table].about(COMPARE),
-        compare=COMPARE,
-    message:
-        "Table {wildcards.table}"
-    shell:
-        "maect table {params.config:q} 2> {log:q}"
-
-
-rule figure:
-    input:
-        lambda w: resolve.read_by_shown(experiment, w.figure, figure=True),
-    output:
-        f"{ROOT}/figures/{{figure}}.pdf",
-        report(
-            f"{ROOT}/figures/{{figure}}.png",
-            caption="../report/figure.rst",
-            category=f"{2 + bool(TABLES)} Figures",
-            labels=lambda w: registry.FIGURES[w.figure].label(COMPARE),
-        ),
-    log:
-        f"{LOGS}/figures/{{figure}}.log",
-    benchmark:
-        f"{BENCHMARKS}/figures/{{figure}}.tsv"
-    wildcard_constraints:
-        figure=one_of(FIGURES),
-    localrule: True
-    conda:
-        ENVIRONMENT
-    params:
-        config=f"{ROOT}/figures/{{figure}}.yaml",
-        caption=lambda w: registry.FIGURES[w.figure].about(COMPARE),
-    message:
-        "Figure {wildcards.figure}"
-    shell:
-        "maect figure {params.config:q} 2> {log:q}"
-
-
-rule claims:
-    input:
-        resolve.run_records(experiment, TABLES),
-        expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
-    output:
-        f"{ROOT}/claims.csv",
-        report(
-            f"{ROOT}/claims.html",
-            caption="../report/claims.rst",
-            category="1 Summary",
-            labels={"page": "Claims"},
-        ),
-    log:
-        f"{LOGS}/claims.log",
-    benchmark:
-        f"{BENCHMARKS}/claims.tsv"
-    localrule: True
-    conda:
-        ENVIRONMENT
-    params:
-        config=f"{ROOT}/claims.yaml",
-    message:
-        "Claims"
-    shell:
-        "maect claims {params.config:q} 2> {log:q}"
-
-
-rule images:
-    input:
-        resolve.read_by_images(experiment),
-    output:
-        report(
-            f"{ROOT}/images.html",
-            caption="../report/images.rst",
-            category="1 Summary",
-            labels={"page": "Images"},
-        ),
-    log:
-        f"{LOGS}/images.log",
-    benchmark:
-        f"{BENCHMARKS}/images.tsv"
-    localrule: True
-    conda:
-        ENVIRONMENT
-    params:
-        config=f"{ROOT}/images.yaml",
-    message:
-        "Page of images"
-    shell:
-        "maect images {params.config:q} 2> {log:q}"
-
-
-rule summary:
-    input:
-        list(resolve.read_by_summary(experiment).values()),
-    output:
-        report(
-            f"{ROOT}/summary.html",
-            caption="../report/summary.rst",
-            category="1 Summary",
-            labels={"page": "Summary"},
-        ),
-    log:
-        f"{LOGS}/summary.log",
-    benchmark:
-        f"{BENCHMARKS}/summary.tsv"
-    localrule: True
-    conda:
-        ENVIRONMENT
-    params:
-        config=f"{ROOT}/summary.yaml",
-    message:
-        "First page of the report"
-    shell:
-        "maect summary {params.config:q} 2> {log:q}"
+    rule:
+        name:
+            page.name
+        input:
+            lambda w, page=page: page.inputs(experiment, name_of(w, page)),
+        output:
+            unshown,
+            report(
+                shown,
+                caption="../report/page.rst",
+                category=(
+                    f"{CATEGORIES.index(page.category) + 1} {page.category}"
+                    if page.category in CATEGORIES
+                    else page.category
+                ),
+                labels=lambda w, page=page: page.label(experiment, name_of(w, page)),
+            ),
+        log:
+            f"{LOGS}/{pattern}.log",
+        benchmark:
+            f"{BENCHMARKS}/{pattern}.tsv"
+        wildcard_constraints:
+            page=one_of(page.names(experiment)),
+        localrule: True
+        conda:
+            ENVIRONMENT
+        params:
+            config=f"{ROOT}/{pattern}.yaml",
+            caption=lambda w, page=page: page.caption(experiment, name_of(w, page)),
+        message:
+            page.title.format(page="{wildcards.page}")
+        shell:
+            "maect page {params.config:q} 2> {log:q}"
 
 
 # Snakemake does not miss what a table was made of, once that is there: targets name it.
 SHOWN = [
     str(file)
-    for figure, names in ((False, TABLES), (True, FIGURES))
-    for name in names
-    for file in resolve.read_by_shown(experiment, name, figure=figure)
+    for page in PAGES.values()
+    if page.folder
+    for name in page.names(experiment)
+    for file in page.inputs(experiment, name)
     if experiment.root / "evaluations" in file.parents
 ]
 
@@ -153,20 +55,22 @@ SHOWN = [
 rule tables:
     input:
         LOST_SHARDS,
-        expand(f"{ROOT}/tables/{{table}}.csv", table=TABLES),
+        expand(f"{ROOT}/tables/{{table}}.csv", table=PAGES["table"].names(experiment)),
     localrule: True
 
 
 rule figures:
     input:
         LOST_SHARDS,
-        expand(f"{ROOT}/figures/{{figure}}.png", figure=FIGURES),
+        expand(
+            f"{ROOT}/figures/{{figure}}.png", figure=PAGES["figure"].names(experiment)
+        ),
     localrule: True
 
 
 rule report_html:
     input:
-        resolve.read_by_report(experiment),
+        report_inputs(experiment),
     output:
         f"{ROOT}/report.html",
     log:

@@ -98,12 +98,12 @@ def blank(axes: Axes | Sequence[Axes]) -> None:
 
 
 def make_figure(path: Path) -> None:
-    """`maect figure figures/NAME.yaml`: beside it NAME as PDF and PNG.
+    """`maect page figures/NAME.yaml`: beside it NAME as PDF and PNG.
 
     Raises:
         UserError: no such figure, nothing to draw, or a result that cannot be read.
     """
-    shown = ShownConfig.read(path)
+    shown = ShownConfig.of_results(path)
     draw(shown, path.with_suffix(".pdf"), path.with_suffix(".png"))
 
 

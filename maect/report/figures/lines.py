@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
@@ -29,6 +30,7 @@ from maect.report.tables import (
     cost_table,
     flops_of_step,
     read_metrics,
+    result_of,
 )
 from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
@@ -186,6 +188,82 @@ def knn_compute(shown: ShownConfig) -> Figure:
     return figure
 
 
+def gain_by_precision(shown: ShownConfig) -> Figure:
+    """k-NN accuracy that tuning adds, against how often its look-up was right while it trained.
+
+    Raises:
+        UserError: no tuned run has both, beside the k-NN of the run that it begins with.
+    """
+    figure, (ax,) = panels(1, 1, height=3.2)
+    lines = dict[str, list[tuple[float, float, float]]]()
+    points = list[tuple[str, str, tuple[float, float, float]]]()
+    for row in shown.rows:
+        found = [one for run in row.runs if (one := _gain(shown, run)) is not None]
+        if not found:
+            continue
+        augmentation, lookup = found[0][:2]
+        right, gains = np.array([one[2:] for one in found]).T
+        std = float(gains.std(ddof=1)) if len(gains) > 1 else 0.0
+        point = float(right.mean()), float(gains.mean()), std
+        if lookup == "oracle":
+            lines.setdefault(augmentation, []).append(point)
+        else:
+            points.append((augmentation, lookup, point))
+    if not lines and not points:
+        raise UserError("gain_by_precision figure: no tuned run has a k-NN beside that of its MAE")
+    order = list(dict.fromkeys([*lines, *(one for one, _, _ in points)]))
+    for augmentation, line in lines.items():
+        x, y, error = zip(*sorted(line), strict=True)
+        number = order.index(augmentation)
+        ax.errorbar(
+            x, y, yerr=error, color=COLORS[number], marker=MARKERS[number], capsize=2,
+            label=f"{augmentation}, oracle",
+        )  # fmt: skip
+    for augmentation, lookup, (part, gain, std) in points:
+        number = order.index(augmentation)
+        if lookup == "none":  # the other view, which is right but no neighbour
+            ax.axhline(
+                gain, color=COLORS[number], linestyle=":", linewidth=0.9,
+                label=f"{augmentation}, no look-up",
+            )  # fmt: skip
+            continue
+        ax.errorbar(
+            [part], [gain], yerr=[std], color=COLORS[number], marker=MARKERS[number],
+            fillstyle="none", markersize=8, linestyle="", capsize=2,
+            label=f"{augmentation}, look-up",
+        )  # fmt: skip
+    ax.axhline(0, color="#777777", linewidth=0.7)
+    ax.set(xlabel="look-ups of the right class (%)", ylabel="k-NN, gain over MAE (points)")
+    ax.legend()
+    return figure
+
+
+def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
+    """Augmentation, kind of look-up, percent of look-ups that were right, and points of k-NN.
+
+    None of a run that is not tuned with neighbours, or that has no k-NN or whose MAE has none.
+    """
+    if not (shown.runs / run / "run.json").exists():
+        return None
+    records = chain(run, shown.runs)
+    head = records[0].get("recipe", {}).get("head") or {}
+    results = [
+        result_of(shown.evaluations, name, ("knn",), "knn_standardized")
+        for name in (run, str(records[-1]["run"]))
+    ]
+    if records[0]["stage"] != "tune" or len(records) == 1 or None in results:
+        return None
+    tuned, before = (
+        float(read_metrics(path)["knn_standardized"]) for path in results if path is not None
+    )
+    steps = finished_entries(shown.runs / run, records[0])
+    right = [step["lookup_accuracy"] for step in steps if "lookup_accuracy" in step]
+    if head["lookup"] != "none" and not right:
+        return None
+    part = float(np.mean(right)) if right else 100.0
+    return records[0]["recipe"]["augmentation"], head["lookup"], part, tuned - before
+
+
 def label_efficiency(shown: ShownConfig) -> Figure:
     """Accuracy against the number of labels, a panel an architecture, a line a method.
 
@@ -263,10 +341,56 @@ def color_histogram(shown: ShownConfig) -> Figure:
             linestyle=LINES[number % len(LINES)], marker=MARKERS[number % len(MARKERS)],
             markersize=3, label=name,
         )  # fmt: skip
-    ax.set(xlabel="block", ylabel="histogram prediction error (%)", xlim=(0.5, most + 0.5))
-    ax.set_xticks(range(1, most + 1, 1 if most <= 12 else 2))
+    _blocks_axis(ax, most)
+    ax.set_ylabel("histogram prediction error (%)")
     ax.legend()
     return figure
+
+
+def knn_per_block(shown: ShownConfig) -> Figure:
+    """k-NN accuracy after each block, one line a model: the mean over its runs, and the deviation.
+
+    Reads `knn_per_block.json`, whose metric `knn_standardized` is a list, one value a block.
+
+    Raises:
+        UserError: nothing to draw, a result without that list, or runs of unequally many blocks.
+    """
+    figure, (ax,) = panels(1, 1, height=2.9)
+    most = 0
+    for number, row in enumerate(shown.rows):
+        lines = list[list[float]]()
+        for path in [shown.evaluations / run / "knn_per_block.json" for run in row.runs]:
+            if path.exists():
+                values = read_metrics(path).get("knn_standardized")
+                if not isinstance(values, list) or len(values) != len([*lines, values][0]):
+                    raise UserError(
+                        f"{path}: `knn_standardized` is no list with a value for each block; "
+                        "evaluate knn_per_block again"
+                    )
+                lines.append(values)
+        if not lines:
+            continue
+        blocks = len(lines[0])
+        most = max(most, blocks)
+        ax.errorbar(
+            range(1, blocks + 1), np.mean(lines, axis=0), capsize=2,
+            label=row_title(row, shown.rows),
+            yerr=np.std(lines, axis=0, ddof=1) if len(lines) > 1 else None,
+            color=COLORS[number % len(COLORS)], linestyle=LINES[number % len(LINES)],
+            marker=MARKERS[number % len(MARKERS)], markersize=3,
+        )  # fmt: skip
+    if not most:
+        raise UserError("knn_per_block figure: no run has this evaluation")
+    _blocks_axis(ax, most)
+    ax.set_ylabel("k-NN accuracy (%)")
+    ax.legend()
+    return figure
+
+
+def _blocks_axis(ax: Axes, most: int) -> None:
+    """Number the blocks from 1, every other one of many."""
+    ax.set(xlabel="block", xlim=(0.5, most + 0.5))
+    ax.set_xticks(range(1, most + 1, 1 if most <= 12 else 2))
 
 
 def curve(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:

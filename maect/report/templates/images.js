@@ -5,7 +5,7 @@ const atlas = document.getElementById("atlas"), canvas = document.getElementById
 const tip = document.getElementById("tip"), get = id => document.getElementById(id);
 const COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#8A6FDF", "#A6761D", "#666666", "#B2182B"];
 const count = data.names.length, side = data.side;
-let run = data.runs[data.runs.length - 1], by = "", chosen = -1, hovered = -1;
+let run, group = [], groupsOf = [], grain = 0, by = "", chosen = -1, hovered = -1;
 let zoom = 1, left = 0, top_ = 0, wide = 1, high = 1;
 
 function add(parent, tag, text, values) {
@@ -31,7 +31,7 @@ function card(parent, i, size, caption) {
 }
 const kinds = {
   class: {of: i => data.label[i], name: n => n < 0 ? "no class" : data.classes[n]},
-  group: {of: i => run.group[i], name: n => "group " + n},
+  group: {of: i => group[i], name: n => "group " + n},
   split: {of: i => data.split[i], name: n => data.splits[n]},
 };
 const color = n => n < 0 ? "#999999" : COLORS[n % COLORS.length];
@@ -137,7 +137,7 @@ get("find").oninput = get("pictures").onchange = draw;
 
 // --- beside and below it -------------------------------------------------------------------------
 function facts(i) {
-  const words = [data.splits[data.split[i]], "group " + run.group[i]];
+  const words = [data.splits[data.split[i]], "group " + group[i]];
   if (data.label[i] >= 0) words.unshift(data.classes[data.label[i]]);
   return words.join(", ");
 }
@@ -155,7 +155,7 @@ function choose(i) {
 function groups() {
   const box = get("groups");
   box.replaceChildren();
-  run.groups.forEach((members, n) => {
+  groupsOf.forEach((members, n) => {
     const counts = new Map();
     for (const i of members) if (data.label[i] >= 0) counts.set(data.label[i], (counts.get(data.label[i]) || 0) + 1);
     const most = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3);
@@ -173,9 +173,27 @@ function key() {
     line.append(kinds[by].name(n));
   }
 }
+const counts = () => Object.keys(run.grains).map(Number).sort((a, b) => a - b);
+function cut(number) {
+  grain = number; groupsOf = run.grains[number]; group = [];
+  groupsOf.forEach((members, n) => { for (const i of members) group[i] = n; });
+  const all = counts(), own = number === run.chosen ? "" : ", by your choice";
+  get("about").textContent = `${count} images, ${number} groups found without labels from the vectors of ${run.run}${own}.`;
+  get("grain").textContent = `${number} groups`;
+  get("coarser").disabled = number === all[0];
+  get("finer").disabled = number === all[all.length - 1];
+}
+function regroup(step) {
+  const all = counts();
+  cut(all[all.indexOf(grain) + step]);
+  groups(); key(); draw();
+  if (chosen >= 0) choose(chosen);
+}
+function pick(name) {
+  run = data.runs.find(one => one.run === name);
+  cut(run.chosen);
+}
 function show() {
-  const shown = `${count} images, ${run.groups.length} groups found without labels from the vectors of ${run.run}.`;
-  get("about").textContent = shown;
   groups(); key(); whole(); draw();
   if (chosen >= 0) choose(chosen);
 }
@@ -184,8 +202,11 @@ function fit() {
   whole(); draw();
 }
 for (const one of data.runs) add(get("run"), "option", one.run, {value: one.run});
+pick(data.runs[data.runs.length - 1].run);
 get("run").value = run.run;
-get("run").onchange = event => { run = data.runs.find(one => one.run === event.target.value); show(); };
+get("run").onchange = event => { pick(event.target.value); show(); };
+get("coarser").onclick = () => regroup(-1);
+get("finer").onclick = () => regroup(1);
 const given = Object.keys(kinds).filter(kind => kind === "class" ? data.label.some(n => n >= 0) : kind === "group" || data.splits.length > 1);
 for (const kind of given) add(get("by"), "option", kind, {value: kind});
 by = given[0];

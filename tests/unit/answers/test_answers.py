@@ -12,10 +12,19 @@ import torch
 
 import maect
 from maect.answers.classes import read_classifier
+from maect.answers.clusters import around, write_clusters
 from maect.answers.vectors import Vectors, nearest
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.evaluate.clusters import cluster
+from maect.evaluate.clusters import (
+    GRAINS,
+    cluster,
+    comparable,
+    graph_groups,
+    natural,
+    scale_of,
+    shared_neighbours,
+)
 from maect.models.weights import load_encoder_weights, save_encoder, save_tensors
 
 
@@ -82,15 +91,18 @@ def test_wrong_input_is_one_line(
     vectors = Vectors.read(index)
     Vectors(vectors.files, vectors.values, None, {**vectors.about, "resize": 16}).write(other)
     image = str(next(photographs.rglob("*.jpg")))
+    table = tmp_path / "table.parquet"
+    pd.DataFrame({"path": [image]}).to_parquet(table)
     for command, fault in (
         (["embed", str(run), str(photographs), "--out", "a.xlsx"], "what format"),
         (["embed", str(run), "gone", "--out", "a.npy"], "gone: no such file or folder"),
         (["embed", str(run), image, "--out", "a.npy"], "or --kind"),
         (["search", str(run), "gone.parquet", image], "no such file; `maect embed"),
-        (["search", str(run), image, image], "not written by `maect embed`"),
+        (["search", str(run), image, image], "vectors are read from .parquet alone"),
+        (["cluster", str(table), "--out", "a"], "not written by `maect embed`"),
         (["search", str(run), str(other), image], "another resize"),
         (
-            ["cluster", str(index), "--out", str(tmp_path), "--clusters", "31"],
+            ["cluster", str(index), "--out", str(tmp_path), "--groups", "31"],
             "cannot form 31 clusters",
         ),
         (["predict", str(run), str(photographs), "--out", "a.csv"], "no such classifier"),
@@ -110,23 +122,35 @@ def test_search_finds_the_image_itself_first(
     assert lines[0] == f"1.0000  {image.relative_to(photographs)}"
 
 
-def test_nearest_compares_all() -> None:
+def test_nearest_compares_all_as_the_index_is_spread() -> None:
     rng = np.random.default_rng(0)
-    values = rng.normal(size=(50, 8)).astype(np.float32)
-    queries = rng.normal(size=(4, 8)).astype(np.float32)
+    # A large common part, and numbers that vary unequally: plain cosines would all be near 1.
+    spread = np.linspace(0.1, 5, 8)
+    values = (30 + spread * rng.normal(size=(50, 8))).astype(np.float32)
+    queries = (30 + spread * rng.normal(size=(4, 8))).astype(np.float32)
     index = Vectors([str(i) for i in range(50)], np.concatenate([values[:49], values[:1]]))
     similarity, found = nearest(index, queries, 5)
-    for query, near, ids in zip(queries, similarity, found, strict=True):
+    mean, std = index.values.mean(0, dtype=float), index.values.std(0, dtype=float)
+    for query, near, ids in zip((queries - mean) / std, similarity, found, strict=True):
         cosines = [
-            row @ query / np.linalg.norm(row) / np.linalg.norm(query) for row in index.values
+            row @ query / np.linalg.norm(row) / np.linalg.norm(query)
+            for row in (index.values - mean) / std
         ]
         assert ids.tolist() == np.argsort(-np.round(cosines, 6), kind="stable")[:5].tolist()
-        np.testing.assert_allclose(near, np.sort(cosines)[::-1][:5], atol=1e-5)
+        np.testing.assert_allclose(near, np.sort(cosines)[::-1][:5], atol=1e-4)
+
+
+def test_few_images_have_no_spread_of_their_own() -> None:
+    """Of two, standardised vectors would always be opposite."""
+    values = np.array([[1, 0], [1, 1]], np.float32)
+    similarity, found = nearest(Vectors(["a", "b"], values), values[:1], 2)
+    np.testing.assert_allclose(similarity, [[1, 2**-0.5]], atol=1e-6)
+    assert found.tolist() == [[0, 1]]
 
 
 def blobs(sizes: tuple[int, ...]) -> Vectors:
     rng = np.random.default_rng(1)
-    centers = 10 * np.eye(len(sizes), 16)
+    centers = 10 * rng.normal(size=(len(sizes), 16))
     truth = np.repeat(np.arange(len(sizes)), sizes)
     values = (centers[truth] + rng.normal(0, 0.5, (len(truth), 16))).astype(np.float32)
     return Vectors([f"{kind}-{i}" for i, kind in enumerate(truth)], values)
@@ -141,7 +165,52 @@ def test_clusters_are_found_largest_first(how: dict[str, object]) -> None:
         members = clusters.members(number)
         assert {vectors.files[i][0] for i in members} == {truth}
         assert (np.diff(clusters.distance[members]) >= 0).all()
-    assert not clusters.scores or max(clusters.scores, key=clusters.scores.__getitem__) == 4
+    assert bool(clusters.grains) == (not how)
+    for count, grain in clusters.grains.items():
+        sizes = [len(grain.members(number)) for number in range(grain.count)]
+        assert grain.count == count != 4 and sizes == sorted(sizes, reverse=True)
+
+
+def test_a_common_part_of_all_vectors_changes_no_group() -> None:
+    """Raw vectors of an encoder point in nearly one direction; what differs is what counts."""
+    vectors = blobs((10, 40, 20, 30))
+    shifted = vectors.values * np.geomspace(1, 100, 16, dtype=np.float32) + 500
+    assert cluster(shifted).cluster.tolist() == cluster(vectors.values).cluster.tolist()
+
+
+def test_more_images_than_a_graph_holds_follow_the_nearest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vectors = blobs((60, 50, 40))
+    monkeypatch.setattr("maect.evaluate.clusters.LARGEST", 90)
+    found = graph_groups(comparable(vectors.values, scale_of(vectors.values)))
+    pairs = {(file[0], group) for file, group in zip(vectors.files, found[0.15], strict=True)}
+    assert len(pairs) == len({group for _, group in pairs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("counts", "resolution"),
+    [([3, 3, 3, 3, 4, 6, 8, 9, 9], 0.15), ([2, 3, 4, 5, 6, 7, 8, 9, 9], 1.0),
+     ([1, 1, 1, 1, 1, 2, 3, 4, 5], 1.0), ([1, 2, 4, 4, 4, 4, 5, 6, 9], 0.5)],
+)  # fmt: skip
+def test_a_number_that_many_resolutions_agree_on_is_chosen(
+    counts: list[int], resolution: float
+) -> None:
+    found = {grain: np.arange(count) for grain, count in zip(GRAINS, counts, strict=True)}
+    assert natural(found) == resolution
+
+
+def test_weights_of_the_graph_are_shared_neighbours() -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(60, 4)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    near = [{i, *np.argsort(-(rows @ rows[i]))[:7].tolist()} for i in range(60)]
+    weights = shared_neighbours(rows).toarray()
+    for i in range(60):
+        for j in range(60):
+            joined = i != j and (j in near[i] or i in near[j])
+            expected = len(near[i] & near[j]) / len(near[i] | near[j]) if joined else 0
+            assert weights[i, j] == pytest.approx(expected)
 
 
 def test_identical_images_are_no_clusters() -> None:
@@ -151,22 +220,36 @@ def test_identical_images_are_no_clusters() -> None:
 
 def test_numbers_that_a_method_does_not_take_are_refused() -> None:
     vectors = np.eye(40, dtype=np.float32)
-    with pytest.raises(UserError, match="hdbscan finds the number of clusters itself"):
+    with pytest.raises(UserError, match="hdbscan finds the number of groups itself"):
         cluster(vectors, 12, "hdbscan")
-    with pytest.raises(UserError, match="k-means has no smallest cluster"):
+    with pytest.raises(UserError, match="k-means needs a number of groups"):
+        cluster(vectors, method="kmeans")
+    with pytest.raises(UserError, match="kmeans has no smallest group"):
         cluster(vectors, 12, smallest=5)
 
 
 def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) -> None:
-    assert main(["cluster", str(index), "--out", str(tmp_path), "--clusters", "3"]) == 0
+    assert main(["cluster", str(index), "--out", str(tmp_path), "--groups", "3"]) == 0
     with open(tmp_path / "clusters.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert sorted(row["file"] for row in rows) == Vectors.read(index).files
     assert {row["cluster"] for row in rows} == {"0", "1", "2"}
     page = (tmp_path / "index.html").read_text()
-    assert page.count('src="data:image/jpeg;base64,/9j/') >= 3
+    assert page.count("url(data:image/jpeg;base64,/9j/") >= 3
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert rows[0]["file"] in page  # the one nearest to the mean of the largest cluster
+
+
+def test_the_page_has_a_coarser_and_a_finer_grouping(index: Path, tmp_path: Path) -> None:
+    vectors = blobs((40, 40, 40, 40, 40))
+    clusters = cluster(vectors.values)
+    assert clusters.count == 5
+    about = Vectors.read(index).about
+    write_clusters(Vectors(vectors.files, vectors.values, None, about), clusters, tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    numbers = re.findall(r'id="grain(\d+)"', page)
+    assert [int(n) for n in numbers] == sorted({5, *(one.count for one in around(clusters))})
+    assert len(numbers) > 1 and re.findall(r'id="grain(\d+)" checked', page) == ["5"]
 
 
 def test_predict_by_what_was_fitted_and_kept(

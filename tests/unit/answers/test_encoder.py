@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ from PIL import Image
 
 import maect
 from maect.cli import main
+from maect.core.context import SingleRank
 from maect.core.errors import UserError
 from maect.evaluate.store import open_features
+from maect.launch.launcher import Task
 from maect.recipes import Pixels
+from maect.tools import jobs
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -37,6 +41,17 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs are computed in this process."""
+
+    def launch(task: Task, *_: Any, **__: Any) -> None:
+        resolve_name(task.function)(SingleRank(), **task.arguments)
+
+    monkeypatch.setattr(jobs, "launch", launch)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_vectors_are_the_bits_of_the_features_file(
     run: Path, photographs: Path, vectors: NDArray[np.float32], tmp_path: Path
 ) -> None:
@@ -65,6 +80,7 @@ def test_an_exported_folder_is_not_imported(
     assert not (tmp_path / "back").exists()
 
 
+@pytest.mark.usefixtures("at_once")
 def test_features_of_another_resize_are_extracted_again(
     run: Path, photographs: Path, tmp_path: Path
 ) -> None:

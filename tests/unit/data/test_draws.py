@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers
+from maect.data.random import drop_path_factors, ids_shuffle, lookup_numbers, wrong_lookups
 
 
 def test_masks_depend_on_seed_epoch_id_and_view_alone() -> None:
@@ -39,6 +39,18 @@ def test_lookup_numbers_are_uniform_and_independent_of_rank() -> None:
     assert (counts - 0.2).abs().max() < 5 * math.sqrt(0.2 * 0.8 / len(ids))
     assert abs((numbers[0] == numbers[1]).float().mean() - 0.2) < 0.02
     assert torch.equal(lookup_numbers(5, 0, ids[:9] * 0, ids[100:109], 2), numbers[:, 100:109])
+
+
+def test_an_oracle_errs_as_often_as_it_is_told() -> None:
+    ids = np.arange(4000)
+    wrong = wrong_lookups(0.75, 0, ids * 0, ids, 2)
+    assert wrong.shape == (2, 4000) and (wrong[0] != wrong[1]).any()
+    np.testing.assert_allclose(wrong.double().mean(dim=1), 0.25, atol=0.03)
+    assert torch.equal(wrong_lookups(0.75, 0, ids[:9] * 0, ids[100:109], 2), wrong[:, 100:109])
+    # What is right at a lower part is right at a higher one; at 0 and 1 nothing is drawn.
+    assert (wrong <= wrong_lookups(0.5, 0, ids * 0, ids, 2)).all()
+    assert wrong_lookups(0.0, 0, ids * 0, ids, 2).all()
+    assert not wrong_lookups(1.0, 0, ids * 0, ids, 2).any()
 
 
 def test_drop_path_keeps_the_mean_and_depends_on_the_sample_alone() -> None:

@@ -1,39 +1,32 @@
 """A rank of our own, feature files, and a few real digits as shards with a small encoder."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed import FileStore, HashStore, Store
+from torch.distributed import FileStore, Store
 
+from maect.core.context import SingleRank
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import EvaluationJob, Protocol
 from maect.evaluate.store import write_features
 
 
-@dataclass
-class Rank:
-    """What `maect.launch` hands to each rank; told to stop after `patience` questions."""
+class Rank(SingleRank):
+    """A rank told to stop after `patience` questions, alone or one of several processes."""
 
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    cpus: int = 2
-    saved_before: int = 0
-    gpus: bool = False
-    patience: int = 10**9
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    meeting: Path | None = None  # of several processes
-    groups: int = 0
-    current: bool = True
-
-    def stop_requested(self) -> bool:
-        self.patience -= 1
-        return self.patience < 0
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, meeting: Path | None = None, cpus: int = 2,
+        patience: int | None = None, current: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(cpus, patience=patience)
+        self.rank = self.local_rank = rank
+        self.world_size = self.local_world_size = world_size
+        self.meeting, self.current, self.groups = meeting, current, 0
+        self.reports: list[dict[str, Any]] = []
 
     def report(self, progress: dict[str, Any], /) -> None:
         self.reports.append(progress)
@@ -41,21 +34,9 @@ class Rank:
     def is_current(self) -> bool:
         return self.current
 
-    def held_seconds(self) -> float:
-        return 0.0
-
-    def say(self, message: str, /) -> None:
-        pass
-
-    def saving(self, writes: bool, /) -> None:
-        pass
-
-    def saved(self, step: int, /) -> None:
-        pass
-
     def store(self, timeout: timedelta, /) -> Store:
         if self.meeting is None:
-            return HashStore()
+            return super().store(timeout)
         self.groups += 1
         return FileStore(f"{self.meeting}-{self.groups}", self.world_size)
 

@@ -1,5 +1,6 @@
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
 from maect.evaluate import probing
 from maect.evaluate.base import Interrupted
-from maect.evaluate.efficient_probe import EfficientProbe, Probe, lars
+from maect.evaluate.efficient_probe import EfficientProbe, Probe
 from maect.evaluate.features import Encoding
+from maect.evaluate.lars import lars
+from maect.evaluate.trained import Trial
 from maect.recipes import View
 
 from .conftest import Rank
@@ -32,6 +35,13 @@ SETTINGS = EfficientProbe(
 )
 CPU = torch.device("cpu")
 NAMES = ("queries", "values", "weight", "bias")
+
+
+def probe_of(width: int, classes: int, settings: EfficientProbe = SETTINGS) -> Probe:
+    encoding = SimpleNamespace(settings=SimpleNamespace(width=width), device=CPU)
+    train = SimpleNamespace(class_names=tuple(map(str, range(classes))))
+    trial = Trial(Rank(), None, encoding, train, train, "")  # type: ignore[arg-type]
+    return Probe(trial, settings, "queries", "values")
 
 
 class Plain:
@@ -91,7 +101,7 @@ class Plain:
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_probe_trains_like_a_plain_loop(decay: float) -> None:
     settings = SETTINGS.model_copy(update={"weight_decay": decay})
-    probe = Probe(12, 5, settings, CPU)
+    probe = probe_of(12, 5, settings)
     plain = Plain(probe)
     generator = torch.Generator().manual_seed(0)
     for step in range(6):
@@ -125,10 +135,10 @@ def test_what_has_no_length_is_not_scaled() -> None:
 
 
 def test_initial_values_are_those_of_the_authors_modules() -> None:
-    probe = Probe(64, 10, SETTINGS, CPU)
+    probe = probe_of(64, 10)
     assert float(probe.queries.std()) == pytest.approx(0.02, rel=0.15)
     assert float(probe.values.abs().max()) <= 64**-0.5 < 1.01 * float(probe.values.abs().max())
-    again = Probe(64, 10, SETTINGS, CPU)
+    again = probe_of(64, 10)
     assert torch.equal(probe.weight, again.weight) and torch.equal(probe.queries, again.queries)
 
 
@@ -160,7 +170,7 @@ def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) ->
     pictures = torch.cat([images for images, _, _ in parts])
     x_test = tokens(augment(pictures, still, 0, 0, zeros, zeros, encoding.settings.pixels))
     y_test = torch.from_numpy(np.concatenate([labels for _, labels, _ in parts]))
-    probe = Probe(16, 10, SETTINGS, CPU)
+    probe = probe_of(16, 10)
     view = View(crop_scale=(0.6, 1.0), flip=0.0)
     steps, warmup, ends, history = 18, 150 / 32, [5, 10, 15, 18], []
     for batch in train_batches(
@@ -195,7 +205,7 @@ def test_it_learns_digits(images: Path) -> None:
             index, image_size=16, resize=16, rows=range(index.n), batch_size=256, threads=1
         )
         tokens[split], labels[split] = encoding.tokens(batch[0]), torch.from_numpy(batch[1])
-    probe = Probe(16, 10, SETTINGS.model_copy(update={"base_lr": 40.0}), CPU)
+    probe = probe_of(16, 10, SETTINGS.model_copy(update={"base_lr": 40.0}))
     for step in range(300):
         probe.step(tokens["train"], labels["train"], 1 - step / 300)
     right = probe.predict(tokens["val"]) == labels["val"]

@@ -47,13 +47,15 @@ def test_a_map_with_names_pictures_groups_and_look_alikes(job: EvaluationJob, ra
         assert about["names"][position] == f"{index.key(row)}.png"
         assert left["labels"][position] == index.labels[row]
         rows.append(open_features(job.path(f"features_{settings.splits[split]}")).take(row[None]))
-    unit = np.concatenate(rows)
+    unit = np.concatenate(rows).astype(float)
+    unit = (unit - unit.mean(0)) / unit.std(0)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     similarity = unit @ unit.T - 3 * np.eye(100)
     expected = np.sort(similarity, axis=1)[:, :-4:-1]
-    np.testing.assert_allclose(left["similarity"], expected, atol=1e-6)
+    np.testing.assert_allclose(left["similarity"], expected, atol=1e-5)
     found = np.take_along_axis(similarity, left["neighbors"], axis=1)
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert left["grains"].size == 0  # their number was given
     # The picture of an image is where the page looks for it.
     page = np.asarray(Image.open(io.BytesIO(left["atlas"].tobytes())).convert("RGB"), float)
     index = open_index(job.path("images_val"))
@@ -62,6 +64,18 @@ def test_a_map_with_names_pictures_groups_and_look_alikes(job: EvaluationJob, ra
     shown = page[row * side : (row + 1) * side, column * side : (column + 1) * side]
     image = np.asarray(Image.open(io.BytesIO(index.read(int(left["ids"][99])))), float)
     assert np.abs(shown - image).mean() < 6
+
+
+def test_other_numbers_of_groups_are_left_where_none_is_given(
+    job: EvaluationJob, rank: Rank, tmp_path: Path
+) -> None:
+    job = EvaluationJob(job.run, tmp_path / "explore.json", job.inputs)
+    metrics = Explore(splits=("train", "val"), images=60).evaluate(rank, job)
+    explored = load_file(job.out.with_suffix(".safetensors"))
+    counts = explored["grains"].tolist()
+    assert counts == metrics["grains"] and counts == sorted({*counts} - {1, metrics["clusters"]})
+    assert [row.max() + 1 for row in explored["grain_clusters"]] == counts
+    assert explored["grain_distance"].shape == (len(counts), 60) and counts
 
 
 def test_what_cannot_be_explored_is_named(job: EvaluationJob, rank: Rank) -> None:

@@ -48,12 +48,11 @@ def test_features_are_those_of_a_plain_loop(images: Path, tmp_path: Path, rank: 
 
 def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank) -> None:
     encoder, shards = images / "runs" / "mae" / "encoder.safetensors", images / "shards" / "val"
-    files = tmp_path / "after.safetensors", tmp_path / "before.safetensors"
-    for file, norm in zip(files, (True, False), strict=True):
-        assert (
-            extract(rank, encoder=encoder, shards=shards, out=file, resize=16, norm=norm) == "done"
-        )
-    after, before = map(open_features, files)
+    files = [tmp_path / f"{name}.safetensors" for name in ("after", "before", "several")]
+    given = {"encoder": encoder, "shards": shards, "resize": 16}
+    for file, norm, blocks in zip(files, (True, False, False), (1, 1, 2), strict=True):
+        assert extract(rank, **given, out=file, norm=norm, blocks=blocks) == "done"
+    after, before, several = map(open_features, files)
     module, settings, _ = load_encoder_weights(encoder)
     (pixels, _, _), *_ = evaluation_batches(
         open_index(shards), image_size=16, rows=range(8), batch_size=8, threads=1, resize=16
@@ -62,13 +61,20 @@ def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank
         x = normalize(pixels, settings.pixels)
         x = module.patch_embed(x) + module.pos_embed[:, 1:]
         x = torch.cat([module.cls_token.expand(8, -1, -1), x], 1)
+        means = []
         for block in module.blocks:
             x = block(x)
-        expected = x[:, 1:].mean(1), module.norm(x)[:, 1:].mean(1)
+            means.append(x[:, 1:].mean(1))
+        expected = means[-1], module.norm(x)[:, 1:].mean(1)
+    assert len(means) == 3
+    both = torch.cat(means[-2:], dim=1)
+    np.testing.assert_allclose(several.rows(0, 8), both, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(before.rows(0, 8), expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(after.rows(0, 8), expected[1], rtol=1e-5, atol=1e-5)
     with pytest.raises(UserError, match="norm differs"):
         same_encoder(after, before)
+    with pytest.raises(UserError, match="blocks differs"):
+        same_encoder(before, several)
 
 
 def test_a_restart_goes_on_with_the_same_bits(

@@ -10,6 +10,7 @@ from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.knn import Knn
 from maect.evaluate.store import moments, open_features, standardize
+from maect.measures import vote
 
 from .conftest import Rank, blobs, given, store
 from .margins import clear
@@ -194,5 +195,5 @@ def test_more_neighbours_than_samples(job: EvaluationJob, rank: Rank) -> None:
 def test_votes_do_not_overflow() -> None:
     similarity = np.array([[1.0, 0.999, 0.998], [0.5, 0.5, -1.0]])
     labels = np.array([[0, 1, 1], [2, 1, 1]])
-    assert knn.vote(similarity, labels, 1e-4).tolist() == [0, 1]
-    assert knn.vote(similarity, labels, 1e4).tolist() == [1, 1]
+    assert vote(similarity, labels, 1e-4).tolist() == [0, 1]
+    assert vote(similarity, labels, 1e4).tolist() == [1, 1]

@@ -5,19 +5,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from maect.answers.classes import read_classifier
 from maect.core.errors import UserError
-from maect.data.index import open_index
+from maect.data.index import ID, open_index
 from maect.data.loader import evaluation_batches, train_batches
 from maect.data.transforms import augment
-from maect.evaluate import probing
+from maect.evaluate import load_evaluation, probing
 from maect.evaluate.base import EvaluationJob, Interrupted
 from maect.evaluate.features import Encoding
 from maect.evaluate.heads import Heads
-from maect.evaluate.linear_probe import LinearProbe, representations
+from maect.evaluate.linear_probe import LinearProbe, refiner_forms, representations
 from maect.evaluate.run import evaluate
+from maect.evaluate.trained import Trial
 from maect.recipes import View
 from maect.train.optimizer import schedule
 
@@ -320,3 +322,135 @@ def test_concatenations_are_probes_of_their_own(images: Path, tmp_path: Path, ra
     assert together.evaluate(rank, again) == metrics
     files = [tmp_path / f"{name}.safetensors" for name in ("linear_probe_concat", "again")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
+    images: Path, tmp_path: Path, rank: Rank
+) -> None:
+    """MIM-Refiner's four inputs a second time: block by block, a module and SGD for each probe."""
+    settings = SETTINGS.model_copy(update={"refiner": True, "held_out": 0.2, "epochs": 3})
+    job = job_of(images, tmp_path / "linear_probe_refiner.json")
+    metrics = settings.evaluate(rank, job)
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
+    encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
+
+    def inputs(pictures: torch.Tensor) -> dict[str, torch.Tensor]:
+        encoder, raw = encoding.encoder, []
+        with torch.no_grad():
+            x = encoder.patch_embed(pictures) + encoder.pos_embed[:, 1:]
+            first = encoder.cls_token + encoder.pos_embed[:, :1]
+            x = torch.cat([first.expand(len(x), -1, -1), x], 1)
+            for block in encoder.blocks:
+                x = block(x)
+                raw.append(x)
+            last = encoder.norm(x)
+        cls = torch.cat([tokens[:, 0] for tokens in raw], 1)
+        mean = torch.cat([tokens[:, 1:].mean(1) for tokens in raw], 1)
+        output = torch.cat([last[:, 0], last[:, 1:].mean(1)], 1)
+        return {
+            "output_cls": last[:, 0],
+            "output_cls_mean": output,
+            "last_cls": cls,
+            "last_cls_mean": torch.cat([cls, mean], 1),
+        }
+
+    def centre(index) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        (batch,) = evaluation_batches(
+            index, image_size=16, resize=16, rows=range(index.n), batch_size=256, threads=1
+        )
+        pixels = encoding.settings.pixels
+        zeros = np.zeros(index.n, int)
+        still = View(crop_scale=(1, 1), flip=0.0)
+        return inputs(augment(batch[0], still, 0, 0, zeros, zeros, pixels)), torch.from_numpy(
+            batch[1]
+        )
+
+    trial = Trial(rank, job, encoding, train, test, "")
+    held = trial.held_out(0.2, 0)
+    assert held.n == 30 and np.isin(held.rows[:, ID], train.rows[:, ID]).all()
+    scored = {"": centre(test), "held": centre(held)}
+    probes = {}
+    for part in scored:
+        for form, x in scored[""][0].items():
+            weight = torch.empty(3, 10 * x.shape[1])
+            torch.nn.init.trunc_normal_(
+                weight, std=0.01, generator=torch.Generator().manual_seed(0)
+            )
+            for number, rate in enumerate((1.0, 0.1, 0.01)):
+                linear = torch.nn.Linear(x.shape[1], 10)
+                linear.weight.data = weight[number].view(10, -1)
+                torch.nn.init.zeros_(linear.bias)
+                norm = torch.nn.BatchNorm1d(x.shape[1], affine=False)
+                model = torch.nn.Sequential(norm, linear)
+                optimizer = torch.optim.SGD(model.parameters(), rate, 0.9)
+                probes[part, form, number] = model, optimizer, rate
+    view, steps, ends = View(crop_scale=(0.6, 1.0), flip=0.0), 3 * 150 // 32, [5, 10, 14]
+    history: dict[tuple[str, str, int], list[float]] = {key: [] for key in probes}
+    for batch in train_batches(
+        train, global_batch=32, rank=0, world_size=1, seed=0, views=[view], image_size=16,
+        start_step=0, steps=steps, threads=1,
+    ):  # fmt: skip
+        pixels = encoding.settings.pixels
+        read = inputs(augment(batch.images[0][0], view, 0, 0, batch.epochs, batch.ids, pixels))
+        others = [i not in set(held.rows[:, ID].tolist()) for i in batch.ids.tolist()]
+        for (part, form, _), (model, optimizer, rate) in probes.items():
+            seen = torch.tensor(others if part else [True] * 32)
+            optimizer.param_groups[0]["lr"] = rate * schedule(batch.step, steps, 150 / 32)
+            optimizer.zero_grad()
+            target = torch.from_numpy(batch.labels)[seen]
+            torch.nn.functional.cross_entropy(model.train()(read[form][seen]), target).backward()
+            optimizer.step()
+        if batch.step + 1 in ends:
+            for key, (model, _, _) in probes.items():
+                read_, labels = scored[key[0]]
+                logits = model.eval()(read_[key[1]]).detach()
+                right = (logits.argmax(1) == labels).sum()
+                history[key].append(100 * int(right) / len(labels))
+    forms, state = list(scored[""][0]), job.state / probing.STATE
+    tensors = load_file(state)
+    with safe_open(state, "pt") as file:
+        own = json.loads(file.metadata()["record"])["own"]
+    for (part, form, number), (model, _, _) in probes.items():
+        name = f"{form}.held_out" if part else form
+        for key in ("weight", "bias"):
+            theirs = getattr(model[1], key).detach()
+            torch.testing.assert_close(
+                tensors[f"{name}.{key}"][number], theirs, rtol=1e-3, atol=1e-4
+            )
+        # One image may lie on the border between two classes.
+        border = 100 / len(scored[part][1]) + 1e-9
+        found = [accuracies[number] for accuracies in own[name]]
+        assert found == pytest.approx(history[part, form, number], abs=border)
+    for form in forms:
+        assert list(metrics[f"{form}_last_by_rate"].values()) == own[form][-1]
+        assert metrics[f"{form}_best_by_epoch"] == [max(rates) for rates in own[form]]
+    assert metrics["linear_probe"] == max(max(max(epoch) for epoch in own[f]) for f in forms)
+    # Of the probes that did not see the held-out images the best; scored is its like.
+    best = max(max(max(epoch) for epoch in own[f"{f}.held_out"]) for f in forms)
+    form, epoch = metrics["held_out_form"], metrics["held_out_epoch"] - 1
+    number = settings.learning_rates.index(metrics["held_out_rate"])
+    assert metrics["held_out_accuracy"] == own[f"{form}.held_out"][epoch][number] == best
+    assert metrics["linear_probe_held_out"] == own[form][epoch][number]
+    assert metrics["linear_probe_held_out"] <= metrics["linear_probe"]
+    # Killed in between: the same numbers.
+    again = job_of(images, tmp_path / "again.json")
+    with pytest.raises(Interrupted):
+        settings.evaluate(Rank(patience=7), again)
+    assert settings.evaluate(rank, again) == metrics
+
+
+def test_refiners_probes_have_the_authors_settings() -> None:
+    _, settings = load_evaluation("linear_probe_refiner", "large")
+    rates = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+    assert isinstance(settings, LinearProbe) and settings.learning_rates == rates
+    assert (settings.epochs, settings.batch_size, settings.momentum) == (50, 1024, 0.9)
+    assert settings.warmup_epochs == settings.epochs / 10 and settings.refiner
+    encoding = SimpleNamespace(settings=SimpleNamespace(width=8, class_token=True), blocks=4)
+    columns = refiner_forms(encoding)  # type: ignore[arg-type]
+    assert len(columns) * len(rates) == 52
+    widths = {form: len(range(*part.indices(80))) for form, part in columns.items()}
+    assert widths == {"output_cls": 8, "output_cls_mean": 16, "last_cls": 32, "last_cls_mean": 64}
+    encoding.settings.class_token = False  # CrossMAE: its patch mean in place of [CLS]
+    assert list(refiner_forms(encoding)) == ["output_mean", "last_mean"]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="concat and refiner are two choices"):
+        LinearProbe(concat=True, refiner=True)

@@ -44,6 +44,17 @@ def test_lbfgs_solves_the_problem_of_scikit_learn(penalty: float) -> None:
         np.testing.assert_allclose(weights, expected, atol=1e-3 * np.abs(expected).max())
 
 
+def test_test_rows_may_stay_as_they_are() -> None:
+    """The authors prepare training rows only: such weights see neither a row's mean nor length."""
+    train, labels = problem()
+    weights, _ = low_shot.fit(train, labels, 4, 1e-3, "lbfgs")
+    plain = (1e3 * (1 + blobs(40, 10, 4, 1, spread=1.5)[0])).astype(np.float64)
+    clear(plain @ weights, 1e-3)
+    prepared = low_shot.prepare(plain.astype(np.float32))
+    assert np.abs(weights.sum(axis=0)).max() < 1e-9
+    assert np.array_equal(low_shot.predict(plain, weights), low_shot.predict(prepared, weights))
+
+
 @CYANURE
 @pytest.mark.parametrize("n,width,classes", [(60, 10, 4), (12, 30, 6), (400, 20, 40)])
 @pytest.mark.parametrize("penalty", [1e-2, 1e-4])

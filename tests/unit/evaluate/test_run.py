@@ -88,7 +88,7 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     config = resolved(job, Knn(k=5))
     assert not Completion(config).is_there()
     with pytest.raises(SupersededError, match="another job"):
-        evaluate(replace(rank, current=False), config=config)
+        evaluate(Rank(current=False), config=config)
     assert not job.out.exists()
     evaluate(rank, config=config)
     assert Completion(config).is_there()

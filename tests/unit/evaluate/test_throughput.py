@@ -1,9 +1,9 @@
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from maect.core import distributed
 from maect.core.errors import UserError
 from maect.evaluate import throughput
 from maect.evaluate.base import EvaluationJob
@@ -20,6 +20,7 @@ from maect.models.weights import save_encoder
 from maect.recipes import Encoder, Pixels
 from maect.report.tables import paper_table
 from maect.stages import load_recipe
+from maect.train import engine
 
 from .conftest import Rank
 
@@ -133,7 +134,7 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
 
     monkeypatch.setattr(Throughput, "_measured", measured)
     monkeypatch.setattr(throughput, "measure", fitting)
-    monkeypatch.setattr(distributed, "device_of", lambda context: torch.device("cuda"))
+    monkeypatch.setattr(engine, "alone", lambda context: nullcontext(torch.device("cuda")))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     save_encoder(tmp_path / "encoder.safetensors", build_encoder(SMALL).state_dict(), SMALL, "cls")
     job = EvaluationJob(tmp_path, tmp_path / "out.json")
@@ -144,7 +145,9 @@ def test_a_gpu_tells_how_much_of_a_batch_fits(
     assert "tune_fits" not in Throughput(size="tiny", batch_size=8).evaluate(rank, job)
 
 
-def test_plain_attention_is_used_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_attention_is_used_where_it_is_asked_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage, used = load_recipe("mae", "tiny"), []
     kernel = torch.nn.attention.sdpa_kernel
 
@@ -154,17 +157,25 @@ def test_plain_attention_is_used_where_it_is_asked_for(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", noted)
     for plain in (False, True):
-        throughput.stage_step(stage, stage.objective(SMALL, 0), 2, CPU, plain_attention=plain)()
+        objective = stage.objective(SMALL, 0)
+        with (
+            engine.alone(rank) as device,
+            throughput.stage_step(stage, objective, 2, device, plain_attention=plain) as step,
+        ):
+            step()
         assert used == [torch.nn.attention.SDPBackend.MATH] * plain
 
 
-def test_steps_train_what_the_stage_trains() -> None:
+def test_steps_train_what_the_stage_trains(rank: Rank) -> None:
     stage = load_recipe("ct_min", "tiny")
     objective = stage.objective(SMALL, 0)
-    step = throughput.stage_step(stage, objective, 8, CPU)
-    before = {name: p.detach().clone() for name, p in objective.named_parameters()}
-    step()
-    after = dict(objective.named_parameters())
+    with engine.alone(rank) as device:
+        for batch in (8, 16):  # another engine takes the same weights over
+            with throughput.stage_step(stage, objective, batch, device) as step:
+                before = {name: p.detach().clone() for name, p in objective.named_parameters()}
+                step()
+                after = dict(objective.named_parameters())
+    assert not torch.distributed.is_initialized()
     # Peak rates of the first groups may be tiny, but no trained weight stands still.
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert "encoder.blocks.3.attn.qkv.weight" in moved and "head.predictor.0.weight" in moved
@@ -182,23 +193,28 @@ def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         return found
 
     monkeypatch.setattr(VisionEncoder, "forward", counted)
-    step = method_step(Passes(2, 10, 1, mask_ratio=0.15), SMALL, 3, CPU)
-    step()
+    with method_step(Passes(2, 10, 1, mask_ratio=0.15), SMALL, 3, CPU) as step:
+        step()
     # Teacher: 49 patches; learning views: 41 of them; local views: 12 of 28 pixels, 9 patches.
     assert seen == [(3, 49, False), (6, 41, True), (30, 9, True)]
     pixels = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
-    method_step(Passes(2, 10, 1), SMALL.model_copy(update={"pixels": pixels}), 3, CPU)()
+    shape = SMALL.model_copy(update={"pixels": pixels})
+    with method_step(Passes(2, 10, 1), shape, 3, CPU) as step:
+        step()
 
 
 def test_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
     def steps(batch: int):
         def step() -> None:
             if batch > 64:
                 raise torch.cuda.OutOfMemoryError("too large")
 
-        return step
+        yield step
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     assert throughput.largest_batch(steps, torch.device("cuda")) == 64
-    assert throughput.largest_batch(lambda _: lambda: None, torch.device("cuda")) == 1024
+    assert (
+        throughput.largest_batch(lambda _: nullcontext(lambda: None), torch.device("cuda")) == 1024
+    )
     assert throughput.largest_batch(steps, CPU) == 16

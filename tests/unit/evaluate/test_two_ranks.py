@@ -13,6 +13,7 @@ from maect.evaluate.base import EvaluationJob
 from maect.evaluate.effective_invariance import EffectiveInvariance
 from maect.evaluate.features import extract
 from maect.evaluate.knn import Knn
+from maect.evaluate.knn_per_block import KnnPerBlock
 from maect.evaluate.robustness import Robustness
 from maect.evaluate.run import evaluate
 from maect.evaluate.store import open_features
@@ -31,7 +32,7 @@ from maect.evaluate.features import extract
 from maect.evaluate.run import evaluate
 
 number, images, out = int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4])
-rank = Rank(number, number, 2, 2, cpus=1, meeting=out.with_name("meeting"))
+rank = Rank(number, 2, cpus=1, meeting=out.with_name("meeting"))
 run, shards = images / "runs" / "mae", images / "shards"
 for split in ("train", "val"):
     extract(rank, encoder=run / "encoder.safetensors", shards=shards / split,
@@ -48,6 +49,7 @@ PROTOCOLS = (
     EFFICIENT,
     Robustness(splits=("val",), precision="fp32"),
     EffectiveInvariance(draws=1, precision="fp32"),
+    KnnPerBlock(precision="fp32"),
 )
 
 ACCURACIES = {

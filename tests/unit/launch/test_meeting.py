@@ -17,7 +17,7 @@ import pytest
 from exchanging import check
 from launching import HERE, Run, finish, wait_for
 
-from maect.core.context import Context
+from maect.core.context import Context, SingleRank
 from maect.core.errors import NodeError, UserError
 from maect.launch.record import Job, job_folder, make_job_folder, rank_file, write_job
 from maect.launch.rendezvous import Rendezvous
@@ -65,10 +65,11 @@ def test_one_node_has_no_port_to_attack(tmp_path: Path) -> None:
         run.end()
 
 
-class Rank:
+class Rank(SingleRank):
     """One of two ranks on two nodes that both are this machine."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__()
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         self.folder, self.rank, self.world_size = folder, rank, 2
         self.rendezvous = Rendezvous(folder, "job", 0, rank, 2, ["n1", "n2"])

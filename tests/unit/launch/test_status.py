@@ -7,9 +7,8 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
-from launching import ROOT, Run, finish, wait_for
+from launching import ROOT, Run, finish, kill, wait_for
 
 from maect.core.entries import line_of
 from maect.core.errors import UserError
@@ -41,10 +40,7 @@ def test_running_interrupted_failed_stopped(run):
     assert any(word.count(":") == 2 for word in words), "no time left"
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
-    left = run.processes()
-    for process in left:
-        process.kill()
-    psutil.wait_procs(left, timeout=5)
+    kill(run.processes())
     assert "interrupted" in line_for(run) and "died" in line_for(run)
     finish(run.start(complain="the images are gone"))
     assert "failed" in line_for(run) and "the images are gone" in line_for(run)

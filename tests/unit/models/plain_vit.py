@@ -153,6 +153,58 @@ def mae_full():
     return {"model": weights | decoder, "scaler": {}} | training_state(), weights
 
 
+def dbot():
+    """86.6_dbot_large_pre.pth: MAE's names, and a decoder that predicts features."""
+    weights = fixed(7)
+    decoder = {
+        "mask_token": torch.ones(1, 1, 8),
+        "decoder_pos_embed": torch.ones(1, 17, 8),
+        "decoder_embed.weight": torch.ones(8, WIDTH),
+        "decoder_blocks.0.mlp.fc1.bias": torch.ones(8),
+        "decoder_predp.weight": torch.ones(WIDTH, 8),
+    }
+    return {"model": weights | decoder, "scaler": {}} | training_state(), weights
+
+
+def crossmae():
+    """imagenet-mae-cross-vitl-pretrain-*.pth: norms before each layer of the decoder, none last."""
+    weights = fixed(8)
+    weights |= {"norm.weight": torch.ones(WIDTH), "norm.bias": torch.zeros(WIDTH)}
+    state = {name: value for name, value in weights.items() if not name.startswith("norm.")}
+    state |= {
+        "mask_token": torch.ones(1, 1, 8),
+        "decoder_pos_embed": torch.ones(1, 17, 8),
+        "decoder_blocks.0.cross_attn.kv.weight": torch.ones(16, WIDTH),
+        "decoder_norm.weight": torch.ones(8),
+        "decoder_pred.bias": torch.ones(48),
+        "dec_norms.0.weight": torch.ones(WIDTH),
+        "wfm.linear.weight": torch.ones(12, 5),
+    }
+    return {"model": state} | training_state(), weights
+
+
+def data2vec2():
+    """large_imagenet.pt of fairseq: norms behind sums, positions without a row for [CLS]."""
+    weights = post_norm(fixed(9, cls_row=False))
+    image = "modality_encoders.IMAGE."
+    names = {
+        "patch_embed.proj.weight": f"{image}local_encoder.proj.weight",
+        "patch_embed.proj.bias": f"{image}local_encoder.proj.bias",
+        "cls_token": f"{image}extra_tokens",
+        "pos_embed": f"{image}fixed_positional_encoder.positions",
+        "norm_pre.weight": f"{image}context_encoder.norm.weight",
+        "norm_pre.bias": f"{image}context_encoder.norm.bias",
+    }
+    state = {names.get(name, name): value for name, value in weights.items()}
+    state |= {
+        f"{image}decoder.blocks.0.0.weight": torch.ones(8, 8, 3, 3),
+        f"{image}decoder.proj.bias": torch.ones(WIDTH),
+        "_ema": {"blocks.0.norm1.weight": torch.ones(WIDTH)},
+    }
+    more = {"last_optimizer_state": None, "extra_state": {"metrics": [("train", {"n": 3})]}}
+    return {"args": None, "cfg": {"model": {"depth": 4}}, "model": state} | more, weights
+
+
 def mae_reimpl():
     """mae_reimpl_*.th: the state dict in an entry, positions without a row for [CLS]."""
     weights = fixed(cls_row=False)
@@ -237,6 +289,13 @@ def dino():
     return dict(weights), weights
 
 
+def post_norm(weights):
+    """With a norm behind the embedding in place of the last one."""
+    for part in ("weight", "bias"):
+        weights[f"norm_pre.{part}"] = weights.pop(f"norm.{part}")
+    return weights
+
+
 def as_refined(weights):
     """Under the names of MIM-Refiner's code."""
     state, grid = dict(weights), weights["pos_embed"].unflatten(1, (GRID, GRID))
@@ -256,9 +315,7 @@ def mim_refiner():
 
 def mim_refiner_post():
     """d2v2refined_l16.th"""
-    weights = fixed(1, cls_row=False)
-    for part in ("weight", "bias"):
-        weights[f"norm_pre.{part}"] = weights.pop(f"norm.{part}")
+    weights = post_norm(fixed(1, cls_row=False))
     return as_refined(weights), weights
 
 

@@ -5,6 +5,9 @@ import math
 import os
 import pickle
 import subprocess
+import sys
+import types
+from typing import Any
 
 import numpy as np
 import plain_vit
@@ -34,7 +37,11 @@ PUBLISHED = [
     ("ibot", "checkpoint_teacher.pth", "ibot", "cls"),
     ("ibot_full", "checkpoint.pth", "ibot", "cls"),
     ("dino", "dino_vitbase16_pretrain.pth", "dino", "cls"),
+    ("dbot", "86.6_dbot_large_pre.pth", "mae", "mean"),
+    ("crossmae", "imagenet-mae-cross-vitl-pretrain-wfm-mr0.75-kmr0.75.pth", "crossmae", "mean"),
+    ("data2vec2", "large_imagenet.pt", "data2vec2", "cls"),
     ("mim_refiner", "maerefined_l16.th", "mim_refiner", "cls"),
+    ("mim_refiner", "crossmaerefined_l16.th", "mim_refiner_mean", "mean"),
     ("mim_refiner_post", "d2v2refined_l16.th", "mim_refiner_post", "cls"),
     ("ijepa", "IN1K-vit.h.14-300e.pth.tar", "ijepa", "mean"),
 ]
@@ -60,19 +67,31 @@ def test_every_layout_is_tested():
     assert {layout for _, _, layout, _ in PUBLISHED} == set(LAYOUTS)
 
 
-def test_refined_weights_use_every_name():
-    for published in ("mim_refiner", "mim_refiner_post"):
-        checkpoint, weights = getattr(plain_vit, published)()
-        converted = convert(checkpoint, published, "x")
-        assert not converted.left_out and converted.tensors.keys() == weights.keys()
-        assert converted.encoder.norm == ("post" if published.endswith("post") else "pre")
-        for name in checkpoint["state_dict"]:
-            fewer = {key: x for key, x in checkpoint["state_dict"].items() if key != name}
-            with pytest.raises(UserError, match=r"is missing|no pos_embed|no patch_embed"):
-                convert({"state_dict": fewer}, published, "x")
-        other = {**checkpoint["state_dict"], "head.weight": torch.ones(2)}
-        with pytest.raises(UserError, match=r"unexpected head\.weight"):
-            convert({"state_dict": other}, published, "x")
+@pytest.mark.parametrize(
+    ("published", "entry", "norm", "left_out"),
+    [
+        ("mim_refiner", "state_dict", "pre", 0),
+        ("mim_refiner_post", "state_dict", "post", 0),
+        ("data2vec2", "model", "post", 3),
+        ("crossmae", "model", "pre", 7),
+    ],
+)
+def test_every_name_is_used_or_left_out(published, entry, norm, left_out):
+    checkpoint, weights = getattr(plain_vit, published)()
+    converted = convert(checkpoint, published, "x")
+    assert sum(converted.left_out.values()) == left_out
+    assert converted.tensors.keys() == weights.keys() and converted.encoder.norm == norm
+    state, used = checkpoint[entry], 0
+    for name in state:
+        fewer = {key: x for key, x in state.items() if key != name}
+        try:
+            convert({entry: fewer}, published, "x")
+        except UserError as error:
+            used += 1
+            assert any(word in str(error) for word in ("is missing", "no pos_embed", ": no "))
+    assert used == len(state) - left_out
+    with pytest.raises(UserError, match=r"unexpected head\.weight"):
+        convert({entry: {**state, "head.weight": torch.ones(2)}}, published, "x")
 
 
 def test_the_record_of_an_import(tmp_path, capsys):
@@ -286,6 +305,46 @@ def test_options_of_a_training_are_left_out_not_built(tmp_path):
     actual = read_checkpoint(tmp_path / "x.pth")
     assert actual["epoch"] == 7
     assert not hasattr(actual["args"], "lr")
+
+
+def configured(monkeypatch, *names):
+    """Classes of packages that are not installed; each says when it is built."""
+    built = []
+
+    def start(self, *arguments):
+        built.append((type(self), arguments))
+
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        parts = {"__module__": module, "__init__": start, "__setstate__": start}
+        for end in range(1, 1 + len(module.split("."))):
+            package = ".".join(module.split(".")[:end])
+            monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+        setattr(sys.modules[module], kind, type(kind, (), parts))
+    return built
+
+
+def test_a_configuration_is_left_out_not_built(tmp_path, monkeypatch):
+    """fairseq's, by the names of its classes; nothing of these packages is looked up."""
+    names = ("fairseq.dataclass.configs.FairseqConfig", "omegaconf.dictconfig.DictConfig")
+    evil = Evil(os.system, f"touch {tmp_path / 'trace'}")
+    checkpoint, weights = plain_vit.data2vec2()
+    with monkeypatch.context() as patch:
+        built = configured(patch, *names)
+        config = sys.modules["fairseq.dataclass.configs"].FairseqConfig()
+        config.model = sys.modules["omegaconf.dictconfig"].DictConfig()
+        config.model.depth, config.model.kind = 4, Any
+        torch.save(checkpoint | {"cfg": config}, tmp_path / "large_imagenet.pt")
+        built.clear()
+        found = read_checkpoint(tmp_path / "large_imagenet.pt")
+        assert not built and not hasattr(found["cfg"], "model")
+        config.model.evil = evil
+        torch.save(checkpoint | {"cfg": config}, tmp_path / "evil.pt")
+    with pytest.raises(UserError, match=r"refused, since reading it would run .*system"):
+        read_checkpoint(tmp_path / "evil.pt")
+    assert not (tmp_path / "trace").exists()
+    assert find_layout(found, "large_imagenet.pt") == "data2vec2"
+    assert convert(found, "data2vec2", "x").tensors.keys() == weights.keys()
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 broken"])

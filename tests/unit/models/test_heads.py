@@ -114,14 +114,17 @@ def reference(head, features, ids, labels, numbers):
         for i in range(len(ids)):
             entries = [entry for entry in range(len(queue)) if owner[entry] != ids[i]]
             if config.lookup == "oracle":
+                wrong = int(numbers[view, i]) >= config.topk
                 mine = [
-                    entry for entry in range(len(queue)) if head.queue_labels[entry] == labels[i]
+                    entry
+                    for entry in range(len(queue))
+                    if (head.queue_labels[entry] == labels[i]) != wrong
                 ]
                 if mine:  # its own entry only where the class has no other
                     entries = [entry for entry in mine if entry in entries] or mine
             nearest = sorted(entries, key=lambda entry: -float(z[view][i] @ queue[entry]))
             nearest = nearest[: config.topk]
-            taken[view, i] = nearest[int(numbers[view, i]) % len(nearest)]
+            taken[view, i] = nearest[int(numbers[view, i]) % config.topk % len(nearest)]
             query = z[view][i] if config.lookup == "none" else queue[taken[view, i]]
             logits = [
                 float(query @ other[j]) / config.temperature
@@ -133,10 +136,11 @@ def reference(head, features, ids, labels, numbers):
     return total / (2 * len(ids)), taken
 
 
-@pytest.mark.parametrize("lookup", ["topk", "none", "oracle"])
+@pytest.mark.parametrize("lookup", ["topk", "none", "oracle", "oracle_right"])
 @pytest.mark.parametrize("ema", [0.0, 0.9])
 def test_loss_and_lookup_against_loops(lookup, ema):
-    head = head_of(lookup=lookup, projector_ema=ema)
+    half = {"lookup": "oracle", "oracle_right": 0.5}
+    head = head_of(**half if lookup == "oracle_right" else {"lookup": lookup}, projector_ema=ema)
     if head.slow_projector is not None:  # another set of weights than the projector's
         for buffer in head.slow_projector.buffers():
             buffer.mul_(1.1)
@@ -144,6 +148,8 @@ def test_loss_and_lookup_against_loops(lookup, ema):
     head.queue_ids[:8] = ids  # own entries, to be left out
     head.queue[:8] = F.normalize(torch.randn(8, 6, dtype=torch.float64), dim=1)
     head.queue_labels[:] = torch.arange(32) % 3
+    if lookup == "oracle_right":  # every third look-up is to be wrong
+        numbers = numbers + head.settings.topk * (torch.arange(16).reshape(2, 8) % 3 == 0)
     for copies in (False, True):
         if copies:  # as in a batch over the end of an epoch
             ids, head.pointer[()] = torch.cat([ids[:6], ids[:2]]), 0
@@ -188,6 +194,37 @@ def test_oracle_takes_neighbours_of_the_same_class():
     features, ids, labels, numbers = batch()
     head.queue_labels[:] = torch.arange(32) % 3
     assert float(head(features, ids, labels, numbers).metrics["lookup_accuracy"]) == 100
+
+
+def test_an_oracle_is_right_as_often_as_it_is_told():
+    head = head_of(lookup="oracle", oracle_right=0.25, topk=4)
+    features, ids, _, numbers = batch()
+    labels = torch.arange(8) % 3
+    head.queue_labels[:] = torch.arange(32) % 3
+    head.queue_ids[:] = torch.arange(200, 232)
+    wrong = torch.arange(16).reshape(2, 8) % 4 > 0
+    similarity = torch.from_numpy(anchors(head, features)) @ head.queue.T
+    taken = head._look_up(
+        torch.from_numpy(anchors(head, features)), ids, labels, numbers % 4 + 4 * wrong
+    )
+    assert torch.equal(head.queue_labels[taken] != labels, wrong)
+    # The wrong one is among the k nearest of other classes, not of any.
+    others = similarity.masked_fill(labels[:, None] == head.queue_labels, -2)
+    nearest = others.topk(4, dim=-1).indices
+    assert (nearest == taken[..., None]).any(-1)[wrong].all()
+    # Where no other class is known, anybody; an entry of unknown class is of none.
+    head.queue_labels[:] = -1
+    head.queue_labels[5] = 1
+    only = head._look_up(
+        torch.from_numpy(anchors(head, features)), ids, labels * 0, numbers % 4 + 4
+    )
+    assert (only == 5).all()
+
+
+def test_only_an_oracle_is_wrong_at_will():
+    with pytest.raises(ValueError, match=r"oracle_right 0.5: only `lookup: oracle` has one"):
+        head_of(oracle_right=0.5)
+    assert "oracle_right" not in head_of(lookup="oracle").settings.model_dump()
 
 
 @pytest.mark.parametrize("others", [0, 1, 2, 5])

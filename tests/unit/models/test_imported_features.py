@@ -1,7 +1,5 @@
 """Imported weights through `maect features` and an evaluation that needs a [CLS] token."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import plain_vit
 import pytest
@@ -9,45 +7,12 @@ import torch
 from PIL import Image
 
 from maect.cli import main
+from maect.core.context import SingleRank
 from maect.core.errors import UserError
 from maect.data.shards import shard
 from maect.evaluate.features import Encoding, extract
 from maect.evaluate.store import open_features
 from maect.models.weights import load_encoder_weights
-
-
-@dataclass
-class Alone:
-    """The only rank."""
-
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: int = 1
-    cpus: int = 1
-    saved_before: int = 0
-    gpus: bool = False
-
-    def stop_requested(self):
-        return False
-
-    def report(self, progress, /):
-        pass
-
-    def is_current(self) -> bool:
-        return True
-
-    def held_seconds(self) -> float:
-        return 0.0
-
-    def say(self, message: str, /) -> None:
-        pass
-
-    def saving(self, writes: bool, /) -> None:
-        pass
-
-    def saved(self, step, /):
-        pass
 
 
 @pytest.mark.parametrize("published", ["mae_full", "ijepa"])
@@ -64,7 +29,10 @@ def test_features_of_imported_weights(published, tmp_path):
     shard(tmp_path / "images", tmp_path / "val", "folder", 1)
     out = tmp_path / "features.safetensors"
     encoder = tmp_path / "run/encoder.safetensors"
-    assert extract(Alone(), encoder=encoder, shards=tmp_path / "val", out=out, resize=16) == "done"
+    assert (
+        extract(SingleRank(), encoder=encoder, shards=tmp_path / "val", out=out, resize=16)
+        == "done"
+    )
     features = open_features(out)
     order = [int(name.rpartition("/")[2].partition(".")[0]) for name in features.names()]
     images = torch.tensor(pixels[order]).permute(0, 3, 1, 2).double() / 255

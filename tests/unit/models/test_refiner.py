@@ -3,13 +3,14 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from maect.models.heads import NNCLRHead
-from maect.models.refiner import RefinerHeads, pair_counts
+from maect.models.refiner import RefinerHeads, head_weights, pair_counts
 from maect.models.vit import seeded
 from maect.recipes import Contrastive, Refiner
 
@@ -131,6 +132,61 @@ def test_loss_and_gradients_against_loops(terms, negatives, statistics):
         assert torch.equal(torch.stack([*newest.values()]), heads.queue[:, rows])
         for name, buffer in other.named_buffers():
             buffer.copy_(heads.get_buffer(name))
+
+
+def test_weights_of_samples_in_each_heads_loss():
+    """The gradient of the sum over heads and samples, each with its weight."""
+    heads, weights = heads_of(), torch.rand(3, BATCH, dtype=torch.float64)
+    features, *rest = batch()
+    start = copy.deepcopy(heads.state_dict())
+    whole = heads(features, *rest, torch.ones_like(weights))
+    heads.load_state_dict(start)
+    assert whole.loss.item() == pytest.approx(heads(features, *rest).loss.item(), rel=1e-12)
+    expected, gradient = 0.0, torch.zeros_like(features)
+    for head in range(3):
+        for sample in range(BATCH):
+            one = torch.zeros_like(weights)
+            one[head, sample] = weights[head, sample]
+            heads.load_state_dict(start)
+            loss = heads(features, *rest, one).loss
+            expected += loss.item()
+            gradient += torch.autograd.grad(loss, features)[0]
+    heads.load_state_dict(start)
+    found = heads(features, *rest, weights)
+    assert found.loss.item() == pytest.approx(expected, rel=1e-12)
+    assert found.metrics["loss.1"] == whole.metrics["loss.1"]
+    (ours,) = torch.autograd.grad(found.loss, features)
+    torch.testing.assert_close(ours, gradient, rtol=1e-9, atol=1e-12)
+
+
+# The authors' eight heads and 20 epochs: the epoch after which the lower heads end.
+ENDS = (4, 6, 8, 10, 12, 14, 16)
+
+
+def falling(epoch, start):
+    return (1 + math.cos(math.pi * (epoch - start) / (20 - start))) / 2 if epoch >= start else 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("staggered_step", lambda epoch, end, _: float(epoch < end)),
+        ("staggered_cosine", lambda epoch, end, _: falling(epoch, end)),
+        ("one_hot", lambda epoch, end, before: 0.1 if epoch < before else float(epoch < end)),
+        ("uniform", lambda epoch, *_: falling(epoch, 4)),
+    ],
+)
+def test_schedules_of_the_heads_weights(schedule, expected):
+    epochs = np.arange(20)
+    found = head_weights(schedule, 8, 20, epochs)
+    for row, end in enumerate(ENDS):
+        before = ENDS[row - 1] if row else 0
+        values = [expected(epoch, end, before) for epoch in range(20)]
+        np.testing.assert_allclose(found[row], values, rtol=1e-6, atol=1e-7)
+    assert (found[7] == 1).all()
+    assert np.array_equal(head_weights(schedule, 8, 20, np.array([3, 15])), found[:, [3, 15]])
+    assert (head_weights(schedule, 1, 20, epochs) == 1).all()
+    assert head_weights(schedule, 2, 20, epochs)[0, 3] == 1
 
 
 def test_one_head_on_two_views_is_tunes():

@@ -9,10 +9,11 @@ import pytest
 from docutils.core import publish_parts
 from jinja2 import Environment, StrictUndefined
 
+from maect.experiment.pages import PAGES
 from maect.report.claims import claims_table, write_claims
 from maect.report.configs import SummaryConfig
 from maect.report.figures.data import class_titles
-from maect.report.registry import FIGURES, TABLES, Figure, Table
+from maect.report.registry import FIGURES, TABLES
 from maect.report.statements import STATEMENTS
 from maect.report.summary import make_summary, summary_page
 from maect.report.tables import printed_tables, write_table
@@ -28,24 +29,25 @@ def rendered(name: str, **names: object) -> str:
     return publish_parts(text, writer="html", settings_overrides={"halt_level": 2})["body"]
 
 
-def caption(name: str, shown: Table | Figure, compare: bool = True) -> str:
-    params = SimpleNamespace(caption=shown.about(compare), compare=compare)
-    return rendered(name, snakemake=SimpleNamespace(params=params))
+def caption(kind: str, name: str, compare: bool = True) -> str:
+    experiment = SimpleNamespace(spec=SimpleNamespace(compare_with_paper=compare))
+    params = SimpleNamespace(caption=PAGES[kind].caption(experiment, name))
+    return rendered("page.rst", snakemake=SimpleNamespace(params=params))
 
 
-@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("table", TABLES)
 def test_every_table_has_a_caption(table):
-    text = caption("table.rst", table)
-    assert f"Paper: {table.paper}".lower() in text.replace("&nbsp;", " ").lower()
+    text = caption("table", table)
+    assert f"Paper: {TABLES[table].paper}".lower() in text.replace("&nbsp;", " ").lower()
 
 
 def test_nothing_is_said_of_the_paper_beside_other_images():
     for name in ("low_shot", "clustering", "neighbor_retrieval", "clustering_mean"):
-        text = caption("table.rst", TABLES[name], compare=False) + str(TABLES[name].label(False))
+        text = caption("table", name, compare=False) + str(TABLES[name].label(False))
         assert "paper" not in text.lower() and "Table" not in text
         assert "several. Empty: not run." in " ".join(text.split())
-    for shown in FIGURES.values():
-        text = caption("figure.rst", shown, compare=False) + str(shown.label(False))
+    for name, shown in FIGURES.items():
+        text = caption("figure", name, compare=False) + str(shown.label(False))
         assert "Paper:" not in text and "(not in" not in text and "Figure" not in text
 
 
@@ -62,10 +64,10 @@ def test_the_first_page_names_what_the_report_has(kinds):
 
 
 def test_figures_claims_and_the_workflow_have_one():
-    for figure in FIGURES.values():
-        assert "<p>" in caption("figure.rst", figure)
+    for figure in FIGURES:
+        assert "<p>" in caption("figure", figure)
     assert "Contrastive Tuning" in rendered("workflow.rst", files=[])
-    assert "not measured" in rendered("claims.rst")
+    assert "not measured" in caption("claims", "claims")
 
 
 def test_the_report_opens_on_table_picture_and_verdict(tmp_path):

@@ -25,8 +25,10 @@ from maect.report.figures.grids import WRONG, cluster_retrieval
 from maect.report.figures.lines import (
     POINTS,
     curve,
+    gain_by_precision,
     gpu_hours,
     knn_compute,
+    knn_per_block,
     points_of,
     training_curves,
 )
@@ -113,7 +115,8 @@ def results(tmp_path, result, embedding) -> Path:
         record["recipe"] = settings.model_dump(mode="json")
         record["encoder"] = load_encoder("tiny").model_dump(mode="json")
         (folder / "run.json").write_text(json.dumps(record))
-        lines = [{"epoch": n / 4, "loss": 2.0 - n / 100} for n in range(1, 40)]
+        more = {"lookup_accuracy": 40.0} if recipe == "ct_min" else {}
+        lines = [{"epoch": n / 4, "loss": 2.0 - n / 100} | more for n in range(1, 40)]
         (folder / "metrics.jsonl").write_text(log_of(lines))
         (folder / "looks").mkdir()
         for step in (10, 20, 30, 39):
@@ -126,10 +129,11 @@ def results(tmp_path, result, embedding) -> Path:
         for file, arrays in clusters(300 + 200 * number).items():
             save_file(arrays, tmp_path / "evaluations" / run / f"{file}.safetensors")
         result(run, "clustering", accuracy=50.0 + 10 * number, silhouette=1.0)
-        result(run, "knn", knn=80.0 + number)
+        result(run, "knn", knn=80.0 + number, knn_standardized=79.0 + 3 * number)
         result(run, "linear_probe", linear_probe=90.0 + number)
         result(run, "low_shot", low_shot_1=40.0 + 9 * number, low_shot_2=60.0, low_shot_5=70.0)
         result(run, "color_histogram", errors=[90.0, 80.0, 70.0 - number], error_last=70.0)
+        result(run, "knn_per_block", knn_standardized=[60.0, 70.0, 50.0 + 30 * number])
     return tmp_path / "evaluations"
 
 
@@ -188,7 +192,7 @@ def test_an_unknown_figure_is_named(evaluations, out):
 def test_every_figure_reads_what_some_table_or_evaluation_leaves():
     known = {name for table in registry.TABLES.values() for name in table.reads("mae")}
     reads = {name for figure in FIGURES.values() for name in figure.reads("mae")}
-    assert reads <= known | {"umap", "umap_all", "retrieval"}
+    assert reads <= known | {"umap", "umap_all", "retrieval", "knn_per_block"}
 
 
 def test_the_report_lists_in_the_papers_order():
@@ -251,6 +255,27 @@ def test_a_damaged_result_is_named(results, out):
     path.write_text('{"metrics": {"errors": 3}}')
     with pytest.raises(UserError, match="has no list `errors`"):
         draw(shown("color_histogram", results), *out)
+    path = results / "ct_tiny" / "knn_per_block.json"
+    path.write_text('{"metrics": {"knn_standardized": 3}}')
+    with pytest.raises(UserError, match=r"ct_tiny/knn_per_block.json: .* no list with a value"):
+        draw(shown("knn_per_block", results), *out)
+
+
+def test_knn_per_block_is_a_mean_over_seeds(results, result):
+    result("ct_tiny-s1", "knn_per_block", knn_standardized=[62.0, 74.0, 70.0])
+    rows = [Row("tiny", "mae", ["mae_tiny"]), Row("tiny", "ct_min", ["ct_tiny", "ct_tiny-s1"])]
+    asked = shown("knn_per_block", results).model_copy(update={"rows": rows})
+    (ax,) = knn_per_block(asked).axes
+    one, several = ax.containers
+    assert one[0].get_ydata().tolist() == [60.0, 70.0, 50.0]
+    assert several[0].get_xdata().tolist() == [1, 2, 3]
+    assert several[0].get_ydata().tolist() == [61.0, 72.0, 75.0]
+    # The deviation of 60 and 62 is the root of 2, to either side.
+    (low, high) = several[2][0].get_segments()[0][:, 1]
+    assert (low, high) == pytest.approx((61 - 2**0.5, 61 + 2**0.5))
+    result("ct_tiny-s1", "knn_per_block", knn_standardized=[62.0, 74.0])
+    with pytest.raises(UserError, match="a value for each block"):
+        knn_per_block(asked)
 
 
 def test_points_need_cost_and_accuracy(results):
@@ -423,6 +448,41 @@ def test_compute_adds_up_and_what_was_shared_is_drawn_once(results):
     assert np.allclose(second[4, 0], ends[1] + 13 * flops[2])
     marks = [line.get_xydata()[0] for line in ax.lines if len(line.get_xydata()) == 1]
     assert any(np.allclose(mark, (ends[2], 81.0)) for mark in marks)
+
+
+def test_gain_is_of_the_mae_that_a_run_begins_with(results, result):
+    runs, told = results.parent / "runs", load_recipe("ct_min", "tiny").model_dump(mode="json")
+    log = (runs / "head_tiny/metrics.jsonl").read_text()
+    made = (
+        ("right", {"lookup": "oracle", "oracle_right": 0.5}, 52.0, 85.0),
+        ("all_right", {"lookup": "oracle"}, 100.0, 87.0),
+        ("none", {"lookup": "none"}, None, 80.5),
+    )
+    for name, head, right, knn in made:
+        (runs / name).mkdir()
+        recipe = told | {"head": told["head"] | head}
+        record = {"run": name, "stage": "tune", "source": "head_tiny", "recipe": recipe}
+        (runs / name / "run.json").write_text(json.dumps(record))
+        more = {} if right is None else {"lookup_accuracy": right}
+        lines = [{"epoch": n, "loss": 1.0} | more for n in (1, 2)]
+        (runs / name / "metrics.jsonl").write_text(log_of(lines))
+        result(name, "knn", knn=1.0, knn_standardized=knn)
+    # Without a run to start from there is nothing to gain on.
+    (runs / "scratch").mkdir()
+    record = {"run": "scratch", "stage": "tune", "source": None, "recipe": told}
+    (runs / "scratch/run.json").write_text(json.dumps(record))
+    (runs / "scratch/metrics.jsonl").write_text(log)
+    result("scratch", "knn", knn=1.0, knn_standardized=50.0)
+    names = ("mae_tiny", "ct_tiny", "all_right", "right", "none", "scratch")
+    rows = [Row("tiny", name, [name]) for name in names]
+    (ax,) = gain_by_precision(shown("gain_by_precision", results, rows)).axes
+    drawn = [line.get_xydata().tolist() for line in ax.lines if line.get_linestyle() != "None"]
+    assert [[52.0, 6.0], [100.0, 8.0]] in drawn  # 85 and 87, of 79
+    assert [[0.0, 1.5], [1.0, 1.5]] in drawn  # without look-up: a height
+    points = [line.get_xydata().tolist() for line in ax.lines if len(line.get_xydata()) == 1]
+    assert [[40.0, 3.0]] in points
+    legend = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert sorted(legend) == ["min, look-up", "min, no look-up", "min, oracle"]
 
 
 def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):

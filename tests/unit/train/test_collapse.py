@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from maect.measures import uniformity
 from maect.models.heads import NNCLRHead
 from maect.models.vit import seeded
 from maect.stages import load_recipe
 from maect.train.collapse import collapse, effective_rank
-from maect.train.look import uniformity
 
 
 def test_uniformity_and_rank_against_their_formulas():

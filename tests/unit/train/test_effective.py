@@ -81,6 +81,12 @@ class Engine:
     def gathered(self, module):
         pass
 
+    def complete(self):
+        pass
+
+    def copies(self):
+        return ()
+
 
 class Saver:
     """One save at a time, in the background."""

@@ -64,8 +64,10 @@ def trained(context, zero_stage, accumulation):
     for number in range(STEPS):
         events.clear()
         step(number)
+    ours.complete()
     flat = torch.cat([p.detach().flatten() for p in layers.parameters()])
     step(STEPS, 1.0)
+    ours.complete()
     after = torch.cat([p.detach().flatten() for p in layers.parameters()])
     moments = sum(float(s.values["exp_avg"].abs().sum()) for s in ours.shards)
     owned = sorted((s.name, s.start, len(s.values["param"])) for s in ours.shards)
@@ -126,42 +128,100 @@ class Encoded(torch.nn.Module):
             return self.encoder(images).tokens.square().mean()
 
 
-def encoded(context, lending, zero_stage, checkpointing, frozen):
-    """Bits of the weights after some steps, and how many weights were lent."""
+class Late:
+    """A gathering that arrives as late as it may, when it is waited for; until then it is NaN.
+
+    Attributes:
+        events: bytes that each one brings, and the blocks that begin.
+    """
+
+    def __init__(self, events):
+        self.events, self.gather = events, dist.all_gather_into_tensor
+
+    def __call__(self, whole, own, async_op):
+        arrived = torch.empty_like(whole)
+        self.gather(arrived, own.clone())
+        kept = own.clone()
+        whole.fill_(torch.nan)
+        own.copy_(kept)
+        self.events.append("leaves")
+
+        class Coming:
+            def wait(_):
+                whole.copy_(arrived)
+                self.events.append(whole.nbytes)
+
+        return Coming()
+
+
+def encoded(context, lending, zero_stage, checkpointing, frozen, passes):
+    """Bits of the weights after some steps, how many were lent, and what came when."""
     engine.start(context)
     precision.bfloat16_on = lambda kind: kind
     exchange.BUCKET = 2000  # not all in one
+    events = []
     if not lending:
         engine._cast_by_autocast = lambda *_: []
+    exchange.dist.all_gather_into_tensor = Late(events)
     module = Encoded(checkpointing, frozen)
+    for number, block in enumerate(module.encoder.blocks):
+        block.attn.register_forward_pre_hook(lambda *_, n=number: events.append(f"block {n}"))
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim > 1], "peak_lr": 1e-2, "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim == 1], "peak_lr": 1e-2, "weight_decay": 0.0},
     ]
-    ours = engine.Engine(module, Settings(zero_stage, 1, "bf16"), groups, torch.device("cpu"))
+    ours = engine.Engine(module, Settings(zero_stage, passes, "bf16"), groups, torch.device("cpu"))
     side = ENCODER.image_size
     for number in range(STEPS):
-        noise = torch.Generator().manual_seed(10 * number + context.rank)
-        ours.backward(ours(torch.randn(ROWS, 3, side, side, generator=noise)))
+        for part in range(passes):
+            noise = torch.Generator().manual_seed(100 * part + 10 * number + context.rank)
+            ours.backward(ours(torch.randn(ROWS, 3, side, side, generator=noise)))
+            if part < passes - 1:
+                ours.step(0.0)
         layer = module.encoder.blocks[-1].mlp.fc1
         assert isinstance(layer.weight, torch.nn.Parameter) and layer.weight.grad is None
+        if number == STEPS - 2:
+            events.clear()
         ours.step(1.0)
-    lent = sum(len(bucket.lent) for bucket in ours._exchange.buckets)
+    seen = list(events)
+    lent = sum(len(bucket.lent) for bucket in ours._exchange.buckets), len(ours._exchange._frozen)
+    ours.complete()
     flat = torch.cat([p.detach().flatten() for p in module.parameters()])
     ours.close()
-    return flat.numpy().tobytes(), lent
+    return flat.numpy().tobytes(), lent, seen, sum(p.numel() for p in trained)
 
 
 @pytest.mark.parametrize(
-    ("zero", "checkpointing", "frozen"), [(1, False, 0), (1, True, 1), (0, False, 1)]
+    ("zero", "checkpointing", "frozen", "passes"),
+    [(1, False, 0, 1), (1, True, 1, 1), (0, False, 1, 1), (1, False, 1, 2)],
 )
-def test_weights_that_are_lent_give_autocasts_bits(zero, checkpointing, frozen, tmp_path):
+def test_weights_that_are_lent_give_autocasts_bits(zero, checkpointing, frozen, passes, tmp_path):
     job = {"function": encoded, "zero_stage": zero, "checkpointing": checkpointing}
-    found = [
-        run(2, job | {"frozen": frozen, "lending": lending}, log=tmp_path / "log")[0]
-        for lending in (True, False)
-    ]
-    assert found[0][0] == found[1][0] and found[1][1] == 0
-    # Weight and bias of the four layers of a block, and of the patches where they learn.
-    assert found[0][1] == 8 * (ENCODER.depth - frozen) + (0 if frozen else 2)
+    job |= {"frozen": frozen, "passes": passes}
+    lent, plain = (
+        run(2, job | {"lending": lending}, log=tmp_path / "log")[0] for lending in (True, False)
+    )
+    assert lent[0] == plain[0] and plain[1] == (0, 0)
+    # Weight and bias of the four layers of a block, and of the patches.
+    learning, still = 8 * (ENCODER.depth - frozen), 8 * frozen
+    if passes > 1:  # gradients add up in float32
+        learning = 0
+    assert lent[1] == ((learning, still + 2) if frozen else (learning + 2, 0))
+    for found, size in ((lent, 2 if learning else 4), (plain, 4)):
+        events, weights = found[2], found[3]
+        came = [event for event in events if isinstance(event, int)]
+        if zero == 0:
+            assert not came and "leaves" not in events
+            continue
+        # Half the bytes, but for what is not cast and for padding.
+        assert size * weights <= sum(came) <= 1.25 * size * weights
+        # All leave before anything of the next pass computes, and each block waits for its own.
+        first = {
+            n: events.index(f"block {n}", events.index("leaves")) for n in range(ENCODER.depth)
+        }
+        arrivals = [i for i, event in enumerate(events) if isinstance(event, int)]
+        assert len(came) == events[: arrivals[0]].count("leaves")
+        for block in range(max(1, frozen), ENCODER.depth):
+            assert any(first[block - 1] < i < first[block] for i in arrivals), (block, events)
+        assert arrivals[-1] < first[ENCODER.depth - 1]

@@ -13,8 +13,9 @@ from tiny_runs import job_maker, metrics, noise_shards
 from torch import nn
 from torch.nn import functional as F
 
+from maect.measures import alignment, knn, rank_me, uniformity
 from maect.recipes import Look
-from maect.train.look import alignment, knn, measures, rank_me, uniformity
+from maect.train.look import measures
 
 LOOK = {"every_epochs": 2, "images": 500}
 FEW = {"batch_size": 32}  # four epochs of 12.5 steps
@@ -249,9 +250,7 @@ def test_a_classifier_is_looked_at_as_it_pools(shards, pooling):
     assert all(torch.equal(taken[n].view(-1), p) for n, p in named if n in ours)
 
 
-def test_knn_is_scikit_learns_and_the_evaluations() -> None:
-    from maect.evaluate.knn import vote
-
+def test_knn_is_scikit_learns() -> None:
     torch.manual_seed(0)
     labels, bank_labels = torch.arange(40) % 5, torch.arange(160) % 5
     centres = torch.randn(5, 12)
@@ -263,9 +262,6 @@ def test_knn_is_scikit_learns_and_the_evaluations() -> None:
         10, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07)
     ).fit(bank, bank_labels)
     assert accuracy == pytest.approx(100 * theirs.score(queries, labels))
-    near = (queries @ bank.T).topk(10)
-    votes = vote(near.values.double().numpy(), bank_labels[near.indices].numpy(), 0.07)
-    assert accuracy == pytest.approx(100 * float((votes == labels.numpy()).mean()))
 
 
 def test_measures_of_known_features() -> None:
@@ -278,7 +274,11 @@ def test_measures_of_known_features() -> None:
     labels = torch.arange(20) % 4
     found = measures(rows, torch.stack([rows[:4], rows[:4]]), labels)
     assert found["look_knn"] == 100 and set(found) == {
-        "look_knn", "look_rank_me", "look_uniformity", "look_alignment",
+        "look_knn", "look_neighbors", "look_rank_me", "look_uniformity", "look_alignment",
     }  # fmt: skip
+    assert found["look_neighbors"] == 100
+    wrong = labels.clone()
+    wrong[:3] = 9  # three of four queries
+    assert measures(rows, torch.stack([rows[:4]] * 2), wrong)["look_neighbors"] == 25
     assert "look_knn" not in measures(rows, torch.stack([rows[:4]] * 2), labels - 1)
     assert measures(rows * math.inf, torch.stack([rows[:4]] * 2), labels) == {}

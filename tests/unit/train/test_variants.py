@@ -14,6 +14,7 @@ from maect.recipes import Encoder
 from maect.stages.head import Head
 from maect.stages.objectives import Views
 from maect.stages.pretrain import Pretrain
+from maect.stages.tune import Tune
 
 
 def weights(folder, name="encoder"):
@@ -42,6 +43,16 @@ def test_all_variants_train(job, tmp_path):
         "masked": job("masked", "ct_min", "head", mask_ratio=0.75, **short),
         "no_lookup": job("no_lookup", "ct_min", "head", head={"lookup": "none"}, **short),
         "oracle": job("oracle", "ct_min", "head", head={"lookup": "oracle"}, **short),
+        "half_right": job(
+            "half_right",
+            "ct_min",
+            "head",
+            head={"lookup": "oracle", "oracle_right": 0.5},
+            epochs=8,
+        ),
+        "from_scratch": job(
+            "from_scratch", "ct_aug", from_scratch=True, frozen_blocks=0, layer_decay=1.0, **short
+        ),
         "k1": job("k1", "ct_min", "head", head={"topk": 1}, **short),
         "k30": job("k30", "ct_min", "head", head={"topk": 30}, **short),
         "six_layers": job("six_layers", "ct_min", "head", frozen_blocks=3, **short),
@@ -96,7 +107,19 @@ def test_all_variants_train(job, tmp_path):
     assert equal(after, weights(at["saving"]))
     np.testing.assert_allclose(losses(at["bf16"]), losses(at["no_lookup"]), rtol=0.01)
     assert metrics(at["oracle"])[-1]["lookup_accuracy"] == 100
+    right = [line["lookup_accuracy"] for line in metrics(at["half_right"])[5:]]
+    assert 30 < np.mean(right) < 70 and 0 < max(right) < 100
     assert "lookup_accuracy" not in metrics(at["no_lookup"])[-1]
+    # A control begins as MAE's pre-training does, with nothing frozen.
+    scratch = jobs["from_scratch"]
+    shape = Encoder.model_validate(scratch["encoder"])
+    begun = Tune.model_validate(scratch["settings"]).build(shape, 1, None)
+    fresh = Pretrain.model_validate(jobs["mae"]["settings"]).build(shape, 1, None)
+    assert equal(begun.encoder.state_dict(), fresh.encoder.state_dict())
+    assert all(parameter.requires_grad for parameter in begun.encoder.parameters())
+    learnt = weights(at["from_scratch"])
+    for key, value in begun.encoder.state_dict().items():
+        assert torch.equal(value, learnt[key]) == (key == "pos_embed"), key
     # Without an EMA the exported encoder is the trained one; with it, it lags behind.
     start = before["norm.bias"]
     moved = {n: (weights(at[n])["norm.bias"] - start).abs().sum() for n in ("ct", "no_ema")}

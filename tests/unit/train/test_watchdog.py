@@ -13,6 +13,7 @@ import pytest
 from ranks import run
 from test_resume import identical
 
+from maect.core.context import SingleRank
 from maect.train.watchdog import (
     COMPUTING,
     READING,
@@ -76,10 +77,11 @@ def test_the_launcher_says_who_is_missing_and_starts_the_job_again(job, tmp_path
     identical(whole["folder"], stalled["folder"])
 
 
-class Rank:
+class Rank(SingleRank):
     """A context whose `fail` only notes what it is told."""
 
     def __init__(self, rank):
+        super().__init__()
         self.rank, self.world_size, self.said = rank, 2, []
 
     def fail(self, error):

@@ -1,0 +1,157 @@
+"""k-NN on the output of every block, from one forward pass: which blocks know the classes.
+
+The best block of a large masked autoencoder is below its last ones, which work for the decoder
+(MIM-Refiner, Alkin et al. 2025); tuning and refinement are to move it to the end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from maect.core.context import Context
+from maect.core.errors import UserError
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards
+from maect.recipes import KNN_K, KNN_TEMPERATURE, Encoder
+from maect.recipes.cost import encode_flops
+
+if TYPE_CHECKING:
+    from maect.data.index import Index
+    from maect.evaluate.features import Encoding
+    from maect.evaluate.store import Array
+
+
+class KnnPerBlock(Encodes):
+    """k-NN on the raw output of every block, from one forward pass over both splits."""
+
+    name: ClassVar[str] = "knn_per_block"
+    title: ClassVar[str] = "k-NN per block"
+    test_data: ClassVar[str | None] = "best_block is chosen on the test split"
+
+    k: int = Field(default=KNN_K, gt=0)
+    temperature: float = Field(default=KNN_TEMPERATURE, gt=0)
+    pooling: Literal["cls", "mean"] | None = None
+    """What is read of a block: [CLS], or the mean of the patch tokens; none: what the encoder's
+    file says."""
+    train_images: int = Field(default=131072, gt=0)
+    """At most this many training images, evenly spaced: a tenth of ImageNet."""
+
+    def inputs(self) -> dict[str, Input]:
+        """Images of both splits."""
+        return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode the training images that take part, and every test image, once."""
+        train = evenly(images(self.train_split), self.train_images)
+        return encode_flops(encoder) * (len(train) + images(self.test_split))
+
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
+        """Accuracies in percent: lists `knn` and `knn_standardized`, a value a block, in order.
+
+        `knn_last` and `knn_standardized_last` are of the last block, before the final norm;
+        `best_block`, from 1, is the first of the highest standardised accuracy.
+
+        Raises:
+            UserError: fewer training images than k, unlabelled ones, or no [CLS] token to pool.
+        """
+        import torch
+
+        from maect.core import distributed
+        from maect.data.index import open_index
+        from maect.evaluate.features import Encoding
+        from maect.evaluate.knn import nearest
+        from maect.evaluate.probing import check
+        from maect.evaluate.store import InMemory, moments
+        from maect.measures import vote
+        from maect.train.accuracy import BATCH
+
+        train, test = open_index(job.path("train")), open_index(job.path("test"))
+        check(train, test)
+        chosen = evenly(train.n, self.train_images)
+        if self.k > len(chosen):
+            raise UserError(
+                f"{train.directory}: {len(chosen)} of its images are compared with, and k is "
+                f"{self.k}; lower k or raise train_images"
+            )
+        path, device = job.run / "encoder.safetensors", distributed.device_of(context)
+        encoding = Encoding(
+            path, device, self.precision, blocks=10**9, pooling=self.pooling, norm=False
+        )
+        labels = train.labels[chosen.start : chosen.stop : chosen.step]
+        share = distributed.share_of(context, test.n, BATCH)
+        truth = test.labels[share.start : share.stop]
+        hits = torch.zeros(2, encoding.blocks, dtype=torch.float64)
+        with distributed.process_group(context):
+            known = _encoded(context, job, train, encoding, chosen)
+            asked = _encoded(context, job, test, encoding, range(test.n))
+            for number in range(encoding.blocks):
+                rows = InMemory(_joined(known[number]))
+                scales = None, moments(rows.rows, *rows.values.shape)
+                for kind, scale in enumerate(scales) if len(truth) else ():
+                    threads = max(1, context.cpus)
+                    near, ids = nearest(rows, asked[number], self.k, scale, threads)
+                    votes = vote(near, labels[ids], self.temperature)
+                    hits[kind, number] = int((votes == truth).sum())
+            plain, standardized = (100 * distributed.sum_over_ranks(hits) / test.n).tolist()
+        return {
+            "knn": plain,
+            "knn_standardized": standardized,
+            "knn_last": plain[-1],
+            "knn_standardized_last": standardized[-1],
+            "best_block": 1 + standardized.index(max(standardized)),
+        }
+
+
+def evenly(n: int, most: int) -> range:
+    """At most this many rows of n, evenly spaced from the first."""
+    return range(0, n, max(1, -(-n // most)))
+
+
+def _encoded(
+    context: Context, job: EvaluationJob, index: Index, encoding: Encoding, rows: range
+) -> Array:
+    """This rank's share of some images after every block, float32 [blocks, m, width].
+
+    Raises:
+        UserError: features that are not finite.
+    """
+    import numpy as np
+
+    from maect.core import distributed
+    from maect.data.loader import evaluation_batches
+    from maect.evaluate.features import finite
+    from maect.train.accuracy import BATCH
+
+    share = distributed.share_of(context, len(rows), BATCH)
+    blocks, width = encoding.blocks, encoding.settings.width
+    out, start = np.empty((blocks, len(share), width), np.float32), 0
+    for images, _, _ in evaluation_batches(
+        index,
+        image_size=encoding.settings.image_size,
+        resize=job.resize,
+        rows=rows[share.start : share.stop],
+        batch_size=BATCH,
+        threads=max(1, context.cpus),
+    ):
+        features = encoding(images)
+        finite(features, job.run)
+        part = features.view(len(images), blocks, width).transpose(0, 1)
+        out[:, start : start + len(images)] = part.cpu().numpy()
+        start += len(images)
+    return out
+
+
+def _joined(part: Array) -> Array:
+    """Rows of all ranks' shares [m, width] in their order."""
+    import numpy as np
+    import torch
+
+    from maect.core import distributed
+
+    shares = distributed.from_all(len(part))
+    full = np.pad(part, ((0, max(shares) - len(part)), (0, 0)))
+    every = distributed.gather_rows(torch.from_numpy(full)).numpy()
+    return np.concatenate(
+        [rows[:m] for rows, m in zip(np.split(every, len(shares)), shares, strict=True)]
+    )

@@ -1,0 +1,60 @@
+"""Held-out training images to choose settings on, and intervals by bootstrap."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+RESAMPLES = 2000
+LEVEL = 95.0
+_AT_ONCE = 100
+
+
+def held_out(
+    labels: NDArray[np.int64], contents: Sequence[str], one_in: int = 10
+) -> NDArray[np.bool_]:
+    """Choose about one image in `one_in` of every class, at least one of two, whatever the order.
+
+    Args:
+        labels: of the images, int64 [n].
+        contents: digest or name of each image; images of the same content stay on one side.
+        one_in: how many images there are for each that is held out.
+
+    Returns:
+        Whether an image is held out, bool [n].
+    """
+    by_label: dict[int, set[str]] = {}
+    for label, content in zip(labels.tolist(), contents, strict=True):
+        by_label.setdefault(label, set()).add(content)
+    chosen: set[str] = set()
+    for label in sorted(by_label):
+        given = sorted(by_label[label])
+        chosen.update(given[: max(len(given) // one_in, int(len(given) > 1))])
+    return np.array([content in chosen for content in contents], bool)
+
+
+def intervals(
+    scores: NDArray[np.float64], resamples: int = RESAMPLES
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return 95 % intervals of mean scores by the bootstrap over images (percentiles).
+
+    All columns are resampled together, so the interval of a difference of two columns is that of
+    the column of differences. Scores of equally many images are always resampled alike.
+
+    Args:
+        scores: of each image, such as 1 if it was classified correctly, float64 [n, measures].
+        resamples: how many samples of n images are drawn with replacement.
+
+    Returns:
+        Lower and upper ends, float64 [measures] each.
+    """
+    n = len(scores)
+    random = np.random.default_rng(n)
+    means = []
+    for start in range(0, resamples, _AT_ONCE):
+        drawn = random.integers(0, n, (min(_AT_ONCE, resamples - start), n))
+        counts = np.stack([np.bincount(rows, minlength=n) for rows in drawn])
+        means.append(counts @ scores / n)
+    tail = (100 - LEVEL) / 2
+    low, high = np.percentile(np.concatenate(means), [tail, 100 - tail], axis=0)
+    return low, high

@@ -1,0 +1,219 @@
+"""Base of the protocols that train a probe on a frozen encoder: settings, data, resume, best epoch.
+
+Such a protocol is its settings, what it reads of the encoder, and a `Trainee`: tensors, an update
+and a score.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from maect.core.context import Context
+from maect.core.settings import digest
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards, encoder_checksum
+from maect.recipes import Encoder
+from maect.recipes.cost import encode_flops
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+    from maect.data.index import Index
+    from maect.data.loader import Batch
+    from maect.evaluate.features import Encoding
+    from maect.evaluate.probing import Group
+
+
+class TrainsProbe(Encodes):
+    """Base of the protocols that train a probe on what the frozen encoder gives."""
+
+    leaves: ClassVar[bool] = True
+    labelled: ClassVar[bool] = True
+    """Whether it learns the labels."""
+    encodes_every_epoch: ClassVar[bool] = False
+    """Whether the test images are encoded after each epoch, and not once."""
+
+    epochs: int = Field(default=50, gt=0)
+    batch_size: int = Field(default=1024, gt=0)
+    warmup_epochs: float = Field(default=5, ge=0)
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    flip: float = Field(default=0.5, ge=0, le=1)
+    seed: int = 0
+
+    def inputs(self) -> dict[str, Input]:
+        """Images of both splits."""
+        return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode the training images once an epoch; and the test images, or those once."""
+        tests = self.epochs if self.encodes_every_epoch else 1
+        seen = self.epochs * images(self.train_split) + tests * images(self.test_split)
+        return encode_flops(encoder) * seen
+
+    def encoding(self, path: Path, device: torch.device) -> Encoding:
+        """Return the encoder with what is read of it."""
+        from maect.evaluate.features import Encoding
+
+        return Encoding(path, device, self.precision)
+
+    @abstractmethod
+    def probe(self, trial: Trial) -> Trainee:
+        """Return the probe with its initial values; called on every rank.
+
+        Raises:
+            UserError: settings that do not fit the encoder.
+        """
+
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
+        """Train the probe, leave what it keeps beside the JSON, and return its metrics.
+
+        Raises:
+            Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
+            UserError: images, or an encoder, that the probe cannot be trained on, or a batch that
+                is larger than all epochs together or no multiple of the ranks.
+        """
+        from maect.core import distributed
+        from maect.data.index import open_index
+        from maect.evaluate.probing import Probing, check
+        from maect.models.weights import save_tensors
+
+        train, test = open_index(job.path("train")), open_index(job.path("test"))
+        check(train, test, labelled=self.labelled)
+        encoding = self.encoding(job.run / "encoder.safetensors", distributed.device_of(context))
+        sha256 = encoder_checksum(job.run)
+        trial = Trial(context, job, encoding, train, test, sha256)
+        with distributed.process_group(context):
+            probe = self.probe(trial)
+            images = (train.digest, test.digest, str(job.resize))
+            identity = digest(self, sha256, *images, *probe.forms)
+            for _ in Probing(trial, self, probe, identity).epochs():
+                probe.score()
+            metrics = probe.metrics()
+            if context.rank == 0:
+                save_tensors(job.out.with_suffix(".safetensors"), probe.kept, probe.texts())
+        return metrics
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a probe is trained on and scored with: this rank's encoder, and images of two splits."""
+
+    context: Context
+    job: EvaluationJob
+    encoding: Encoding
+    train: Index
+    test: Index
+    sha256: str
+
+    def images(self, index: Index | None = None) -> Iterator[Tensor]:
+        """Yield this rank's test images, or other ones: uint8 [b, C, S, S] on the device."""
+        from maect.train.accuracy import share
+
+        size, device = self.encoding.settings.image_size, self.encoding.device
+        for images, _, _ in share(self.context, index or self.test, device, size, self.job.resize):
+            yield images
+
+    def features(self, index: Index | None = None) -> tuple[Tensor, Tensor]:
+        """Return features [n, D] of test images, or others, on every rank, and labels [n]."""
+        import torch
+
+        from maect.core import distributed
+        from maect.train.accuracy import BATCH
+
+        index, device, start = index or self.test, self.encoding.device, 0
+        largest = -(-index.n // (self.context.world_size * BATCH)) * BATCH
+        out = torch.zeros(largest, self.encoding.width, device=device)
+        for images in self.images(index):
+            out[start : start + len(images)] = self.encoding(images)
+            start += len(images)
+        features = self.checked(distributed.gather_rows(out)[: index.n])
+        return features, torch.tensor(index.labels, device=device)
+
+    def held_out(self, part: float, seed: int) -> Index:
+        """Return the drawn part of the training images, the same ones for every encoder."""
+        from maect.data import random
+        from maect.data.index import ID
+
+        rows = self.train.rows
+        rank = random.bits(seed, 0, rows[:, ID], 0, random.HELD_OUT, 1)[:, 0]
+        count = max(1, round(part * self.train.n))
+        return replace(self.train, rows=rows[sorted(rank.argsort(kind="stable")[:count])])
+
+    def accuracy(self, predict: Callable[[Tensor], Tensor]) -> float:
+        """Return the percent of test images whose class is predicted (see `train.accuracy`)."""
+        from maect.train.accuracy import accuracy
+
+        size, device = self.encoding.settings.image_size, self.encoding.device
+        return accuracy(self.context, self.test, device, size, self.job.resize, predict)
+
+    def checked(self, features: Tensor) -> Tensor:
+        """Return the features, or raise a UserError if one is not finite."""
+        from maect.evaluate.features import finite
+
+        finite(features, self.job.run)
+        return features
+
+    def share_of(self, total: int) -> slice:
+        """Return which of so many heads this rank trains."""
+        rank, ranks = self.context.rank, self.context.world_size
+        return slice(total * rank // ranks, total * (rank + 1) // ranks)
+
+
+class Trainee(ABC):
+    """What is trained on the encoder, on one rank.
+
+    Attributes:
+        groups: the tensors that are trained, saved together, by a name of each group.
+        forms: what of the encoder was chosen to be read; part of a saved state's identity.
+        record: the accuracies after each epoch, or other JSON that is saved with the tensors.
+        kept: tensors of the best epoch, which are saved likewise and left beside the JSON.
+    """
+
+    groups: Mapping[str, Group]
+    forms: tuple[str, ...] = ()
+
+    def __init__(self, trial: Trial) -> None:
+        """Begin with nothing scored."""
+        self.trial = trial
+        self.record: dict[str, Any] = {}
+        self.kept: dict[str, Tensor] = {}
+
+    def read(self, images: Tensor) -> Tensor:
+        """Return what the encoder gives of images, normalized float32 [b, C, S, S]."""
+        return self.trial.encoding(images)
+
+    def targets(self, batch: Batch, images: Tensor) -> Tensor:
+        """Return what is learnt of a batch and its images, uint8 [b, C, S, S]: its labels [b]."""
+        import torch
+
+        return torch.from_numpy(batch.labels)
+
+    @abstractmethod
+    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+        """Update once, and return losses from before the update; called on every rank.
+
+        Args:
+            features: what `read` gave of this rank's part of the batch, [b, ...].
+            targets: of the same images, [b, ...].
+            lr_multiplier: of the peak learning rate.
+        """
+
+    def score(self) -> None:  # noqa: B027
+        """Score after an epoch; called on every rank."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, Any]:
+        """Return the result after the last epoch; called on every rank."""
+
+    def texts(self) -> dict[str, str]:
+        """Return what is said beside the tensors that are kept."""
+        names = json.dumps(self.trial.train.class_names)
+        return {"class_names": names, "encoder_sha256": self.trial.sha256}

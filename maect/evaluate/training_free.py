@@ -1,0 +1,179 @@
+"""What a frozen encoder knows of a folder of images, without training anything but a regression.
+
+k-NN, logistic regression on few and on all labels, and what can be said without labels. Each
+measure is the mean of a score per test image, so that intervals and differences follow from it.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from maect.core.errors import UserError
+from maect.data.subsets import balanced_rows
+from maect.evaluate.clusters import unit
+from maect.evaluate.knn import Knn, nearest
+from maect.evaluate.logistic import choose, fitted
+from maect.evaluate.low_shot import LowShot, fit, predict, prepare
+from maect.evaluate.sampling import held_out
+from maect.evaluate.store import Array, InMemory
+from maect.measures import rank_me, uniformity, vote
+from maect.recipes import KNN_K, KNN_TEMPERATURE
+
+SHOTS = (1, 2, 5, 10)
+LABEL_SETS = 5
+KNN, KNN_HELD_OUT, KNN_BEST = "knn", "knn_held_out", "knn_best_on_test"
+LOGISTIC, RANK_ME, UNIFORMITY = "logistic", "rank_me", "uniformity"
+MEASURES = {
+    KNN: f"k-NN (k {KNN_K}, T {KNN_TEMPERATURE})",
+    KNN_HELD_OUT: "k-NN, k and T chosen on held-out training images",
+    KNN_BEST: "k-NN, k and T chosen on the test images",
+    **{f"shots_{n}": f"{n} label{'s'[: n > 1]} per class, logistic regression" for n in SHOTS},
+    LOGISTIC: "logistic regression on all labels, C chosen on held-out training images",
+    RANK_ME: "RankMe (effective rank, up to the number of features)",
+    UNIFORMITY: "uniformity (0: all alike; more negative: more spread out)",
+}
+"""All measures, and how tables call them. All but the last two are accuracies in percent."""
+WITHOUT_LABELS = (RANK_ME, UNIFORMITY)
+_PAIRS_OF = 2048
+
+
+@dataclass(frozen=True)
+class Score:
+    """One measure of one encoder on one folder.
+
+    Attributes:
+        per_image: percent of each test image; of several label sets the mean; [n], or [1] without
+            labels.
+        chosen: which settings were chosen, in words.
+        sets: accuracy of each label set, in percent.
+    """
+
+    per_image: NDArray[np.float64]
+    chosen: str = ""
+    sets: tuple[float, ...] = field(default=())
+
+    @property
+    def value(self) -> float:
+        """The measure."""
+        return float(self.per_image.mean())
+
+    @property
+    def deviation(self) -> float | None:
+        """Standard deviation over label sets (n - 1), in percentage points; None without them."""
+        return float(np.std(self.sets, ddof=1)) if len(self.sets) > 1 else None
+
+
+def with_labels(
+    train: Array,
+    labels: NDArray[np.int64],
+    contents: Sequence[str],
+    test: Array,
+    test_labels: NDArray[np.int64],
+    threads: int = 1,
+) -> dict[str, Score]:
+    """Measure what labelled images allow; shots are left out where a class has too few images.
+
+    Args:
+        train: features of the training images, float32 [n, d].
+        labels: of them, int64 [n].
+        contents: digest of each training image.
+        test: features of the test images, float32 [m, d].
+        test_labels: int64 [m].
+        threads: how many cores to use.
+
+    Raises:
+        UserError: fewer training images than k-NN compares with, or one class only.
+    """
+    held = held_out(labels, contents)
+    if (~held).sum() < KNN_K:
+        raise UserError(f"{len(labels)} training images, too few for k-NN with k {KNN_K}")
+    if len(np.unique(labels[~held])) < 2:
+        raise UserError("all training images are of one class")
+    scores = _knn(train, labels, held, test, test_labels, threads)
+    counts = np.bincount(labels)
+    with threadpool_limits(1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
+        for shots in SHOTS:
+            if shots <= counts[counts > 0].min():
+                scores[f"shots_{shots}"] = _shots(train, labels, test, test_labels, shots)
+        c, _ = choose(train, labels, held, threads=threads)
+        classes = fitted(train, labels, c).predict(test)
+    scores[LOGISTIC] = Score(_percent(classes, test_labels), f"C {c:.3g}")
+    return scores
+
+
+def without_labels(features: Array) -> dict[str, Score]:
+    """Measure how features spread, which needs no labels.
+
+    Args:
+        features: float32 [n, d]; the first 2,048 are compared with each other for uniformity.
+    """
+    some = torch.from_numpy(unit(features[:_PAIRS_OF]))
+    return {
+        RANK_ME: Score(np.array([rank_me(torch.from_numpy(features))])),
+        UNIFORMITY: Score(np.array([uniformity(some)])),
+    }
+
+
+def _percent(classes: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.float64]:
+    return 100.0 * (classes == labels)
+
+
+def _knn(
+    train: Array,
+    labels: NDArray[np.int64],
+    held: NDArray[np.bool_],
+    test: Array,
+    test_labels: NDArray[np.int64],
+    threads: int,
+) -> dict[str, Score]:
+    """k-NN as it is, and with k and T chosen on held-out training images or on the test images."""
+    own = Knn()
+    least = int((~held).sum())
+    pairs = [
+        (k, temperature)
+        for k in sorted({own.k, *(k for k in own.sweep if k <= least)})
+        for temperature in sorted({own.temperature, *own.temperatures})
+    ]
+    most = max(k for k, _ in pairs)
+
+    def swept(
+        base: Array, base_labels: NDArray[np.int64], queries: Array, wanted: NDArray[np.int64]
+    ) -> dict[tuple[int, float], NDArray[np.float64]]:
+        similarity, ids = nearest(InMemory(base), queries, most, None, threads)
+        found = base_labels[ids]
+        return {
+            (k, t): _percent(vote(similarity[:, :k], found[:, :k], t), wanted) for k, t in pairs
+        }
+
+    inner = swept(train[~held], labels[~held], train[held], labels[held])
+    outer = swept(train, labels, test, test_labels)
+    scores = {KNN: Score(outer[own.k, own.temperature])}
+    for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):
+        pair = max(pairs, key=lambda pair: by[pair].mean())
+        scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
+    return scores
+
+
+def _shots(
+    train: Array,
+    labels: NDArray[np.int64],
+    test: Array,
+    test_labels: NDArray[np.int64],
+    shots: int,
+) -> Score:
+    """Logistic regression on few labels, as the protocol `low_shot`, of several label sets."""
+    present, dense = np.unique(labels, return_inverse=True)
+    queries, rows = prepare(test), prepare(train)
+    correct = []
+    for number in range(1, LABEL_SETS + 1):
+        ids = balanced_rows(dense, shots, number, [str(x) for x in present])
+        weights, _ = fit(rows[ids], dense[ids], len(present), LowShot().l2 / len(ids), "lbfgs")
+        correct.append(_percent(present[predict(queries, weights)], test_labels))
+    means = tuple(float(one.mean()) for one in correct)
+    return Score(np.mean(correct, axis=0), sets=means)

@@ -1,0 +1,333 @@
+"""The pages of an experiment's results: tables, figures, claims, images, and the first page.
+
+Each kind has one entry in `PAGES`. One rule and one command, `maect page`, make all of them from
+their resolved files: `tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `images.yaml`,
+`summary.yaml`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+
+from maect.core.errors import UserError
+from maect.core.settings import SettingsFile
+from maect.evaluate.explore import Explore
+from maect.experiment.load import Experiment
+from maect.report.configs import (
+    ClaimsConfig,
+    ImagesConfig,
+    ReportConfig,
+    Row,
+    ShownConfig,
+    SummaryConfig,
+)
+from maect.report.groups import Groups
+from maect.report.registry import FIGURES, TABLES, Figure, Table, can_show
+
+AUDIT = "audit.json"
+"""What `maect audit` finds, in the results folder."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A kind of page.
+
+    Attributes:
+        name: of the kind and of its rule.
+        title: of a page, with `{page}` for its name.
+        make: `MODULE:FUNCTION` that makes a page of the path of its resolved file.
+        names: names of an experiment's pages of this kind.
+        config: settings of a page.
+        inputs: files that a page reads, of those that the experiment makes.
+        category: where the report's menu lists them.
+        endings: of the files that are written; the last one is shown in the report.
+        folder: where they lie in the results folder; empty: there is one such page, at its top.
+    """
+
+    name: str
+    title: str
+    make: str
+    names: Callable[[Experiment], Sequence[str]]
+    config: Callable[[Experiment, str], SettingsFile]
+    inputs: Callable[[Experiment, str], Sequence[Path]]
+    category: str = "Summary"
+    endings: tuple[str, ...] = ("html",)
+    folder: str = ""
+
+    def outputs(self, experiment: Experiment, name: str) -> list[Path]:
+        """Files that are written for a page."""
+        folder = experiment.root / self.folder
+        return [folder / f"{name}.{ending}" for ending in self.endings]
+
+    def label(self, experiment: Experiment, name: str) -> dict[str, str]:
+        """How the report's menu names a page."""
+        shown = SHOWN.get(self.name)
+        if shown is None:
+            return {"page": name.capitalize()}
+        return shown[name].label(experiment.spec.compare_with_paper)
+
+    def caption(self, experiment: Experiment, name: str) -> str:
+        """What the report says below a page."""
+        shown = SHOWN.get(self.name)
+        if shown is None:
+            return CAPTIONS[self.name]
+        compare = experiment.spec.compare_with_paper
+        cells = CELLS.format(BESIDE if compare else "") if self.name == "table" else ""
+        return shown[name].about(compare) + cells
+
+
+SHOWN: Mapping[str, Mapping[str, Table | Figure]] = {"table": TABLES, "figure": FIGURES}
+CELLS = """
+
+Each cell: what was measured, ± the standard deviation over seeds where there are several{}.
+Empty: not run."""
+BESIDE = """; below
+it the paper's number for the same model and size, and the difference"""
+CAPTIONS = {
+    "claims": """
+Statements of the paper that these tables can decide, in our own words, each with where the paper
+makes it. *holds* and *fails* are about the numbers measured here, not about the paper's.
+*not measured*: a run it needs is missing. *within noise*: the difference that decides it does not
+exceed its standard deviation over seeds.
+""",
+    "images": """
+A map of the images (UMAP), groups found without labels (communities in a graph of nearest
+neighbours), and the nearest images of each by cosine similarity. This is a way to look at the
+images, not a measurement. There may be more images than are shown. A tab of its own has more room.
+""",
+    "summary": "The first page of this report, by itself.",
+}
+
+
+def figures(experiment: Experiment) -> list[str]:
+    """The figures that have anything to show, where less is evaluated than the file asks for."""
+    return [name for name in experiment.figures if _can_show(experiment, name, figure=True)]
+
+
+def tables(experiment: Experiment) -> list[str]:
+    """Likewise the tables; one of a figure's name has the numbers behind it, for the claims."""
+    names = [name for name in experiment.tables if _can_show(experiment, name, figure=False)]
+    return [*names, *(name for name in figures(experiment) if name in TABLES)]
+
+
+def _can_show(experiment: Experiment, name: str, figure: bool) -> bool:
+    rows = experiment.rows(name)
+    return not experiment.partial or can_show(name, figure, rows, experiment.asked)
+
+
+def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig:
+    """Settings of a table or figure."""
+    return ShownConfig(
+        name=name,
+        rows=experiment.rows(name),
+        evaluations=experiment.root / "evaluations",
+        runs=experiment.root / "runs",
+        compare_with_paper=experiment.spec.compare_with_paper,
+        classes=_classes(experiment, name) if figure else None,
+        groups=_groups(experiment, name) if figure else None,
+    )
+
+
+def _claims_config(experiment: Experiment, name: str) -> ClaimsConfig:
+    """Settings of the claims."""
+    names = tables(experiment)
+    rows = dict.fromkeys(row for name in names for row in experiment.rows(name))
+    return ClaimsConfig(
+        tables=[experiment.root / "tables" / f"{name}.csv" for name in names],
+        rows=list(rows),
+        runs=experiment.root / "runs",
+        images={
+            split: experiment.shards(dataset, split) / "index.json"
+            for dataset, split in experiment.splits
+            if dataset == experiment.default_dataset
+        },
+    )
+
+
+def _summary_inputs(experiment: Experiment) -> dict[str, Path]:
+    """Files that the first page of the report shows, by what they are."""
+    files = {}
+    for kind, names, ending in (
+        ("table", tables(experiment), "csv"),
+        ("figure", figures(experiment), "png"),
+    ):
+        if names:
+            files[kind] = experiment.root / f"{kind}s" / f"{names[0]}.{ending}"
+    if compares(experiment):
+        files["claims"] = experiment.root / "claims.csv"
+    if left := explored(experiment):
+        files["explored"] = left[-1]
+    return files
+
+
+def compares(experiment: Experiment) -> bool:
+    """Whether there are claims to decide."""
+    return bool(experiment.spec.compare_with_paper and tables(experiment))
+
+
+def explored(experiment: Experiment) -> list[Path]:
+    """What the protocol `explore` leaves of each run, for the page to look through images."""
+    return [
+        experiment.root / "evaluations" / run / f"{name}.safetensors"
+        for run, name in experiment.evaluations
+        if experiment.protocols[name] == Explore.name
+        and experiment.dataset_of(name) == experiment.default_dataset
+    ]
+
+
+def _images_inputs(experiment: Experiment, name: str) -> list[Path]:
+    """Files that the page of images reads; pairs that look alike only once somebody has asked."""
+    audit = experiment.root / AUDIT
+    return [*explored(experiment), *([audit] if audit.exists() else [])]
+
+
+def _images_config(experiment: Experiment, name: str) -> ImagesConfig:
+    """Settings of the page of images."""
+    audit = experiment.root / AUDIT
+    return ImagesConfig(name=experiment.name, explored=explored(experiment), audit=audit)
+
+
+def _summary_config(experiment: Experiment, name: str) -> SummaryConfig:
+    """Settings of the first page of the report."""
+    given = _summary_inputs(experiment)
+    own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
+    if own and not experiment.spec.compare_with_paper:
+        given["run"] = experiment.folder(own[-1])
+        given["images"] = experiment.images(experiment.default_dataset, "train")
+    classifies = "run" in given and (own[-1], "linear_probe") in experiment.evaluations
+    description = experiment.spec.description
+    return SummaryConfig(
+        name=experiment.name, description=description, classifies=classifies, **given
+    )
+
+
+def inputs_of_shown(experiment: Experiment, name: str, figure: bool) -> list[Path]:
+    """Files that a table or figure reads, of those that the experiment makes."""
+    shown = FIGURES[name] if figure else TABLES[name]
+    files = [
+        experiment.root / "evaluations" / run / f"{evaluation}.json"
+        for run, evaluation in _evaluations(experiment, name, shown)
+    ]
+    if shown.reads_runs:
+        files += _records(experiment, [_runs(row, shown) for row in experiment.rows(name)])
+    if figure and (classes := _classes(experiment, name)):
+        files.append(classes)
+    return files
+
+
+def _claims_inputs(experiment: Experiment, name: str) -> list[Path]:
+    """Tables, and the records of the runs in them and of all that these start from."""
+    names = tables(experiment)
+    records = _records(experiment, [row.runs for table in names for row in experiment.rows(table)])
+    return [*records, *(experiment.root / "tables" / f"{table}.csv" for table in names)]
+
+
+def _records(experiment: Experiment, rows: list[tuple[str, ...]]) -> list[Path]:
+    runs = list(itertools.chain.from_iterable(rows))
+    return [experiment.folder(run) / "run.json" for run in experiment.behind(runs)]
+
+
+def _runs(row: Row, shown: Table | Figure) -> tuple[str, ...]:
+    """Those of a line that a table or figure shows."""
+    return row.runs[:1] if isinstance(shown, Figure) and shown.first_seed else row.runs
+
+
+def _evaluations(
+    experiment: Experiment, name: str, shown: Table | Figure
+) -> Iterator[tuple[str, str]]:
+    """Those that a table or figure reads and the experiment makes, as (run, name)."""
+    for row in experiment.rows(name):
+        for pair in itertools.product(_runs(row, shown), shown.reads(row.method)):
+            if pair in experiment.asked:
+                yield pair
+
+
+def _classes(experiment: Experiment, name: str) -> Path | None:
+    """The index that names the classes a figure shows, if it shows any."""
+    shown = FIGURES[name]
+    for pair in _evaluations(experiment, name, shown) if shown.names_classes else ():
+        split = experiment.evaluation(*pair).test_split
+        return experiment.shards(experiment.default_dataset, split) / "index.json"
+    return None
+
+
+def _groups(experiment: Experiment, name: str) -> Groups | None:
+    """Groups of the classes, for a figure that shows them."""
+    groups = experiment.datasets[experiment.default_dataset].groups
+    return groups if FIGURES[name].groups_classes and _classes(experiment, name) else None
+
+
+def report_inputs(experiment: Experiment) -> list[Path]:
+    """Files that the report shows."""
+    return [
+        page.outputs(experiment, name)[-1]
+        for page in PAGES.values()
+        for name in page.names(experiment)
+    ]
+
+
+def pages(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile, list[Path]]]:
+    """The resolved file of each page, with its path and what is made by it."""
+    for page in PAGES.values():
+        for name in page.names(experiment):
+            outputs = page.outputs(experiment, name)
+            yield outputs[0].with_suffix(".yaml"), page.config(experiment, name), outputs
+    shows = ReportConfig(shown=report_inputs(experiment))
+    yield experiment.root / "report.yaml", shows, [experiment.root / "report.html"]
+
+
+def make_page(config: Path) -> None:
+    """Make the page of a resolved file, which is known by its folder or its name.
+
+    Raises:
+        UserError: another file; or a result that is missing or cannot be read.
+    """
+    for page in PAGES.values():
+        if (
+            page.folder == config.absolute().parent.name
+            if page.folder
+            else page.name == config.stem
+        ):
+            resolve_name(page.make)(config)
+            return
+    places = ", ".join(
+        f"{p.folder}/NAME.yaml" if p.folder else f"{p.name}.yaml" for p in PAGES.values()
+    )
+    raise UserError(
+        f"{config}: not the resolved file of a page; they are {places} of a results folder"
+    )
+
+
+PAGES = {
+    page.name: page
+    for page in (
+        Page(
+            "table", "Table {page}", "maect.report.render:make_table",
+            tables, partial(shown_config, figure=False), partial(inputs_of_shown, figure=False),
+            "Tables", ("csv", "md", "tex", "html"), "tables",
+        ),
+        Page(
+            "figure", "Figure {page}", "maect.report.figures:make_figure",
+            figures, partial(shown_config, figure=True), partial(inputs_of_shown, figure=True),
+            "Figures", ("pdf", "png"), "figures",
+        ),
+        Page(
+            "claims", "Claims", "maect.report.claims:make_claims",
+            lambda e: ["claims"] if compares(e) else [], _claims_config, _claims_inputs,
+            endings=("csv", "html"),
+        ),
+        Page(
+            "images", "Page of images", "maect.report.images:make_images",
+            lambda e: ["images"] if explored(e) else [], _images_config, _images_inputs,
+        ),
+        Page(
+            "summary", "First page of the report", "maect.report.summary:make_summary",
+            lambda _: ["summary"], _summary_config,
+            lambda e, _: list(_summary_inputs(e).values()),
+        ),
+    )
+}  # fmt: skip
+"""All kinds, in the order in which the report shows them."""

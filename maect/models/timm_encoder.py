@@ -1,0 +1,235 @@
+"""Encoders that are modules of timm, built by name, with their weights out of a file."""
+
+import math
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import timm
+import torch
+from torch import Tensor, nn
+
+from maect.core.errors import UserError
+from maect.models.vit import Features, Norm, Pooling
+from maect.recipes import Encoder
+
+
+def create(name: str, image_size: int | None = None) -> nn.Module:
+    """Build timm's model without classifier and with random weights; nothing is downloaded."""
+    options: dict[str, Any] = {} if image_size is None else {"img_size": image_size}
+    return timm.create_model(name, pretrained=False, num_classes=0, **options)
+
+
+def takes_size(module: nn.Module) -> bool:
+    """Whether timm builds this kind of model for an image size: one with patches and positions."""
+    return hasattr(module, "patch_embed")
+
+
+class TimmEncoder(nn.Module):
+    """A model of timm behind the calls of `VisionEncoder`; it is evaluated, never trained.
+
+    Attributes:
+        module: timm's own; its state dict is what the run's file holds.
+        settings: name, image size and shape.
+    """
+
+    def __init__(self, settings: Encoder, module: nn.Module) -> None:
+        super().__init__()
+        self.settings = settings
+        self.module = module
+        self.num_prefix_tokens = settings.prefix_tokens
+
+    def forward(
+        self,
+        images: Tensor,
+        *,
+        blocks: Collection[int] = (),
+        norm: Norm = "last",
+        pooling: Pooling | None = None,
+    ) -> Features:
+        """Encode images (arguments: `VisionEncoder.forward`).
+
+        Raises:
+            ValueError: no such block.
+        """
+        if unknown := set(blocks) - set(range(self.settings.depth)):
+            raise ValueError(f"no block {min(unknown)} of {self.settings.depth}")
+        kept: dict[int, Tensor] = {}
+        with ExitStack() as stack:
+            if norm == "none":
+                stack.enter_context(_replaced_output(self.norm, lambda given, _: given[0]))
+            for number in blocks:
+                block = cast(nn.Sequential, self.module.blocks)[number]
+                stack.enter_context(_kept_output(block, number, kept))
+            x = cast(Any, self.module).forward_features(images)
+        for number, tokens in kept.items():
+            normed = self.norm(tokens) if norm == "all" else tokens
+            kept[number] = normed if pooling is None else self.pool(normed, pooling)
+        if x.ndim == 4:  # [b, D, rows, columns] of convolutions
+            grid = (int(x.shape[2]), int(x.shape[3]))
+            return Features(x.flatten(2).transpose(1, 2), kept, 0, grid)
+        side = math.isqrt(x.shape[1] - self.num_prefix_tokens)
+        return Features(x, kept, self.num_prefix_tokens, (side, side))
+
+    @property
+    def norm(self) -> nn.Module:
+        """The norm behind the last block; an identity if the head has it."""
+        return cast(nn.Module, getattr(self.module, "norm", None) or _NONE)
+
+    def pool(self, tokens: Tensor, how: Pooling) -> Tensor:
+        """One vector per image, [b, D].
+
+        Args:
+            tokens: [b, P + L, D].
+            how: "cls", "mean" of the patches, or "head": as timm's own head pools, with attention
+                or with a norm behind the mean.
+
+        Raises:
+            UserError: "cls" is asked for and there is none.
+        """
+        if how == "cls":
+            if not self.settings.class_token:
+                raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
+            return tokens[:, 0]
+        if how == "mean":
+            return tokens[:, self.num_prefix_tokens :].mean(dim=1)
+        if not hasattr(self.module, "patch_embed"):  # convolutions
+            side = math.isqrt(tokens.shape[1])
+            tokens = tokens.transpose(1, 2).unflatten(2, (side, side))
+        pooled = cast(Any, self.module).forward_head(tokens, pre_logits=True)
+        return cast(Tensor, pooled)
+
+
+_NONE = nn.Identity()
+
+
+@contextmanager
+def _replaced_output(module: nn.Module, output: Any) -> Iterator[None]:
+    """Within it a module gives something else, made of its arguments and output."""
+    handle = module.register_forward_hook(lambda _, given, out: output(given, out))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _kept_output(module: nn.Module, number: int, kept: dict[int, Tensor]) -> Iterator[None]:
+    """Within it the output of a module is kept under a number."""
+
+    def keep(_: nn.Module, __: Any, out: Tensor) -> None:
+        kept[number] = out
+
+    handle = module.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def build_timm(settings: Encoder) -> TimmEncoder:
+    """The encoder of these settings, with whatever weights.
+
+    Raises:
+        UserError: this timm has no model of the name.
+    """
+    assert settings.timm is not None
+    try:
+        module = create_for(settings.timm, settings.image_size)
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise UserError(f"timm {timm.__version__} cannot build {settings.timm}: {line}") from None
+    return TimmEncoder(settings, module)
+
+
+def create_for(name: str, image_size: int) -> nn.Module:
+    """`create` for an image size, also of models that have none of their own."""
+    with torch.device("meta"):
+        sized = takes_size(create(name))
+    return create(name, image_size if sized else None)
+
+
+def fit_weights(
+    module: nn.Module, checkpoint: Mapping[str, Any], where: str
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """The tensors of a checkpoint under the names of timm's module, in float32.
+
+    Files in timm's own names are taken as they are. Others are renamed by the function that timm
+    has for the published files of this kind of model.
+
+    Args:
+        module: of timm, without classifier; on the meta device or not.
+        checkpoint: what the file holds.
+        where: file and name, for messages.
+
+    Returns:
+        One tensor for each name of the module's state dict, and how many others of which names.
+
+    Raises:
+        UserError: a name that is missing, one too many, or a wrong shape.
+    """
+    expected = {name: list(value.shape) for name, value in module.state_dict().items()}
+    found = _state_dict(checkpoint, where)
+    own, left_out = _without_head(found, module, expected)
+    if own.keys() != expected.keys() or any(
+        list(own[name].shape) != shape for name, shape in expected.items()
+    ):
+        renamed = _renamed(found, module, where)
+        own, left_out = _without_head(renamed, module, expected)
+    for name in own:
+        if name not in expected:
+            raise UserError(f"{where}: unexpected {name}")
+    for name, shape in expected.items():
+        if name not in own:
+            raise UserError(f"{where}: {name} is missing")
+        if list(own[name].shape) != shape:
+            raise UserError(f"{where}: {name} is {list(own[name].shape)} and should be {shape}")
+    return {name: own[name].float() for name in expected}, left_out
+
+
+_ENTRIES = ("state_dict", "model", "teacher")
+
+
+def _state_dict(checkpoint: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """The tensors in a checkpoint: at its top, or in the entry that training codes use."""
+    for entry in _ENTRIES:
+        if isinstance(checkpoint.get(entry), Mapping):
+            checkpoint = checkpoint[entry]
+            break
+    tensors = {str(k): v for k, v in checkpoint.items() if isinstance(v, Tensor)}
+    if not tensors:
+        raise UserError(f"{where}: holds no tensors; its first entries: {[*checkpoint][:5]}")
+    if all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
+
+
+def _without_head(
+    tensors: Mapping[str, Tensor], module: nn.Module, expected: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Tensors without those of a classifier, which the encoder is built without."""
+    given = cast(Any, module).pretrained_cfg.get("classifier") or ()
+    heads = tuple(f"{name}." for name in ((given,) if isinstance(given, str) else given))
+    left_out: dict[str, int] = {}
+    own = {}
+    for name, value in tensors.items():
+        head = next((h for h in heads if name.startswith(h)), None)
+        if head is None or name in expected:
+            own[name] = value
+        else:
+            left_out[f"{head}*"] = left_out.get(f"{head}*", 0) + 1
+    return own, left_out
+
+
+def _renamed(tensors: dict[str, Tensor], module: nn.Module, where: str) -> dict[str, Tensor]:
+    """Tensors of a published file as timm's own function converts them."""
+    convert = getattr(sys.modules[type(module).__module__], "checkpoint_filter_fn", None)
+    if convert is None:
+        return tensors
+    try:
+        converted = convert(dict(tensors), module)
+    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError) as error:
+        line = " ".join(str(error).split())[:120]
+        raise UserError(f"{where}: not a published file of this model ({line})") from None
+    return {str(k): v for k, v in converted.items() if isinstance(v, Tensor)}

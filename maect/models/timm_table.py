@@ -1,0 +1,232 @@
+"""Writes the table of timm's encoders: `python -m maect.models.timm_table`.
+
+Every model is built on the meta device and run once there, which takes neither weights nor memory.
+"""
+
+import csv
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from maect.core.files import write_text
+from maect.models.timm_encoder import create
+from maect.models.vit import build_encoder
+from maect.recipes import load_encoder, sizes
+from maect.recipes import timm_encoders as data
+
+ROOT = Path(__file__).parents[2]
+CSV = Path(data.__file__).with_name(data.TABLE)
+PAGE = ROOT / "docs/reference/timm_encoders.md"
+
+FAMILIES = {
+    r"dinov3": "DINOv3, EUPE",
+    r"dinov2": "DINOv2",
+    r"tips": "TIPSv2",
+    r"\.dino$": "DINO",
+    r"ijepa": "I-JEPA",
+    r"fcmae": "ConvNeXt V2, by FCMAE",
+    r"\.mae$": "MAE",
+    r"siglip": "SigLIP, SigLIP 2, PaliGemma's",
+    r"aimv2": "AIMv2",
+    r"_pe_": "Perception Encoder",
+    r"^eva|^beit": "EVA-02, BEiT-3",
+    r"intern": "InternViT",
+    r"clip": "CLIP and its like",
+}
+"""By what is in their names; the first that fits."""
+LEFT_OUT = r"^(hiera|naflex|fastvit|vitamin|test_)|radio|gemma|samvit|convnext.*clip|patch14.*_384"
+"""Models with another way to their tokens than images of one size in, tokens or a map out; and of
+an image size that their patches do not tile."""
+
+
+def wanted() -> list[str]:
+    """Names of the encoders: trained without labels or with texts, bicubic and cropped as here."""
+    names = []
+    for name in timm.list_pretrained():
+        given = timm.get_pretrained_cfg(name)
+        if re.search(LEFT_OUT, name) or given is None or family(name) is None:
+            continue
+        tag = name.partition(".")[2]
+        with_texts = ("clip" in name or "_pe_" in name) and "_ft_" not in tag
+        if given.num_classes and not with_texts:
+            continue
+        if given.interpolation == "bicubic" and given.crop_mode == "center":
+            names.append(name)
+    return names
+
+
+def family(name: str) -> str | None:
+    """Of which family an encoder is, if of any."""
+    return next((title for word, title in FAMILIES.items() if re.search(word, name)), None)
+
+
+def row(name: str) -> dict[str, Any]:
+    """The table's row of an encoder."""
+    given = timm.get_pretrained_cfg(name)
+    assert given is not None and given.input_size is not None
+    side = given.input_size[-1]
+    return {
+        "name": name,
+        "image_size": side,
+        **_shape(name.partition(".")[0], side),
+        "resize": math.floor(side / given.crop_pct),
+        "mean": " ".join(f"{value:.8g}" for value in given.mean),
+        "std": " ".join(f"{value:.8g}" for value in given.std),
+        "licence": given.license or "not stated",
+    }
+
+
+@cache
+def _shape(name: str, side: int) -> dict[str, Any]:
+    """What does not depend on which weights a model has, at an image size."""
+    with torch.device("meta"):
+        module: Any = create(name).eval()
+        output = module.forward_features(torch.zeros(1, 3, side, side))
+    tokens = output.ndim == 3
+    prefix = int(getattr(module, "num_prefix_tokens", 0)) if tokens else 0
+    cls = tokens and prefix > 0 and getattr(module, "cls_token", None) is not None
+    width = int(output.shape[2] if tokens else output.shape[1])
+    rows = math.isqrt(output.shape[1] - prefix) if tokens else int(output.shape[2])
+    deep = tokens and type(module).__name__ != "Hiera"
+    attention = getattr(module.blocks[0], "attn", None) if deep else None
+    size = plain_size(module)
+    like = size or ("base" if width < 1024 else "large" if width < 1280 else "huge")
+    return {
+        "architecture": type(module).__name__,
+        "patch_size": side // rows,
+        "width": width,
+        "depth": len(module.blocks) if deep else 1,
+        "heads": int(getattr(attention, "num_heads", 1)),
+        "class_token": _word(cls),
+        "registers": prefix - int(cls),
+        "pooling": pooling(module, cls, tokens),
+        "size": like,
+        "plain": _word(size is not None),
+        "parameters": f"{sum(p.numel() for p in module.parameters()) / 1e6:.1f}",
+    }
+
+
+def _word(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def pooling(module: nn.Module, cls: bool, tokens: bool) -> str:
+    """How an encoder's tokens are pooled: what its training's loss read, as far as timm shows it.
+
+    `head` where timm's head pools by attention or norms the mean, else [CLS] where there is one,
+    else the mean of the patches.
+    """
+    if not tokens or getattr(module, "attn_pool", None) is not None:
+        return "head"
+    if type(module).__name__ == "Hiera":
+        return "head"
+    if not isinstance(getattr(module, "fc_norm", nn.Identity()), nn.Identity):
+        return "head"
+    return "cls" if cls else "mean"
+
+
+def plain_size(module: nn.Module) -> str | None:
+    """The encoder size whose encoder computes exactly what this module does, if there is one."""
+    if type(module) is not VisionTransformer or module.num_reg_tokens:
+        return None
+    for name in sizes():
+        shape = load_encoder(name).model_copy(
+            update={"class_token": module.has_class_token, "image_size": _side(module)}
+        )
+        if shape.width != module.embed_dim or shape.depth != len(module.blocks):
+            continue
+        if shape.patch_size != module.patch_embed.patch_size[0]:
+            continue
+        with torch.device("meta"):
+            ours = build_encoder(shape)
+        if _described(ours) == _described(module):
+            return name
+    return None
+
+
+def _side(module: VisionTransformer) -> int:
+    return int(cast(Any, module.patch_embed).img_size[0])
+
+
+def _described(module: VisionTransformer) -> str:
+    """Every part of a ViT with its settings, as torch prints it; and its number of heads."""
+    parts = [module.blocks, module.norm_pre, module.norm, module.fc_norm, module.patch_embed]
+    heads = {cast(Any, block).attn.num_heads for block in module.blocks}
+    text = f"{parts} {heads} {module.attn_pool} {module.pos_embed is None}"
+    return text.replace("FusedAttention", "Attention")
+
+
+def rows(names: Iterable[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of these encoders, or of all."""
+    return [row(name) for name in (wanted() if names is None else names)]
+
+
+def page(made: list[dict[str, Any]]) -> str:
+    """The page that sums the table up, a line for each family and pooling."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in made:
+        groups.setdefault((str(family(one["name"])), one["pooling"]), []).append(one)
+    order = {title: number for number, title in enumerate(FAMILIES.values())}
+    lines = []
+    for (title, how), of in sorted(groups.items(), key=lambda item: order[item[0][0]]):
+        smallest = min(of, key=lambda one: (float(one["parameters"]), int(one["image_size"])))
+        low, high = (
+            f"{of_all(float(one['parameters']) for one in of):.0f}" for of_all in (min, max)
+        )
+        sides = sorted({int(one["image_size"]) for one in of})
+        tuned = sum(one["plain"] == "yes" for one in of)
+        lines.append(
+            f"| {title} | {len(of)} | {low} to {high} | {sides[0]} to {sides[-1]} | {how} | "
+            f"{tuned} | `{smallest['name']}` |"
+        )
+    counts = Counter(one["pooling"] for one in made)
+    said = ", ".join(f"{counts[how]} {how}" for how in ("cls", "mean", "head"))
+    table = "\n".join(lines)
+    return f"""# timm's encoders
+
+`maect import --timm NAME FILE RUN` and `timm: NAME` in an experiment take {len(made)} encoders
+of [timm](https://github.com/huggingface/pytorch-image-models). [Public weights](../weights.md)
+says how. `maect/recipes/{data.TABLE}` lists them with image size, patch size, width, blocks,
+pooling, mean, standard deviation and licence. This page sums it up.
+`python -m maect.models.timm_table` builds every model on torch's meta device, and writes both.
+
+| family | encoders | parameters (10⁶) | image size | pooling | plain | the smallest |
+| --- | ---: | ---: | ---: | --- | ---: | --- |
+{table}
+
+**Pooling** ({said}). `head`: as timm's own head does, where that pools by attention or norms the
+mean. Otherwise `cls`, where the model has a [CLS] token. Otherwise the `mean` of the patch tokens.
+`cls` and `mean` are taken after the final norm.
+
+**Plain** encoders compute exactly what one of the [sizes](../extending.md#an-encoder-size) does.
+Stages start from them; those without labels need a [CLS] token, too. All others are evaluated and
+used, and stages refuse them in one line.
+
+**Images**: bicubic, shorter side to the image size divided by timm's `crop_pct`, centre crop,
+timm's mean and standard deviation. Encoders that timm evaluates otherwise are left out: with
+squashed images, or another interpolation.
+"""
+
+
+def write() -> int:
+    """Write the table and its page; returns the number of encoders."""
+    made = rows()
+    with CSV.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(made[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(made)
+    write_text(PAGE, page(made))
+    return len(made)
+
+
+if __name__ == "__main__":
+    print(f"{CSV}, {PAGE}: {write()} encoders")

@@ -1,0 +1,144 @@
+"""Encoders that timm builds by name: their shapes and what they are given, as data; no torch.
+
+`timm_encoders.csv` is written by `python -m maect.models.timm_table`, which builds each of them.
+"""
+
+import csv
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from pydantic import ValidationError
+
+from maect.core.errors import UserError
+from maect.core.settings import one_line
+from maect.recipes import IMAGENET, Encoder, Pixels, load_encoder
+
+TABLE = "timm_encoders.csv"
+
+
+@dataclass(frozen=True)
+class TimmEncoder:
+    """A row of the table.
+
+    Attributes:
+        name: timm's, with the tag of its weights.
+        architecture: timm's class.
+        image_size: that it was trained or evaluated at, by timm's configuration.
+        patch_size: image size / rows of tokens that it gives.
+        width: numbers of a token.
+        depth: blocks whose outputs can be read; 1 where they differ in width.
+        heads: of attention in a block; 1 where there is none.
+        class_token: whether the first token is a [CLS] token.
+        registers: tokens between it and the patches.
+        pooling: `cls` or `mean`, or `head`: as timm's own head pools.
+        resize: shorter side of images before the centre crop.
+        mean, std: of each channel.
+        size: of the encoder sizes here, the one whose recipes hold for it.
+        plain: whether it is a ViT of that size exactly, which every stage can start from.
+        parameters: in millions.
+        licence: of the weights, as timm says it.
+    """
+
+    name: str
+    architecture: str
+    image_size: int
+    patch_size: int
+    width: int
+    depth: int
+    heads: int
+    class_token: bool
+    registers: int
+    pooling: Literal["cls", "mean", "head"]
+    resize: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    size: str
+    plain: bool
+    parameters: float
+    licence: str
+
+    @property
+    def resizable(self) -> bool:
+        """Whether it can be built for another image size."""
+        return self.architecture not in ("Hiera",)
+
+    def resize_for(self, image_size: int) -> int:
+        """Shorter side of images before a centre crop of another size, in proportion."""
+        return max(image_size, round(image_size * self.resize / self.image_size))
+
+    def encoder(self, image_size: int | None = None, pixels: Pixels | None = None) -> Encoder:
+        """Its settings, with timm's mean and standard deviation.
+
+        Args:
+            image_size: to use it at; none: its own.
+            pixels: how files are read.
+
+        Raises:
+            UserError: an image size that it cannot have, or other than three channels.
+        """
+        side = image_size or self.image_size
+        if side != self.image_size and not self.resizable:
+            raise UserError(f"{self.name}: is made for {self.image_size} pixels, not {side}")
+        pixels = pixels or Pixels()
+        if pixels.channels != 3:
+            raise UserError(f"{self.name}: reads 3 channels, not {pixels.channels}")
+        usual = (self.mean, self.std) == IMAGENET
+        statistics = {} if usual else {"mean": self.mean, "std": self.std}
+        resize = self.resize_for(side)
+        like = load_encoder(self.size).model_dump()
+        values = like | {
+            "image_size": side,
+            "class_token": self.class_token,
+            "pixels": pixels.model_dump(exclude={"mean", "std"}) | statistics,
+            "resize": resize if resize != round(side * 256 / 224) else None,
+        }
+        if not self.plain:
+            shape = ("patch_size", "width", "depth", "heads", "registers")
+            values |= {name: getattr(self, name) for name in shape} | {"timm": self.name}
+        try:
+            return Encoder.model_validate(values)
+        except ValidationError as error:
+            raise one_line(error, self.name) from None
+
+
+@cache
+def timm_encoders() -> dict[str, TimmEncoder]:
+    """All of them by full name, NAME.TAG."""
+    text = resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
+    return {row["name"]: _typed(row) for row in csv.DictReader(text.splitlines())}
+
+
+def _typed(row: dict[str, str]) -> TimmEncoder:
+    numbers = ("image_size", "patch_size", "width", "depth", "heads", "registers", "resize")
+    values: dict[str, object] = dict(row) | {name: int(row[name]) for name in numbers}
+    values |= {name: row[name] == "yes" for name in ("class_token", "plain")}
+    values |= {name: tuple(map(float, row[name].split())) for name in ("mean", "std")}
+    return TimmEncoder(**values | {"parameters": float(row["parameters"])})  # type: ignore[arg-type]
+
+
+def find_timm(name: str) -> TimmEncoder:
+    """The encoder of a name; without a tag the first one of timm's list of that name.
+
+    Raises:
+        UserError: it is not in the table.
+    """
+    known = timm_encoders()
+    if name in known:
+        return known[name]
+    tagged = [full for full in known if full.partition(".")[0] == name]
+    if not tagged:
+        bare = {full.partition(".")[0] for full in known}
+        near = get_close_matches(name, sorted({*bare, *known}), n=1)
+        hint = (
+            f"did you mean {near[0]!r}?" if near else "docs/reference/timm_encoders.md lists them"
+        )
+        raise UserError(f"timm: unknown encoder {name!r}; {hint}")
+    statistics = {(known[full].mean, known[full].std) for full in tagged}
+    if len(statistics) > 1:
+        raise UserError(
+            f"timm: {name} has weights with other mean and std each: write {' or '.join(tagged)}"
+        )
+    return known[tagged[0]]

@@ -1,0 +1,283 @@
+"""Compare encoders on folders of images: features made once, and a table of what they know."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from maect import __version__, load
+from maect.answers.encoder import ImageEncoder
+from maect.core.errors import UserError, counted
+from maect.core.files import atomic_write
+from maect.core.settings import digest
+from maect.data.sources import Entry, ImageSource, open_source
+from maect.evaluate.features import BATCH, read_part, write_part
+from maect.evaluate.sampling import held_out
+from maect.evaluate.store import Array
+from maect.evaluate.training_free import Score, with_labels, without_labels
+from maect.tools.own_images import Images, check_same_classes, find_splits, look_at
+
+log = logging.getLogger(__name__)
+
+PART = 1024
+"""Images whose vectors are kept as one file."""
+FEWEST = 40
+ONE_IN = 5
+"""One image in this many is tested on in a folder that has no split of its own."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The images of a folder.
+
+    Attributes:
+        name: how tables call it.
+        parts: its training and test images, or all in one.
+        contents: sha256 of every image's bytes, part after part.
+        labels: class of every image, int64 [n]; None without classes.
+        test: which are tested on, bool [n]; none without classes.
+        remarks: what is worth knowing about the split, a sentence each.
+    """
+
+    name: str
+    path: Path
+    parts: tuple[Images, ...]
+    contents: list[str]
+    labels: NDArray[np.int64] | None
+    test: NDArray[np.bool_]
+    remarks: tuple[str, ...]
+
+    @property
+    def classes(self) -> int:
+        """Number of classes; 0 without any."""
+        return len(self.parts[0].class_names)
+
+
+def named(given: Sequence[str], what: str) -> dict[str, Path]:
+    """Read `PATH` or `NAME=PATH` words; without a name it is that of the folder.
+
+    Raises:
+        UserError: two of the same name.
+    """
+    found: dict[str, Path] = {}
+    for word in given:
+        name, sign, path = word.partition("=")
+        if not sign or os.path.exists(word):
+            path, name = word, Path(os.path.abspath(word)).name
+        if name in found:
+            raise UserError(f"two {what} are called {name}; write NAME={path} for one of them")
+        found[name] = Path(path)
+    return found
+
+
+def open_folder(name: str, path: Path) -> Folder:
+    """Find the images, classes and splits of a folder, and read every file once for its checksum.
+
+    Training and test images are found as `maect new-experiment` finds them; without such a split
+    one image in five of each class is tested on, chosen by its content.
+
+    Raises:
+        UserError: no images, too few, or other classes in its test images.
+    """
+    train, val, _ = find_splits(path)
+    parts: tuple[Images, ...] = (look_at(train, FEWEST, skip_unreadable=True),)
+    if val is not None:
+        parts = (*parts, look_at(val, 1, skip_unreadable=True))
+        check_same_classes(*parts)
+    contents = [content for part in parts for content in _contents(part)]
+    n, remarks = len(contents), []
+    labels = np.array([entry.label for part in parts for entry in part.entries], np.int64)
+    if not parts[0].class_names:
+        if parts[0].loose:
+            lie = "image lies" if parts[0].loose == 1 else "images lie"
+            remarks.append(f"{parts[0].loose} {lie} beside class folders: no labels")
+        remarks.append("No classes: only what needs no labels")
+        return Folder(name, path, parts, contents, None, np.zeros(n, bool), tuple(remarks))
+    if labels.min() < 0:
+        row = int(labels.argmin())
+        entries = [entry for part in parts for entry in part.entries]
+        raise UserError(f"{path}: {entries[row].name} has no class, but others have; leave it out")
+    if val is None:
+        test = held_out(labels, contents, ONE_IN)
+        remarks.append(f"One image in {ONE_IN} of each class is tested on, chosen by content")
+    else:
+        test = np.arange(n) >= len(parts[0].entries)
+        remarks.append(f"Tested on {os.path.relpath(val, path)}")
+        known = {content for content, tested in zip(contents, test, strict=True) if not tested}
+        both = sum(contents[row] in known for row in np.flatnonzero(test))
+        if both:
+            are = "image is" if both == 1 else "images are"
+            remarks.append(f"{both} test {are} also among the training images")
+    return Folder(name, path, parts, contents, labels, test, tuple(remarks))
+
+
+def _contents(images: Images) -> list[str]:
+    """sha256 of each image's bytes."""
+    source = open_source(images.kind, images.folder)
+    source.listing()
+    return [hashlib.sha256(source.read(entry)).hexdigest() for entry in images.entries]
+
+
+def vectors(encoder: ImageEncoder, folder: Folder, kept: Path) -> Array:
+    """Return vectors of all images of a folder, float32 [n, width]; of unreadable ones NaN.
+
+    Every 1,024 are kept as a file named after the encoder, how images are prepared and the images'
+    contents: what is there is not computed again, whatever the folder is called now.
+
+    Args:
+        encoder: of `maect.load`.
+        folder: of `open_folder`.
+        kept: folder of the files.
+    """
+    about = {key: value for key, value in encoder.about.items() if key != "run"}
+    out, row = [], 0
+    for images in folder.parts:
+        source = open_source(images.kind, images.folder, pixels=encoder.encoding.settings.pixels)
+        source.listing()
+        for start in range(0, len(images.entries), PART):
+            entries = images.entries[start : start + PART]
+            contents = folder.contents[row : row + len(entries)]
+            file = kept / f"{digest(about, contents)}.safetensors"
+            part = read_part(file)
+            if part is None:
+                part = _encoded(encoder, source, entries)
+                write_part(file, part)
+            out.append(part)
+            row += len(entries)
+    return np.concatenate(out)
+
+
+def _encoded(encoder: ImageEncoder, source: ImageSource, entries: list[Entry]) -> Array:
+    """Vectors of some images, float32 [n, width]; NaN where one cannot be read, which is said."""
+    out = np.full((len(entries), encoder.width), np.nan, np.float32)
+    values, faults = encoder.readable(
+        lambda number: source.read(entries[number]), len(entries), BATCH
+    )
+    out[[number for number in range(len(entries)) if number not in faults]] = values
+    for number, why in faults.items():
+        log.warning("%s: left out: %s", entries[number].name, why)
+    return out
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What was measured.
+
+    Attributes:
+        encoders: by name.
+        folders: in order.
+        scores: by encoder, folder and measure.
+        readable: of each folder, the number of training and of test images that were used.
+    """
+
+    encoders: dict[str, ImageEncoder]
+    folders: list[Folder]
+    scores: dict[tuple[str, str], dict[str, Score]]
+    readable: dict[str, tuple[int, int]]
+
+
+def compare(
+    encoders: dict[str, Path],
+    images: dict[str, Path],
+    out: Path,
+    device: str | None = None,
+    threads: int | None = None,
+    say: Callable[[str], None] = log.info,
+) -> Matrix:
+    """Measure every encoder on every folder; what lies in `out` from before is used.
+
+    Args:
+        encoders: run folders, or folders that `maect export` wrote, by name.
+        images: folders, archives or tables of images, by name.
+        out: keeps vectors and scores.
+        device: as of `maect.load`.
+        threads: that measure; none: all cores.
+        say: told of each folder and encoder.
+
+    Raises:
+        UserError: an encoder or folder that cannot be used, before anything is computed.
+    """
+    loaded = {name: load(path, device) for name, path in encoders.items()}
+    folders = [open_folder(name, path) for name, path in images.items()]
+    scores: dict[tuple[str, str], dict[str, Score]] = {}
+    readable: dict[str, tuple[int, int]] = {}
+    for folder in folders:
+        made = {}
+        for name, encoder in loaded.items():
+            say(f"{folder.name}: {counted(len(folder.contents), 'image')} by {name}")
+            made[name] = vectors(encoder, folder, out / "vectors")
+        # What one encoder cannot read is left out for all: they are compared on the same images.
+        good = np.logical_and.reduce([np.isfinite(x).all(axis=1) for x in made.values()])
+        if not good.any():
+            fault = next(name for name, x in made.items() if not np.isfinite(x).any())
+            raise UserError(f"{folder.path}: {fault} can read none of its images; leave one out")
+        readable[folder.name] = int((good & ~folder.test).sum()), int((good & folder.test).sum())
+        for name, features in made.items():
+            about = {key: v for key, v in loaded[name].about.items() if key != "run"}
+            classes = None if folder.labels is None else folder.labels.tolist()
+            asked = [about, folder.contents, classes, folder.test.tolist(), good.tolist()]
+            file = out / "scores" / f"{digest(__version__, *asked)}.safetensors"
+            known = _read_scores(file)
+            if known is None:
+                try:
+                    known = measured(folder, features, good, threads or os.cpu_count() or 1)
+                except UserError as error:
+                    raise UserError(f"{folder.path}: {error}") from None
+                _write_scores(file, known)
+            scores[name, folder.name] = known
+    return Matrix(loaded, folders, scores, readable)
+
+
+def measured(
+    folder: Folder, features: Array, good: NDArray[np.bool_], threads: int
+) -> dict[str, Score]:
+    """Measure one encoder on one folder, by the features of those images that are readable.
+
+    Args:
+        folder: of `open_folder`.
+        features: float32 [n, width].
+        good: which can be read, bool [n].
+        threads: that measure.
+    """
+    order = sorted(np.flatnonzero(good).tolist(), key=lambda row: folder.contents[row])
+    spread = without_labels(features[order])
+    if folder.labels is None:
+        return spread
+    train, test = good & ~folder.test, good & folder.test
+    contents = [folder.contents[row] for row in np.flatnonzero(train)]
+    given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
+    return with_labels(*given, threads) | spread
+
+
+def _write_scores(file: Path, scores: dict[str, Score]) -> None:
+    """Keep the score of each image."""
+    tensors = {name: score.per_image for name, score in scores.items()}
+    tensors |= {f"{name}.sets": np.array(score.sets) for name, score in scores.items()}
+    with atomic_write(file) as temporary:
+        save_file(tensors, temporary, {name: score.chosen for name, score in scores.items()})
+
+
+def _read_scores(file: Path) -> dict[str, Score] | None:
+    """Return kept scores; None if there are none."""
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="numpy") as handle:
+            chosen = handle.metadata() or {}
+            return {
+                name: Score(
+                    handle.get_tensor(name),
+                    chosen[name],
+                    tuple(handle.get_tensor(f"{name}.sets").tolist()),
+                )
+                for name in chosen
+            }
+    except (SafetensorError, OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,186 @@
+"""The results of `maect compare` as a table of numbers, as Markdown and as a page."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from maect.core.files import write_table_text, write_text
+from maect.evaluate.sampling import LEVEL, RESAMPLES, intervals
+from maect.evaluate.training_free import (
+    KNN_HELD_OUT,
+    LABEL_SETS,
+    LOGISTIC,
+    MEASURES,
+    RANK_ME,
+    WITHOUT_LABELS,
+)
+from maect.report.render import render_page
+from maect.tools.compare import Matrix
+
+COLUMNS = (
+    "encoder", "folder", "measure", "value", "low", "high", "deviation", "chosen", "difference",
+    "difference_low", "difference_high", "best", "classes", "train_images", "test_images",
+)  # fmt: skip
+
+
+def frame_of(matrix: Matrix) -> pd.DataFrame:
+    """Return one row for each encoder, folder and measure, with the columns `COLUMNS`.
+
+    `low` and `high` are ends of the 95 % interval, `deviation` that over label sets. `difference`
+    is to the first encoder on the same test images. `best` is true of the encoder of the highest
+    value and of those whose paired difference to it may be 0.
+    """
+    rows: list[dict[str, Any]] = []
+    for folder in matrix.folders:
+        train, test = matrix.readable[folder.name]
+        for measure in MEASURES:
+            found = {
+                name: matrix.scores[name, folder.name][measure]
+                for name in matrix.encoders
+                if measure in matrix.scores[name, folder.name]
+            }
+            if not found:
+                continue
+            about = {"folder": folder.name, "measure": measure, "classes": folder.classes}
+            about |= {"train_images": train, "test_images": test}
+            if measure in WITHOUT_LABELS:
+                for name, score in found.items():
+                    rows.append({**about, "encoder": name, "value": score.value})
+                continue
+            columns = np.stack([score.per_image for score in found.values()], axis=1)
+            best = columns[:, [int(columns.mean(axis=0).argmax())]]
+            ends = {
+                "": intervals(columns),
+                "difference_": intervals(columns - columns[:, :1]),
+                "best": intervals(best - columns),
+            }
+            for number, (name, score) in enumerate(found.items()):
+                first = number == 0
+                rows.append(
+                    {
+                        **about,
+                        "encoder": name,
+                        "value": score.value,
+                        "low": ends[""][0][number],
+                        "high": ends[""][1][number],
+                        "deviation": score.deviation,
+                        "chosen": score.chosen,
+                        "difference": None if first else score.value - columns[:, 0].mean(),
+                        "difference_low": None if first else ends["difference_"][0][number],
+                        "difference_high": None if first else ends["difference_"][1][number],
+                        "best": bool(ends["best"][0][number] <= 0),
+                    }
+                )
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def tables(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return a table for each measure, rows encoders and columns folders, of strings to show."""
+    shown = []
+    for measure, title in MEASURES.items():
+        part = frame[frame["measure"] == measure]
+        if part.empty:
+            continue
+        folders = list(dict.fromkeys(part["folder"]))
+        cells = {(line.encoder, line.folder): line for line in part.itertuples()}
+        rows = [
+            {
+                "encoder": name,
+                "cells": [_cell(cells.get((name, folder)), measure) for folder in folders],
+            }
+            for name in dict.fromkeys(part["encoder"])
+        ]
+        shown.append({"measure": measure, "title": title, "folders": folders, "rows": rows})
+    return shown
+
+
+def _cell(line: Any, measure: str) -> dict[str, Any]:
+    """What a cell shows: its value, interval, deviation, and what was chosen."""
+    if line is None:
+        return {"value": "", "more": "", "best": False}
+    if measure in WITHOUT_LABELS:
+        digits = 1 if measure == WITHOUT_LABELS[0] else 3
+        return {"value": f"{line.value:.{digits}f}", "more": "", "best": False}
+    more = [f"{line.low:.1f} to {line.high:.1f}"]
+    if pd.notna(line.deviation):
+        more.append(f"± {line.deviation:.1f} over label sets")
+    if line.chosen:
+        more.append(line.chosen)
+    return {"value": f"{line.value:.1f}", "more": "; ".join(more), "best": bool(line.best)}
+
+
+def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
+    """Write `compare.csv`, `compare.md` and `index.html`, and return the numbers.
+
+    Args:
+        matrix: of `maect.tools.compare`.
+        out: the folder.
+    """
+    frame = frame_of(matrix)
+    write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
+    shown = tables(frame)
+    write_text(out / "compare.md", markdown(shown))
+    folders = [
+        {
+            "name": folder.name,
+            "train": f"{matrix.readable[folder.name][0]:,}",
+            "test": f"{matrix.readable[folder.name][1]:,}",
+            "classes": folder.classes or "",
+            "left_out": len(folder.contents) - sum(matrix.readable[folder.name]),
+            "remarks": ". ".join(folder.remarks),
+        }
+        for folder in matrix.folders
+    ]
+    encoders = [
+        {"name": name, **encoder.about, "width": encoder.width}
+        for name, encoder in matrix.encoders.items()
+    ]
+    page = render_page(
+        "compare.html", tables=shown, folders=folders, encoders=encoders, notes=notes()
+    )
+    write_text(out / "index.html", page)
+    return frame
+
+
+def notes() -> list[str]:
+    """Return what a reader must know of the numbers, a sentence each."""
+    return [
+        f"Accuracies in percent. Intervals are {LEVEL:g} % by the bootstrap over test images "
+        f"({RESAMPLES:,} resamples); they say nothing of other training images.",
+        "Bold: the best encoder of a column, and those whose paired difference to it may be 0.",
+        f"Few labels: mean of {LABEL_SETS} drawn label sets, ± their standard deviation.",
+        "A number chosen on the test images is too high; the one chosen on held-out training "
+        "images stands beside it.",
+        "RankMe and uniformity are no accuracies, and compare encoders of one width only.",
+    ]
+
+
+def summary(frame: pd.DataFrame) -> str:
+    """Return k-NN and logistic regression as lines to print; of folders without labels RankMe."""
+    lines = []
+    for folder, part in frame.groupby("folder", sort=False):
+        own = part["measure"]
+        wanted = [KNN_HELD_OUT, LOGISTIC] if own.isin([LOGISTIC]).any() else [RANK_ME]
+        values = part.pivot(index="encoder", columns="measure", values="value")[wanted]
+        for encoder in dict.fromkeys(part["encoder"]):
+            numbers = "  ".join(f"{name} {values.loc[encoder, name]:5.1f}" for name in wanted)
+            lines.append(f"{folder}: {encoder}: {numbers}")
+    return "\n".join(lines)
+
+
+def markdown(shown: list[dict[str, Any]]) -> str:
+    """Return the tables as Markdown."""
+    lines = []
+    for table in shown:
+        lines += [f"## {table['title']}", "", f"| encoder | {' | '.join(table['folders'])} |"]
+        lines.append(f"| --- |{' ---: |' * len(table['folders'])}")
+        for row in table["rows"]:
+            cells = []
+            for cell in row["cells"]:
+                value = f"**{cell['value']}**" if cell["best"] else cell["value"]
+                cells.append(f"{value} ({cell['more']})" if cell["more"] else value)
+            lines.append(f"| {row['encoder']} | {' | '.join(cells)} |")
+        lines.append("")
+    return "\n".join([*lines, *(f"- {note}" for note in notes()), ""])

@@ -1,0 +1,145 @@
+"""Rows and logs for the leaderboard of frozen encoders, billpsomas/efficient-probing.
+
+Its `results.csv` has a line for each encoder, and a log for each number. What no evaluation says
+(family, data of the pre-training, losses, top 5) stays empty.
+"""
+
+import csv
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from maect.core.errors import UserError
+from maect.core.files import read_mapping, write_text
+from maect.evaluate import load_evaluation
+from maect.evaluate.base import encoder_settings
+from maect.recipes import Encoder
+
+COLUMNS = (
+    "family", "method", "arch", "pretrain", "eval", "image_size", "lp", "lp_gap", "ep",
+    "ep_queries", "ep_variant", "model", "loader", "pretrain_tag", "finetune", "lp_variant",
+    "lp_log", "ep_log", "notes", "verified", "amp", "waiting", "gap_reason", "knn", "knn_k",
+    "knn_T", "knn_log", "extra_flags",
+)  # fmt: skip
+LETTERS = {(384, 12): "S", (768, 12): "B", (1024, 24): "L", (1280, 32): "H"}
+PROBES = {"lp": "lars_linear_probe", "ep": "efficient_probe"}
+KNN = {"raw": "knn_leaderboard", "final_norm": "knn_leaderboard_final_norm"}
+FIXED = ("epochs", "batch_size", "base_lr", "warmup_epochs", "weight_decay", "crop_scale", "flip")
+
+
+def leaderboard(runs: list[Path], out: Path) -> str:
+    """Write `results.csv` and `logs/RUN/{knn,lp,ep}.txt`, and return the rows.
+
+    Args:
+        runs: folders `results/EXPERIMENT/runs/RUN`, evaluated by `lars_linear_probe`,
+            `efficient_probe` and `knn_leaderboard`.
+        out: folder to write to.
+
+    Raises:
+        UserError: an evaluation is missing, or two runs have the same name.
+    """
+    names = [Path(os.path.abspath(run)).name for run in runs]
+    if len({*names}) < len(names):
+        raise UserError(f"{', '.join(names)}: two runs of one name; write them to two folders")
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+    writer.writeheader()
+    for name, run in zip(names, runs, strict=True):
+        row, logs = _row(name, Path(os.path.abspath(run)))
+        writer.writerow(row)
+        for log, lines in logs.items():
+            write_text(out / log, "\n".join(lines) + "\n")
+    write_text(out / "results.csv", text.getvalue())
+    return text.getvalue()
+
+
+def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The line of one run, and its logs by path."""
+    encoder, folder = encoder_settings(run), run.parents[1] / "evaluations" / name
+    read = "cls" if encoder.class_token else "mean"
+    row: dict[str, Any] = {
+        "method": name,
+        "arch": _architecture(encoder),
+        "image_size": encoder.image_size,
+        "lp_gap": "no" if encoder.class_token else "yes",
+        "gap_reason": "" if encoder.class_token else "no_cls",
+        "ep_variant": "ep",
+        "lp_variant": "cls" if encoder.class_token else "pos",
+        "model": name,
+        "loader": "unsupported:maect",
+    }
+    logs: dict[str, list[str]] = {}
+    notes = []
+    for column, evaluation in PROBES.items():
+        result = _result(folder, evaluation)
+        settings, values = result["settings"], result["metrics"]["by_epoch"]
+        row |= {column: f"{max(values):.2f}", f"{column}_log": f"logs/{name}/{column}.txt"}
+        usual = load_evaluation(evaluation, "large")[1].model_dump(mode="json")
+        other = [f"{key} {settings[key]}" for key in FIXED if settings[key] != usual[key]]
+        notes += [f"{column.upper()}: {', '.join(other)}"] if other else []
+        variant = {"lp": row["lp_variant"], "ep": "ep"}[column]
+        logs[f"logs/{name}/{column}.txt"] = _probe_log(name, variant, settings, values)
+    row["ep_queries"] = settings["queries"]
+    grid = []
+    for features, evaluation in KNN.items():
+        # Of a mean of patches the leaderboard norms the mean, as no evaluation here does.
+        there = (folder / f"{evaluation}.json").exists() and encoder.class_token
+        if features == "final_norm" and not there:
+            continue
+        result = _result(folder, evaluation)
+        pooled = result["provenance"]["splits"]["train"]["pooling"].replace("fc_norm", "mean")
+        if pooled != read:
+            notes.append(f"no k-NN: features pooled by {pooled}, the linear probe reads {read}")
+            break
+        plain = [entry for entry in result["metrics"]["sweep"] if not entry["standardized"]]
+        grid += [(features, e["temperature"], e["k"], e["accuracy"]) for e in plain]
+    if grid:
+        features, temperature, k, best = max(grid, key=lambda entry: entry[3])
+        path = f"logs/{name}/knn.txt"
+        row |= {"knn": f"{best:.2f}", "knn_k": k, "knn_T": temperature, "knn_log": path}
+        logs[path] = [
+            "k-NN Evaluation",
+            f"Model: {name}",
+            f"Representation: {row['lp_variant']}",
+            "features, T, k, Top1, Top5",
+            *(f"{f}, {t}, {k_}, {top:.2f}, " for f, t, k_, top in grid),
+            "",
+            f"Best: Top1 {best:.2f}% with {features} features at k={k}, T={temperature}",
+        ]
+    return row | {"notes": "; ".join(notes)}, logs
+
+
+def _result(folder: Path, evaluation: str) -> dict[str, Any]:
+    """The JSON of an evaluation.
+
+    Raises:
+        UserError: it is not there.
+    """
+    path = folder / f"{evaluation}.json"
+    if not path.exists():
+        raise UserError(f"{path}: no such result; add {evaluation} to the experiment's `evaluate`")
+    return read_mapping(path)
+
+
+def _architecture(encoder: Encoder) -> str:
+    """As the leaderboard writes it, `ViT-L/16`, or with width and depth of other sizes."""
+    other = f"{encoder.width}x{encoder.depth}"
+    return f"ViT-{LETTERS.get((encoder.width, encoder.depth), other)}/{encoder.patch_size}"
+
+
+def _probe_log(name: str, variant: str, settings: dict[str, Any], values: list[float]) -> list[str]:
+    """The lines of a training log; of an epoch its accuracy on the test split alone is known."""
+    return [
+        "Training Log",
+        f"Model: {name}",
+        f"Representation: {variant}",
+        f"Base learning rate: {settings['base_lr']}",
+        f"Effective batch size: {settings['batch_size']}",
+        "Epoch, Train Loss, Train Acc1, Val Loss, Val Acc1, Val Acc5",
+        *(f"{epoch}, , , , {value:.2f}, " for epoch, value in enumerate(values)),
+        "",
+        "Final Results:",
+        f"Max Accuracy: {max(values):.2f}%",
+        f"Final Val Acc1: {values[-1]:.2f}%",
+    ]

@@ -1,0 +1,106 @@
+"""Whether neighbours are good enough for tuning without changed colours, as far as is measured.
+
+A tuned encoder gets its positives from a look-up, which is as good as the features that look. Where
+most look-ups are of another class, crops and flips alone gain little
+(`docs/results/digits_law`, `docs/results/cifar10`); labels are read for this number alone.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from maect.core.entries import entries
+from maect.core.files import read_mapping
+from maect.core.seeds import seedless
+from maect.evaluate.base import Features
+from maect.evaluate.store import moments, open_features, standardize
+from maect.experiment import Experiment
+from maect.experiment.expand import begins_with
+from maect.experiment.resolve import features_file
+from maect.stages.tune import Tune
+
+LEAST = 40.0
+"""Percent of right look-ups below which crops and flips are not worth their cost."""
+TAIL = 1 << 20  # bytes at the end of a log
+LAST = 10  # entries of a log that are averaged
+QUERIES, BANK = 1000, 50_000  # training images of a features file that are compared
+LARGEST = 1 << 30  # bytes of a features file that is read for this
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How often neighbours are of the right class.
+
+    Attributes:
+        percent: of look-ups, or of images and their nearest neighbour.
+        source: what says so, for people.
+    """
+
+    percent: float
+    source: str
+
+
+def warnings(experiment: Experiment) -> list[str]:
+    """A line for each tuning with crops and flips alone that is left and has bad neighbours."""
+    found = dict[str, Measured]()
+    for name, run in experiment.runs.items():
+        tuned = run.settings
+        if not isinstance(tuned, Tune) or tuned.augmentation != "min" or tuned.from_scratch:
+            continue
+        if tuned.head.lookup != "topk" or (experiment.folder(name) / "run.json").exists():
+            continue
+        if (one := measured(experiment, name)) is not None and one.percent < LEAST:
+            found.setdefault(seedless(name), one)
+    return [
+        f"{name}: {one.percent:.0f} % of its neighbours are of the right class ({one.source}): "
+        f"below {LEAST:.0f} % crops and flips alone gain little; take the recipe ct_aug, which "
+        "changes colours, or train the MAE longer"
+        for name, one in found.items()
+    ]
+
+
+def measured(experiment: Experiment, name: str) -> Measured | None:
+    """What is known of a tuned run's neighbours.
+
+    Its own look-ups and those of the head that it starts from come first, then features of its
+    MAE's or a public encoder's training images, then the last online evaluation of its MAE.
+    """
+    own = experiment.runs[name]
+    for run in filter(None, (name, own.source)):
+        if (percent := _logged(experiment.folder(run), "lookup_accuracy", LAST)) is not None:
+            return Measured(percent, f"look-ups of {run}")
+    first = begins_with(name, experiment.runs).name
+    features = features_file(experiment, first, own.dataset, Features(own.split))
+    if features.exists() and (percent := nearest(features)) is not None:
+        return Measured(percent, f"features of {first}")
+    if (percent := _logged(experiment.folder(first), "look_neighbors", 1)) is not None:
+        return Measured(percent, f"online evaluation of {first}")
+    return None
+
+
+def _logged(folder: Path, key: str, last: int) -> float | None:
+    """Mean of the last values of a run's log; None where there are none."""
+    record = read_mapping(folder / "run.json")
+    values = [e[key] for e in entries(folder / "metrics.jsonl", TAIL, record) if key in e]
+    return float(np.mean(values[-last:])) if values else None
+
+
+def nearest(path: Path) -> float | None:
+    """Percent of training images whose nearest other image is of their class, standardised.
+
+    None where labels are not known, or the file is too large for a quick answer.
+    """
+    if path.stat().st_size > LARGEST:
+        return None
+    file = open_features(path)
+    ids = np.unique(np.linspace(0, file.n - 1, min(file.n, BANK)).astype(np.int64))
+    labels = file.labels[ids]
+    if labels.min() < 0 or len(ids) < 2:
+        return None
+    rows = standardize(file.take(ids), moments(file.rows, file.n, file.width))
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
+    queries = np.unique(np.linspace(0, len(ids) - 1, min(len(ids), QUERIES)).astype(np.int64))
+    similarity = rows[queries] @ rows.T
+    similarity[np.arange(len(queries)), queries] = -2
+    return 100 * float((labels[similarity.argmax(axis=1)] == labels[queries]).mean())

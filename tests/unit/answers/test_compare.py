@@ -1,0 +1,173 @@
+"""`maect compare`: a table of encoders and folders, made from vectors that are kept."""
+
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from maect.answers.encoder import ImageEncoder
+from maect.cli import main
+from maect.core.files import sha256_file
+from maect.models.weights import load_encoder_weights, save_encoder
+from maect.tools.compare import named, open_folder
+
+from .conftest import photograph
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three kinds of photographs: with a split, without one, and without classes."""
+    root = tmp_path_factory.mktemp("folders")
+    for number in range(120):
+        split = "train" if number < 75 else "val"
+        kind = "abc"[number % 3]
+        for file in (
+            root / "split" / split / kind / f"{number}.png",
+            root / "whole" / kind / f"{number}.png",
+            root / "flat" / f"{number}.png",
+        ):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            photograph(number, 30, 24).save(file)
+    shutil.copy(root / "split/train/a/0.png", root / "split/val/a/again.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A second run, whose encoder has other weights."""
+    folder = tmp_path_factory.mktemp("others") / "runs/mae"
+    shutil.copytree(run, folder)
+    module, settings, pooling = load_encoder_weights(run / "encoder.safetensors")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+    save_encoder(folder / "encoder.safetensors", module.state_dict(), settings, pooling)
+    record = (folder / "run.json").read_text()
+    old, new = (sha256_file(path / "encoder.safetensors") for path in (run, folder))
+    (folder / "run.json").write_text(record.replace(old, new))
+    return folder
+
+
+def test_encoders_and_folders_make_a_table(
+    run: Path,
+    other: Path,
+    folders: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    words = ["compare", str(run), str(other), "--out", str(out), "--threads", "1", "--images"]
+    words += [str(folders / name) for name in ("split", "whole", "flat")]
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "split: ct: knn_held_out" in said and "flat: mae: rank_me" in said
+    frame = pd.read_csv(out / "compare.csv")
+    assert set(frame["encoder"]) == {"ct", "mae"}
+    assert set(frame[frame["folder"] == "flat"]["measure"]) == {"rank_me", "uniformity"}
+    split = frame[frame["folder"] == "split"]
+    assert set(split["train_images"]) == {75} and set(split["test_images"]) == {46}
+    assert {"knn", "shots_10", "logistic", "knn_best_on_test"} <= set(split["measure"])
+    accuracies = split[~split["measure"].isin(["rank_me", "uniformity"])]
+    assert (accuracies["low"] <= accuracies["value"]).all()
+    assert (accuracies["value"] <= accuracies["high"]).all()
+    assert accuracies.groupby("measure")["best"].any().all()
+    second = accuracies[accuracies["encoder"] == "mae"].set_index("measure")
+    first = accuracies[accuracies["encoder"] == "ct"].set_index("measure")
+    np.testing.assert_allclose(second["difference"], second["value"] - first["value"], atol=1e-9)
+    assert set(frame[frame["folder"] == "whole"]["test_images"]) == {24}
+
+    page = (out / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r'(src|href)="', page)
+    assert "1 test image is also among the training images" in page
+    shown = {f"{value:.1f}" for value in accuracies["value"]}
+    assert shown <= set(re.findall(r"\d+\.\d", page))
+    assert shown <= set(re.findall(r"\d+\.\d", (out / "compare.md").read_text()))
+
+    # Nothing is encoded again, also if a folder is called otherwise now.
+    before = (out / "compare.csv").read_bytes()
+    monkeypatch.setattr(ImageEncoder, "readable", None)
+    assert main(words) == 0
+    assert (out / "compare.csv").read_bytes() == before
+    moved = tmp_path / "moved"
+    shutil.copytree(folders / "split", moved)
+    assert main([*words[: words.index("--images") + 1], f"split={moved}"]) == 0
+    again = pd.read_csv(out / "compare.csv")
+    pd.testing.assert_frame_equal(again, split.reset_index(drop=True), check_dtype=False)
+
+
+def test_an_interrupted_comparison_resumes_and_a_damaged_file_is_made_again(
+    run: Path, other: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["compare", str(run), str(other), "--images", str(folders / "split"), "--threads", "1"]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == 0
+    encode, calls = ImageEncoder.readable, []
+
+    def interrupted(self: ImageEncoder, *given, **more):  # type: ignore[no-untyped-def]
+        calls.append(self.path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return encode(self, *given, **more)
+
+    monkeypatch.setattr(ImageEncoder, "readable", interrupted)
+    out = tmp_path / "out"
+    assert main([*words, "--out", str(out)]) == 130
+    (kept,) = (out / "vectors").iterdir()
+    assert main([*words, "--out", str(out)]) == 0
+    assert len(calls) == 2 + 3  # four parts in all, one of them kept
+    whole = (tmp_path / "whole/compare.csv").read_bytes()
+    assert (out / "compare.csv").read_bytes() == whole
+    data = bytearray(kept.read_bytes())
+    data[-1] ^= 1
+    kept.write_bytes(data)
+    assert main([*words, "--out", str(out)]) == 0
+    assert len(calls) == 6 and (out / "compare.csv").read_bytes() == whole
+
+
+def test_what_one_encoder_cannot_read_is_left_out_for_all(
+    run: Path, other: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = tmp_path / "images"
+    shutil.copytree(folders / "split", images)
+    (images / "train/a/broken.png").write_bytes((images / "train/a/0.png").read_bytes()[:300])
+    words = ["compare", str(run), str(other), "--images", str(images), "--threads", "1"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert "broken.png: left out" in capsys.readouterr().err
+    frame = pd.read_csv(tmp_path / "out/compare.csv")
+    assert set(frame["train_images"]) == {75}
+
+
+def test_names_and_faults_are_said_in_a_line(
+    run: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert named(["a/b", "x=c/b"], "encoders") == {"b": Path("a/b"), "x": Path("c/b")}
+    whole = str(folders / "whole")
+
+    def fault(*words: str) -> str:
+        assert main(["compare", *words, "--out", str(tmp_path / "out")]) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    assert "two encoders are called ct; write NAME=" in fault(str(run), str(run), "--images", whole)
+    assert "no such encoder" in fault(str(tmp_path), "--images", whole)
+    assert "no such folder" in fault(str(run), "--images", str(tmp_path / "none"))
+    few = tmp_path / "few"
+    shutil.copytree(folders / "split/train/a", few)
+    assert "25 images; at least 40" in fault(str(run), "--images", str(few))
+    odd = tmp_path / "odd"
+    shutil.copytree(folders / "split", odd)
+    shutil.move(odd / "val/c", odd / "val/d")
+    assert "other classes" in fault(str(run), "--images", str(odd))
+    assert not (tmp_path / "out").exists()
+
+
+def test_classes_beside_loose_images_are_no_labels(folders: Path, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    shutil.copytree(folders / "whole", images)
+    shutil.copy(images / "a/0.png", images / "loose.png")
+    folder = open_folder("images", images)
+    assert folder.labels is None and "1 image lies beside class folders" in folder.remarks[0]

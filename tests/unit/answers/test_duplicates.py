@@ -1,0 +1,120 @@
+"""Copies of photographs, equal and changed, among others; and images sorted into folders."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance, ImageOps
+
+from maect.answers.duplicates import NEAR, most_alike, perceptual_hash
+from maect.cli import main
+
+from .conftest import photograph
+
+CHANGED = {
+    "half": lambda image: image.resize((image.width // 2, image.height // 2)),
+    "bright": lambda image: ImageEnhance.Brightness(image).enhance(1.25),
+    "mirrored": ImageOps.mirror,
+}
+
+
+def scene(number: int) -> Image.Image:
+    """Smooth random colours: no two are alike."""
+    small = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((96, 80), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("twice")
+    for number in range(30):
+        scene(number).save(root / f"{number:02d}.png")
+    for number, (name, change) in enumerate(CHANGED.items()):
+        change(scene(number)).save(root / f"{name}.jpg", quality=80)
+    shutil.copy(root / "07.png", root / "copy.png")
+    (root / "broken.png").write_bytes(b"\x89PNG")
+    return root
+
+
+def test_copies_come_first(folder: Path, tmp_path: Path) -> None:
+    assert main(["duplicates", str(folder), "--out", str(tmp_path), "--count", "10"]) == 0
+    pairs = json.loads((tmp_path / "pairs.json").read_text())
+    assert len(pairs) == 11
+    assert pairs[0] == {"a": "07.png", "b": "copy.png", "exact": True, "bits": 0}
+    near = {(p["a"], p["b"]) for p in pairs[1:] if p["bits"] <= NEAR}
+    assert near == {("00.png", "half.jpg"), ("01.png", "bright.jpg"), ("02.png", "mirrored.jpg")}
+    with open(tmp_path / "pairs.csv", newline="") as file:
+        assert [row["b"] for row in csv.DictReader(file)] == [pair["b"] for pair in pairs]
+    assert (tmp_path / "index.html").read_text().count("data:image/jpeg;base64,/9j/") == 22
+
+
+def test_vectors_stand_beside_hashes(run: Path, folder: Path, tmp_path: Path) -> None:
+    index, out = tmp_path / "all.parquet", tmp_path / "pairs"
+    assert main(["embed", str(run), str(folder), "--out", str(index)]) == 0
+    assert main(["duplicates", str(index), "--out", str(out), "--count", "8"]) == 0
+    pairs = json.loads((out / "pairs.json").read_text())
+    assert pairs[0]["exact"] and pairs[0]["similarity"] == pytest.approx(1, abs=1e-5)
+    assert {"half.jpg", "bright.jpg", "mirrored.jpg"} < {pair["b"] for pair in pairs}
+    rest = [pair["similarity"] for pair in pairs if pair["bits"] > NEAR]
+    assert rest == sorted(rest, reverse=True)
+
+
+def test_the_most_alike_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("maect.answers.duplicates._ROWS", 7)
+    rows = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
+    products = rows @ rows.T
+    every = sorted(((i, j) for j in range(40) for i in range(j)), key=lambda p: -products[p])
+    assert most_alike(rows, rows, 12) == every[:12]
+
+
+def test_a_hash_is_of_what_is_seen() -> None:
+    one, other = perceptual_hash(scene(3)), perceptual_hash(scene(4))
+    assert set(one.tolist()) == {-1.0, 1.0}
+    assert one @ perceptual_hash(scene(3).resize((200, 160))) > 56 > one @ other + 20
+
+
+def test_images_are_sorted_into_folders_and_stay(
+    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = sorted(str(p.relative_to(photographs)) for p in photographs.rglob("No*"))
+    table = tmp_path / "clusters.csv"
+    groups = [str(i % 11) if i else "" for i in range(len(names))]
+    lines = [f"{name},{group},0.5" for name, group in zip(names, groups, strict=True)]
+    table.write_text("\n".join(["file,cluster,distance", *lines]))
+    for link in (False, True):
+        out = tmp_path / f"sorted{link}"
+        assert main(["sort", str(table), str(photographs), str(out), *["--link"] * link]) == 0
+        for name, group in zip(names, groups, strict=True):
+            file = out / (group.zfill(2) if group else "none") / name
+            assert (
+                file.is_symlink() == link and file.read_bytes() == (photographs / name).read_bytes()
+            )
+    assert "sortedTrue/none" in capsys.readouterr().out
+    assert main(["sort", str(table), str(photographs), str(out)]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("file,distance\na.png,1", "a column cluster or class"),
+        ("file,class\n../a.png,x", "is not the name of a file below"),
+        ("file,class\na.png,x/../../y", "cannot be the name of a folder"),
+        ("file,class\ngone.png,x", "no such file"),
+    ],
+)
+def test_tables_that_cannot_be_sorted_by(
+    text: str, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images, table, out = tmp_path / "images", tmp_path / "t.csv", tmp_path / "out"
+    images.mkdir()
+    photograph(0, 20, 20).save(images / "a.png")
+    table.write_text(text)
+    assert main(["sort", str(table), str(images), str(out)]) == 2
+    error = capsys.readouterr().err
+    assert fault in error and error.count("\n") == 1
+    assert not out.exists() or not os.listdir(out)

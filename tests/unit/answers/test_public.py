@@ -1,0 +1,158 @@
+"""Public encoders by a short name, and an `embed` that goes on after a break."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from maect import load
+from maect.answers import public, vectors
+from maect.answers.public import PUBLIC, Public
+from maect.answers.vectors import Vectors, embed, embed_into
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.core.files import read_json, sha256_file
+from maect.data.retrieve import CATALOGUE, Remote
+from maect.models.timm_encoder import create
+from maect.recipes.timm_encoders import find_timm
+
+TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A public encoder of few parameters, whose file lies where `maect retrieve` puts it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(CATALOGUE, "tiny", (Remote("https://example.org/x", "tiny.safetensors"),))
+    monkeypatch.setitem(PUBLIC, "tiny", Public(TINY, 64))
+    (tmp_path / "weights").mkdir()
+    save_file(create(TINY, 64).state_dict(), tmp_path / "weights/tiny.safetensors")
+    return "tiny"
+
+
+def test_every_name_can_be_retrieved_and_is_known_to_timm() -> None:
+    assert {"dinov2_small", "dinov3_base", "siglip2_base", "mae_base", "ibot_large"} <= {*PUBLIC}
+    for name, one in PUBLIC.items():
+        (remote,) = CATALOGUE[name]
+        assert remote.url.startswith("https://")
+        if one.timm is not None:
+            find_timm(one.timm).encoder(one.image_size)
+
+
+def test_a_name_is_imported_once_and_used_everywhere(
+    tiny: str, photographs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = Path(shutil.copytree(photographs, "birds"))
+    assert main(["embed", tiny, str(images), "--kind", "folder"]) == 0
+    assert "birds.parquet: 30 images, 0 left out; 192 numbers each" in capsys.readouterr().out
+    record = read_json(Path("weights/tiny/run.json"))
+    assert record["weights"]["sha256"] == sha256_file(Path("weights/tiny.safetensors"))
+    Path("weights/tiny.safetensors").unlink()  # no longer needed
+    found = Vectors.read(Path("birds.parquet"))
+    assert found.about["run"] == tiny and found.about["image_size"] == 64
+    direct = load(tiny).encode([images / name for name in found.files])
+    assert np.array_equal(direct, found.values)
+
+    first = str(images / found.files[0])
+    assert main(["search", tiny, "birds.parquet", first, "--count", "1"]) == 0
+    similarity, _, name = capsys.readouterr().out.strip().partition("  ")
+    # Random weights tell hardly anything apart.
+    assert float(similarity) > 0.9999 and name in found.files
+    labelled = ["--labelled", "birds.parquet", "--classifier", "c.safetensors"]
+    assert main(["predict", tiny, str(images), "--out", "c.csv", *labelled]) == 0
+    assert main(["cluster", "birds.parquet", "--out", "groups", "--groups", "3"]) == 0
+
+
+def test_what_to_download_is_said_in_one_line(
+    tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(public.VARIABLE, str(tmp_path / "elsewhere"))
+    with pytest.raises(UserError) as told:
+        load(tiny)
+    assert "run `maect retrieve tiny " in str(told.value) and "\n" not in str(told.value)
+    assert "https://example.org/x" in str(told.value)
+    with pytest.raises(UserError, match=r"no public encoder; did you mean 'dinov2_small'\?"):
+        load("dinov2_smal")
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of eight images."""
+    monkeypatch.setattr(vectors, "PART", 8)
+
+
+class Counting:
+    """Counts the images that an encoder is given."""
+
+    def __init__(self, encoder: Any, most: int = 10**9) -> None:
+        self.images, inner = 0, encoder.readable
+
+        def readable(read: Any, n: int, *args: Any, **options: Any) -> Any:
+            self.images += n
+            if self.images > most:
+                raise KeyboardInterrupt
+            return inner(read, n, *args, **options)
+
+        encoder.readable = readable
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "npy"])
+def test_an_interrupted_embed_goes_on(
+    suffix: str, run: Path, photographs: Path, tmp_path: Path
+) -> None:
+    whole, out = tmp_path / f"whole.{suffix}", tmp_path / f"x.{suffix}"
+    embed_into(whole, load(run), photographs)
+    encoder = load(run)
+    Counting(encoder, most=20)
+    with pytest.raises(KeyboardInterrupt):
+        embed_into(out, encoder, photographs)
+    assert not out.exists()
+    encoder = load(run)
+    counted = Counting(encoder)
+    made = embed_into(out, encoder, photographs)
+    assert (counted.images, made.images, made.kept) == (30 - 16, 30, 0)
+    assert out.read_bytes() == whole.read_bytes()
+    assert not out.with_name(f".{out.name}.parts").exists()
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_only_new_and_changed_images_are_computed(
+    run: Path, photographs: Path, tmp_path: Path
+) -> None:
+    images, out = tmp_path / "images", tmp_path / "x.parquet"
+    shutil.copytree(photographs, images)
+    files = sorted(images.rglob("No*"))
+    (tmp_path / "later").mkdir()
+    for file in files[:5]:
+        shutil.move(file, tmp_path / "later")
+    embed_into(out, load(run), images)
+
+    for file in files[:5]:
+        shutil.move(tmp_path / "later" / file.name, file)
+    shutil.copy(files[5], files[6])  # changed
+    written = out.stat().st_mtime_ns
+    os.utime(files[6], ns=(written + 10, written + 10))
+    files[7].unlink()
+    files[8].write_text("broken")
+    os.utime(files[8], ns=(written + 10, written + 10))
+    encoder = load(run)
+    counted = Counting(encoder)
+    made = embed_into(out, encoder, images)
+    assert (counted.images, made.images, made.kept, len(made.left_out)) == (5 + 2, 28, 22, 1)
+    expected, left_out = embed(load(run), images)
+    found = Vectors.read(out)
+    assert found.files == expected.files and np.array_equal(found.values, expected.values)
+    assert made.left_out == left_out and found.about == expected.about
+
+    encoder = load(run, resize=24)
+    counted = Counting(encoder)
+    embed_into(out, encoder, images)
+    assert counted.images == 29  # otherwise resized: all of them
+    counted.images = 0
+    embed_into(out, encoder, images, afresh=True)
+    assert counted.images == 29

@@ -1,0 +1,149 @@
+"""k-NN per block beside a second writing, on what hooks catch behind each of the blocks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from sklearn.preprocessing import StandardScaler
+
+from maect.core.errors import UserError
+from maect.data.index import Index, open_index
+from maect.data.loader import evaluation_batches
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.knn_per_block import KnnPerBlock, evenly
+from maect.models.vit import Uninitialized
+from maect.models.weights import load_encoder_weights, save_encoder
+from maect.recipes import load_encoder
+from maect.recipes.cost import encode_flops
+from maect.stages.imported import import_weights
+
+from .conftest import Rank
+from .test_linear_probe import job_of
+
+TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
+SETTINGS = KnnPerBlock(precision="fp32", k=5, temperature=0.01, train_images=80)
+
+
+def caught(job: EvaluationJob, index: Index, rows: range, pooling: str) -> list[np.ndarray]:
+    """What leaves each block, pooled, image by image: float64 [n, width] a block."""
+    encoder, settings, _ = load_encoder_weights(job.run / "encoder.safetensors")
+    encoder.double().eval()
+    tokens: list[torch.Tensor] = []
+    for block in encoder.blocks:
+        block.register_forward_hook(lambda _m, _i, output: tokens.append(output[0]))
+    out: list[list[torch.Tensor]] = [[] for _ in encoder.blocks]
+    for images, _, _ in evaluation_batches(
+        index, image_size=16, resize=16, rows=rows, batch_size=1, threads=1
+    ):
+        mean, std = (
+            torch.tensor(v, dtype=torch.float64).view(3, 1, 1)
+            for v in (settings.pixels.mean, settings.pixels.std)
+        )
+        with torch.no_grad():
+            encoder((images.double() / 255 - mean) / std)
+        for number, output in enumerate(tokens):
+            pooled = output[0] if pooling == "cls" else output[1:].mean(0)
+            out[number].append(pooled)
+        tokens.clear()
+    return [torch.stack(block).numpy() for block in out]
+
+
+def classified(x, labels, y, truth) -> tuple[int, int]:
+    """How many of y are classified rightly beyond doubt, and how many hang on rounding."""
+    unit = [rows / np.linalg.norm(rows, axis=1, keepdims=True) for rows in (x, y)]
+    cosines = unit[1] @ unit[0].T
+    ranks = np.argsort(-cosines, axis=1)
+    sorted_cosines = np.take_along_axis(cosines, ranks, 1)
+    votes = np.zeros((len(y), 10))
+    for row, (near, similar) in enumerate(zip(ranks[:, :5], sorted_cosines, strict=True)):
+        np.add.at(votes[row], labels[near], np.exp((similar[:5] - similar[0]) / 0.01))
+    first, second = -np.sort(-votes, axis=1)[:, :2].T
+    sure = (first - second > 1e-3) & (sorted_cosines[:, 4] - sorted_cosines[:, 5] > 1e-6)
+    return int((sure & (votes.argmax(1) == truth)).sum()), int((~sure).sum())
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_agrees_with_a_second_writing(
+    images: Path, tmp_path: Path, rank: Rank, pooling: str
+) -> None:
+    job = job_of(images, tmp_path / "knn_per_block.json")
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
+    chosen = range(0, 150, 2)
+    # The file of this encoder says mean.
+    told = {} if pooling == "mean" else {"pooling": pooling}
+    metrics = SETTINGS.model_copy(update=told).evaluate(rank, job)
+    known, asked = (
+        caught(job, index, rows, pooling) for index, rows in ((train, chosen), (test, range(70)))
+    )
+    labels = np.array([train.labels[row] for row in chosen])
+    for name in ("knn", "knn_standardized"):
+        assert len(metrics[name]) == 3
+        for x, y, accuracy in zip(known, asked, metrics[name], strict=True):
+            if name == "knn_standardized":
+                scaler = StandardScaler().fit(x)
+                x, y = scaler.transform(x), scaler.transform(y)
+            right, unsure = classified(x, labels, y, test.labels)
+            assert unsure <= 4 and right <= accuracy * 0.7 + 1e-9 <= right + unsure + 2e-9
+        assert metrics[f"{name}_last"] == metrics[name][-1]
+    # One block for another would be seen.
+    assert len({*zip(metrics["knn"], metrics["knn_standardized"], strict=True)}) == 3
+    assert metrics["best_block"] == 1 + int(np.argmax(metrics["knn_standardized"]))
+    other = {"cls": "mean", "mean": "cls"}[pooling]
+    assert metrics != SETTINGS.model_copy(update={"pooling": other}).evaluate(rank, job)
+
+
+@pytest.mark.parametrize(("name", "blocks"), [(TINY, 12), ("convnextv2_atto.fcmae", 1)])
+def test_any_encoder_of_timm(
+    name: str, blocks: int, images: Path, tmp_path: Path, rank: Rank
+) -> None:
+    """A value a block; of convolutions, whose stages differ in width, of the last one."""
+    with Uninitialized():
+        sized = {} if blocks == 1 else {"img_size": 32}
+        module = timm.create_model(name, pretrained=False, num_classes=0, **sized)
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        key: 0.1 * torch.randn(value.shape, generator=generator) + (value.ndim < 2)
+        for key, value in module.state_dict().items()
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    import_weights(tmp_path / "model.safetensors", tmp_path / "run", image_size=32, timm=name)
+    job = replace(job_of(images, tmp_path / "out.json"), run=tmp_path / "run", resize=32)
+    few = SETTINGS.model_copy(update={"train_images": 20})
+    metrics = few.evaluate(rank, job)
+    assert len(metrics["knn"]) == len(metrics["knn_standardized"]) == blocks
+    assert all(0 <= value <= 100 for value in metrics["knn"])
+
+
+def test_training_images_are_evenly_spaced() -> None:
+    assert evenly(150, 80) == range(0, 150, 2)
+    assert evenly(80, 80) == range(80)
+    assert len(evenly(1281167, 131072)) == 128117
+
+
+def test_each_image_is_encoded_once() -> None:
+    encoder = load_encoder("tiny")
+    counts = {"train": 1000, "val": 300}
+    assert KnnPerBlock(train_images=400).flops(encoder, counts.__getitem__) == pytest.approx(
+        encode_flops(encoder) * (334 + 300)
+    )
+
+
+def test_too_few_images_are_an_error(images: Path, tmp_path: Path, rank: Rank) -> None:
+    job = job_of(images, tmp_path / "knn_per_block.json")
+    with pytest.raises(UserError, match=r"train: 4 of its images .* k is 5; lower k or raise"):
+        SETTINGS.model_copy(update={"train_images": 4}).evaluate(rank, job)
+
+
+def test_a_broken_encoder_is_one_line(images: Path, tmp_path: Path, rank: Rank) -> None:
+    module, settings, pooling = load_encoder_weights(images / "runs/mae/encoder.safetensors")
+    state = module.state_dict()
+    state["blocks.2.norm1.weight"].fill_(torch.nan)
+    (tmp_path / "run").mkdir()
+    save_encoder(tmp_path / "run" / "encoder.safetensors", state, settings, pooling)
+    job = replace(job_of(images, tmp_path / "out.json"), run=tmp_path / "run")
+    with pytest.raises(UserError, match=r"run: the features are not finite"):
+        SETTINGS.evaluate(rank, job)

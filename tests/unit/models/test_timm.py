@@ -1,0 +1,268 @@
+"""Encoders by timm's name: table, import, features beside a second writing of the forward pass."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from maect import load
+from maect.cli import main
+from maect.core.errors import UserError
+from maect.core.files import read_json
+from maect.evaluate.features import Encoding
+from maect.models import timm_table
+from maect.models.timm_encoder import create
+from maect.models.vit import Uninitialized
+from maect.recipes import load_encoder
+from maect.recipes.timm_encoders import find_timm, timm_encoders
+from maect.stages import load_import, load_recipe
+from maect.stages.imported import import_weights
+
+SMALL = {  # name, image size: one of each kind of model that is small enough
+    "vit_small_patch14_reg4_dinov2.lvd142m": 56,
+    "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m": 64,
+    "vit_pe_core_tiny_patch16_384.fb": 64,
+    "vit_pe_spatial_tiny_patch16_512.fb": 64,
+    "eva02_tiny_patch14_224.mim_in22k": 56,
+    "vit_xsmall_patch16_clip_224.tinyclip_yfcc15m": 64,
+    "convnextv2_atto.fcmae": 64,
+}
+TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
+
+
+def random_model(name: str, side: int) -> nn.Module:
+    """timm's model, every weight drawn anew: what is initialised to 0 or 1 would hide faults."""
+    sized = {} if name.startswith("convnext") else {"img_size": side}
+    with Uninitialized():
+        module = timm.create_model(name, pretrained=False, num_classes=0, **sized).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for value in module.parameters():
+            scale = 0.05 if value.ndim > 1 else 0.3
+            value.copy_(torch.randn(value.shape, generator=generator) * scale + (value.ndim < 2))
+    return module
+
+
+def imported(module: nn.Module, name: str, side: int, folder: Path, **more: Tensor) -> Path:
+    """A run that holds the module's weights."""
+    weights = folder / "weights.safetensors"
+    save_file({k: v.contiguous() for k, v in (module.state_dict() | more).items()}, weights)
+    run = folder / "runs" / "it"
+    import_weights(weights, run, image_size=side, timm=name)
+    return run
+
+
+def second_writing(module: Any, images: Tensor, pooling: str) -> Tensor:
+    """The feature vector by timm's own calls."""
+    x = module.forward_features(images)
+    if pooling == "head":
+        return module.forward_head(x, pre_logits=True)
+    if pooling == "cls":
+        return x[:, 0]
+    return x[:, module.num_prefix_tokens :].mean(1)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_features_are_those_of_timms_own_forward_pass(name: str, tmp_path: Path) -> None:
+    side, row = SMALL[name], find_timm(name)
+    module = random_model(name, side)
+    run = imported(module, name, side, tmp_path)
+    encoding = Encoding(run / "encoder.safetensors", torch.device("cpu"))
+    images = torch.randint(0, 256, (3, 3, side, side), dtype=torch.uint8)
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (row.mean, row.std))
+    with torch.no_grad():
+        expected = second_writing(module, (images / 255 - mean) / std, row.pooling)
+    found = encoding(images)
+    assert found.shape == (3, row.width) == (3, encoding.width)
+    assert expected.std() > 1e-3
+    assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+    record = read_json(run / "run.json")
+    weights = record["weights"]
+    assert weights["timm"] == name and weights["timm_version"] == timm.__version__
+    assert weights["transform"]["resize"] == load(run).resize == row.resize_for(side)
+    assert weights["transform"]["mean"] == list(row.mean)
+    assert weights["arguments"] == {"img_size": side, "num_classes": 0}
+
+
+@pytest.mark.parametrize("name", [TINY, "convnextv2_atto.fcmae"])
+def test_tokens_blocks_and_norm_are_those_asked_for(name: str, tmp_path: Path) -> None:
+    module: Any = random_model(name, 64)
+    run = imported(module, name, 64, tmp_path)
+    images = torch.randn(2, 3, 64, 64)
+    device, weights = torch.device("cpu"), run / "encoder.safetensors"
+    raw = Encoding(weights, device).tokens(images)
+    with torch.no_grad():
+        if name.startswith("convnext"):
+            expected = module.forward_features(images).flatten(2).transpose(1, 2)
+        else:
+            last = module.forward_intermediates(images, norm=False, intermediates_only=True)[-1]
+            expected = last.flatten(2).transpose(1, 2)
+    torch.testing.assert_close(raw, expected, rtol=1e-6, atol=1e-6)
+    several = Encoding(weights, device, blocks=3)
+    one = Encoding(weights, device)
+    found = several(images)
+    assert torch.equal(found[:, -one.width :], one(images))
+    if name.startswith("vit"):
+        with torch.no_grad():
+            earlier = module.forward_intermediates(
+                images, [9, 10], norm=False, return_prefix_tokens=True, intermediates_only=True
+            )
+        expected = torch.cat([prefix[:, 0] for _, prefix in earlier], dim=1)
+        torch.testing.assert_close(found[:, : 2 * one.width], expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert found.shape == one(images).shape
+
+
+def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -> None:
+    name = "vit_base_patch16_224.mae"
+    module = random_model(name, 224)
+    run = imported(module, name, 224, tmp_path, **{"head.weight": torch.ones(2, 768)})
+    assert read_json(run / "run.json")["weights"]["left_out"] == {"head.*": 1}
+    settings, encoder = load_import(None, "", None, None, name)
+    load_recipe("ct_min", "base").check_source(load_encoder("base"), settings, encoder)
+    encoding = Encoding(run / "encoder.safetensors", torch.device("cpu"))
+    assert encoding.settings == encoder and encoder.timm is None
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = second_writing(module, images, "cls")
+    assert (encoding(images) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_stages_refuse_what_is_no_plain_vit_in_one_line() -> None:
+    settings, encoder = load_import(None, "", None, None, "vit_base_patch14_dinov2")
+    for recipe in ("ct_min", "head_min"):
+        with pytest.raises(
+            ValueError, match=r"only plain ViTs are trained.*dinov2.*is none"
+        ) as told:
+            load_recipe(recipe, "base").check_source(load_encoder("base"), settings, encoder)
+        assert "\n" not in str(told.value)
+
+
+def test_files_in_published_names_are_converted_by_timm(tmp_path: Path) -> None:
+    name = "vit_small_patch14_reg4_dinov2.lvd142m"
+    module = random_model(name, 518)
+    ours = {"reg_token": "register_tokens"}
+    published = {ours.get(k, k): v.clone() for k, v in module.state_dict().items()}
+    # DINOv2 has a row of positions for [CLS], which timm adds to the token.
+    row = torch.full((1, 1, 384), 0.25)
+    published["pos_embed"] = torch.cat([row, published["pos_embed"]], 1)
+    published["cls_token"] = published["cls_token"] - row
+    published["mask_token"] = torch.zeros(1, 384)
+    torch.save(published, tmp_path / "dinov2_vits14_reg4_pretrain.pth")
+    run = tmp_path / "runs/it"
+    import_weights(tmp_path / "dinov2_vits14_reg4_pretrain.pth", run, image_size=56, timm=name)
+    found = load(run).encoding.encoder
+    small = timm.create_model(name, pretrained=False, num_classes=0, img_size=56)
+    from timm.models.vision_transformer import checkpoint_filter_fn
+
+    small.load_state_dict(checkpoint_filter_fn(dict(published), small))
+    for key, value in small.state_dict().items():
+        assert torch.equal(found.module.state_dict()[key], value), key
+    torch.testing.assert_close(small.cls_token, module.cls_token)
+
+
+def test_names_and_shapes_are_strict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = TINY
+    tensors = create(name, 64).state_dict()
+
+    def fault(changed: dict[str, Tensor]) -> str:
+        save_file(changed, tmp_path / "it.safetensors")
+        with pytest.raises(UserError) as told:
+            import_weights(tmp_path / "it.safetensors", tmp_path / "run", image_size=64, timm=name)
+        assert not (tmp_path / "run").exists() and "\n" not in str(told.value)
+        return str(told.value)
+
+    norm = "blocks.3.norm1.weight"
+    assert "blocks.3.norm1.weight is missing" in fault(
+        {k: tensors[k] for k in tensors if k != norm}
+    )
+    assert "unexpected another" in fault(tensors | {"another": torch.zeros(3)})
+    assert f"{norm} is [3] and should be [192]" in fault(tensors | {norm: torch.zeros(3)})
+    assert "not finite" in fault(tensors | {norm: torch.full((192,), torch.nan)})
+
+    weights = str(tmp_path / "it.safetensors")
+    assert (
+        main(["import", weights, str(tmp_path / "run"), "--timm", "vit_small_patch14_dinov"]) == 2
+    )
+    assert "did you mean 'vit_small_patch14_dinov2'?" in caplog.text
+    assert main(["import", weights, str(tmp_path / "run"), "--timm", name, "--size", "base"]) == 2
+    assert "leave out --layout and --size" in caplog.text
+
+
+def test_a_name_without_tag_is_the_first_of_that_name() -> None:
+    assert find_timm("vit_large_patch14_reg4_dinov2").name.endswith(".lvd142m")
+    with pytest.raises(UserError, match=r"other mean and std each: write .*lvd1689m or .*sat493m"):
+        find_timm("vit_large_patch16_dinov3")
+
+
+def written(names: list[str]) -> list[dict[str, str]]:
+    """These rows of the table as they are in the file."""
+    import csv
+
+    with timm_table.CSV.open(encoding="utf-8", newline="") as file:
+        return [row for row in csv.DictReader(file) if row["name"] in names]
+
+
+def as_text(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
+    return [{key: str(value) for key, value in row.items()} for row in rows]
+
+
+def test_rows_of_the_table_are_what_timm_builds() -> None:
+    names = [*SMALL, "vit_base_patch16_224.mae", "vit_base_patch16_siglip_gap_224.webli"]
+    found = as_text(timm_table.rows(names))
+    by_name = {row["name"]: row for row in written(names)}
+    assert found == [by_name[name] for name in names]
+    assert len(timm_encoders()) >= 150
+    assert set(timm_encoders()) == set(timm_table.wanted())
+    for row in timm_encoders().values():
+        row.encoder()
+
+
+@pytest.mark.slow
+def test_the_whole_table_and_its_page_are_what_timm_builds() -> None:
+    made = timm_table.rows()
+    assert as_text(made) == written([row["name"] for row in made])
+    assert timm_table.page(made) == timm_table.PAGE.read_text(encoding="utf-8")
+
+
+def test_an_experiment_names_an_encoder_of_timm(tmp_path: Path) -> None:
+    from maect import experiment
+    from maect.experiment.resolve import run_config
+
+    file = tmp_path / "it.yaml"
+    text = """
+storage: {root}
+datasets: {{digits: {{kind: digits, splits: {{train: {{}}, val: {{}}}}}}}}
+runs:
+  it: {{timm: vit_tiny_patch16_dinov3_qkvb, weights: {root}/w.safetensors, image_size: 64}}
+{more}
+evaluate: [{{runs: [it], protocols: [knn]}}]
+tables: [low_shot]
+"""
+    file.write_text(text.format(root=tmp_path, more=""))
+    chosen = experiment.load(str(file))
+    run = chosen.runs["it"]
+    assert run.architecture == "vit_tiny_patch16_dinov3_qkvb"
+    assert run.encoder.timm == TINY
+    save_file(create(run.encoder.timm, 64).state_dict(), tmp_path / "w.safetensors")
+    config = tmp_path / "runs/it/config.yaml"
+    run_config(chosen, "it").write(config)
+    assert main(["import", str(config)]) == 0
+    record = json.loads((tmp_path / "runs/it/run.json").read_text())
+    assert record["encoder"]["timm"] == run.encoder.timm
+    from maect.experiment.outdated import outdated
+
+    assert tmp_path / "runs/it/run.json" not in outdated(experiment.load(str(file)))
+
+    file.write_text(text.format(root=tmp_path, more="  ct: {recipe: ct_min, size: base, from: it}"))
+    with pytest.raises(UserError, match=r"ct: only plain ViTs are trained.*of it$"):
+        experiment.load(str(file))
+    file.write_text(text.format(root=tmp_path, more="").replace("timm:", "size: base, timm:"))
+    with pytest.raises(UserError, match="a run with it takes no `size`"):
+        experiment.load(str(file))

@@ -1,0 +1,110 @@
+"""Rows and logs of the leaderboard, from evaluations of a small encoder of digits."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from evaluate.conftest import Rank, images, resolved
+from evaluate.test_efficient_probe import SETTINGS as EFFICIENT
+from evaluate.test_lars_linear_probe import SETTINGS as LINEAR
+
+from maect import cli
+from maect.core.files import read_mapping
+from maect.evaluate import load_evaluation
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.features import extract
+from maect.evaluate.run import evaluate
+from maect.models.weights import load_encoder_weights, save_encoder
+
+__all__ = ["images"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def evaluated(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A results folder with the runs `cls` and `mean`, by what the file says of their pooling."""
+    root = tmp_path_factory.mktemp("results")
+    encoder, settings, _ = load_encoder_weights(images / "runs" / "mae" / "encoder.safetensors")
+    shards = {"train": images / "shards" / "train", "test": images / "shards" / "val"}
+    for pooling in ("cls", "mean"):
+        run = root / "runs" / pooling
+        run.mkdir(parents=True)
+        save_encoder(run / "encoder.safetensors", encoder.state_dict(), settings, pooling)
+        out = root / "evaluations" / pooling
+        out.mkdir(parents=True)
+        for probe in (LINEAR, EFFICIENT):
+            job = EvaluationJob(run, out / f"{probe.name}.json", shards, resize=16)
+            assert evaluate(Rank(), config=resolved(job, probe)) == "done"
+        for name in ("knn_leaderboard", "knn_leaderboard_final_norm"):
+            knn = load_evaluation(name, "tiny")[1]
+            features = {split: root / f"{pooling}-{name}-{split}.safetensors" for split in shards}
+            for split, path in features.items():
+                extract(
+                    Rank(),
+                    encoder=run / "encoder.safetensors",
+                    shards=shards[split],
+                    out=path,
+                    resize=16,
+                    norm=knn.model_dump().get("norm", True),
+                )
+            job = EvaluationJob(run, out / f"{name}.json", features)
+            assert evaluate(Rank(), config=resolved(job, knn)) == "done"
+    return root
+
+
+def test_rows_and_logs_are_in_the_leaderboards_form(
+    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(evaluated / "runs" / name) for name in ("cls", "mean")]
+    assert cli.main(["leaderboard", *runs, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == (tmp_path / "results.csv").read_text()
+    with (tmp_path / "results.csv").open() as file:
+        reader = csv.DictReader(file)
+        rows = {row["method"]: row for row in reader}
+    # As in the first line of their file, August 2026.
+    assert ",".join(reader.fieldnames or ()) == (
+        "family,method,arch,pretrain,eval,image_size,lp,lp_gap,ep,ep_queries,ep_variant,model,"
+        "loader,pretrain_tag,finetune,lp_variant,lp_log,ep_log,notes,verified,amp,waiting,"
+        "gap_reason,knn,knn_k,knn_T,knn_log,extra_flags"
+    )
+    row, folder = rows["cls"], evaluated / "evaluations" / "cls"
+    linear = read_mapping(folder / "lars_linear_probe.json")["metrics"]
+    efficient = read_mapping(folder / "efficient_probe.json")["metrics"]
+    assert row["lp"] == f"{max(linear['by_epoch']):.2f}" and row["lp_gap"] == "no"
+    assert row["ep"] == f"{max(efficient['by_epoch']):.2f}" and row["ep_queries"] == "4"
+    assert (row["arch"], row["image_size"], row["lp_variant"]) == ("ViT-16x3/4", "16", "cls")
+    assert row["family"] == row["pretrain"] == ""  # nobody can know
+    assert "LP: epochs 3, batch_size 32, base_lr 160.0" in row["notes"]
+    # The best of raw features and of those after the final norm, of every k and T.
+    grid = [
+        (entry["accuracy"], features, entry["k"], entry["temperature"])
+        for features in ("knn_leaderboard", "knn_leaderboard_final_norm")
+        for entry in read_mapping(folder / f"{features}.json")["metrics"]["sweep"]
+        if not entry["standardized"]
+    ]
+    assert row["knn"] == f"{max(grid)[0]:.2f}" and len(grid) == 2 * 6 * 3  # k 200 of 150 images
+    chosen = float(row["knn"]), int(row["knn_k"]), float(row["knn_T"])
+    assert chosen in [(float(f"{a:.2f}"), k, t) for a, _, k, t in grid]
+    logs = {name: (tmp_path / f"logs/cls/{name}.txt").read_text() for name in ("lp", "ep", "knn")}
+    assert f"\n2, , , , {linear['by_epoch'][2]:.2f}, \n" in logs["lp"]
+    assert f"Max Accuracy: {row['ep']}%\n" in logs["ep"]
+    assert logs["knn"].count("\nraw, ") == logs["knn"].count("\nfinal_norm, ") == 18
+    assert f"\nBest: Top1 {row['knn']}% with " in logs["knn"]
+    # Features of another kind than the linear probe reads are no k-NN of the leaderboard.
+    assert rows["mean"]["knn"] == "" and not (tmp_path / "logs/mean/knn.txt").exists()
+    assert "no k-NN: features pooled by mean, the linear probe reads cls" in rows["mean"]["notes"]
+    assert rows["mean"]["lp"] == row["lp"]
+
+
+def test_what_is_missing_is_one_line(
+    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "runs" / "cls"
+    run.mkdir(parents=True)
+    encoder = evaluated / "runs" / "cls" / "encoder.safetensors"
+    (run / "encoder.safetensors").write_bytes(encoder.read_bytes())
+    assert cli.main(["leaderboard", str(run), "--out", str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "lars_linear_probe.json: no such result; add lars_linear_probe to the" in message
+    both = [str(run), str(evaluated / "runs" / "cls")]
+    assert cli.main(["leaderboard", *both, "--out", str(tmp_path / "out")]) == 2
+    assert "two runs of one name" in capsys.readouterr().err

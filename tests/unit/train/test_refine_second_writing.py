@@ -1,0 +1,222 @@
+"""Whole trainings of MIM-Refiner on digits against a second writing of the authors' procedure.
+
+Both stages of 30 updates each, the second from the first, in float64. Shared are the first weights
+and what is drawn: views, and which of the nearest neighbours. Files of the authors that are named
+are those of ml-jku/MIM-Refiner.
+"""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from test_second_writing import block, layer_norm, seen
+from torch.nn import functional as F
+
+from maect.data.digits import write_digits
+from maect.data.index import open_index
+from maect.data.loader import train_batches
+from maect.data.shards import shard
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+
+BATCH, STEPS, WARMUP = 50, 30, 5
+PEAK, LOWEST, MOMENTUM, TEMPERATURE = 4e-3 * BATCH / 256, 1e-6, 0.99, 0.2
+SETTINGS = {
+    "batch_size": BATCH, "epochs": 3, "warmup_epochs": 0.5, "flip": 0.0, "precision": "fp32",
+    "head": {"head_lr": 4e-3, "queue_size": 250},
+}  # fmt: skip
+DEPTH, READ = 4, (2, 3)
+# Their gradients are zero: a BatchNorm behind does not see what all rows have in common.
+BLIND = ("encoder.norm.bias", "heads.projector.7.bias")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """Shards of the 500 digits of `val`."""
+    root = tmp_path_factory.mktemp("digits")
+    write_digits(root / "images")
+    shard(root / "images" / "val", root / "shards", "folder", 2)
+    return open_index(root / "shards")
+
+
+def pooled(images, w):
+    """The mean of the patch tokens that each head reads: of a raw block, and of the output."""
+    kernel = w["encoder.patch_embed.proj.weight"].flatten(1)
+    x = (
+        F.unfold(images, 4, stride=4).transpose(1, 2) @ kernel.T
+        + w["encoder.patch_embed.proj.bias"]
+    )
+    table, side = w["encoder.pos_embed"][:, 1:], images.shape[2] // 4
+    if side != 4:
+        grid = table.float().reshape(1, 4, 4, -1).permute(0, 3, 1, 2)
+        grid = F.interpolate(grid, size=(side, side), mode="bicubic", align_corners=False)
+        table = grid.flatten(2).transpose(1, 2).double()
+    x = torch.cat([w["encoder.cls_token"].expand(len(x), 1, -1), x + table], dim=1)
+    found = []
+    for number in range(DEPTH):
+        x = block(x, w, f"encoder.blocks.{number}")
+        if number in READ[:-1]:
+            found.append(x)
+    found.append(layer_norm(x, w, "encoder.norm"))
+    return [tokens[:, 1:].mean(1) for tokens in found]
+
+
+def batch_norm(x, w, name, head):
+    """Of one head's rows, all views together; channels of all heads lie side by side."""
+    x = (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
+    channels = slice(head * x.shape[1], (head + 1) * x.shape[1])
+    return x * w[f"{name}.weight"][channels] + w[f"{name}.bias"][channels]
+
+
+def layers(x, w, name, head, last):
+    """nnclr_head.py: Linear without bias, BatchNorm, and between two of them GELU."""
+    for number in range(0, last + 1, 3):
+        x = x @ w[f"{name}.{number}.weight"][head].T
+        x = batch_norm(x, w, f"{name}.{number + 1}", head)
+        x = x if number == last else x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    return x
+
+
+def one_head(features, head, w, queue, numbers, ids):
+    """nnclr_loss.py: of views [v][b, D], global ones first; returns what enters the queue, too."""
+    count, size = len(features), len(ids)
+    z = layers(torch.cat(features), w, "heads.projector", head, 6)
+    p = F.normalize(layers(z, w, "heads.predictor", head, 3), dim=1).split(size)
+    z = F.normalize(z.detach(), dim=1).split(size)
+    neighbours = []
+    for view in range(2):
+        similarity = z[view] @ queue["vectors"][head].T
+        similarity[ids[:, None] == queue["ids"]] = -1
+        order = similarity.argsort(dim=1, descending=True)
+        chosen = order[torch.arange(size), numbers[2 * head + view]]
+        neighbours.append(queue["vectors"][head][chosen].clone())
+    losses = []
+    # Global with global, then the loop over as many views as are local, from the first of all.
+    pairs = [(0, 1), (1, 0), *[(i, j) for i in range(2) for j in range(count - 2)]]
+    for i, j in pairs:
+        logits = z[i] @ p[j].T
+        own = (neighbours[i] * p[j]).sum(1)
+        diagonal = torch.eye(size, dtype=torch.bool)
+        logits = torch.where(diagonal, own[:, None], logits) / TEMPERATURE
+        losses.append((logits.logsumexp(1) - own / TEMPERATURE).mean())
+    return sum(losses) / len(pairs), z[0]
+
+
+def refiner(views, w, queue):
+    """The sum over heads; then global view 0 enters their queues."""
+    by_view = [pooled(images, w) for group in views.images for images in group]
+    loss, entering = 0, []
+    for head in range(len(READ)):
+        features = [view[head] for view in by_view]
+        if not w["encoder.norm.weight"].requires_grad:
+            features = [x.detach() for x in features]
+        value, vectors = one_head(features, head, w, queue, views.neighbors, views.ids)
+        loss = loss + value
+        entering.append(vectors)
+    at = (queue["at"] + torch.arange(len(views.ids))) % len(queue["ids"])
+    queue["vectors"][:, at] = torch.stack(entering)
+    queue["ids"][at] = views.ids
+    queue["at"] += len(views.ids)
+    return loss
+
+
+def adamw(w, moments, step):
+    """PyTorch's, written out; layer-wise rates, and an end rate that they multiply, too."""
+    if step < WARMUP:
+        rate = PEAK * (step + 1) / (WARMUP + 1)
+    else:
+        share = (step - WARMUP) / (STEPS - WARMUP)
+        rate = LOWEST + (PEAK - LOWEST) * (1 + math.cos(math.pi * share)) / 2
+    for name, value in w.items():
+        if value.grad is None:
+            continue
+        lr, decay = rate, 1e-5 if name.startswith("heads.") else 0.05
+        if name.startswith("encoder.blocks."):
+            lr = rate * 0.65 ** (DEPTH - int(name.split(".")[2]))
+        elif name.startswith("encoder.") and not name.startswith("encoder.norm."):
+            lr = rate * 0.65 ** (DEPTH + 1)
+        if value.ndim == 1 or name == "encoder.cls_token":
+            decay = 0.0
+        m, v = moments.setdefault(name, (torch.zeros_like(value), torch.zeros_like(value)))
+        m.mul_(0.9).add_(0.1 * value.grad)
+        v.mul_(0.95).add_(0.05 * value.grad.square())
+        with torch.no_grad():
+            value -= lr * decay * value
+            m_hat, v_hat = m / (1 - 0.9 ** (step + 1)), v / (1 - 0.95 ** (step + 1))
+            value -= lr * m_hat / (v_hat.sqrt() + 1e-8)
+        value.grad = None
+
+
+def train(recipe, digits, w, queue, before=None):
+    """A whole training by the stage, and by the second writing, which changes w and queue.
+
+    Returns:
+        The stage's objective and the running average of its encoder, and the other's average.
+    """
+    changes = dict(SETTINGS) | ({"base_lr": 4e-3} if recipe == "refine" else {})
+    stage, encoder = load_recipe(recipe, "tiny", changes), load_encoder("tiny")
+    assert stage.total_steps(digits.n) == STEPS and stage.head.read(DEPTH) == READ
+    objective = stage.objective(encoder, 0).double()
+    if before is not None:
+        objective.encoder.load_state_dict(before.encoder.state_dict())
+        objective.heads.take_over(dict(before.heads.state_dict()))
+    groups = stage.parameter_groups(objective)
+    optimizer = torch.optim.AdamW(groups, betas=(stage.beta1, stage.beta2))
+    trained = {n: p for n, p in objective.named_parameters() if p.requires_grad}
+    if not w:
+        tensors = dict(objective.named_parameters()) | dict(objective.named_buffers())
+        w |= {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        queue |= {"vectors": w["heads.queue"].clone(), "ids": w["heads.queue_ids"].clone()}
+    for name, value in w.items():
+        value.requires_grad_(name in trained)
+    averages = [
+        {n: v.detach().clone() for n, v in tensors if n.startswith("encoder.")}
+        for tensors in (objective.named_parameters(), w.items())
+    ]
+    moments, worst = {}, 0.0
+    batches = train_batches(
+        digits, global_batch=BATCH, rank=0, world_size=1, seed=0, start_step=0, steps=STEPS,
+        views=stage.view_settings(), image_size=16, threads=1,
+    )  # fmt: skip
+    for step, batch in enumerate(batches):
+        views = objective.prepare(batch, torch.device("cpu"))
+        views.images = tuple(group.double() for group in views.images)
+        loss, _ = objective(views)
+        optimizer.zero_grad()
+        loss.backward()
+        ours = refiner(views, w, queue)
+        ours.backward()
+        worst = max(worst, abs(ours.item() / loss.item() - 1))
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * stage.lr_multiplier(step, STEPS)
+        optimizer.step()
+        objective.after_update(lambda part: nullcontext())
+        adamw(w, moments, step)
+        for average, tensors in zip(averages, (dict(objective.named_parameters()), w), strict=True):
+            for name, value in average.items():
+                momentum = MOMENTUM if tensors is w else stage.encoder_average or 0.0
+                value.mul_(momentum).add_((1 - momentum) * tensors[name].detach())
+    assert worst < 1e-7
+    return objective, averages, trained
+
+
+def test_whole_trainings_of_both_stages(digits):
+    w, queue = {}, {"at": 0}
+    heads, _, trained = train("refine_heads", digits, w, queue)
+    assert trained and all(name.startswith("heads.") for name in trained)
+    start = {n: v.detach().clone() for n, v in w.items()}
+    refined, averages, trained = train("refine", digits, w, queue, before=heads)
+    assert {"encoder.cls_token", "encoder.patch_embed.proj.weight"} < set(trained)
+    for name, parameter in trained.items():
+        if name in BLIND:
+            continue
+        ours, theirs = seen(name, parameter.detach()), seen(name, w[name].detach())
+        assert float((ours - theirs).abs().max()) <= 1e-5, name
+        assert float((theirs - seen(name, start[name])).abs().max()) > 1e-4, name
+        if name in averages[0]:
+            one, other = (seen(name, average[name]) for average in averages)
+            assert float((one - other).abs().max()) <= 1e-5, name
+            assert float((other - theirs).abs().max()) > 1e-6, name
+    assert torch.equal(refined.heads.queue_ids, queue["ids"])
+    assert float((refined.heads.queue - queue["vectors"]).abs().max()) <= 1e-5
