@@ -42,15 +42,8 @@ from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_json, read_mapping, write_json, write_text
 from maect.experiment import Experiment, load
-from maect.experiment.resolve import (
-    claims_config,
-    evaluation_config,
-    figures,
-    read_by_shown,
-    run_config,
-    shown_config,
-    tables,
-)
+from maect.experiment.pages import claims_config, figures, inputs_of_shown, shown_config, tables
+from maect.experiment.resolve import evaluation_config, run_config
 from maect.report.claims import (
     COST,
     claims_table,
@@ -125,10 +118,10 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         numbers = made[name].select_dtypes(float).filter(regex="(?<!_std)(?<!_paper)$")
         if numbers.notna().any(axis=None) and _can_tell(merged, name):
             _write(made[name], out / "tables" / f"{name}.csv")
-        if not all(path.exists() for path in read_by_shown(merged, name, figure=False)):
+        if not all(path.exists() for path in inputs_of_shown(merged, name, figure=False)):
             missing.append(f"{name}.csv")
     if merged.spec.compare_with_paper:
-        told = claims_config(merged)
+        told = claims_config(merged, "claims")
         made |= tables_of_runs(told.rows, told.runs)
         seeds = tables_of_seeds(shown, told.rows, told.runs)
         made[COST] = _cost(told.rows, runs)
@@ -191,7 +184,7 @@ def _figures(
 def _read(experiment: Experiment, figure: str) -> dict[str, Path]:
     """The records and results that a figure reads, by run and by `RUN/EVALUATION`."""
     found = {}
-    for path in read_by_shown(experiment, figure, figure=True):
+    for path in inputs_of_shown(experiment, figure, figure=True):
         if path.name == "run.json":
             found[path.parent.name] = path
         elif experiment.root / "evaluations" in path.parents:

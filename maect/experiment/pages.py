@@ -131,7 +131,7 @@ def shown_config(experiment: Experiment, name: str, figure: bool) -> ShownConfig
     )
 
 
-def _claims_config(experiment: Experiment, name: str) -> ClaimsConfig:
+def claims_config(experiment: Experiment, name: str) -> ClaimsConfig:
     """Settings of the claims."""
     names = tables(experiment)
     rows = dict.fromkeys(row for name in names for row in experiment.rows(name))
@@ -316,7 +316,7 @@ PAGES = {
         ),
         Page(
             "claims", "Claims", "maect.report.claims:make_claims",
-            lambda e: ["claims"] if compares(e) else [], _claims_config, _claims_inputs,
+            lambda e: ["claims"] if compares(e) else [], claims_config, _claims_inputs,
             endings=("csv", "html"),
         ),
         Page(

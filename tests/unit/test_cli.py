@@ -138,7 +138,8 @@ def test_options_that_do_not_exist_are_named(capfd: pytest.CaptureFixture[str]) 
         (
             "run",
             "experiments: cifar10, cifar10_controls, cifar10_grey, cifar10_ladder, cifar10_law, "
-            "digits, digits_controls, digits_ladder, digits_law, digits_refined, paper, refined, ",
+            "cifar10_refined, digits, digits_controls, digits_ladder, digits_law, digits_refined, "
+            "paper, refined, refined_ablations, ",
         ),
         ("train", "recipes: "),
         ("evaluate", "evaluations: "),
