@@ -1185,11 +1185,11 @@ def plan(options: argparse.Namespace) -> None:
     name = options.device or ("here" if all_here(left) else next(filter(None, known), "A100"))
     device = Device(name, options.utilisation)
     if name == "here":
-        from maect.tools.speed import this_machine
+        from maect.tools.speed import busy, this_machine
 
         device = this_machine()
-    planned = make_plan(left, chosen, device)
-    print(f"{options.experiment} on {options.profile}", *lines(planned), sep="\n")
+    planned = lines(make_plan(left, chosen, device)) + (busy() if name == "here" else [])
+    print(f"{options.experiment} on {options.profile}", *planned, sep="\n")
     for fault in missing(left, chosen):
         print(f"missing: {fault}")
     for warning in neighbors.warnings(chosen):

@@ -1,9 +1,12 @@
 """Writes an experiment file for one's own images, with what was chosen and why as comments."""
 
+import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 import yaml
@@ -25,7 +28,7 @@ from maect.experiment.schema import check_plain, fill_path
 from maect.launch.progress import duration
 from maect.recipes import Look, load_encoder
 from maect.recipes.cost import encoder_weights
-from maect.stages import Training, load_recipe
+from maect.stages import STAGES, load_recipe
 from maect.stages.tune import Tune
 from maect.tools.own_images import (
     FEWEST_VAL,
@@ -36,15 +39,19 @@ from maect.tools.own_images import (
     held_out,
     look_at,
 )
-from maect.tools.plan import Device, listed
+from maect.tools.plan import Device, PlannedJob, Shards, all_jobs, make_plan, wall
+from maect.tools.speed import busy
 
+log = logging.getLogger(__name__)
 P = TypeVar("P", bound=Protocol)
 
 PUBLIC = {"mae_base": "base", "mae_large": "large", "mae_huge14": "huge14"}
 SHARD_BYTES = 300_000_000
 SEEN = 20_000_000  # images that pre-training shows, all epochs together
 ENOUGH = 500_000  # images from which on the paper's own lengths are kept
-QUICK = 2400.0  # seconds of training with --quick: evaluations and starts take the rest of an hour
+HOUR = 3600.0  # seconds with --quick: of all jobs one after another, as `maect plan` counts them
+PROBES, FEWEST_PROBED = 600.0, 10  # of it seconds of linear probes at most; epochs at least
+SMALLEST_BATCH = 16  # of tuning, where a larger one leaves no time for enough steps
 SMALLER = (("small", 64), ("small", 32), ("tiny", 32), ("tiny", 16))
 """Encoders and pixels that are tried in turn until the time is enough for some epochs."""
 AVERAGED = 2.5
@@ -102,52 +109,134 @@ def lengths(size: str, n: int) -> dict[str, int]:
     }
 
 
-def seconds(size: str, pixels: int, n: int, epochs: Mapping[str, int], device: Device) -> float:
-    """How long the trainings of these recipes and epochs take."""
-    encoder = load_encoder(size, pixels)
-    return sum(
-        length * n / device.images_per_second(load_recipe(recipe, size), encoder)
-        for recipe, length in epochs.items()
-    )
+def tune_batch(size: str, n: int) -> int:
+    """Images in a batch of head and tuning: the recipe's, or a quarter of the queue."""
+    recipe = cast(Tune, load_recipe("ct_min", size))
+    queue = min(recipe.head.queue_size, power_of_two(n))
+    return min(recipe.batch_size, max(1, queue // 4))
 
 
-def quickest(
-    size: str, pixels: int, n: int, public: str | None, device: Device
-) -> tuple[str, int, dict[str, int]]:
-    """The largest encoder that an hour is enough for on a device: size, pixels, epochs.
+@dataclass(frozen=True)
+class Chosen:
+    """What an experiment trains.
 
-    All lengths are shortened by the same factor. Public weights keep their own size.
+    Attributes:
+        size: of the encoder.
+        pixels: of its input.
+        why: both, in words.
+        epochs: by recipe; without `mae` where public weights are imported.
+        batch: of head and tuning.
+        augmentations: of tuning.
+        probe: epochs of a linear probe; None: the protocol's own; 0: there is no time for one.
     """
-    shapes = [(size, pixels)]
-    shapes += [(s, p) for s, p in SMALLER if p < pixels] if public is None else []
+
+    size: str
+    pixels: int
+    why: str
+    epochs: dict[str, int]
+    batch: int
+    augmentations: tuple[str, ...]
+    probe: int | None = None
+
+
+Planned = Callable[[Chosen], list[PlannedJob]]
+"""All jobs of the experiment that trains this, as `maect plan` prices them."""
+
+
+def quickest(first: Chosen, n: int, public: str | None, device: Device, planned: Planned) -> Chosen:
+    """The largest encoder that an hour is enough for on a device, and its lengths.
+
+    The hour is that of all jobs. Linear probes take a sixth of it at most; tuning first gets the
+    steps that change an encoder; pre-training and longer tuning share the rest.
+
+    Args:
+        first: what these images deserve; public weights keep its size.
+        n: images to train on.
+        public: weights that are imported; none: pre-training is among the jobs.
+        device: what trains.
+        planned: prices what is chosen.
+    """
+    shapes = [(first.size, first.pixels)]
+    shapes += [(s, p) for s, p in SMALLER if p < first.pixels] if public is None else []
+    fewest = math.ceil(min(FEWEST_EPOCHS, FEWEST_SHOWN / n))
     for size, pixels in shapes:
-        epochs = lengths(size, n)
-        first = epochs.pop("mae") if public else epochs["mae"]
-        enough = min(FEWEST_EPOCHS, FEWEST_SHOWN / n) / first
         last = (size, pixels) == shapes[-1]
-        # The pre-training alone may say it.
-        if not last and enough * seconds(size, pixels, n, {"mae": first}, device) > QUICK:
-            continue
-        part = min(1.0, QUICK / seconds(size, pixels, n, epochs, device))
-        if part >= enough:
+        if public is None and not last:
+            # Pre-training alone may take too long: nothing else is measured then.
+            recipe, encoder = load_recipe("mae", size), load_encoder(size, pixels)
+            log.info("measuring a training step: %s at %d pixels", size, pixels)
+            if fewest * n / device.images_per_second(recipe, encoder) > HOUR:
+                continue
+        chosen = replace(first, size=size, pixels=pixels, batch=tune_batch(size, n))
+        chosen, left = shortened(chosen, fewest, n, public, planned)
+        while left < 0 and last and chosen.batch > SMALLEST_BATCH:
+            smaller = replace(chosen, batch=chosen.batch // 2)
+            chosen, left = shortened(smaller, fewest, n, public, planned)
+        if left >= 0:
             break
-    return size, pixels, {recipe: max(1, int(part * e)) for recipe, e in epochs.items()}
+    why = first.why
+    if (chosen.size, chosen.pixels) != (first.size, first.pixels):
+        why = f"{first.size} at {first.pixels} pixels would not be done in an hour"
+    return replace(chosen, why=f"{why}; lengths for an hour, by {device.source}")
+
+
+def shortened(
+    chosen: Chosen, fewest: int, n: int, public: str | None, planned: Planned
+) -> tuple[Chosen, float]:
+    """A choice with epochs for an hour, and the seconds that are left, below 0 without success.
+
+    Args:
+        chosen: with the batch of tuning, whose steps come first.
+        fewest: epochs of pre-training; if they take too long, it gets what is left.
+        n: images to train on.
+        public: weights that are imported.
+        planned: prices what is chosen.
+    """
+    tune = math.ceil(FEWEST_STEPS * chosen.batch / n)
+    least = {"mae": fewest, "head_min": max(1, tune // 2), "ct_min": tune}
+    wanted = lengths(chosen.size, n)
+    if public:
+        del least["mae"]
+    chosen = replace(chosen, epochs=least)
+    jobs = planned(chosen)
+    probes = sum(job.seconds or 0.0 for job in jobs if job.stage == LinearProbe.name)
+    if probes > PROBES:
+        epochs = int(settings_of(LinearProbe, chosen.size).epochs * PROBES / probes)
+        chosen = replace(chosen, probe=epochs if epochs >= FEWEST_PROBED else 0)
+        jobs = planned(chosen)
+    stages = {load_recipe(recipe, chosen.size).name: recipe for recipe in least}
+    one = {
+        recipe: (job.seconds or 0.0) / least[recipe]
+        for job in jobs
+        if (recipe := stages.get(job.stage))
+    }
+    left = HOUR - wall(jobs)
+    if left < 0 and "mae" in least:
+        fits = least["mae"] - math.ceil(-left / one["mae"])
+        return replace(chosen, epochs=least | {"mae": max(1, fits)}), left
+
+    def longer(percent: int) -> dict[str, int]:
+        return {
+            recipe: max(epochs, wanted[recipe] * percent // 100) for recipe, epochs in least.items()
+        }
+
+    def seconds(epochs: Mapping[str, int]) -> float:
+        return sum((epochs[recipe] - least[recipe]) * one[recipe] for recipe in least)
+
+    fitting = [made for p in range(101) if seconds(made := longer(p)) <= left]
+    return replace(chosen, epochs=fitting[-1] if fitting else least), left
 
 
 def outlook(out: Path, device: Device) -> list[str]:
-    """How long an experiment's trainings take on a device, and what comes out of it: lines."""
+    """How long an experiment takes on a device, and what comes out of it: lines."""
     experiment = load(str(out))
-    known = listed(experiment, experiment.default_dataset, "train")
-    images = known.images or 0 if known else 0
-    total = sum(
-        run.settings.epochs * images / device.images_per_second(run.settings, run.encoder)
-        for run in experiment.runs.values()
-        if isinstance(run.settings, Training)
-    )
+    jobs = make_plan(all_jobs(experiment), experiment, device).jobs
+    total, training = wall(jobs), wall(job for job in jobs if job.stage in STAGES)
     encoders = [name for name, run in experiment.runs.items() if isinstance(run.settings, Tune)]
     return [
-        f"Its trainings take about {duration(total)} here, by {device.source}"
-        + ("; --quick writes one for an hour or less." if total > 1.5 * QUICK else "."),
+        f"All of it takes about {duration(total)} here, {duration(training)} of that training, by "
+        f"{device.source}" + ("; --quick writes one for an hour." if total > 1.1 * HOUR else "."),
+        *busy(),
         f"What comes out: encoders {', '.join(encoders)} in {experiment.root}/runs; "
         f"{', '.join([*experiment.tables, *experiment.figures])} in {experiment.root}/report.html.",
     ]
@@ -203,18 +292,15 @@ def write_all(texts: dict[Path, str], out: Path) -> None:
 
 def runs_of(
     images: Images,
-    size: str,
-    pixels: int,
+    chosen: Chosen,
     n: int,
     public: str | None,
-    epochs: Mapping[str, int],
-    augmentations: Sequence[str],
 ) -> list[str]:
     """The lines of `runs`."""
+    size, pixels, epochs, batch = chosen.size, chosen.pixels, chosen.epochs, chosen.batch
     recipe = cast(Tune, load_recipe("ct_min", size))
     head = recipe.head
     queue = min(head.queue_size, power_of_two(n))
-    batch = min(recipe.batch_size, max(1, queue // 4))
     topk = min(head.topk, max(1, queue // 50))
     at: dict[str, Any] = {"size": size} | (
         {} if pixels == load_encoder(size).image_size else {"image_size": pixels}
@@ -240,10 +326,10 @@ def runs_of(
     shared = {"batch_size": batch, "head": {"queue_size": queue}}
     tune = {"batch_size": batch, "head": {"queue_size": queue, "topk": topk}}
     tune |= {"encoder_ema": average} if average < recipe.encoder_ema else {}
-    each = {"aug": [*augmentations]}
+    each = {"aug": [*chosen.augmentations]}
     too_few = f"Tuning has {steps} steps and will hardly change the encoder: give it more epochs."
     lines += [
-        f"  # A queue of {queue} fits into {n:,} images and holds {queue // batch} batches.",
+        f"  # Keeps the last {queue} of {n:,} images to find neighbours among.",
         *([f"  # {too_few}"] if steps < FEWEST_STEPS else []),
         *([] if images.colored else ["  # Only minimal augmentation: the images have no colours."]),
     ]
@@ -324,6 +410,106 @@ def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list
     return [*protocols, Explore.name], left_out
 
 
+@dataclass(frozen=True)
+class Written:
+    """What the file says of the images, whatever is trained on them."""
+
+    images: Images
+    val: Images | None
+    test: Images | None
+    folder: Path
+    lists: dict[str, tuple[Path, str]]
+    held: set[str]
+    counts: dict[str, int]
+    """Images of each split."""
+    remarks: list[str]
+    skip_unreadable: bool
+
+    def planned(self, chosen: Chosen, public: str | None, device: Device) -> list[PlannedJob]:
+        """All jobs of the experiment, as `maect plan` prices them."""
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "quick.yaml"
+            write_text(file, self.text(chosen, public))
+            experiment = load(str(file))
+        classes = len(self.images.classes) or 1000
+        known = {
+            experiment.shards(experiment.default_dataset, split): Shards(n, None, False, classes)
+            for split, n in self.counts.items()
+        }
+        return make_plan(all_jobs(experiment), experiment, device, known).jobs
+
+    def text(self, chosen: Chosen, public: str | None) -> str:
+        """The file."""
+        images, size, pixels = self.images, chosen.size, chosen.pixels
+        n = self.counts["train"]
+        protocols, left_out = evaluated(images, self.held, self.counts["val"], size)
+        probe: dict[str, Any] = {}
+        if LinearProbe.name in protocols and chosen.probe == 0:
+            protocols.remove(LinearProbe.name)
+            left_out.append(f"No {LinearProbe.name}: an hour is too short for it")
+        elif LinearProbe.name in protocols:
+            batch = min(1024, power_of_two(n / 4))
+            probe |= {"batch_size": batch} if batch < 1024 else {}
+            if chosen.probe is not None:
+                probe |= {"epochs": chosen.probe, "warmup_epochs": chosen.probe // 10}
+        described = [
+            "images to train on",
+            f"in {len(images.classes)} classes" if images.classes else "without labels",
+        ]
+        near = images.side < pixels * 256 / 224
+        shown = ["low_shot"] if images.classes else []
+        shown += ["clustering"] if "clustering" in protocols else []
+        drawn = ["umap"] if "umap" in protocols else []
+        if "clustering" in protocols:
+            drawn += ["confusion", "cluster_retrieval", "neighbor_retrieval"]
+        drawn += ["training_curves", *([] if public else ["reconstructions"])]
+        drawn += ["neighbors_in_training", "pipeline"]
+        looks = look_every(chosen.epochs["ct_min"], n)
+        pixels_as = images.pixels.model_dump(mode="json", exclude_defaults=True)
+        name = "".join(c if c.isalnum() else "_" for c in self.folder.name) or "images"
+        lines = [
+            "# Written by `maect new-experiment`; change what you know better.",
+            # Not all of them have been opened.
+            f"# {'Up to ' if self.skip_unreadable else ''}{n:,} {' '.join(described)}.",
+        ]
+        if images.loose:
+            lines += [
+                f"# No labels are used: {images.loose} images lie beside the class folders in",
+                f"# {flow(str(images.folder))}; sort them into classes or remove them.",
+            ]
+        lines += [
+            *(f"# {remark}." for remark in self.remarks),
+            f"# Encoder {size}, {pixels} x {pixels} pixels: {chosen.why}.",
+            f"description: MAE and contrastive tuning on {name}",
+            "datasets:",
+            f"  {flow(name)}:",
+        ]
+        if near:
+            lines.append(f"    resize: {pixels} # images are hardly larger: nothing to crop away")
+        lines += [
+            f"    pixels: {flow(pixels_as)}",
+            "    splits:",
+            *split_lines(
+                images, self.val, self.test, self.lists, len(self.held), self.skip_unreadable
+            ),
+            f"look: {{every_epochs: {looks}}} # k-NN and pictures while it trains",
+            "runs:",
+            *runs_of(images, chosen, n, public),
+            "evaluate:",
+            *(f"  # {reason}." for reason in left_out),
+            f'  - runs: [mae_{size}, "ct_*"]',
+            f"    protocols: {flow(protocols)}",
+            "protocols:",
+            f"  {Explore.name}: {{splits: [train, val]}} # the report's map of images",
+            *([f"  {LinearProbe.name}: {flow(probe)}"] if probe else []),
+            "compare_with_paper: false # its numbers are of ImageNet-1k",
+            f"tables: {flow(shown)}",
+            f"figures: {flow(drawn)}",
+            "",
+        ]
+        return "\n".join(lines)
+
+
 def new_experiment(
     folder: Path,
     out: Path,
@@ -379,78 +565,25 @@ def new_experiment(
         remarks.append(
             "There is no val beside test: what is chosen while evaluating is chosen on test"
         )
-    chosen = set() if val else held_out(images)
-    lists = {} if val else list_texts(images, out, chosen)
-    n = len(images.entries) - len(chosen)
+    held = set() if val else held_out(images)
+    lists = {} if val else list_texts(images, out, held)
+    counts = {"train": len(images.entries) - len(held), "val": len(val.entries if val else held)}
+    counts |= {"test": len(test.entries)} if test else {}
+    written = Written(images, val, test, folder, lists, held, counts, remarks, skip_unreadable)
+    n = counts["train"]
     size, pixels, why = encoder_for(images, public)
-    epochs, augmentations = lengths(size, n), ["min", "aug"] if images.colored else ["min"]
+    epochs, augmentations = lengths(size, n), ("min", "aug") if images.colored else ("min",)
+    if public:
+        del epochs["mae"]
+    chosen = Chosen(size, pixels, why, epochs, tune_batch(size, n), augmentations)
     if quick is not None:
-        wanted = size, pixels
-        size, pixels, epochs = quickest(size, pixels, n, public, quick)
-        if (size, pixels) != wanted:
-            why = f"an hour is too little for {wanted[0]} at {wanted[1]} pixels"
-        why += f"; lengths for an hour, by {quick.source}"
-        augmentations = ["min"]
-    protocols, left_out = evaluated(images, chosen, len(val.entries if val else chosen), size)
-    described = [
-        "images to train on",
-        f"in {len(images.classes)} classes" if images.classes else "without labels",
-    ]
-    probe = min(1024, power_of_two(n / 4))
-    near = images.side < pixels * 256 / 224
-    shown = ["low_shot"] if images.classes else []
-    shown += ["clustering"] if "clustering" in protocols else []
-    drawn = ["umap"] if "umap" in protocols else []
-    if "clustering" in protocols:
-        drawn += ["confusion", "cluster_retrieval", "neighbor_retrieval"]
-    drawn += ["training_curves", *([] if public else ["reconstructions"]), "neighbors_in_training"]
-    looks = look_every(epochs["ct_min"], n)
-    name = "".join(c if c.isalnum() else "_" for c in folder.name) or "images"
-    text = "\n".join(
-        [
-            "# Written by `maect new-experiment`; change what you know better.",
-            # Not all of them have been opened.
-            f"# {'Up to ' if skip_unreadable else ''}{n:,} {' '.join(described)}.",
-            *(
-                [
-                    f"# No labels are used: {images.loose} images lie beside the class folders in",
-                    f"# {flow(str(images.folder))}; sort them into classes or remove them.",
-                ]
-                if images.loose
-                else []
-            ),
-            *(f"# {remark}." for remark in remarks),
-            f"# Encoder {size}, {pixels} x {pixels} pixels: {why}.",
-            f"description: MAE and contrastive tuning on {name}",
-            "datasets:",
-            f"  {flow(name)}:",
-            *(
-                [f"    resize: {pixels} # images are hardly larger: nothing to crop away"]
-                if near
-                else []
-            ),
-            f"    pixels: {flow(images.pixels.model_dump(mode='json', exclude_defaults=True))}",
-            "    splits:",
-            *split_lines(images, val, test, lists, len(chosen), skip_unreadable),
-            f"look: {{every_epochs: {looks}}} # k-NN and pictures while it trains",
-            "runs:",
-            *runs_of(images, size, pixels, n, public, epochs, augmentations),
-            "evaluate:",
-            *(f"  # {reason}." for reason in left_out),
-            f'  - runs: [mae_{size}, "ct_*"]',
-            f"    protocols: {flow(protocols)}",
-            "protocols:",
-            f"  {Explore.name}: {{splits: [train, val]}} # the report's map of images",
-            *(
-                [f"  linear_probe: {{batch_size: {probe}}}"]
-                if probe < 1024 and images.classes
-                else []
-            ),
-            "compare_with_paper: false # its numbers are of ImageNet-1k",
-            f"tables: {flow(shown)}",
-            f"figures: {flow([*drawn, 'pipeline'])}",
-            "",
-        ]
-    )
+        device = quick
+        chosen = replace(chosen, augmentations=("min",))
+
+        def planned(this: Chosen) -> list[PlannedJob]:
+            return written.planned(this, public, device)
+
+        chosen = quickest(chosen, n, public, device, planned)
+    text = written.text(chosen, public)
     write_all(dict(lists.values()) | {out: text}, out)
     return text

@@ -9,9 +9,11 @@ from typing import Any
 from maect.core.errors import UserError, counted
 from maect.core.files import read_mapping
 from maect.data.sources import open_source
+from maect.evaluate import Features
 from maect.evaluate.throughput import Throughput
 from maect.experiment import Experiment
 from maect.experiment.resolve import (
+    ending,
     features_file,
     of_ending,
     precision,
@@ -27,7 +29,7 @@ from maect.experiment.start import (
 )
 from maect.launch import record
 from maect.launch.progress import duration, part
-from maect.launch.resources import count_devices, fixed_nodes, training_nodes
+from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.flops import peak_flops, relative_speed
@@ -263,14 +265,56 @@ class Plan:
         return known if known.images is not None else self.listed.get(folder.absolute(), known)
 
 
-def make_plan(jobs: Iterable[RuleJob], experiment: Experiment, device: Device) -> Plan:
-    """Price the jobs of an experiment that Snakemake would run."""
-    plan, jobs = Plan(), list(jobs)
+def all_jobs(experiment: Experiment) -> list[RuleJob]:
+    """Every split, training, features file and evaluation of an experiment, on this machine.
+
+    Needs no Snakemake, so it does not know what is done already.
+    """
+    here: dict[str, Any] = {"cluster": "local", "nodes": "1", "runtime": WALL_MINUTES}
+    jobs = [
+        RuleJob("plan_shards", {"dataset": dataset, "split": split}, {})
+        for dataset, split in experiment.splits
+    ]
+    jobs += [
+        RuleJob(run.stage, {"run": name}, here | {"devices": "auto"})
+        for name, run in experiment.runs.items()
+        if run.settings.trains
+    ]
+    read: dict[tuple[str, str, str, str], None] = {}
+    for run, name in experiment.evaluations:
+        settings = experiment.evaluation(run, name)
+        for kind in settings.inputs().values():
+            if isinstance(kind, Features):
+                read[run, experiment.dataset_of(name), kind.split, ending(kind)] = None
+        given = {"run": run, "evaluation": name}
+        jobs.append(RuleJob(settings.name, given, here | {"devices": "1"}))
+    keys = "run", "dataset", "split", "norm"
+    features = [dict(zip(keys, values, strict=True)) for values in read]
+    return jobs + [RuleJob("features", given, here | {"devices": "1"}) for given in features]
+
+
+def make_plan(
+    jobs: Iterable[RuleJob],
+    experiment: Experiment,
+    device: Device,
+    known: Mapping[Path, Shards] | None = None,
+) -> Plan:
+    """Price the jobs of an experiment that Snakemake would run.
+
+    Args:
+        jobs: in any order; trainings are priced first, whose steps a `Machine` is measured by.
+        experiment: which says what each is.
+        device: what one rank computes on.
+        known: what was counted of splits, by the folder of their shards; the others are counted.
+    """
+    jobs = sorted(jobs, key=lambda job: job.rule not in STAGES)
+    plan = Plan(listed={folder.absolute(): shards for folder, shards in (known or {}).items()})
     for job in jobs:
         if job.rule == "plan_shards":
             split = job.wildcards["dataset"], job.wildcards["split"]
             folder = experiment.shards(*split)
-            if shards_of(folder).images is None and (counted := listed(experiment, *split)):
+            unknown = plan.shards(folder).images is None
+            if unknown and (counted := listed(experiment, *split)):
                 plan.listed[folder.absolute()] = counted
     for job in jobs:
         given = job.wildcards

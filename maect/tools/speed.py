@@ -4,6 +4,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
+from maect.core.errors import counted
 from maect.recipes import Encoder, load_encoder
 from maect.stages import Training, load_recipe
 from maect.stages.base import Unlabelled
@@ -57,6 +58,17 @@ class Machine(Device):
                 speed *= CPU_RANKS
             self._speeds[key] = speed, speed * flops
         return self._speeds[key]
+
+
+def busy() -> list[str]:
+    """A line where other programs kept this machine's cores busy in the last minute."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load < 1.5 * cores:
+        return []
+    return [
+        f"The machine was busy (load {load:.0f} on {counted(cores, 'core')}) when this was "
+        "measured: ask again when it is quiet."
+    ]
 
 
 def this_machine() -> Machine:

@@ -26,20 +26,23 @@ from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import plan_shards
 from maect.experiment import load
+from maect.experiment.profile import find_profile
 from maect.experiment.start import missing_images
+from maect.launch.progress import duration
+from maect.tools.dry_run import jobs_to_run
 from maect.tools.new_experiment import (
-    FEWEST_EPOCHS,
-    QUICK,
+    FEWEST_STEPS,
+    HOUR,
+    PROBES,
     about,
     evaluated,
     new_experiment,
     outlook,
-    quickest,
-    seconds,
     weights,
 )
 from maect.tools.own_images import find_splits, look_at
-from maect.tools.plan import Device
+from maect.tools.plan import Device, all_jobs, make_plan, wall
+from maect.tools.speed import busy
 
 ROOT = Path(__file__).parents[2]
 
@@ -172,45 +175,99 @@ def test_large_images_get_a_large_encoder(tmp_path):
     assert (encoder.image_size, encoder.patch_size) == (192, 16)
 
 
+def at(rate: float) -> Device:
+    """A CPU of so many FLOP/s."""
+    return type("At", (Device,), {"rate": rate})("cpu")
+
+
 @pytest.mark.parametrize(
-    ("pixels", "n", "public", "shape"),
+    ("speed", "shape"),
     [
-        (224, 1000, None, ("tiny", 32)),
-        (224, 300_000, None, ("tiny", 16)),
-        (16, 1297, None, ("tiny", 16)),
-        (224, 1000, "mae_base", ("base", 224)),
+        (2e8, ("tiny", 16)), (2e9, ("tiny", 32)), (2e10, ("small", 32)), (6e10, ("small", 64)),
+        (2e11, ("base", 80)),
     ],
-)
-def test_quick_is_an_hour(pixels, n, public, shape):
-    device = Device("cpu")
-    size = "tiny" if pixels == 16 else "base"
-    *found, epochs = quickest(size, pixels, n, public, device)
-    assert tuple(found) == shape
-    assert epochs.keys() == {"mae", "head_min", "ct_min"} - ({"mae"} if public else set())
-    assert seconds(*found, n, epochs, device) <= QUICK or min(epochs.values()) == 1
-    if shape == ("tiny", 32):  # the next larger one takes more
-        assert epochs["mae"] > FEWEST_EPOCHS
-        assert seconds("small", 32, n, {"mae": FEWEST_EPOCHS}, device) > QUICK
+)  # fmt: skip
+def test_quick_is_an_hour_by_plans_own_count(tmp_path, speed, shape):
+    rng = np.random.default_rng(0)
+    for number in range(300):
+        path = tmp_path / f"photos/{number % 4}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (90, 90, 3), np.uint8)).save(path)
+    out = tmp_path / "mine.yaml"
+    text = new_experiment(tmp_path / "photos", out, quick=at(speed))
+    experiment = load(str(out))
+    mae, tune = experiment.runs[f"mae_{shape[0]}"], experiment.runs[f"ct_min_{shape[0]}"]
+    assert mae.encoder.image_size == shape[1]
+    assert ("would not be done in an hour" in text) == (shape[0] != "base")
+    jobs = make_plan(all_jobs(experiment), experiment, at(speed)).jobs
+    assert 0.9 * HOUR < wall(jobs) <= HOUR
+    probes = sum(job.seconds or 0 for job in jobs if job.stage == "linear_probe")
+    assert probes <= PROBES
+    # Tuning first gets the steps that change an encoder.
+    steps = tune.settings.epochs * (270 // tune.settings.batch_size)
+    assert steps >= FEWEST_STEPS - tune.settings.epochs and "hardly change" not in text
+    takes = outlook(out, at(speed))[0]
+    assert f"All of it takes about {duration(wall(jobs))} here" in takes
+
+
+def test_public_weights_are_tuned_within_the_hour(tmp_path):
+    for number in range(900):
+        path = tmp_path / f"photos/{number % 2}/{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (300, 300), (number % 256, 0, 0)).save(path)
+    out = tmp_path / "mine.yaml"
+    text = new_experiment(tmp_path / "photos", out, "mae_base", quick=at(2.5e11))
+    experiment = load(str(out))
+    tune = experiment.runs["ct_min_base"].settings
+    assert tune.batch_size < 128 and "hardly change" not in text  # 128 would be two hours
+    assert wall(make_plan(all_jobs(experiment), experiment, at(2.5e11)).jobs) <= HOUR
+    assert "No linear_probe: an hour is too short for it" in text
+
+
+def test_the_jobs_that_are_counted_are_those_that_snakemake_would_run(
+    digits, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    new_experiment(digits, tmp_path / "mine.yaml")
+    profile = find_profile("local")
+    asked = jobs_to_run([], [f"experiment={tmp_path / 'mine.yaml'}"], profile)
+    experiment = load(str(tmp_path / "mine.yaml"))
+    plan = make_plan(asked, experiment, Device("cpu"))
+    ours = make_plan(all_jobs(experiment), experiment, Device("cpu"))
+    assert {job.name for job in ours.jobs} == {job.name for job in plan.jobs}
+    assert wall(ours.jobs) == pytest.approx(wall(plan.jobs))
 
 
 def test_what_it_takes_and_what_comes_out(digits, tmp_path):
     out = tmp_path / "mine.yaml"
-    new_experiment(digits, out, quick=Device("cpu"))
+    new_experiment(digits, out, quick=at(1e9))
     experiment = load(str(out))
     assert experiment.runs["mae_tiny"].settings.epochs < 1600
-    takes, comes = outlook(out, Device("cpu"))
-    assert "trainings take about" in takes and "GFLOP/s" in takes and "--quick" not in takes
+    takes, *_, comes = outlook(out, at(1e9))
+    assert "All of it takes about" in takes and "GFLOP/s" in takes and "--quick" not in takes
     assert "encoders ct_min_tiny in results/mine/runs" in comes
     assert "low_shot, clustering, umap" in comes and "results/mine/report.html" in comes
 
 
+def test_a_busy_machine_is_said(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("os.getloadavg", lambda: (7.2, 0.0, 0.0))
+    assert "busy (load 7 on 2 cores)" in busy()[0]
+    monkeypatch.setattr("os.getloadavg", lambda: (2.1, 9.0, 9.0))
+    assert busy() == []
+
+
 def test_few_steps_have_a_short_average_and_a_warning(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("maect.tools.new_experiment.QUICK", 0.1)
+    monkeypatch.setattr("maect.tools.new_experiment.FEWEST_STEPS", 10)
+    monkeypatch.setattr("maect.tools.new_experiment.HOUR", 0.1)
     out = tmp_path / "mine.yaml"
     text = new_experiment(digits, out, quick=Device("cpu"))
-    assert "Tuning has 10 steps and will hardly change the encoder" in text
+    monkeypatch.undo()
+    experiment = load(str(out))
+    steps = experiment.runs["ct_min_tiny"].settings.epochs * 1297 // 16
+    assert steps < 100 and "hardly change" not in text
     # The average spans the same part of the steps as the paper's.
-    assert load(str(out)).runs["ct_min_tiny"].settings.encoder_ema == 0.75
+    assert experiment.runs["ct_min_tiny"].settings.encoder_ema == round(1 - 2.5 / steps, 4)
 
 
 def test_mistakes_are_named(digits, tmp_path):
