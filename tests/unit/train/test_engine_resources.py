@@ -1,6 +1,8 @@
 """What an engine takes: process groups with their time limits, memory, waits for the device."""
 
 import gc
+import math
+import time
 from datetime import timedelta
 
 import pytest
@@ -15,6 +17,8 @@ from maect.train import engine
 
 LIMIT = timedelta(minutes=17)  # no backend's own
 WIDTH = 512
+KEPT = 4 * WIDTH - 1
+"""Bytes that may be left: less than a bias."""
 
 
 def build(zero_stage: int) -> engine.Engine:
@@ -53,6 +57,14 @@ def live_bytes() -> int:
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
+def settled(most):
+    """Bytes that are alive. After a call Gloo's threads may hold what they sent, so we wait."""
+    until = time.monotonic() + 20
+    while (found := live_bytes()) > most and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
 def kept(context, zero_stage):
     """Bytes of tensors that are alive in the first, and after each, of three trainings."""
     engine.start(context)
@@ -62,7 +74,7 @@ def kept(context, zero_stage):
         seen = seen or [live_bytes() - before]
         trained.close()
         del trained
-        seen.append(live_bytes())
+        seen.append(settled(min(seen[1:], default=math.inf) + KEPT))
     return seen
 
 
@@ -70,7 +82,7 @@ def kept(context, zero_stage):
 def test_an_engine_keeps_no_memory_once_it_is_closed(zero_stage, tmp_path):
     value = {"function": kept, "zero_stage": zero_stage}
     held, *seen = run(2, value, log=tmp_path / "log")[0]
-    assert seen[-1] - seen[0] < 4 * WIDTH
+    assert seen[-1] - min(seen) <= KEPT
     if zero_stage < 2:  # no longer DeepSpeed's: it holds what is planned
         weights = WIDTH**2 + WIDTH
         footprint = Footprint(weights, weights, 0, 0, 0, 0, 0)
