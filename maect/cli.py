@@ -1150,7 +1150,7 @@ def sync(options: argparse.Namespace) -> None:
 def new_experiment(options: argparse.Namespace) -> None:
     """`maect new-experiment`: prints what it wrote, with the reasons, and what to run next."""
     from maect.tools.new_experiment import new_experiment as write
-    from maect.tools.new_experiment import outlook
+    from maect.tools.new_experiment import outlook, without_training
     from maect.tools.speed import this_machine
 
     machine = this_machine()
@@ -1163,7 +1163,7 @@ def new_experiment(options: argparse.Namespace) -> None:
         skip_unreadable=options.skip_unreadable,
     )
     print(text)
-    print(*outlook(options.out, machine), sep="\n")
+    print(*outlook(options.out, machine), *without_training(options.out), sep="\n")
     print(f"Next: {own_name()} run {shlex.quote(str(options.out))} -n")
 
 

@@ -88,10 +88,10 @@ def next_steps(config: SummaryConfig) -> list[tuple[str, str]]:
             "Groups of them without labels, with a page to look at",
             f"maect cluster {name}.parquet --out {name}-clusters",
         ),
-        ("What looks like an image", f"maect search {run} {name}.parquet IMAGE"),
+        ("Images similar to one of yours", f"maect search {run} {name}.parquet IMAGE"),
     ]
     if config.explored is not None:  # so there are features of what it compares
-        steps.append(("Images that are there twice, or nearly", f"maect audit {run}"))
+        steps.append(("Duplicates and near-duplicates", f"maect audit {run}"))
     if config.classifies:
         steps.append(
             (
@@ -99,6 +99,13 @@ def next_steps(config: SummaryConfig) -> list[tuple[str, str]]:
                 f"maect predict {run} {images} --out {name}-classes.csv",
             )
         )
+    steps.append(
+        (
+            "Vectors of a public encoder, usually better below about ten thousand images "
+            "(maect retrieve dinov2_small weights fetches it)",
+            f"maect embed dinov2_small {images} --out {name}-public.parquet",
+        )
+    )
     return [
         *steps,
         (
@@ -106,8 +113,9 @@ def next_steps(config: SummaryConfig) -> list[tuple[str, str]]:
             f"maect export {run} {name}-encoder",
         ),
         (
-            "Better vectors: more images, more epochs of the first stage, a larger size; change "
-            "them in the experiment and start it again, which trains only what depends on them",
+            "For better vectors of your own: more images, more epochs of the first stage, a larger "
+            "size. Change them in the experiment and start it again; it trains only what depends "
+            "on them",
             "",
         ),
     ]

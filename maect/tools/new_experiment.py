@@ -2,6 +2,7 @@
 
 import logging
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from maect.tools.own_images import (
     held_out,
     look_at,
 )
-from maect.tools.plan import Device, PlannedJob, Shards, all_jobs, make_plan, wall
+from maect.tools.plan import Device, PlannedJob, Shards, all_jobs, listed, make_plan, wall
 from maect.tools.speed import busy
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ SEEN = 20_000_000  # images that pre-training shows, all epochs together
 ENOUGH = 500_000  # images from which on the paper's own lengths are kept
 HOUR = 3600.0  # seconds with --quick: of all jobs one after another, as `maect plan` counts them
 PROBES, FEWEST_PROBED = 600.0, 10  # of it seconds of linear probes at most; epochs at least
+FEW = 10_000  # images, below which a public encoder is worth a try before anything is trained
+FIRST = "dinov2_small"  # of the public ones: small, and good at photographs
 SMALLEST_BATCH = 16  # of tuning, where a larger one leaves no time for enough steps
 SMALLER = (("small", 64), ("small", 32), ("tiny", 32), ("tiny", 16))
 """Encoders and pixels that are tried in turn until the time is enough for some epochs."""
@@ -239,6 +242,23 @@ def outlook(out: Path, device: Device) -> list[str]:
         *busy(),
         f"What comes out: encoders {', '.join(encoders)} in {experiment.root}/runs; "
         f"{', '.join([*experiment.tables, *experiment.figures])} in {experiment.root}/report.html.",
+    ]
+
+
+def without_training(out: Path) -> list[str]:
+    """What to try first with few images: lines; none with many, or if public weights are used."""
+    experiment = load(str(out))
+    dataset = experiment.default_dataset
+    known = listed(experiment, dataset, "train")
+    public = any(not run.settings.trains for run in experiment.runs.values())
+    if public or known is None or known.images is None or known.images >= FEW:
+        return []
+    images = shlex.quote(str(experiment.images(dataset, "train")))
+    return [
+        f"With fewer than {FEW:,} images first try a public encoder, which needs no training:",
+        f"  maect retrieve {FIRST} weights",
+        f"  maect embed {FIRST} {images} --out {dataset}.parquet",
+        f"  maect cluster {dataset}.parquet --out groups",
     ]
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import struct
 import subprocess
 import sys
@@ -21,7 +22,8 @@ import yaml
 from PIL import Image
 from pyarrow import parquet
 
-from maect.cli import main
+from maect.answers.public import PUBLIC
+from maect.cli import build_parser, main
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.data.shards import plan_shards
@@ -39,6 +41,7 @@ from maect.tools.new_experiment import (
     new_experiment,
     outlook,
     weights,
+    without_training,
 )
 from maect.tools.own_images import find_splits, look_at
 from maect.tools.plan import Device, all_jobs, make_plan, wall
@@ -221,6 +224,7 @@ def test_public_weights_are_tuned_within_the_hour(tmp_path):
     tune = experiment.runs["ct_min_base"].settings
     assert tune.batch_size < 128 and "hardly change" not in text  # 128 would be two hours
     assert wall(make_plan(all_jobs(experiment), experiment, at(2.5e11)).jobs) <= HOUR
+    assert without_training(out) == []  # it begins with a public one
     assert "No linear_probe: an hour is too short for it" in text
 
 
@@ -247,6 +251,18 @@ def test_what_it_takes_and_what_comes_out(digits, tmp_path):
     assert "All of it takes about" in takes and "GFLOP/s" in takes and "--quick" not in takes
     assert "encoders ct_min_tiny in results/mine/runs" in comes
     assert "low_shot, clustering, umap" in comes and "results/mine/report.html" in comes
+
+
+def test_few_images_need_no_training(digits, tmp_path, monkeypatch):
+    new_experiment(digits, tmp_path / "mine.yaml")
+    first, *commands = without_training(tmp_path / "mine.yaml")
+    assert "fewer than 10,000 images first try a public encoder" in first
+    parser = build_parser()
+    parsed = [parser.parse_args(shlex.split(line)[1:]) for line in commands]
+    assert [options.command for options in parsed] == ["retrieve", "embed", "cluster"]
+    assert str(parsed[1].run) in PUBLIC and parsed[1].images == digits / "train"
+    monkeypatch.setattr("maect.tools.new_experiment.FEW", 1297)
+    assert without_training(tmp_path / "mine.yaml") == []
 
 
 def test_a_busy_machine_is_said(monkeypatch):
