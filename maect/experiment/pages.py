@@ -160,7 +160,20 @@ def _summary_inputs(experiment: Experiment) -> dict[str, Path]:
         files["claims"] = experiment.root / "claims.csv"
     if left := explored(experiment):
         files["explored"] = left[-1]
+    if (shards := _sampled(experiment)) is not None:
+        files["shards"] = shards / "index.json"
     return files
+
+
+def _sampled(experiment: Experiment) -> Path | None:
+    """Shards that the first page shows some images of: those that an evaluation is tested on."""
+    dataset = experiment.default_dataset
+    for run, name in experiment.evaluations:
+        split = experiment.evaluation(run, name).test_split
+        source = experiment.datasets[dataset].splits.get(split)
+        if experiment.dataset_of(name) == dataset and source and source.source.sharded:
+            return None if source.source.in_place else experiment.shards(dataset, split)
+    return None
 
 
 def compares(experiment: Experiment) -> bool:
@@ -193,6 +206,8 @@ def _images_config(experiment: Experiment, name: str) -> ImagesConfig:
 def _summary_config(experiment: Experiment, name: str) -> SummaryConfig:
     """Settings of the first page of the report."""
     given = _summary_inputs(experiment)
+    if "shards" in given:
+        given["shards"] = given["shards"].parent
     own = [run for run in experiment.evaluated if experiment.runs[run].scored_by is None]
     if own and not experiment.spec.compare_with_paper:
         given["run"] = experiment.folder(own[-1])

@@ -94,6 +94,8 @@ class SummaryConfig(SettingsFile):
     """Folder of the images that it was trained on, as the commands name it."""
     explored: LocalPath | None = None
     """Result of the protocol `explore` for that run."""
+    shards: LocalPath | None = later(None)
+    """Folder of a split's shards, of which the page shows some images."""
     classifies: bool = later(False)
     """Whether that run has a linear probe, which `maect predict` needs."""
 

@@ -25,7 +25,7 @@ from maect.core.files import read_json, write_text
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import Detail, Metric, Table, named_table
 from maect.report.tables import build_table, read_table, result_file, result_of, write_table
-from maect.report.titles import architecture_title, method_title
+from maect.report.titles import GLOSSARY, architecture_title, method_title
 
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EN DASH}"
@@ -229,6 +229,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     environment.filters["by_architecture"] = _by_architecture
+    environment.globals["glossary"] = GLOSSARY
     environment.filters["tex"] = lambda text: text.translate(_TEX)
     environment.filters["tex_number"] = lambda text: text.translate(_TEX).replace("+", "$+$")
     return environment
@@ -257,11 +258,14 @@ def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
             line["notes"].append(f"{line['paper_verdict']} by the paper's own numbers")
         if line["plain_knn"] not in ("", line["verdict"]):
             line["notes"].append(f"{line['plain_knn']} by k-NN on features as they are")
+    order = list(words)
+    decided = [line for line in lines if line["verdict"] != "not measured"]
+    del words["not measured"]
+    counted = (f"{counts[v]} {word or v}" for v, word in words.items() if v in counts)
     return {
-        "summary": ", ".join(
-            f"{counts[v]} {word or v}" for v, word in words.items() if v in counts
-        ),
-        "decided": [line for line in lines if line["verdict"] != "not measured"],
+        "summary": f"{len(decided)} of {len(lines)} statements could be decided"
+        + (": " + ", ".join(counted) if decided else ""),
+        "decided": sorted(decided, key=lambda line: order.index(line["verdict"])),
         "open": [line for line in lines if line["verdict"] == "not measured"],
     }
 

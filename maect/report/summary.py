@@ -3,20 +3,26 @@
 import base64
 import io
 import shlex
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from PIL import Image
 
-from maect.core.files import read_table_text, write_text
-from maect.report.configs import SummaryConfig
+from maect.core.entries import entries
+from maect.core.errors import counted
+from maect.core.files import read_mapping, read_table_text, write_text
+from maect.report.configs import Row, ShownConfig, SummaryConfig
 from maect.report.images import Explored
-from maect.report.registry import named_figure
+from maect.report.registry import named_figure, named_table
 from maect.report.render import printed, render_page, verdicts
 from maect.report.tables import read_table
+from maect.report.titles import method_title
 
 GROUPS, PICTURES = 6, 8
+SAMPLES, SIDE = 24, 64  # images of the data set, and pixels of their longer side
 
 
 def make_summary(path: Path) -> None:
@@ -40,6 +46,10 @@ def summary_page(config: SummaryConfig) -> str:
         description=config.description,
         **(vars(table) if table else {}),
         table=bool(table),
+        meaning=meaning(read_table(config.table)) if config.table else "",
+        remarks=equal_rows(config.table) if config.table else [],
+        made=made(config.table) if config.table else "",
+        samples=samples(config.shards) if config.shards else [],
         MISSING="",
         picture=data_uri(config.figure.read_bytes(), "png") if config.figure else "",
         picture_title=named_figure(config.figure.stem).title if config.figure else "",
@@ -49,13 +59,130 @@ def summary_page(config: SummaryConfig) -> str:
     )
 
 
+SENTENCES = {
+    "knn": "the nearest neighbours of a test image are of its class in {} of 100 cases",
+    "knn_standardized": "the nearest neighbours of a test image are of its class in {} of 100 "
+    "cases",
+    "linear_probe": "a linear classifier names the class of {} of 100 test images",
+    "low_shot_5": "with five labelled images per class, {} of 100 test images are classified right",
+    "accuracy": "groups found without labels agree with the classes for {} of 100 test images",
+}
+"""What a column says, by its name in the CSV; the first that was measured is said."""
+
+
+def meaning(frame: pd.DataFrame) -> str:
+    """What a table means, in a sentence about its last tuned model; empty if it cannot be said."""
+    for name, words in SENTENCES.items():
+        if name not in frame or frame[name].isna().all():
+            continue
+        known = frame[frame[name].notna()]
+        after = known.iloc[-1]
+        same = known[known["architecture"] == after["architecture"]]
+        before = same[same["method"].isin(["mae", "mae_public"])]
+        text = words.format(f"{after[name]:.0f}")
+        if len(before) and after["method"] not in ("mae", "mae_public"):
+            what = method_title(after["method"])
+            return f"With {what}, {text}; before tuning, in {before.iloc[0][name]:.0f}."
+        return f"With {method_title(after['method'])}, {text}."
+    return ""
+
+
+def equal_rows(table: Path) -> list[str]:
+    """A sentence for each model of a table with the very numbers of the one it was tuned from."""
+    frame, remarks = read_table(table), []
+    shown = named_table(table.stem).metrics
+    columns = [metric.name for metric in shown if metric.name in frame]
+    runs = {(row.architecture, row.method): row.runs for row in _rows(table)}
+    for _, same in frame.groupby("architecture", sort=False):
+        first, *others = (line for _, line in same.iterrows())
+        for line in others:
+            one, two = first[columns].astype(float), line[columns].astype(float)
+            both = one.notna() & two.notna()
+            if not both.any() or not (one[both] == two[both]).all():
+                continue
+            folder = table.parents[1] / "runs"
+            found = (entries(folder / run / "metrics.jsonl") for run in runs.get(_key(line), ()))
+            steps = max((logged[-1]["step"] for logged in found if logged), default=0)
+            what = f"{counted(steps, 'step')} of tuning have" if steps else "tuning has"
+            remarks.append(
+                f"{method_title(line['method'])} has the same numbers as "
+                f"{method_title(first['method'])}: {what} hardly changed the encoder. "
+                "Give it more epochs."
+            )
+    return remarks
+
+
+def _key(line: "pd.Series") -> tuple[str, str]:
+    return line["architecture"], line["method"]
+
+
+def _rows(table: Path) -> list[Row]:
+    """The models of a table, by its resolved file; none where there is none."""
+    config = table.with_suffix(".yaml")
+    return ShownConfig.read(config).rows if config.exists() else []
+
+
+def made(table: Path) -> str:
+    """When the trainings behind a table ended, and how long they took; empty if not known."""
+    names = [run for row in _rows(table) for run in row.runs]
+    records: dict[str, dict[str, Any]] = {}
+    while names:
+        run = names.pop()
+        record = read_mapping(table.parents[1] / "runs" / run / "run.json")
+        if record and run not in records:
+            records[run] = record
+            names += [record["source"]] if record.get("source") else []
+    trained = [record for record in records.values() if record.get("finished")]
+    hours = sum(record.get("device_hours", 0) / record.get("world_size", 1) for record in trained)
+    if not trained or not hours:
+        return ""
+    day = max(record["finished"] for record in trained)[:10]
+    took = f"{hours * 60:.0f} minutes" if hours < 2 else f"{hours:.1f} hours"
+    return f"{counted(len(trained), 'training')}, {took} together; the last one ended on {day}."
+
+
+def samples(shards: Path) -> list[str]:
+    """Some images of a split, as sources of `img`; none where they cannot be shown.
+
+    Shards hold images in random order.
+    """
+    found: list[str] = []
+    for name in (part["file"] for part in read_mapping(shards / "index.json").get("shards", [])):
+        try:
+            with tarfile.open(shards / name) as tar:
+                for member in tar:
+                    stream = tar.extractfile(member)
+                    picture = _thumbnail(stream.read()) if stream else None
+                    found += [picture] if picture else []
+                    if len(found) == SAMPLES:
+                        return found
+        except (OSError, tarfile.TarError):
+            break
+    return found
+
+
+def _thumbnail(image: bytes) -> str | None:
+    """A small copy of an image; None if it is none, or of other values than 8 bits."""
+    try:
+        with Image.open(io.BytesIO(image)) as opened:
+            if opened.mode not in ("1", "L", "LA", "P", "RGB", "RGBA"):
+                return None
+            small = opened.convert("RGB")
+            small.thumbnail((SIDE, SIDE))
+            stream = io.BytesIO()
+            small.save(stream, "JPEG", quality=85)
+    except (OSError, ValueError):
+        return None
+    return data_uri(stream.getvalue(), "jpeg")
+
+
 def _groups(path: Path) -> list[dict[str, Any]]:
     """The largest groups of images, with a few pictures of each."""
     explored = Explored.read(path)
     sizes = np.bincount(explored.arrays["clusters"])
     return [
         {
-            "number": number,
+            "number": number + 1,
             "size": size,
             "pictures": [
                 data_uri(explored.picture(row), "jpeg")

@@ -69,6 +69,24 @@ METHODS = {
     "random_erasing": "+ random erasing",
     "randaugment": "+ RandAugment (full recipe)",
 }
+GLOSSARY = {
+    "1 shot": "accuracy with one labelled image per class: logistic regression on the vectors",
+    "2 shot": "accuracy with two labelled images per class",
+    "5 shot": "accuracy with five labelled images per class",
+    "1 %": "accuracy after fine-tuning with 1 % of the labels",
+    "10 %": "accuracy after fine-tuning with 10 % of the labels",
+    "Linear probing": "accuracy of one linear layer that is trained on the vectors with all labels",
+    "k-NN": "accuracy of a vote among the nearest training images, compared by their vectors",
+    "k-NN, standardised": "k-NN with every number of the vectors at mean 0 and deviation 1",
+    "Accuracy": "accuracy after fine-tuning the whole encoder with labels",
+    "Cluster accuracy": "groups found without labels, matched with the classes as well as possible",
+    "Silhouette": "how far apart the true classes are: 100 apart, 0 and below overlapping",
+    "MAE": "masked autoencoder: the encoder before tuning",
+    "MAE-CT min": "after contrastive tuning with crops and flips",
+    "MAE-CT aug": "after contrastive tuning with crops, flips and colours",
+    "MIM-Refiner": "after tuning with heads on several blocks",
+}
+"""Words of tables, by a column's or a method's title."""
 _SWEEPS = {
     "epochs": "epochs",
     "trainable": "trainable blocks",

@@ -232,9 +232,19 @@ def test_the_report_in_a_browser(report: Path, tmp_path: Path, dark: bool, width
         title = "const h = document.querySelector('#app > div > nav + div h1');"
         assert browser.script(f"{title} return h.innerText") == "small"
         assert 0 <= browser.script(f"{title} return h.getBoundingClientRect().top") < 600
+        # Nothing is to the left of what can be scrolled to.
+        boxes = "return [...document.querySelectorAll('#app .prose :is(h1, h2, p, table, li)')]"
+        boxes += ".map(e => e.getBoundingClientRect()).filter(b => b.width)"
+        found = browser.script(f"{boxes}.map(b => [b.left, b.right])")
+        assert min(left for left, _ in found) >= 0
+        assert max(right for _, right in found) <= width
         verdict = browser.script(
             "return document.querySelector('#app > div > nav + div').innerText"
         )
+        assert "With MAE-CT min, the nearest neighbours of a test image are of its class" in verdict
+        assert "in 89 of 100 cases; before tuning, in 88." in verdict
+        words = browser.script("return [...document.querySelectorAll('abbr')].map(e => e.title)")
+        assert any("before tuning" in word for word in words)
         assert "hold" in verdict and "Tuning with minimal augmentation raises k-NN" in verdict
         assert "88.0" in verdict and "were not measured" in verdict and "iBOT" not in verdict
         assert (
