@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from maect.answers.encoder import ImageEncoder
 from maect.answers.vectors import Vectors, write_rows
+from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
-from maect.core.files import atomic_write, checked_sha256, read_json
+from maect.core.files import checked_sha256, read_json
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.low_shot import LowShot, fit, prepare
 from maect.evaluate.store import check, open_features
@@ -69,17 +70,14 @@ class Classifier:
             )
 
     def write(self, path: Path) -> None:
-        """Write a logistic regression to a safetensors file."""
-        from safetensors.numpy import save_file
-
+        """Write a logistic regression to a safetensors file, with its checksum."""
         texts = {
             "maect": _KIND,
             "class_names": json.dumps(self.class_names),
             "encoder_sha256": str(self.encoder_sha256),
             **({} if self.resize is None else {"resize": str(self.resize)}),
         }
-        with atomic_write(path) as temporary:
-            save_file({"weight": self.weight, "bias": self.bias}, temporary, texts)
+        write_arrays(path, {"weight": self.weight, "bias": self.bias}, texts)
 
 
 def classifier_of(run: Path) -> Path:
@@ -106,8 +104,11 @@ def read_classifier(path: Path) -> Classifier:
         )
     checked_sha256(path)
     tensors, texts = load_tensors(path)
+    fitted = texts.get("maect") == _KIND
+    if fitted:
+        read_arrays(path)
     resize = int(texts["resize"]) if "resize" in texts else None  # of before it was kept
-    if texts.get("maect") == _KIND:
+    if fitted:
         weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
         names = json.loads(texts["class_names"])
         return Classifier(weight, bias, names, texts["encoder_sha256"], True, resize)

@@ -2,13 +2,14 @@
 
 import base64
 import csv
+import hashlib
 import io
 import json
 import logging
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -32,6 +33,8 @@ from maect.recipes import Pixels
 log = logging.getLogger(__name__)
 
 FORMATS = (".parquet", ".npy", ".csv")
+_CHECKSUM = b"maect.sha256"
+"""Key of a parquet file's metadata."""
 _EVERY = 10.0
 """Seconds between messages of how far it is."""
 
@@ -82,10 +85,14 @@ class Vectors:
             column = table["vector"].combine_chunks()
             values = column.values.to_numpy().reshape(-1, column.type.list_size)
             labels = table["label"].to_pylist() if "label" in table.column_names else None
-            return cls(table["file"].to_pylist(), values, labels, about)
-        except (pa.ArrowException, KeyError, ValueError, AttributeError) as error:
+            found = cls(table["file"].to_pylist(), values, labels, about)
+            promised = (parquet.read_metadata(path).metadata or {})[_CHECKSUM]
+        except (pa.ArrowException, KeyError, ValueError, AttributeError, OSError) as error:
             why = " ".join(str(error).split())
-            raise UserError(f"{path}: not written by `maect embed` ({why})") from None
+            raise UserError(f"{path}: damaged, or not written by `maect embed` ({why})") from None
+        if _Content().add(found).digest() != promised:
+            raise UserError(f"{path}: damaged (its checksum differs); delete it and embed again")
+        return found
 
     def check(self, encoder: ImageEncoder, path: Path) -> None:
         """Refuse an encoder whose vectors cannot be compared with these.
@@ -142,7 +149,7 @@ def _write_parquet(path: Path, parts: Iterable[Vectors]) -> None:
     from pyarrow import parquet
 
     with atomic_write(path) as temporary, ExitStack() as stack:
-        writer = None
+        writer, content = None, _Content()
         for part in parts:
             vectors = pa.FixedSizeListArray.from_arrays(part.values.ravel(), part.values.shape[1])
             columns = {"file": pa.array(part.files, pa.string()), "vector": vectors}
@@ -152,6 +159,33 @@ def _write_parquet(path: Path, parts: Iterable[Vectors]) -> None:
             if writer is None:
                 writer = stack.enter_context(parquet.ParquetWriter(temporary, table.schema))
             writer.write_table(table)
+            content.add(part)
+        if writer is not None:
+            writer.add_key_value_metadata({_CHECKSUM: content.digest()})
+
+
+class _Content:
+    """Checksum of all that a file has: names, numbers, labels, and what made them."""
+
+    def __init__(self) -> None:
+        self._parts = {name: hashlib.sha256() for name in ("file", "vector", "label")}
+        self._about: dict[str, Any] = {}
+        self._shape = [0, 0]
+
+    def add(self, part: Vectors) -> "_Content":
+        """Add a part that comes next."""
+        self._parts["vector"].update(np.ascontiguousarray(part.values).data)
+        for name, texts in (("file", part.files), ("label", part.labels or [])):
+            for text in texts:
+                self._parts[name].update(json.dumps(text).encode())
+        self._shape = [self._shape[0] + len(part.files), part.values.shape[1]]
+        self._about = part.about
+        return self
+
+    def digest(self) -> bytes:
+        """Return it in hex."""
+        sums = {name: each.hexdigest() for name, each in self._parts.items()}
+        return digest(sums, self._shape, self._about).encode()
 
 
 def _write_csv(path: Path, parts: Iterable[Vectors]) -> None:
@@ -410,9 +444,10 @@ class _Work:
         ]
         file = folder / f"{digest(self.about, facts)}.parquet"
         if file.is_file():
-            part = Vectors.read(file)
-            self._count(len(part.files), rows, part.about["left_out"], len(rows))
-            return file
+            with suppress(UserError):  # a damaged one is made again
+                part = Vectors.read(file)
+                self._count(len(part.files), rows, part.about["left_out"], len(rows))
+                return file
         before = dict(self.left_out)
         part = self.part(rows)
         new = {name: why for name, why in self.left_out.items() if name not in before}

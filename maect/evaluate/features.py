@@ -5,31 +5,28 @@ writes each one when it is complete; rank 0 joins them. So a restarted job skips
 any number of ranks, and the world size does not change a bit of the result.
 """
 
-import hashlib
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 from torch import Tensor
 
 from maect.core import distributed
+from maect.core.arrays import read_arrays, write_arrays
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
-from maect.core.files import atomic_write
 from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
 from maect.data.transforms import normalize
 from maect.evaluate.base import encoder_checksum
-from maect.evaluate.store import write_features
+from maect.evaluate.store import own_name, write_features
 from maect.models.precision import Precision, mixed_precision
 from maect.models.vit import Features
 from maect.models.weights import load_any_encoder
@@ -228,6 +225,7 @@ def extract(
     index.check_channels(model.settings.pixels.channels)
     resize = resize or model.settings.default_resize
     record = {
+        "name": own_name(out),
         "run": encoder.parent.name,
         "encoder_sha256": encoder_checksum(encoder.parent),
         "index_digest": index.digest,
@@ -357,30 +355,21 @@ class OnItsWay:
         return values
 
 
-def _sha256(features: NDArray[np.float32]) -> str:
-    return hashlib.sha256(features.data).hexdigest()
-
-
 def write_part(file: Path, features: NDArray[np.float32]) -> None:
-    """Write some rows of features atomically, with their checksum."""
-    with atomic_write(file) as temporary:
-        save_file({"features": features}, temporary, {"sha256": _sha256(features)})
+    """Write some rows of features atomically; the file says its name, which says whose they are."""
+    write_arrays(file, {"features": features}, {"name": file.name})
 
 
 def read_part(file: Path) -> NDArray[np.float32] | None:
     """Return what `write_part` wrote; None if it is missing or damaged, and is made again."""
-    if not file.exists():
-        return None
     try:
         return _read(file)
-    except (SafetensorError, OSError, ValueError, KeyError):
+    except (UserError, OSError):
         return None
 
 
 def _read(file: Path) -> NDArray[np.float32]:
-    with safe_open(file, framework="numpy") as handle:
-        metadata: dict[str, Any] = handle.metadata() or {}
-        features: NDArray[np.float32] = handle.get_tensor("features")
-    if _sha256(features) != metadata["sha256"]:
-        raise ValueError(f"{file}: damaged")
-    return features
+    arrays, texts = read_arrays(file)
+    if texts.get("name") != file.name:
+        raise UserError(f"{file}: written as {texts.get('name')}; delete it and start again")
+    return arrays["features"]

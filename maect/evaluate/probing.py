@@ -12,19 +12,17 @@ from pathlib import Path
 from typing import Any
 from typing import Protocol as Interface
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from maect.core import distributed
+from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
-from maect.core.files import atomic_write
 from maect.data.index import Index
 from maect.data.loader import train_batches
 from maect.data.transforms import augment
 from maect.evaluate.base import Interrupted
 from maect.evaluate.trained import Trainee, TrainsProbe, Trial
-from maect.models.weights import open_tensors
 from maect.recipes import View
 from maect.train.optimizer import schedule
 
@@ -156,9 +154,8 @@ class Probing:
         if self.context.rank:
             return
         record = {"format": FORMAT, "identity": self.identity, "step": self.step, "done": self.done}
-        with atomic_write(self.file) as temporary:
-            plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-            save_file(plain, temporary, {"record": json.dumps(record | {"own": self.probe.record})})
+        plain = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
+        write_arrays(self.file, plain, {"record": json.dumps(record | {"own": self.probe.record})})
         self.context.saved(self.step)
 
     def _load(self) -> None:
@@ -224,12 +221,11 @@ def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
     if not file.exists():
         return None, ""
     try:
-        with open_tensors(file) as handle:
-            record: dict[str, Any] = json.loads(handle.metadata()["record"])
+        record: dict[str, Any] = json.loads(read_arrays(file)[1]["record"])
         if record["format"] != FORMAT:
             return None, "saved by another version of maect"
         if record["identity"] != identity:
             return None, "of another encoder, other images or other settings"
-    except (SafetensorError, KeyError, TypeError, ValueError):
+    except (UserError, KeyError, TypeError, ValueError):
         return None, "not a saved training, or damaged"
     return record, ""

@@ -9,7 +9,7 @@ from typing import Any
 from maect import __version__
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
-from maect.core.files import checked_sha256, read_json, sha256_file, write_record
+from maect.core.files import checked_sha256, read_json, read_mapping, sha256_file, write_record
 from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import open_index
@@ -25,7 +25,7 @@ from maect.evaluate.base import (
     Trained,
     encoder_checksum,
 )
-from maect.evaluate.store import open_record
+from maect.evaluate.store import open_record, own_name
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
 
@@ -145,7 +145,7 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
             made from the encoder, or are of other images.
     """
     encoder = job.run / "encoder.safetensors"
-    actual = encoder_checksum(job.run) if encoder.exists() else None
+    actual = encoder_checksum(job.run) if encoder.exists() else _promised(job.run)
     declared = protocol.inputs().items()
     for name, kind in declared:
         if isinstance(kind, Left) and name in job.inputs and job.path(name).exists():
@@ -162,17 +162,26 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
     return actual or next(iter(made.values()), None)
 
 
+def _promised(run: Path) -> str | None:
+    """sha256 that a run's record promises of its encoder; None: there is no record."""
+    promised: dict[str, str] = read_mapping(run / "run.json").get("sha256", {})
+    return promised.get("encoder.safetensors")
+
+
 def _features_record(path: Path, kind: Features) -> dict[str, Any]:
     """What a features file says of itself, if it is what its place in the results says.
 
     Raises:
-        UserError: made of another split than its name says, of other images than the split's
-            shards have now, or with or without the encoder's final norm where that is not asked.
+        UserError: made of another split or data set than its name says, of other images than the
+            split's shards have now, or with or without the encoder's final norm where that is not
+            asked.
     """
     made, shards = open_record(path), shards_of(path, kind.split)
     split, digest = made.get("split", kind.split), index_digest(shards) if shards else None
     if split != kind.split and f"-{kind.split}." in f"{path.stem}.":
         raise UserError(f"{path}: made of the split {split}; delete it: it is extracted again")
+    if None not in (name := made.get("name"), own := own_name(path)) and name != own:
+        raise UserError(f"{path}: made as {name}; delete it: it is extracted again")
     if made.get("norm", kind.norm) != kind.norm:
         how = "without" if kind.norm else "with"
         raise UserError(f"{path}: made {how} the encoder's final norm; extract it again")

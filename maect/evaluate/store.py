@@ -134,6 +134,11 @@ def open_features(path: str | Path) -> FeatureFile:
     return features
 
 
+def own_name(path: Path) -> str | None:
+    """DATASET-SPLIT of features in a results folder, `features/RUN`; elsewhere names are free."""
+    return path.stem if path.absolute().parents[1].name == "features" else None
+
+
 def open_record(path: str | Path) -> dict[str, Any]:
     """What a features file says about its making, without reading the rest of it.
 

@@ -21,6 +21,7 @@ from maect.experiment import resolve
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
 from maect.experiment.shards import is_made_otherwise
+from maect.stages.imported import is_another_file
 
 
 def outdated(experiment: Experiment) -> list[Path]:
@@ -74,6 +75,8 @@ class _Comparison:
         if not settings.trains:
             layout, timm = (getattr(settings, key) for key in ("layout", "timm"))
             weights = made.get("weights", {})
+            if told.weights is not None and is_another_file(told.weights, weights):
+                return True
             made = {**made, "layout": weights.get("layout"), "timm": weights.get("timm")}
             if layout is None and "encoder" in made:  # found in the weights, and this with it
                 shape["class_token"] = made["encoder"].get("class_token", True)

@@ -14,7 +14,9 @@ from maect.core.files import (
     atomic_write,
     checked_sha256,
     read_json,
+    sealed,
     sha256_file,
+    verified,
     write_json,
     write_text,
 )
@@ -23,6 +25,9 @@ from maect.recipes import IMAGENET, Encoder
 
 MODEL = "model.safetensors"
 TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
+
+_READ = ("input_size", "crop_pct")
+"""Of `pretrained_cfg`: what the resize is read from."""
 
 # timm's models by (patch size, width, depth); any other shape is one of these with arguments.
 _ARCHITECTURES = {
@@ -93,12 +98,14 @@ def export_run(
     if head is None:
         with atomic_write(out / MODEL) as temporary:
             shutil.copyfile(source, temporary)
-        config["sha256"] = checksum
+        sha256 = checksum
     else:
         classes = _write_classifier(source, head, out / MODEL)
         config |= {"num_classes": len(classes), "label_names": classes}
         config["pretrained_cfg"] |= {"num_classes": len(classes), "label_names": classes}
-        config |= {"sha256": sha256_file(out / MODEL), "encoder_sha256": checksum}
+        sha256 = sha256_file(out / MODEL)
+    read = {key: config["pretrained_cfg"][key] for key in _READ}
+    config["maect"] = sealed({"sha256": sha256, "encoder_sha256": checksum} | read)
     write_json(out / "config.json", config)
     # What timm would otherwise take from its own model of that name.
     transform = {
@@ -137,15 +144,21 @@ def read_export(folder: Path) -> tuple[Path, str, int]:
     Raises:
         UserError: damaged, or not as `export_run` writes it.
     """
-    config, weights = read_json(folder / "config.json"), folder / MODEL
+    path, weights = folder / "config.json", folder / MODEL
+    config = read_json(path)
     try:
-        promised, cfg = config["sha256"], config["pretrained_cfg"]
-        identity = config.get("encoder_sha256", promised)
-        resize = math.floor(cfg["input_size"][-1] / cfg["crop_pct"])
+        told = verified(config["maect"])
+        same = all(told[key] == config["pretrained_cfg"][key] for key in _READ)
+        promised, identity = told["sha256"], told["encoder_sha256"]
+        resize = math.floor(told["input_size"][-1] / told["crop_pct"])
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); export it again") from None
     except (KeyError, TypeError, IndexError):
         raise UserError(
             f"{folder}: not written by `maect export`; `maect import` reads weights of others"
         ) from None
+    if not same:
+        raise UserError(f"{path}: {' or '.join(_READ)} edited; export it again with --resize")
     if not weights.exists() or sha256_file(weights) != promised:
         raise UserError(f"{weights}: missing or damaged (see config.json); export it again")
     return weights, identity, resize

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from maect.core.arrays import sort_metadata
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, patiently
 from maect.models.timm_encoder import TimmEncoder, build_timm
@@ -25,24 +26,7 @@ def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic_write(path) as temporary:
         save_file(plain, temporary, {"format": "pt", **metadata})
-        _sort_metadata(temporary)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata in a file's header, which safetensors writes in a random order.
-
-    The checksum of an encoder is part of the identity of the runs that start from it. The header is
-    JSON after eight bytes of its length, and may end with spaces.
-    """
-    with open(path, "r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(text) > length:
-            raise ValueError(f"{path}: header grew from {length} to {len(text)} bytes")
-        file.seek(8)
-        file.write(text.ljust(length))
+        sort_metadata(temporary)
 
 
 def open_tensors(path: str | Path) -> safe_open:

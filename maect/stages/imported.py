@@ -1,6 +1,7 @@
 """Encoders that others have trained."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -79,7 +80,7 @@ def import_weights(
         raise UserError(f"{folder}: holds a run that was trained here; import into another folder")
     exported = weights if weights.is_dir() else weights.parent
     about = read_mapping(exported / "config.json")
-    if "encoder_sha256" in about or {"sha256", "pretrained_cfg"} <= about.keys():
+    if {"maect", "pretrained_cfg"} <= about.keys():
         # How it reads images would be lost.
         raise UserError(
             f"{exported}: written by `maect export`; import the run's own weights, or use the "
@@ -97,7 +98,7 @@ def import_weights(
     for name, tensor in new.tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{weights}: {name} has values that are not finite; fetch it again")
-    sha256 = sha256_file(weights)
+    sha256, found = sha256_file(weights), weights.stat()
     record.unlink(missing_ok=True)  # it would be about another encoder for a moment
     save_encoder(folder / "encoder.safetensors", new.tensors, new.encoder, new.pooling)
     write_record(
@@ -109,6 +110,8 @@ def import_weights(
             "weights": {
                 "file": weights.name,
                 "sha256": sha256,
+                "size": found.st_size,
+                "modified": found.st_mtime_ns,
                 "layout": layout,
                 "left_out": new.left_out,
                 **({} if new.timm is None else _timm_record(new)),
@@ -125,6 +128,25 @@ def import_weights(
         },
     )
     return layout, new
+
+
+def is_another_file(weights: Path, imported: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint is there and has other bytes than the one that was imported.
+
+    It is read only where its size or time differs.
+
+    Args:
+        weights: the checkpoint.
+        imported: `weights` of the run's record.
+    """
+    try:
+        found = weights.stat()
+        same = found.st_size, found.st_mtime_ns
+        if same == (imported.get("size"), imported.get("modified")):
+            return False
+        return "sha256" in imported and sha256_file(weights) != imported["sha256"]
+    except OSError:  # not needed any more
+        return False
 
 
 def _timm_record(new: "Converted") -> dict[str, Any]:

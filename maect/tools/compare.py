@@ -1,6 +1,7 @@
 """Compare encoders on folders of images: features made once, and a table of what they know."""
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -9,13 +10,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from maect import __version__, load
 from maect.answers.encoder import ImageEncoder
+from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError, counted
-from maect.core.files import atomic_write
 from maect.core.settings import digest
 from maect.data.sources import Entry, ImageSource, open_source
 from maect.evaluate.features import BATCH, read_part, write_part
@@ -257,27 +256,23 @@ def measured(
 
 
 def _write_scores(file: Path, scores: dict[str, Score]) -> None:
-    """Keep the score of each image."""
-    tensors = {name: score.per_image for name, score in scores.items()}
-    tensors |= {f"{name}.sets": np.array(score.sets) for name, score in scores.items()}
-    with atomic_write(file) as temporary:
-        save_file(tensors, temporary, {name: score.chosen for name, score in scores.items()})
+    """Keep the score of each image; the file says its name, which says of what they are."""
+    arrays = {name: score.per_image for name, score in scores.items()}
+    arrays |= {f"{name}.sets": np.array(score.sets) for name, score in scores.items()}
+    chosen = {name: score.chosen for name, score in scores.items()}
+    write_arrays(file, arrays, {"name": file.name, "chosen": json.dumps(chosen)})
 
 
 def _read_scores(file: Path) -> dict[str, Score] | None:
-    """Return kept scores; None if there are none."""
-    if not file.exists():
-        return None
+    """Return kept scores; None if they are missing or damaged, and are made again."""
     try:
-        with safe_open(file, framework="numpy") as handle:
-            chosen = handle.metadata() or {}
-            return {
-                name: Score(
-                    handle.get_tensor(name),
-                    chosen[name],
-                    tuple(handle.get_tensor(f"{name}.sets").tolist()),
-                )
-                for name in chosen
-            }
-    except (SafetensorError, OSError, ValueError, KeyError):
+        arrays, texts = read_arrays(file)
+    except (UserError, OSError):
         return None
+    if texts.get("name") != file.name:
+        return None
+    chosen: dict[str, str] = json.loads(texts["chosen"])
+    return {
+        name: Score(arrays[name], how, tuple(arrays[f"{name}.sets"].tolist()))
+        for name, how in chosen.items()
+    }

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.errors import UserError
-from maect.core.files import read_mapping, write_text
+from maect.core.files import read_json, write_text
 from maect.evaluate import load_evaluation
-from maect.evaluate.base import encoder_settings
+from maect.evaluate.base import encoder_checksum, encoder_settings
 from maect.recipes import Encoder
 
 COLUMNS = (
@@ -37,7 +37,8 @@ def leaderboard(runs: list[Path], out: Path) -> str:
         out: folder to write to.
 
     Raises:
-        UserError: an evaluation is missing, or two runs have the same name.
+        UserError: an evaluation is missing, damaged or of another encoder than the run has, or two
+            runs have the same name.
     """
     names = [Path(os.path.abspath(run)).name for run in runs]
     if len({*names}) < len(names):
@@ -57,6 +58,7 @@ def leaderboard(runs: list[Path], out: Path) -> str:
 def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The line of one run, and its logs by path."""
     encoder, folder = encoder_settings(run), run.parents[1] / "evaluations" / name
+    sha256 = encoder_checksum(run)
     read = "cls" if encoder.class_token else "mean"
     row: dict[str, Any] = {
         "method": name,
@@ -72,7 +74,7 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     logs: dict[str, list[str]] = {}
     notes = []
     for column, evaluation in PROBES.items():
-        result = _result(folder, evaluation)
+        result = _result(folder, evaluation, sha256)
         settings, values = result["settings"], result["metrics"]["by_epoch"]
         row |= {column: f"{max(values):.2f}", f"{column}_log": f"logs/{name}/{column}.txt"}
         usual = load_evaluation(evaluation, "large")[1].model_dump(mode="json")
@@ -87,7 +89,7 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         there = (folder / f"{evaluation}.json").exists() and encoder.class_token
         if features == "final_norm" and not there:
             continue
-        result = _result(folder, evaluation)
+        result = _result(folder, evaluation, sha256)
         pooled = result["provenance"]["splits"]["train"]["pooling"].replace("fc_norm", "mean")
         if pooled != read:
             notes.append(f"no k-NN: features pooled by {pooled}, the linear probe reads {read}")
@@ -110,16 +112,19 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     return row | {"notes": "; ".join(notes)}, logs
 
 
-def _result(folder: Path, evaluation: str) -> dict[str, Any]:
-    """The JSON of an evaluation.
+def _result(folder: Path, evaluation: str, sha256: str) -> dict[str, Any]:
+    """The JSON of an evaluation of the encoder with this checksum.
 
     Raises:
-        UserError: it is not there.
+        UserError: it is not there, damaged, or of another encoder.
     """
     path = folder / f"{evaluation}.json"
     if not path.exists():
         raise UserError(f"{path}: no such result; add {evaluation} to the experiment's `evaluate`")
-    return read_mapping(path)
+    result: dict[str, Any] = read_json(path)
+    if result["provenance"]["encoder_sha256"] != sha256:
+        raise UserError(f"{path}: of an encoder that {folder.name} no longer has; evaluate again")
+    return result
 
 
 def _architecture(encoder: Encoder) -> str:

@@ -15,6 +15,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.settings import Settings, validated
 from maect.train.run_folder import noted, origin, write_noted
+from maect.train.stage import COMPUTED, NEVER_DECISIVE, Training
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -43,9 +44,11 @@ class Attempt(Settings):
     """Those of `VARIABLES` that are set."""
     compiled: bool
     """Whether the blocks are compiled, which `compile: true` asks for."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Those of the stage that say how it is computed."""
 
     @classmethod
-    def now(cls, context: Context, step: int, compiled: bool) -> Self:
+    def now(cls, context: Context, step: int, compiled: bool, stage: Training) -> Self:
         """Return what computes here; called on every rank."""
         import torch
 
@@ -66,6 +69,7 @@ class Attempt(Settings):
             instructions=instructions,
             environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
             compiled=compiled,
+            settings=stage.model_dump(mode="json", include={*COMPUTED, *NEVER_DECISIVE}),
         )
 
     def differences(self, before: "Attempt") -> Iterator[str]:
@@ -109,8 +113,9 @@ def _text(value: Any) -> str:
 
 
 def _flat(attempt: Attempt) -> dict[str, Any]:
-    values = attempt.model_dump(mode="json", exclude={"step", "versions", "environment"})
-    return values | attempt.versions | attempt.environment
+    parts = "versions", "environment", "settings"
+    values = attempt.model_dump(mode="json", exclude={"step", *parts})
+    return values | attempt.versions | attempt.environment | attempt.settings
 
 
 def _cpu_name() -> str:

@@ -152,20 +152,16 @@ def replaced(folder: Path, identity: str) -> str | None:
     )
 
 
-def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> list[str]:
+def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     """Make the folder that of this run: set aside what another run left, note the recipe.
 
     For rank 0, before anything is read.
-
-    Returns:
-        How a run that resumes is computed otherwise, a sentence for each setting.
 
     Raises:
         UserError: there is a log, and no record of whose it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     known, told = folder / "recipe.json", {"fingerprint": identity, **recipe}
-    said = list[str]()
     if change := replaced(folder, identity):
         log.warning("%s", change)
         other = str(noted(folder).get("fingerprint"))
@@ -183,7 +179,6 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> list[str]:
         _put_back(before, folder)
     if known.exists():
         old = noted(folder)
-        said = _changes(old.get("recipe", {}), recipe["recipe"])
         began = old.get("began_with", old.get("recipe"))
         told |= {} if began == recipe["recipe"] else {"began_with": began}
         told |= {key: old[key] for key in ("saved", "attempts") if key in old}
@@ -196,7 +191,6 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> list[str]:
     if changes:
         write_text(folder / "source.diff", changes)
     write_record(known, told)
-    return said
 
 
 def noted(folder: Path) -> dict[str, Any]:
@@ -234,16 +228,6 @@ def check_not_lost(folder: Path, step: int = 0) -> None:
             "back from a copy, or delete recipe.json, job.json and metrics.jsonl beside it to "
             "train from the beginning"
         )
-
-
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """How a run that resumes is computed otherwise, a sentence for each setting."""
-    return [
-        f"resumes with {name} {now[name]}, it was {before[name]}: "
-        "the result may differ in the last bits"
-        for name in sorted(before.keys() & now.keys())
-        if before[name] != now[name]
-    ]
 
 
 def origin() -> dict[str, Any]:

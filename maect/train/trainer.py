@@ -146,13 +146,13 @@ def train(
     stage.check_ranks(context.world_size)
     images = stage.training_images(split)
     scores = _scores(run, split)
-    identity, fence, said = None, None, []
+    identity, fence, said = None, None, list[str]()
     if context.rank == 0:
         split.check_rows()
         identity = fingerprint(
             folder, stage.name, stage, run.encoder, run.seed, split.digest, run.source
         )
-        said = claim(folder, identity, _told(run))
+        claim(folder, identity, _told(run))
         fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
@@ -185,7 +185,7 @@ def train(
         record, reader = reader.record, None
 
     # ---- what computes it
-    attempt = Attempt.now(context, step, engine.compiled)
+    attempt = Attempt.now(context, step, engine.compiled, stage)
     if context.rank == 0:
         said += note_attempt(folder, attempt)
         without = "computed without, which may change the last bits"

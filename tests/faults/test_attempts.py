@@ -22,6 +22,7 @@ from maect.train.attempts import Attempt, note_attempt, threads_before
 SEEN: dict[str, Any] = {
     "step": 0, "revision": "a", "versions": {"torch": "2.0", "maect": "1"}, "ranks": 2,
     "threads": 2, "device": "one", "instructions": "AVX2", "environment": {}, "compiled": True,
+    "settings": {"attention": "sdpa"},
 }  # fmt: skip
 
 
@@ -43,13 +44,17 @@ def attempt(**changes: Any) -> Attempt:
             "resumes with ONEDNN_MAX_CPU_ISA AVX2, it was not set",
         ),
         ({"compiled": False}, "resumes with compiled False, it was True"),
+        (
+            {"settings": {"attention": "flash_attn"}},
+            "resumes with attention flash_attn, it was sdpa",
+        ),
     ],
     ids=str,
 )
 def test_another_machine_between_kill_and_resume(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    """Audit 6: another revision, version, CPU, limit, number of threads or compiler: one line."""
+    """Audit 6: another revision, version, CPU, limit, threads, compiler or setting: one line."""
     write_record(tmp_path / "recipe.json", {"fingerprint": "f"})
     assert note_attempt(tmp_path, attempt()) == []
     assert note_attempt(tmp_path, attempt(step=5)) == []

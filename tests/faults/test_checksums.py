@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import maect
+from maect.answers.vectors import Vectors
 from maect.cli import main
 from maect.core.context import SingleRank
 from maect.core.entries import finished_entries
@@ -17,9 +19,12 @@ from maect.core.files import read_json, read_table_text, sha256_file, write_reco
 from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
 from maect.data.sources.changes import changes, may_differ
-from maect.evaluate import EvaluationConfig
-from maect.evaluate.features import extract
+from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.evaluate.features import extract, read_part, write_part
 from maect.evaluate.run import Completion, evaluate
+from maect.evaluate.training_free import Score
+from maect.stages.imported import is_another_file
+from maect.tools.compare import _read_scores, _write_scores
 from maect.train import trainer
 
 RUN = "results/runs/ct_tiny"
@@ -206,6 +211,192 @@ def test_images_that_were_copied_are_the_same(tmp_path: Path) -> None:
     (shards / "index.json").unlink()
     next(images.glob("a/*")).touch()
     assert changes(shards) is None
+
+
+def embedded(pipeline: Path, name: str, *words: str) -> Path:
+    """Vectors of the images of `val` with their classes, by the run's encoder."""
+    out = pipeline / name
+    given = [str(pipeline / RUN), str(pipeline / "images/val"), "--out", str(out)]
+    assert main(["embed", *given, "--kind", "folder", *words]) == 0
+    return out
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_vectors_that_were_damaged(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flipped bit in the numbers of `maect embed`: no search, no classes, nothing added."""
+    vectors, images = embedded(pipeline, "vectors.parquet"), pipeline / "images/val"
+    right = Vectors.read(vectors)
+    flip(vectors, vectors.read_bytes().index(right.values[3].tobytes()[:16]))
+    query = str(next(images.rglob("*.png")))
+    for words in (
+        ["search", str(pipeline / RUN), str(vectors), query],
+        ["cluster", str(vectors), "--out", str(pipeline / "clusters")],
+        ["predict", str(pipeline / RUN), str(images), "--labelled", str(vectors),
+         "--classifier", str(pipeline / "c.safetensors"), "--out", str(pipeline / "c.csv")],
+        ["embed", str(pipeline / RUN), str(images), "--out", str(vectors)],
+    ):  # fmt: skip
+        capsys.readouterr()
+        assert main(words) == 2, words
+        assert "vectors.parquet: damaged (its checksum differs)" in capsys.readouterr().err
+
+
+def test_vectors_of_another_encoder(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Vectors of before the encoder was replaced: not searched, not added to, fit no classifier."""
+    vectors, images = embedded(pipeline, "vectors.parquet"), pipeline / "images/val"
+    before = Vectors.read(vectors)
+    train_otherwise(pipeline / RUN)
+    query = str(next(images.rglob("*.png")))
+    assert main(["search", str(pipeline / RUN), str(vectors), query]) == 2
+    assert "made with another encoder" in capsys.readouterr().err
+    words = ["--labelled", str(vectors), "--classifier", str(pipeline / "c.safetensors")]
+    out = ["--out", str(pipeline / "c.csv")]
+    assert main(["predict", str(pipeline / RUN), str(images), *words, *out]) == 2
+    assert "the vectors of another encoder" in capsys.readouterr().err
+    embedded(pipeline, "vectors.parquet")
+    assert not np.allclose(Vectors.read(vectors).values, before.values)
+
+
+def test_a_classifier_that_was_damaged(pipeline: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A flipped bit of a classifier that `maect predict` kept."""
+    vectors, kept = embedded(pipeline, "vectors.parquet"), pipeline / "c.safetensors"
+    words = [
+        "predict",
+        str(pipeline / RUN),
+        str(pipeline / "images/val"),
+        "--classifier",
+        str(kept),
+    ]
+    out = ["--out", str(pipeline / "c.csv")]
+    assert main([*words, "--labelled", str(vectors), *out]) == 0
+    assert main([*words, *out]) == 0
+    flip(kept, -5)
+    assert main([*words, *out]) == 2
+    assert "c.safetensors: damaged (its checksum differs)" in capsys.readouterr().err
+
+
+def test_kept_parts_and_scores_under_each_others_names(tmp_path: Path) -> None:
+    """Parts of features, and scores of `maect compare`: a damaged or renamed one is made again."""
+    one, other = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    for number, path in enumerate((one, other)):
+        write_part(path, np.full((3, 4), number, np.float32))
+    part = read_part(one)
+    assert part is not None and (part == 0).all()
+    exchange(one, other)
+    assert read_part(one) is None is read_part(other)
+    for number, path in enumerate((one, other)):
+        _write_scores(path, {"knn": Score(np.array([50.0, number]), "k 1", (1.0, 2.0))})
+    found = _read_scores(one)
+    assert found is not None and found["knn"].per_image.tolist() == [50.0, 0.0]
+    assert found["knn"].sets == (1.0, 2.0) and found["knn"].chosen == "k 1"
+    exchange(one, other)
+    assert _read_scores(one) is None is _read_scores(other)
+    exchange(one, other)
+    flip(one, -8)
+    assert _read_scores(one) is None is not _read_scores(other)
+
+
+def test_features_of_another_data_set(pipeline: Path) -> None:
+    """Features of the same split of another data set, whose shards are not there."""
+    features = pipeline / "results/features/ct_tiny"
+    shutil.rmtree(pipeline / "results/shards")
+    for split in ("train", "val"):
+        (features / f"digits-{split}.safetensors").rename(features / f"other-{split}.safetensors")
+    config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
+    text = config.read_text()
+    assert "digits-val" in text
+    config.write_text(text.replace("digits-", "other-"))
+    with pytest.raises(UserError, match=r"other-\w+\.safetensors: made as digits-(train|val)"):
+        evaluate(SingleRank(cpus=2), config=config)
+
+
+def test_features_of_an_encoder_whose_file_is_gone(pipeline: Path) -> None:
+    """The run's record still promises another one."""
+    train_otherwise(pipeline / RUN)
+    (pipeline / RUN / "encoder.safetensors").unlink()
+    config = pipeline / "results/evaluations/ct_tiny/knn.yaml"
+    with pytest.raises(UserError, match="made from another encoder than"):
+        evaluate(SingleRank(cpus=2), config=config)
+
+
+def leaderboard_results(pipeline: Path) -> Path:
+    """Results of the three protocols that it asks for, as short as may be."""
+    run = pipeline / RUN
+    for name in ("lars_linear_probe", "efficient_probe", "knn_leaderboard"):
+        result = {
+            "metrics": {"by_epoch": [40.0, 50.0], "sweep": []},
+            "settings": load_evaluation(name, "tiny")[1].model_dump(mode="json"),
+            "provenance": {
+                "encoder_sha256": sha256_file(run / "encoder.safetensors"),
+                "splits": {"train": {"pooling": "cls"}},
+            },
+        }
+        write_record(pipeline / f"results/evaluations/ct_tiny/{name}.json", result)
+    return run
+
+
+def test_rows_of_the_leaderboard_are_of_the_encoder(
+    pipeline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`maect leaderboard` after the encoder was replaced, and of a damaged result."""
+    run = leaderboard_results(pipeline)
+    words = ["leaderboard", str(run), "--out", str(pipeline / "board")]
+    assert main(words) == 0
+    probe = pipeline / "results/evaluations/ct_tiny/lars_linear_probe.json"
+    text = probe.read_text()
+    probe.write_text(text.replace("50.0", "51.0"))
+    assert main(words) == 2
+    assert "lars_linear_probe.json: damaged" in capsys.readouterr().err
+    probe.write_text(text)
+    train_otherwise(run)
+    assert main(words) == 2
+    assert "of an encoder that ct_tiny no longer has" in capsys.readouterr().err
+
+
+def test_an_exported_folder_that_was_edited(
+    pipeline: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, their crop or their record: another digit is no other resize."""
+    out, image = pipeline / "export", next((pipeline / "images/val").rglob("*.png"))
+    assert main(["export", str(pipeline / RUN), str(out), "--resize", "20"]) == 0
+    assert maect.load(out, "cpu").resize == 20
+    text = (out / "config.json").read_text()
+    for part, words in (("pretrained_cfg", "crop_pct edited"), ("maect", "damaged")):
+        config = json.loads(text)
+        config[part]["crop_pct"] = 1.0
+        (out / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UserError, match=words):
+            maect.load(out, "cpu")
+    (out / "config.json").write_text(text)
+    flip(out / "model.safetensors", -4)
+    assert main(["embed", str(out), str(image.parent), "--out", str(pipeline / "x.npy")]) == 2
+    assert "model.safetensors: missing or damaged" in capsys.readouterr().err
+
+
+def test_weights_that_were_replaced_are_imported_again(tmp_path: Path) -> None:
+    """Another file under the name of the one that was imported, of its size and an old time."""
+    weights = tmp_path / "w.pth"
+    weights.write_bytes(b"first")
+    found = weights.stat()
+    noted = {
+        "file": "w.pth", "sha256": sha256_file(weights),
+        "size": found.st_size, "modified": found.st_mtime_ns,
+    }  # fmt: skip
+    assert not is_another_file(weights, noted)
+    weights.touch()
+    assert not is_another_file(weights, noted)
+    shutil.copy(weights, tmp_path / "moved.pth")
+    assert not is_another_file(tmp_path / "moved.pth", noted)
+    weights.write_bytes(b"other")
+    os.utime(weights, ns=(1, 1))
+    assert is_another_file(weights, noted)
+    weights.unlink()
+    assert not is_another_file(weights, noted)
 
 
 def test_pairs_that_look_alike_have_a_checksum(

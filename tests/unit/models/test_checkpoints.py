@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,8 @@ def test_the_record_of_an_import(tmp_path, capsys):
     assert record["weights"] == {
         "file": "checkpoint_teacher.pth",
         "sha256": sum_.stdout.split()[0],
+        "size": Path(words[1]).stat().st_size,
+        "modified": Path(words[1]).stat().st_mtime_ns,
         "layout": "ibot",
         "left_out": {"masked_embed": 1, "head.*": 2},
     }
