@@ -24,7 +24,7 @@ from maect.data.native import Images
 from maect.data.order import Order
 from maect.data.packed import Layout, Packed
 from maect.data.pixels import open_pixels
-from maect.data.transforms import Change, center_crops, random_crops
+from maect.data.transforms import Change, center_crops, random_crops, whole_images
 from maect.recipes import View, views_by_size
 
 _IN_FLIGHT = 3
@@ -250,13 +250,30 @@ def evaluation_parts(
     resize = round(image_size * 256 / 224) if resize is None else resize
     if resize < image_size:
         raise UserError(f"resize {resize} is smaller than image_size {image_size}")
+    yield from _parts(index, image_size, parts, threads, partial(center_crops, resize=resize))
+
+
+def squeezed_parts(
+    index: Index, *, image_size: int, parts: Sequence[range], threads: int
+) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
+    """The same with whole images, each squeezed into the square."""
+    yield from _parts(index, image_size, parts, threads, whole_images)
+
+
+def _parts(
+    index: Index,
+    image_size: int,
+    parts: Sequence[range],
+    threads: int,
+    cut: Callable[..., NDArray[np.int32]],
+) -> Iterator[tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]]:
     Item = tuple[Tensor, NDArray[np.int64], NDArray[np.int64]]
 
     def jobs() -> Iterator[_Job[Item]]:
         for rows in parts:
             part = np.array(rows, np.int64)
             record = np.asarray(index.rows[part])
-            geometries = center_crops(record[:, WIDTH], record[:, HEIGHT], resize, image_size)
+            geometries = cut(record[:, WIDTH], record[:, HEIGHT], size=image_size)
             images = torch.empty(
                 len(part), index.channels, image_size, image_size, dtype=torch.uint8
             )

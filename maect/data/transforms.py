@@ -103,6 +103,15 @@ def center_crops(
     return np.stack([zero, zero, width, height, full_w, full_h, left, top], 1).astype(np.int32)
 
 
+def whole_images(
+    width: NDArray[np.int64], height: NDArray[np.int64], size: int
+) -> NDArray[np.int32]:
+    """Geometries [b, 8]: the whole image squeezed into a square of `size` pixels."""
+    zero = np.zeros_like(width)
+    whole = np.full_like(width, size)
+    return np.stack([zero, zero, width, height, whole, whole, zero, zero], 1).astype(np.int32)
+
+
 # --- Normalization and colours --------------------------------------------------------------------
 
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 0.4, 0.4, 0.2, 0.1

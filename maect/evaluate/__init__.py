@@ -25,6 +25,8 @@ from maect.evaluate.lars_linear_probe import LarsLinearProbe
 from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.logistic import Logistic
 from maect.evaluate.low_shot import LowShot
+from maect.evaluate.patch_knn import PatchKnn
+from maect.evaluate.patch_logistic import PatchLogistic
 from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.robustness import Robustness
 from maect.evaluate.throughput import Throughput
@@ -53,6 +55,8 @@ PROTOCOLS: dict[str, type[Protocol]] = {
         LinearProbe,
         EfficientProbe,
         LarsLinearProbe,
+        PatchKnn,
+        PatchLogistic,
         Accuracy,
         ColorHistogram,
         KnnPerBlock,

@@ -119,11 +119,12 @@ class Encoding:
         return torch.cat(parts, dim=1)
 
     @torch.no_grad()
-    def tokens(self, images: Tensor) -> Tensor:
-        """Patch tokens that the last block gives, before the final norm.
+    def tokens(self, images: Tensor, norm: Literal["last", "none"] = "none") -> Tensor:
+        """Patch tokens that the last block gives, before the final norm or after it.
 
         Args:
             images: uint8 [b, C, S, S], or float32, normalized.
+            norm: "last" applies the final norm.
 
         Returns:
             [b, patches, width] on the encoder's device, in the precision that the blocks run in.
@@ -132,7 +133,7 @@ class Encoding:
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
         with mixed_precision(self.device, self.precision):
-            features: Features = self.encoder(images, norm="none")
+            features: Features = self.encoder(images, norm=norm)
         return features.patch_tokens()
 
 

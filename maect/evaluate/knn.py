@@ -8,7 +8,8 @@ standard deviation (`knn_standardized`, what the authors' logger does).
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -103,7 +104,12 @@ class Knn(ReadsFeatures):
 
 
 def nearest(
-    train: Rows, queries: Array, k: int, scale: Scale | None = None, threads: int = 1
+    train: Rows,
+    queries: Array,
+    k: int,
+    scale: Scale | None = None,
+    threads: int = 1,
+    distance: Literal["cosine", "l2"] = "cosine",
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """The k most similar training samples of each query, most similar first.
 
@@ -119,23 +125,31 @@ def nearest(
         k: neighbours, at most train.n.
         scale: mean and standard deviation to standardise both sides with.
         threads: how many blocks of queries are worked on at once.
+        distance: by which samples are near.
 
     Returns:
-        Cosine similarities (of a row of zeros: 0), float64 [q, k], and ids, int64 [q, k].
+        Cosine similarities (of a row of zeros: 0) or, of `l2`, negative squared distances up to
+        what depends on the query alone, float64 [q, k]; and ids, int64 [q, k].
     """
     import numpy as np
     from threadpoolctl import threadpool_limits
 
-    unit = _unit(queries, scale)
+    prepared = partial(_unit if distance == "cosine" else _scaled, scale=scale)
+    unit = prepared(queries)
     best = np.full((len(queries), k), -np.inf, np.float32)
     ids = np.zeros((len(queries), k), np.int64)
     blocks = [slice(start, start + QUERIES) for start in range(0, len(queries), QUERIES)]
     with threadpool_limits(1), ThreadPoolExecutor(threads) as pool:
         for start in range(0, train.n, TRAIN_ROWS):
-            rows = _unit(train.rows(start, min(start + TRAIN_ROWS, train.n)), scale)
+            rows = prepared(train.rows(start, min(start + TRAIN_ROWS, train.n)))
+            squares = np.square(rows).sum(axis=1) if distance == "l2" else np.float32(0)
 
-            def merge(block: slice, start: int = start, rows: Array = rows) -> None:
+            def merge(
+                block: slice, start: int = start, rows: Array = rows, squares: Any = squares
+            ) -> None:
                 products = unit[block] @ rows.T
+                if distance == "l2":
+                    products += products - squares
                 least = max(0, len(rows) - k)
                 top = np.argpartition(products, least, axis=1)[:, least:]
                 near = np.take_along_axis(products, top, axis=1)
@@ -153,10 +167,14 @@ def _unit(features: Array, scale: Scale | None) -> Array:
     """Standardised rows at length 1; a row of zeros stays."""
     import numpy as np
 
-    from maect.evaluate.store import standardize
-
-    rows = features if scale is None else standardize(features, scale)
+    rows = _scaled(features, scale)
     length: Array = np.linalg.norm(rows, axis=1, keepdims=True)
     length[length == 0] = 1
     unit: Array = rows / length
     return unit
+
+
+def _scaled(features: Array, scale: Scale | None) -> Array:
+    from maect.evaluate.store import standardize
+
+    return features if scale is None else standardize(features, scale)

@@ -154,7 +154,8 @@ def _stated(split: Split, pixels: Pixels) -> dict[str, Any]:
     stated = split.model_dump(include={"kind", "shards", "skip_unreadable"})
     given = {name: getattr(split, name) for name in LISTS}
     lists = {name: fill_path(file) if file else None for name, file in given.items()}
-    return {**stated, **lists, "pixels": pixels if split.source.sharded else Pixels()}
+    made_ready = split.source.sharded and not split.source.numbers
+    return {**stated, **lists, "pixels": pixels if made_ready else Pixels()}
 
 
 def _checksums(stated: dict[str, Any]) -> dict[str, str]:

@@ -521,6 +521,19 @@ TABLES: dict[str, Table] = {
             "quote; the paper of MAE-CT has none. Paper: Psomas et al. 2026."
         ),
     ),
+    "dense": Table(
+        "Classes of patches",
+        "CAPI, section 4",
+        (
+            Metric("patch_knn", "mIoU, k-NN of patches", "patch_knn"),
+            Metric("patch_logistic", "mIoU, logistic regression", "patch_logistic"),
+        ),
+        caption=(
+            "Segmentation by frozen patch tokens: mean intersection over union. Settings of both "
+            "classifiers are chosen on held-out training images."
+        ),
+        compared="The paper has no such numbers.",
+    ),
     "refined": Table(
         "MIM-Refiner",
         "Alkin et al. 2025",

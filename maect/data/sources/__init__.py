@@ -21,7 +21,7 @@ from maect.data.sources.base import (
     walk_images,
 )
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
-from maect.data.sources.files import Folder, ImageList, Unlabelled
+from maect.data.sources.files import Folder, ImageList, Masks, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
 from maect.data.sources.tables import Columns, has_images
 from maect.data.sources.view import ClassView
@@ -47,6 +47,7 @@ SOURCES: dict[str, type[Source]] = {
     for source in (
         Folder,
         Unlabelled,
+        Masks,
         ImageList,
         Archive,
         WebDataset,
@@ -64,8 +65,11 @@ SOURCES: dict[str, type[Source]] = {
     )
 }
 
-BUNDLED = {"digits": "maect.data.digits:write_digits"}
-"""Datasets that come with a library, by kind: what writes their splits as image folders."""
+BUNDLED = {
+    "digits": "maect.data.digits:write_digits",
+    "shapes": "maect.data.shapes:write_shapes",
+}
+"""Datasets that come with a library or are drawn: what writes their splits as image folders."""
 
 
 def find_source(kind: str) -> type[Source]:

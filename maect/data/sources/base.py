@@ -64,6 +64,7 @@ class Source(ABC):
         needs: those of them that must be given.
         sharded: whether its images are written to shards; if not, shards of others are shown.
         in_place: whether they lie in tars already, of which only an index is made.
+        numbers: whether their pixels are numbers and no colours: nothing is made ready of them.
     """
 
     kind: ClassVar[str]
@@ -72,6 +73,7 @@ class Source(ABC):
     needs: ClassVar[tuple[str, ...]] = ()
     sharded: ClassVar[bool]
     in_place: ClassVar[bool] = False
+    numbers: ClassVar[bool] = False
 
 
 class ImageSource(Source):

@@ -15,6 +15,8 @@ from maect.data.sources.base import (
     walk_images,
 )
 
+LOSSLESS = (".png", ".bmp", ".tif", ".tiff", ".pgm")
+
 
 class Folder(ImageSource):
     """Labels number the class folders in the order of their names."""
@@ -43,6 +45,29 @@ class Unlabelled(ImageSource):
         files = [*walk_images(self.path)]
         entries = [Entry(name, UNLABELLED, name) for name, is_image in files if is_image]
         return Listing(entries, [], [name for name, is_image in files if not is_image])
+
+
+class Masks(Unlabelled):
+    """A number for every pixel of the images of the same names in another split."""
+
+    kind = "masks"
+    about = "masks at any depth: PNG, BMP or TIFF with a class number 0 to 255 for every pixel"
+    numbers = True
+
+    def list_images(self) -> Listing:
+        """All masks.
+
+        Raises:
+            UserError: one whose format does not keep numbers.
+        """
+        listing = super().list_images()
+        for entry in listing.entries:
+            if not entry.name.lower().endswith(LOSSLESS):
+                raise UserError(
+                    f"{self.path / entry.name}: not a mask: its format changes numbers; save it as "
+                    "PNG"
+                )
+        return listing
 
 
 class ImageList(ImageSource):

@@ -1,0 +1,333 @@
+"""What an encoder knows of every pixel: patch tokens, the classes of their pixels, and mIoU.
+
+Images and masks are two splits of a data set, joined by the names of their samples. Whole images
+are squeezed into the encoder's square, as CAPI does (facebookresearch/capi, eval_segmentation.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from maect.core.context import Context
+from maect.core.errors import UserError
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards, idle_cpus
+from maect.recipes import Encoder
+from maect.recipes.cost import encode_flops
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from maect.data.index import Index
+    from maect.evaluate.features import Encoding
+    from maect.evaluate.store import Array
+
+CLASSES = 256  # numbers that a mask may hold
+_AT_ONCE = 64
+
+
+class Masked(Encodes):
+    """Base of the protocols on images whose every pixel has a class."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    train_masks: str = "train_masks"
+    test_masks: str = "val_masks"
+    ignore: tuple[int, ...] = (0, 255)
+    """Numbers in masks that count as no class: ADE20K's. VOC's background is a class: [255]."""
+    seed: int = 0
+    """Of the images that are held out."""
+
+    def inputs(self) -> dict[str, Input]:
+        """Images and masks of both splits."""
+        return {
+            "train": Shards(self.train_split),
+            "train_masks": Shards(self.train_masks),
+            "test": Shards(self.test_split),
+            "test_masks": Shards(self.test_masks),
+        }
+
+
+class PatchClassifier(Masked):
+    """Base of the protocols that classify patches; settings are chosen on held-out images."""
+
+    one_in: int = Field(default=10, gt=1)
+    """One training image in this many is held out to choose settings on."""
+    patches_one_in: int = Field(default=1, gt=0)
+    """Learn from every so many-th training patch alone, which takes less time."""
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode both splits once."""
+        return encode_flops(encoder) * (images(self.train_split) + images(self.test_split))
+
+    def patches(self, context: Context, job: EvaluationJob) -> dict[str, Patches] | None:
+        """Encode `train` (without what is held out), `held` and `test`; standardised.
+
+        Returns:
+            The patches of each; None on other ranks than 0, which are done.
+
+        Raises:
+            UserError: masks that do not fit the images, or too few images.
+        """
+        import numpy as np
+
+        from maect.core import distributed
+        from maect.data.index import open_index
+        from maect.evaluate.features import Encoding
+        from maect.evaluate.store import InMemory, moments, standardize
+
+        encoding = Encoding(
+            job.run / "encoder.safetensors", distributed.device_of(context), self.precision
+        )
+        found = {}
+        with distributed.process_group(context):
+            for split in ("train", "test"):
+                index = open_index(job.path(split))
+                index.check_channels(encoding.settings.pixels.channels)
+                masks = MaskSplit(index, open_index(job.path(f"{split}_masks")))
+                features = encoded(context, index, encoding)
+                found[split] = features, masks
+        if context.rank:
+            return None
+        held = _drawn(found["train"][1].images, self.one_in, self.seed)
+        if not held.any() or held.all():
+            raise UserError(f"{job.path('train')}: needs two images or more, to hold one out")
+        threads, size = idle_cpus(context), encoding.settings.image_size
+        parts = {}
+        for split, (features, masks) in found.items():
+            if not np.isfinite(features).all():
+                raise UserError(f"{job.run}: the features are not finite; the encoder diverged")
+            classes = masks.patches(size, features.shape[1], threads)
+            parts[split] = Patches(features, classes)
+        train = parts["train"]
+        parts["held"], parts["train"] = train.of(held), train.of(~held)
+        flat = parts["train"].rows()
+        scale = moments(InMemory(flat).rows, *flat.shape)
+        return {
+            name: Patches(standardize(part.features, scale), part.classes)
+            for name, part in parts.items()
+        }
+
+    def learnt(self, *parts: Patches) -> tuple[Array, NDArray[np.uint8]]:
+        """Features [n, D] and classes of pixels [n, p] of patches to learn from.
+
+        Left out are patches whose most frequent number is ignored.
+        """
+        import numpy as np
+
+        features = np.concatenate([part.rows() for part in parts])[:: self.patches_one_in]
+        classes = np.concatenate([part.pixels() for part in parts])[:: self.patches_one_in]
+        kept = ~np.isin(most_frequent(classes), self.ignore)
+        if not kept.any():
+            raise UserError(f"all masks hold only the numbers {[*self.ignore]}, which are ignored")
+        return features[kept], classes[kept]
+
+    def score(self, name: str, predicted: NDArray[np.uint8], test: Patches) -> dict[str, Any]:
+        """Metrics in percent: mIoU as `name`, accuracy of pixels, and IoU of each class."""
+        mean, each, accuracy = miou(test.pixels(), predicted, self.ignore)
+        return {name: mean, f"{name}_accuracy": accuracy, f"{name}_classes": each}
+
+
+@dataclass(frozen=True)
+class Patches:
+    """Patch tokens of images and the classes of their pixels.
+
+    Attributes:
+        features: float32 [images, N, D].
+        classes: uint8 [images, N, p], p pixels of each patch.
+    """
+
+    features: Array
+    classes: NDArray[np.uint8]
+
+    def of(self, images: NDArray[np.bool_]) -> Patches:
+        """Those of some images."""
+        return Patches(self.features[images], self.classes[images])
+
+    def rows(self) -> Array:
+        """Features of all patches, [images * N, D]."""
+        return self.features.reshape(-1, self.features.shape[2])
+
+    def pixels(self) -> NDArray[np.uint8]:
+        """Classes of all patches' pixels, [images * N, p]."""
+        return self.classes.reshape(-1, self.classes.shape[2])
+
+
+class MaskSplit:
+    """The masks of a split's images, in the images' order."""
+
+    def __init__(self, images: Index, masks: Index) -> None:
+        """Join them by name.
+
+        Raises:
+            UserError: an image without a mask, or one of another size.
+        """
+        from maect.data.index import HEIGHT, WIDTH
+
+        self.images, self.masks = images, masks
+        by_name = {name: row for row, name in enumerate(masks.keys())}
+        names = images.keys()
+        missing = [name for name in names if name not in by_name]
+        if missing:
+            raise UserError(
+                f"{masks.directory}: no mask {missing[0]!r}, nor of {len(missing) - 1} others of "
+                f"{images.directory}; a mask has the name of its image"
+            )
+        self.rows = [by_name[name] for name in names]
+        sides = [WIDTH, HEIGHT]
+        differ = (images.rows[:, sides] != masks.rows[self.rows][:, sides]).any(axis=1)
+        if differ.any():
+            name = images.key(int(differ.argmax()))
+            raise UserError(f"{masks.directory}: the mask of {name!r} is not of the image's size")
+
+    def read(self, number: int) -> NDArray[np.uint8]:
+        """The mask of an image, uint8 [height, width].
+
+        Raises:
+            UserError: it is no picture of numbers 0 to 255.
+        """
+        import numpy as np
+
+        from maect.data.decode import UnreadableError, open_image
+
+        row = self.rows[number]
+        try:
+            with open_image(self.masks.read(row)) as (image, _):
+                if image.mode not in ("L", "P"):
+                    raise UserError(
+                        f"{self.masks.directory}: {self.masks.key(row)!r} has pixels of the mode "
+                        f"{image.mode}; a mask has one number 0 to 255 for each"
+                    )
+                return np.asarray(image)
+        except UnreadableError as error:
+            raise self.masks.undecodable(row, error) from None
+
+    def patches(self, size: int, patches: int, threads: int) -> NDArray[np.uint8]:
+        """Masks squeezed into `size` pixels and cut into patches, uint8 [images, patches, p].
+
+        Raises:
+            UserError: patches that are no square grid which tiles the image.
+        """
+        import math
+
+        import numpy as np
+
+        grid = math.isqrt(patches)
+        if grid * grid != patches or size % grid:
+            raise UserError(f"{patches} patches do not tile {size} x {size} pixels")
+        p = size // grid
+        out = np.empty((len(self.rows), patches, p * p), np.uint8)
+
+        def cut(number: int) -> None:
+            mask = nearest_pixels(self.read(number), size)
+            cells = mask.reshape(grid, p, grid, p).transpose(0, 2, 1, 3)
+            out[number] = cells.reshape(patches, p * p)
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(cut, range(len(self.rows))))
+        return out
+
+
+def nearest_pixels(mask: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+    """A mask [height, width] squeezed to [size, size], each pixel the nearest one's number."""
+    import numpy as np
+    from PIL import Image
+
+    squeezed = Image.fromarray(mask, "L").resize((size, size), Image.Resampling.NEAREST)
+    return np.asarray(squeezed)
+
+
+def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
+    """Patch tokens after the final norm, float32 [images, N, D]; every rank encodes a share."""
+    import torch
+
+    from maect.core import distributed
+    from maect.data.loader import squeezed_parts
+
+    per_rank = -(-index.n // (context.world_size * _AT_ONCE)) * _AT_ONCE
+    mine = range(index.n)[context.rank * per_rank : (context.rank + 1) * per_rank]
+    parts = [mine[start : start + _AT_ONCE] for start in range(0, len(mine), _AT_ONCE)]
+    out = None
+    done = 0
+    for images, _, _ in squeezed_parts(
+        index, image_size=encoding.settings.image_size, parts=parts, threads=max(1, context.cpus)
+    ):
+        tokens = encoding.tokens(images, norm="last").float()
+        if out is None:
+            out = torch.zeros(per_rank, *tokens.shape[1:], device=encoding.device)
+        out[done : done + len(images)] = tokens
+        done += len(images)
+        context.report({"step": done, "steps": len(mine)})
+    if out is None:  # a rank without images still takes part
+        size, channels = encoding.settings.image_size, encoding.settings.pixels.channels
+        blank = encoding.tokens(torch.zeros(1, channels, size, size, dtype=torch.uint8))
+        out = torch.zeros(per_rank, *blank.shape[1:], device=encoding.device)
+    gathered: Array = distributed.gather_rows(out)[: index.n].cpu().numpy()
+    return gathered
+
+
+def _drawn(images: Index, one_in: int, seed: int) -> NDArray[np.bool_]:
+    """Whether an image is held out: a drawn part of all, the same for every encoder; [n]."""
+    import numpy as np
+
+    from maect.data import random
+    from maect.data.index import ID
+
+    rank = random.bits(seed, 0, images.rows[:, ID], 0, random.HELD_OUT, 1)[:, 0]
+    held = np.zeros(images.n, bool)
+    held[rank.argsort(kind="stable")[: max(1, images.n // one_in)]] = True
+    return held
+
+
+def most_frequent(classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The most frequent number of each row, of several the smallest: [n, p] to [n]."""
+    import torch
+
+    values: NDArray[np.uint8] = torch.from_numpy(classes).mode(dim=1).values.numpy()
+    return values
+
+
+def miou(
+    truth: NDArray[np.uint8], predicted: NDArray[np.uint8], ignore: tuple[int, ...]
+) -> tuple[float, dict[str, float], float]:
+    """Mean intersection over union of classes, of all pixels together.
+
+    Pixels whose true number is ignored do not count. The mean is over the numbers that occur among
+    the other pixels, true or predicted (as scikit-learn's and CAPI's).
+
+    Args:
+        truth: uint8, of any shape.
+        predicted: uint8, of the same shape.
+        ignore: numbers that are no class.
+
+    Returns:
+        mIoU, IoU of each number, and the accuracy of pixels, in percent.
+
+    Raises:
+        UserError: no pixel counts.
+    """
+    import numpy as np
+
+    counted = ~np.isin(truth, ignore)
+    pairs = truth[counted].astype(np.int64) * CLASSES + predicted[counted]
+    if not len(pairs):
+        raise UserError(f"all test masks hold only the numbers {[*ignore]}, which are ignored")
+    table = np.bincount(pairs, minlength=CLASSES**2).reshape(CLASSES, CLASSES)
+    both = table.diagonal()
+    union = table.sum(axis=0) + table.sum(axis=1) - both
+    present = np.flatnonzero(union)
+    each = {str(number): float(100 * both[number] / union[number]) for number in present.tolist()}
+    return float(np.mean([*each.values()])), each, float(100 * both.sum() / table.sum())
+
+
+def best_setting(
+    settings: list[dict[str, Any]], score: Callable[[dict[str, Any]], float]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The setting of the highest mIoU, of equal ones the first; and each with its mIoU."""
+    tried = [{**setting, "miou": score(setting)} for setting in settings]
+    best = max(range(len(tried)), key=lambda number: (tried[number]["miou"], -number))
+    return settings[best], tried

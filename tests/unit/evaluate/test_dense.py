@@ -1,0 +1,274 @@
+"""Dense evaluations: masks beside images, patches, mIoU, and CAPI's settings and choices."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.metrics import jaccard_score
+from sklearn.neighbors import KNeighborsClassifier
+
+from maect.core.errors import UserError
+from maect.core.files import read_json
+from maect.data.shapes import draw, write_shapes
+from maect.data.shards import shard
+from maect.evaluate.base import EvaluationJob
+from maect.evaluate.dense import MaskSplit, Patches, best_setting, miou, most_frequent
+from maect.evaluate.knn import nearest
+from maect.evaluate.patch_knn import PatchKnn
+from maect.evaluate.patch_logistic import PatchLogistic
+from maect.evaluate.run import evaluate
+from maect.evaluate.store import InMemory
+
+from .conftest import Rank, resolved
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Shards of 40 and 20 shapes with masks, and an encoder whose patch tokens keep colours."""
+    from maect.models.vit import build_encoder, seeded
+    from maect.models.weights import save_encoder
+    from maect.recipes import Encoder
+
+    root = tmp_path_factory.mktemp("shapes")
+    for split, numbers in {"train": range(40), "val": range(40, 60)}.items():
+        for folder, place in ((split, 0), (f"{split}_masks", 1)):
+            (root / "images" / folder).mkdir(parents=True)
+            for number in numbers:
+                path = root / "images" / folder / f"{number:04d}.png"
+                Image.fromarray(draw(number)[place]).save(path)
+            kind = "masks" if place else "unlabelled"
+            shard(root / "images" / folder, root / "shards" / folder, kind, 1)
+    settings = Encoder(
+        image_size=32, patch_size=4, width=32, depth=2, heads=2, decoder_width=8, decoder_depth=1,
+        decoder_heads=1, mae_pooling="mean", ct_pooling="mean",
+    )  # fmt: skip
+    with seeded(0):
+        encoder = build_encoder(settings)
+    path = root / "runs" / "mae" / "encoder.safetensors"
+    path.parent.mkdir(parents=True)
+    save_encoder(path, encoder.state_dict(), settings, "mean")
+    return root
+
+
+def job_of(drawn, out):
+    shards = drawn / "shards"
+    names = {"train": "train", "test": "val"}
+    inputs = {name: shards / split for name, split in names.items()}
+    inputs |= {f"{name}_masks": shards / f"{split}_masks" for name, split in names.items()}
+    return EvaluationJob(drawn / "runs" / "mae", out, inputs)
+
+
+def result(drawn, tmp_path, protocol, rank=None):
+    job = job_of(drawn, tmp_path / f"{protocol.name}.json")
+    assert evaluate(rank or Rank(), config=resolved(job, protocol)) == "done"
+    return read_json(job.out)["metrics"]
+
+
+def test_settings_are_those_of_capi():
+    assert PatchKnn().neighbours == (1, 3, 10, 30)
+    assert PatchKnn().distances == ("cosine", "l2")
+    np.testing.assert_allclose(PatchLogistic().penalties, 10 ** np.linspace(-6, 5, 8))
+    assert (PatchLogistic().max_iterations, PatchLogistic().tolerance) == (1000, 1e-12)
+    for protocol in (PatchKnn(), PatchLogistic()):
+        assert protocol.one_in == 10
+        assert protocol.ignore == (0, 255)
+        assert protocol.precision == "fp32"
+
+
+@pytest.mark.parametrize("ignore", [(0, 255), (255,), ()])
+def test_miou_is_that_of_scikit_learn(ignore):
+    rng = np.random.default_rng(0)
+    truth = rng.choice([0, 1, 2, 7, 255], (50, 16)).astype(np.uint8)
+    predicted = np.where(rng.random(truth.shape) < 0.6, truth, rng.choice([0, 1, 9], truth.shape))
+    mean, each, accuracy = miou(truth, predicted.astype(np.uint8), ignore)
+    counted = ~np.isin(truth, ignore)
+    pair = truth[counted], predicted[counted]
+    assert mean == pytest.approx(100 * jaccard_score(*pair, average="macro"))
+    labels = sorted({*np.unique(pair[0]), *np.unique(pair[1])})
+    own = 100 * jaccard_score(*pair, average=None, labels=labels)
+    assert [*each.values()] == pytest.approx(own)
+    assert [*map(int, each)] == labels
+    assert accuracy == pytest.approx(100 * (pair[0] == pair[1]).mean())
+
+
+def test_miou_of_nothing_is_refused():
+    empty = np.zeros((2, 2), np.uint8)
+    with pytest.raises(UserError, match="only the numbers"):
+        miou(empty, empty, (0, 255))
+
+
+def test_distance_l2_finds_what_scikit_learn_finds():
+    rng = np.random.default_rng(1)
+    train, queries = (rng.normal(size=(n, 6)).astype(np.float32) for n in (300, 40))
+    _, ids = nearest(InMemory(train), queries, 5, None, 2, "l2")
+    model = KNeighborsClassifier(5).fit(train, np.zeros(len(train)))
+    assert (ids == model.kneighbors(queries, return_distance=False)).all()
+
+
+def test_pixels_vote_one_by_one():
+    """A patch takes the most frequent class of each of its pixels."""
+    features = np.array([[1, 0], [1, 0.1], [1, -0.1], [0, 1]], np.float32)
+    classes = np.array([[1, 2], [1, 3], [4, 3], [5, 5]], np.uint8)
+    protocol = PatchKnn(neighbours=(1, 3))
+    votes = protocol.votes(features, classes, np.array([[1, 0.01]], np.float32), "cosine", 1)
+    assert votes[1].tolist() == [[1, 2]]
+    assert votes[3].tolist() == [[1, 3]]
+
+
+def test_regression_gives_every_pixel_the_class_of_its_patch():
+    rng = np.random.default_rng(2)
+    labels = rng.choice([1, 4, 9], (6, 10)).astype(np.uint8)
+    features = np.eye(10, dtype=np.float32)[labels] + 0.01 * rng.random((6, 10, 10), np.float32)
+    classes = np.repeat(labels[:, :, None], 4, 2)
+    classes[:, :, 0] = 7  # one pixel of four is of another class
+    patches = Patches(features.astype(np.float32), classes)
+    predicted = PatchLogistic().predicted(patches.rows(), patches.pixels(), patches, 10.0)
+    assert (predicted == labels.reshape(-1, 1)).all()
+
+
+def test_most_frequent_of_several_is_the_smallest():
+    rows = np.array([[3, 3, 2, 2], [7, 7, 7, 0], [255, 255, 9, 1]], np.uint8)
+    assert most_frequent(rows).tolist() == [2, 7, 255]
+
+
+def test_ignored_patches_teach_nothing():
+    features = np.arange(8, dtype=np.float32).reshape(1, 4, 2)
+    classes = np.array([[[0, 0], [1, 1], [255, 255], [2, 0]]], np.uint8)
+    rows, pixels = PatchKnn(ignore=(0, 255)).learnt(Patches(features, classes))
+    assert rows.tolist() == [[2, 3]]  # of 2 and 0 the smaller is the patch's
+    assert pixels.tolist() == [[1, 1]]
+    assert len(PatchKnn(ignore=(255,)).learnt(Patches(features, classes))[0]) == 3
+    half = PatchKnn(ignore=(255,), patches_one_in=2)
+    assert half.learnt(Patches(features, classes))[0].tolist() == [[0, 1]]
+
+
+def test_of_equal_settings_the_first_is_chosen():
+    chosen, tried = best_setting(
+        [{"k": 1}, {"k": 3}, {"k": 10}], lambda s: 5.0 if s["k"] > 1 else 4
+    )
+    assert chosen == {"k": 3}
+    assert tried == [{"k": 1, "miou": 4}, {"k": 3, "miou": 5.0}, {"k": 10, "miou": 5.0}]
+
+
+def test_patches_lie_where_their_pixels_do(drawn):
+    """Of an encoder of patches alone: the mean colour of a patch and its class belong together."""
+    from maect.data.index import open_index
+
+    images, masks = (open_index(drawn / "shards" / name) for name in ("val", "val_masks"))
+    split = MaskSplit(images, masks)
+    cells = split.patches(32, 64, 2)
+    for number in range(images.n):
+        mask = draw(int(images.key(number)))[1]
+        assert (split.read(number) == mask).all()
+        row, column = divmod(13, 8)
+        wanted = mask[4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+        assert cells[number, 13].tolist() == wanted.flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "protocol",
+    [PatchKnn(), PatchLogistic(penalties=(1e-3, 1e-1), max_iterations=50)],
+    ids=lambda p: p.name,
+)
+def test_an_untrained_encoder_is_better_than_background_alone(drawn, tmp_path, protocol):
+    metrics = result(drawn, tmp_path, protocol)
+    name = protocol.name
+    truth = np.stack([draw(number)[1] for number in range(40, 60)])
+    assert metrics[name] > miou(truth, np.ones_like(truth), ())[0]
+    assert metrics[f"{name}_accuracy"] > 70
+    assert {*metrics[f"{name}_classes"]} <= {"1", "2", "3", "4", "5"}
+    best = max(metrics["held_out"], key=lambda row: row["miou"])
+    for key in best.keys() - {"miou"}:
+        assert metrics[key] == best[key]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from evaluate.conftest import Rank
+from maect.evaluate.run import evaluate
+
+meeting = Path(sys.argv[3]).with_name("meeting")
+evaluate(Rank(int(sys.argv[1]), 2, cpus=1, meeting=meeting), config=sys.argv[3])
+"""
+
+
+def test_two_ranks_give_the_same(drawn, tmp_path):
+    protocol = PatchKnn(neighbours=(1, 3))
+    one = result(drawn, tmp_path, protocol)
+    (tmp_path / "two").mkdir()
+    job = job_of(drawn, tmp_path / "two" / "patch_knn.json")
+    arguments = [Path(__file__).parent.parent, resolved(job, protocol)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, rank, *arguments], env=environment)
+        for rank in "01"
+    ]
+    try:
+        assert [process.wait(240) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    two = read_json(job.out)["metrics"]
+    assert two["patch_knn"] == pytest.approx(one["patch_knn"], abs=1)  # of near neighbours
+
+
+def test_masks_that_do_not_fit_are_refused(drawn, tmp_path):
+    from maect.data.index import open_index
+
+    images = open_index(drawn / "shards" / "val")
+    with pytest.raises(UserError, match=r"no mask '00..', nor of 19 others"):
+        MaskSplit(images, open_index(drawn / "shards" / "train_masks"))
+    folder = tmp_path / "masks"
+    shutil.copytree(drawn / "images" / "val_masks", folder)
+    Image.new("L", (31, 32)).save(folder / "0041.png")
+    Image.new("RGB", (32, 32)).save(folder / "0042.png")
+    shard(folder, tmp_path / "shards", "masks", 1)
+    masks = open_index(tmp_path / "shards")
+    with pytest.raises(UserError, match="'0041' is not of the image's size"):
+        MaskSplit(images, masks)
+    (folder / "0041.png").unlink()
+    shutil.copy(drawn / "images" / "val_masks" / "0041.png", folder / "0041.png")
+    shard(folder, tmp_path / "again", "masks", 1)
+    split = MaskSplit(images, open_index(tmp_path / "again"))
+    row = [int(images.key(i)) for i in range(images.n)].index(42)
+    with pytest.raises(UserError, match="mode RGB"):
+        split.read(row)
+
+
+def test_a_mask_of_a_lossy_format_is_refused(tmp_path):
+    (tmp_path / "masks").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "masks" / "one.jpg")
+    with pytest.raises(UserError, match="save it as PNG"):
+        shard(tmp_path / "masks", tmp_path / "shards", "masks", 1)
+
+
+def test_shapes_are_the_same_everywhere_and_stay(tmp_path):
+    import hashlib
+
+    digest = hashlib.sha256(b"".join(part.tobytes() for n in range(1000) for part in draw(n)))
+    assert digest.hexdigest() == "31606d3c7a6478aeed3986890c14ae4246cf3ec1cf1112f0a96afa373d36008d"
+    write_shapes(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "train", "train_masks", "val", "val_masks",
+    ]  # fmt: skip
+    assert len([*(tmp_path / "train").iterdir()]) == 800
+    assert len([*(tmp_path / "val_masks").iterdir()]) == 200
+    kept = tmp_path / "val" / "0000.png"
+    kept.unlink()
+    write_shapes(tmp_path)
+    assert not kept.exists()
+
+
+def test_every_class_is_in_both_splits():
+    for numbers in (range(800), range(800, 1000)):
+        share = np.bincount(np.concatenate([draw(n)[1].ravel() for n in numbers]), minlength=6)
+        assert share[0] == 0
+        assert (share[2:] / share.sum() > 0.02).all()
+        assert share[1] / share.sum() < 0.85
