@@ -523,7 +523,7 @@ TABLES: dict[str, Table] = {
     ),
     "dense": Table(
         "Classes of patches",
-        "CAPI, section 4",
+        "Darcet et al. 2025",
         (
             Metric("patch_knn", "mIoU, k-NN of patches", "patch_knn"),
             Metric("patch_logistic", "mIoU, logistic regression", "patch_logistic"),

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from PIL import Image
 from pyarrow import parquet
 from sample_images import image_folder
 from test_imagenet import PLACES, WNIDS, add, devkit, picture, train_tar, val_images, val_labels
@@ -63,6 +64,8 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for wnid in WNIDS:
         (images / "sketch" / wnid).mkdir(parents=True)
         (images / "sketch" / wnid / "sketch_0.JPEG").write_bytes(picture(1))
+    (images / "masks").mkdir()
+    Image.new("L", (8, 8), 3).save(images / "masks" / "a.png")
     (images / "bad.txt").write_text("c0/000.jpg\n")
     (images / "some.csv").write_text("path,label\nfolders/c0/000.jpg,a\nfolders/c2/001.jpg,b\n")
     (images / "two.txt").write_text("n15075141\nn01440764\n")
@@ -84,6 +87,7 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "sketch": {"images": "$MINE/sketch", "kind": "imagenet"},
         "folder": {"images": "$MINE/folders", "exclude": "$MINE/bad.txt", "shards": 2},
         "unlabelled": {"images": "$MINE/folders", "kind": "unlabelled"},
+        "masks": {"images": "$MINE/masks", "kind": "masks"},
         "list": {"images": "$MINE/some.csv", "kind": "list"},
         "archive": {"images": "$MINE/a.zip", "kind": "archive"},
         "webdataset": {"images": "$MINE/b.tar", "kind": "webdataset"},
@@ -98,8 +102,8 @@ def test_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {name: open_index(shard_as_the_rules_do(wanted, name)) for name in
              wanted.datasets["mine"].splits}  # fmt: skip
     assert {name: index.n for name, index in found.items()} == {
-        "train": 12, "val": 5, "v2": 3, "sketch": 3, "folder": 23, "unlabelled": 24, "list": 2,
-        "archive": 1, "webdataset": 1, "parquet": 1, "view": 6,
+        "train": 12, "val": 5, "v2": 3, "sketch": 3, "folder": 23, "unlabelled": 24, "masks": 1,
+        "list": 2, "archive": 1, "webdataset": 1, "parquet": 1, "view": 6,
     }  # fmt: skip
     assert set(found["train"].labels) == {*PLACES.values(), read_place(DOGS15[0])}
     truth = {name.removesuffix(".JPEG"): label for name, label in val_labels().items()}
