@@ -546,6 +546,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"allow_abbrev": False})
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse an unknown command with the nearest ones, and not with all."""
+        if action.dest == "command" and action.choices is not None and value not in action.choices:
+            near = get_close_matches(value, list(action.choices), n=3)
+            hint = f"did you mean {' or '.join(near)}?" if near else "maect --help lists all"
+            raise argparse.ArgumentError(None, f"unknown command {value!r}; {hint}")
+        super()._check_value(action, value)
+
     def format_help(self) -> str:
         """The help, as printed."""
         lists = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, did_you_mean
 
 SUFFIX = ".kept"
 
@@ -98,6 +98,26 @@ def forget(paths: Sequence[Path]) -> None:
 def second_name(path: Path) -> Path:
     """The second name of a file."""
     return path.with_name(f".{path.name}{SUFFIX}")
+
+
+def standing(path: Path) -> Path:
+    """The file under the name that it has now: its second one while Snakemake asks for it anew."""
+    return path if path.exists() or not second_name(path).exists() else second_name(path)
+
+
+def missing_encoder(path: Path) -> UserError:
+    """What to say of an encoder's file that is not there: the error, with the likeliest reason."""
+    run = path.parent
+    if second_name(path).exists():
+        return UserError(
+            f"{path}: put aside when its pipeline was interrupted; start that again, and it is "
+            "back at once"
+        )
+    if not run.exists() and run.parent.is_dir():
+        others = [other.parent.name for other in run.parent.glob(f"*/{path.name}")]
+        if others:
+            return UserError(f"{run}: no such run; {did_you_mean(run.name, others)}")
+    return UserError(f"{path}: no such encoder; train or import the run first")
 
 
 def _is_second(path: Path, other: Path) -> bool:

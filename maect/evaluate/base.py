@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import checked_sha256
+from maect.core.kept import missing_encoder
 from maect.core.settings import Settings, later
 from maect.recipes import Encoder
 
@@ -144,6 +145,8 @@ class Protocol(Settings):
     """Whether a safetensors file is left beside the JSON."""
     every_rank: ClassVar[bool] = False
     """Whether all ranks take part; otherwise rank 0 uses the cores of its node."""
+    labelled: ClassVar[bool] = True
+    """Whether it needs images with labels."""
     encoder_input: ClassVar[bool] = False
     """Whether `encoder.safetensors` itself is read."""
     minutes: ClassVar[float] = 10.0
@@ -243,7 +246,7 @@ def encoder_checksum(run: Path) -> str:
     """
     encoder = run / "encoder.safetensors"
     if not encoder.exists():
-        raise UserError(f"{encoder}: no such encoder; train or import the run first")
+        raise missing_encoder(encoder)
     return checked_sha256(encoder)
 
 

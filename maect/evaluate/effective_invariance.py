@@ -28,6 +28,7 @@ class EffectiveInvariance(Encodes):
 
     name: ClassVar[str] = "effective_invariance"
     title: ClassVar[str] = "effective invariance"
+    labelled: ClassVar[bool] = False
     test_data: ClassVar[str | None] = (
         "the probe's epoch and learning rate were chosen on the test split"
     )

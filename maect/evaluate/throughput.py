@@ -144,6 +144,7 @@ class Throughput(Protocol):
 
     name: ClassVar[str] = "throughput"
     title: ClassVar[str] = "training speed"
+    labelled: ClassVar[bool] = False
     encoder_input: ClassVar[bool] = True
     test_data: ClassVar[str | None] = "no images are read"
 

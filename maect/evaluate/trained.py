@@ -36,8 +36,6 @@ class TrainsProbe(Encodes):
     """Base of the protocols that train a probe on what the frozen encoder gives."""
 
     leaves: ClassVar[bool] = True
-    labelled: ClassVar[bool] = True
-    """Whether it learns the labels."""
     encodes_every_epoch: ClassVar[bool] = False
     """Whether the test images are encoded after each epoch, and not once."""
 

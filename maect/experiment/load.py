@@ -16,6 +16,7 @@ from maect.core.files import PIPELINE
 from maect.core.settings import validated
 from maect.core.yaml_files import read_yaml
 from maect.data.config import ShardsConfig
+from maect.data.sources import Unlabelled
 from maect.data.sources.changes import Changes, changes
 from maect.evaluate import EvaluationConfig, Protocol, evaluation_names, load_evaluation
 from maect.experiment.expand import (
@@ -228,6 +229,12 @@ class Experiment:
         splits = self.datasets[dataset].splits
         settings = self.evaluation(run, name)
         self._check_names(f"protocols: {name}: splits", settings.split_names, splits)
+        for split in settings.split_names or (settings.train_split, settings.test_split):
+            if settings.labelled and split in splits and splits[split].source is Unlabelled:
+                raise self._error(
+                    f"evaluate: {name} of {run} needs labels, and {dataset} {split} has none "
+                    "(kind: unlabelled); leave it out, or sort the images into class folders"
+                )
         for needed in settings.needs:
             if (run, self.on(needed, dataset)) not in self.asked:
                 raise self._error(f"evaluate: {name} of {run} reads what {needed} leaves; add it")
@@ -348,7 +355,13 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
     if path.suffix not in (".yaml", ".yml"):
         path = EXPERIMENTS / f"{name_or_path}.yaml"
         if not path.exists():
-            hint = did_you_mean(name_or_path, names())
+            own = Path(f"{name_or_path}.yaml")
+            if own.is_file():
+                hint = f"did you mean {own}?"
+            elif Path(name_or_path).is_dir() and not (Path(name_or_path) / "runs").exists():
+                hint = "a folder of images? `maect new-experiment` writes an experiment for it"
+            else:
+                hint = did_you_mean(name_or_path, names())
             raise UserError(f"unknown experiment {name_or_path!r}; {hint}")
     try:
         values = read_yaml(path)

@@ -33,6 +33,7 @@ from maect.stages import STAGES, load_recipe
 from maect.stages.tune import Tune
 from maect.tools.own_images import (
     FEWEST_VAL,
+    STATISTICS,
     Images,
     check_same_classes,
     descend,
@@ -581,6 +582,10 @@ def new_experiment(
         if other:
             check_same_classes(images, other)
     remarks = list(images.remarks)
+    if public is not None and images.pixels.channels == 3 and images.pixels.mean:
+        own = {"mean": None, "std": None}
+        images = replace(images, pixels=images.pixels.model_copy(update=own))
+        remarks = [f"Mean and deviation are {public}'s" if r == STATISTICS else r for r in remarks]
     if val and not test and others[0] and others[0].name.lower().startswith("test"):
         remarks.append(
             "There is no val beside test: what is chosen while evaluating is chosen on test"

@@ -262,15 +262,19 @@ def _pixels(folder: Path, looks: list[Look]) -> tuple[Pixels, list[str]]:
         remarks.append(f"Values of more than 8 bits: {low:g} to {high:g} become 0 to 255")
     if channels != 3:
         made["channels"] = channels
-    if deep or channels != 3:
+    # One odd file among photographs says nothing of the others.
+    if len(deep) > len(looks) / 2 or channels != 3:
         span = made.get("range")
         parts = [scaled(one.sample, span) if one.values else one.sample for one in looks]
         parts = [part.repeat(channels // part.shape[1], axis=1) for part in parts]
         together = np.concatenate(parts).astype(np.float64) / 255
         mean, std = together.mean(0).round(4), together.std(0).round(4).clip(0.01)
         made |= {"mean": tuple(mean.tolist()), "std": tuple(std.tolist())}
-        remarks.append("Mean and deviation are those of the images looked at")
+        remarks.append(STATISTICS)
     return Pixels.model_validate(made), remarks
+
+
+STATISTICS = "Mean and deviation are those of the images looked at"
 
 
 def check_same_classes(train: Images, val: Images) -> None:

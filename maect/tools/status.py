@@ -10,6 +10,7 @@ from typing import Any, Literal
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
 from maect.core.files import read_json
+from maect.core.kept import second_name, standing
 from maect.core.yaml_files import read_yaml
 from maect.experiment import load
 from maect.launch import clusters, record
@@ -86,7 +87,11 @@ def status(root: Path) -> tuple[str, list[Status]]:
     Raises:
         UserError: there is nothing of an experiment in it.
     """
-    marks = [*root.glob("runs/*/job.json"), *root.glob("runs/*/run.json")]
+    marks = [
+        path
+        for name in ("job.json", "run.json", second_name(Path("run.json")).name)
+        for path in root.glob(f"runs/*/{name}")
+    ]
     runs = {path.parent.name: path.parent for path in marks}
     known = planned(root)
     if not runs and not known:
@@ -94,7 +99,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
     order = list(known) + sorted(runs.keys() - known.keys())
     seen = clusters()
     lines = [
-        look(runs[name], name, (runs[name] / "run.json").exists(), seen)
+        look(runs[name], name, standing(runs[name] / "run.json").exists(), seen)
         if name in runs
         else Status(name, known[name], "not started")
         for name in order
@@ -129,7 +134,7 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     run: dict[str, Any] = {}
     try:
         job, note = record.read_job(folder), ""
-        run = read_json(folder / "run.json") if done else {}
+        run = read_json(standing(folder / "run.json")) if done else {}
     except (UserError, OSError) as error:
         job, note = None, str(error)
     report = record.progress(folder, job)

@@ -223,3 +223,24 @@ def test_printed_commands_are_called_as_this_one(
     assert cli.own_name() == printed.format(tmp_path, python=sys.executable)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin")
     assert (cli.own_name() == "maect") == (called == "bin/maect")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["embedd", "a", "b"], "unknown command 'embedd'; did you mean embed?"),
+        (["xyzzy"], "unknown command 'xyzzy'; maect --help lists all"),
+        (["plan", "--experiment", "things"], "experiment 'things'; did you mean things.yaml?"),
+        (["plan", "--experiment", "photos"], "a folder of images? `maect new-experiment` writes"),
+    ],
+)  # fmt: skip
+def test_the_nearest_name_is_said(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "things.yaml").touch()
+    try:
+        assert cli.main(arguments) == 2
+    except SystemExit as end:
+        assert end.code == 2
+    said = capsys.readouterr().err
+    assert words in said and len(said.splitlines()) <= 2

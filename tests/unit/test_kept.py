@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.kept import forget, keep, kept, put_back, second_name, tidy
+from maect.core.kept import (
+    forget,
+    keep,
+    kept,
+    missing_encoder,
+    put_back,
+    second_name,
+    standing,
+    tidy,
+)
+from maect.tools.status import status
 
 
 def made(folder: Path, text: str = "first") -> list[Path]:
@@ -120,3 +130,21 @@ def test_a_file_that_was_never_kept_may_be_there(tmp_path: Path) -> None:
         path.unlink()
     put_back([*paths, beside], lambda: True)
     assert all(path.read_text() == "first" for path in [*paths, beside])
+
+
+def test_readers_know_what_was_put_aside(tmp_path: Path) -> None:
+    run = tmp_path / "runs/ct_min_tiny"
+    run.mkdir(parents=True)
+    paths = [run / "encoder.safetensors", run / "run.json"]
+    paths[0].write_text("weights")
+    paths[1].write_text('{"stage": "tune"}')
+    assert "train or import the run first" in str(missing_encoder(run / "head.safetensors"))
+    wrong = missing_encoder(run.parent / "ct_min_tini/encoder.safetensors")
+    assert "ct_min_tini: no such run; did you mean 'ct_min_tiny'?" in str(wrong)
+    keep(paths)
+    for path in paths:
+        path.unlink()
+    assert "put aside when its pipeline was interrupted" in str(missing_encoder(paths[0]))
+    assert standing(paths[1]).read_text() == '{"stage": "tune"}'
+    (line,) = status(tmp_path)[1]
+    assert (line.name, line.stage, line.state) == ("ct_min_tiny", "tune", "done")

@@ -286,6 +286,47 @@ def test_few_steps_have_a_short_average_and_a_warning(digits, tmp_path, monkeypa
     assert experiment.runs["ct_min_tiny"].settings.encoder_ema == round(1 - 2.5 / steps, 4)
 
 
+def test_one_odd_image_changes_no_statistics(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(220):
+        folder = tmp_path / "photos"
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(folder / f"{number}.png")
+    deep = rng.integers(0, 4096, (8, 8), np.uint16)
+    Image.fromarray(deep).save(folder / "0.png")
+    new_experiment(folder, tmp_path / "mine.yaml")
+    (dataset,) = load(str(tmp_path / "mine.yaml")).datasets.values()
+    assert dataset.pixels.range is not None and dataset.pixels.mean is dataset.pixels.std is None
+
+
+def test_public_weights_keep_their_statistics(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        deep = rng.integers(0, 4096, (8, 8), np.uint16)
+        Image.fromarray(deep).save(folder / f"{number}.png")
+    for public in (None, "mae_base"):
+        text = new_experiment(folder, tmp_path / f"{public}.yaml", public)
+        (dataset,) = load(str(tmp_path / f"{public}.yaml")).datasets.values()
+        assert (dataset.pixels.mean is None) == (public is not None)
+        assert ("Mean and deviation are mae_base's" in text) == (public is not None)
+
+
+def test_labels_are_asked_for_before_anything_is_queued(digits, tmp_path):
+    folder = tmp_path / "flat"
+    folder.mkdir()
+    for path in sorted((digits / "train").rglob("*.png"))[:200]:
+        (folder / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
+    out = tmp_path / "mine.yaml"
+    text = new_experiment(folder, out)
+    out.write_text(text.replace("protocols: [explore]", "protocols: [explore, knn]"))
+    with pytest.raises(UserError, match=r"knn of mae_tiny needs labels, and flat train has none"):
+        load(str(out))
+    out.write_text(text.replace("protocols: [explore]", "protocols: [explore, umap, throughput]"))
+    load(str(out))
+
+
 def test_mistakes_are_named(digits, tmp_path):
     out = tmp_path / "mine.yaml"
     with pytest.raises(UserError, match="no such folder"):

@@ -37,6 +37,7 @@ __all__ = [
     "ImageSource",
     "Listing",
     "Source",
+    "Unlabelled",
     "find_source",
     "kind_of",
     "open_source",
