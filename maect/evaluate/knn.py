@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from maect.evaluate.store import Array, Rows, Scale
 
 QUERIES = 1024
+ONE_IN = 10  # training images, for each that is held out; more where there are few test images
 TRAIN_ROWS = 16384
 
 
@@ -42,7 +44,8 @@ class Knn(ReadsFeatures):
     title: ClassVar[str] = "k-nearest neighbours"
     test_data: ClassVar[str | None] = (
         "knn_best_k chooses k and knn_best k and T on the test split, with and without "
-        "standardisation; knn and knn_standardized choose nothing"
+        "standardisation; knn and knn_standardized choose nothing, those called _held_out "
+        "choose on training images"
     )
 
     k: int = Field(default=KNN_K, gt=0)
@@ -62,13 +65,16 @@ class Knn(ReadsFeatures):
 
         `knn_best_k` and `knn_standardized_best_k` choose k on the test split, as the paper does for
         other methods' checkpoints; `knn_best` and `knn_standardized_best` choose k and T.
+        `knn_held_out` and `knn_standardized_held_out` choose both on training images that are held
+        out, one in `one_in` of each class or fewer: as many as there are test images.
 
         Raises:
             UserError: fewer training samples than k.
         """
         import numpy as np
 
-        from maect.evaluate.store import moments
+        from maect.evaluate.sampling import held_out
+        from maect.evaluate.store import Part, moments
         from maect.measures import vote
 
         train, test = job.both()
@@ -76,21 +82,34 @@ class Knn(ReadsFeatures):
             raise UserError(f"knn: k {self.k} is more than the {train.n} samples of {train.path}")
         counts = sorted({self.k, *(k for k in self.sweep if k <= train.n)})
         temperatures = sorted({self.temperature, *self.temperatures})
+        one_in = max(ONE_IN, -(-train.n // test.n))
+        held = held_out(train.labels, train.names(), one_in)
+        part, queries = Part(train, np.flatnonzero(~held)), train.take(np.flatnonzero(held))
         metrics: dict[str, Any] = {}
-        sweep = []
+        sweep: list[dict[str, Any]] = []
+        threads = idle_cpus(context)
         for name, standardized in (("knn", False), ("knn_standardized", True)):
             scale = moments(train.rows, train.n, train.width) if standardized else None
-            similarity, ids = nearest(train, test.all(), max(counts), scale, idle_cpus(context))
+            similarity, ids = nearest(train, test.all(), max(counts), scale, threads)
+            fitting = [k for k in counts if k <= part.n] if held.any() else []
+            if fitting:
+                near = nearest(part, queries, max(fitting), scale, threads)
             for k in counts:
                 for temperature in temperatures:
                     votes = vote(similarity[:, :k], train.labels[ids[:, :k]], temperature)
                     accuracy = 100 * int(np.sum(votes == test.labels)) / test.n
+                    if k in fitting:
+                        votes = vote(near[0][:, :k], part.labels[near[1][:, :k]], temperature)
+                        inner = 100 * float(np.mean(votes == train.labels[held]))
+                    else:
+                        inner = None
                     sweep.append(
                         {
                             "k": k,
                             "temperature": temperature,
                             "standardized": standardized,
                             "accuracy": accuracy,
+                            "held_out": inner,
                         }
                     )
                     if (k, temperature) == (self.k, self.temperature):
@@ -100,6 +119,9 @@ class Knn(ReadsFeatures):
             metrics[f"{name}_best_k"] = max(
                 row["accuracy"] for row in chosen if row["temperature"] == self.temperature
             )
+            tried = [row for row in chosen if row["held_out"] is not None]
+            if tried:  # of equal ones the first
+                metrics[f"{name}_held_out"] = max(tried, key=itemgetter("held_out"))["accuracy"]
         return {**metrics, "sweep": sweep}
 
 

@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from maect.evaluate.trained import Trainee, TrainsProbe, Trial
+from maect.core.settings import later
+from maect.evaluate.trained import Trainee, TrainsProbe, Trial, beside_held
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from maect.data.index import Index
+    from maect.data.loader import Batch
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
 MOMENTUM, TRUST = 0.9, 0.001
@@ -32,10 +36,15 @@ class TrainsByLars(TrainsProbe):
     warmup_epochs: float = Field(default=10, ge=0)
     weight_decay: float = Field(default=0, ge=0)
     """Of all trained tensors but the classifier's bias."""
+    held_out: float = later(0.0, ge=0, lt=1)
+    """Train the probe a second time without this part of the training images, and choose the epoch
+    on them."""
 
 
 class LarsProbe(Trainee):
     """BatchNorm and classifier on pooled features, the same on every rank.
+
+    With `held_out` a twin is trained beside it, on the same batches without the held-out images.
 
     Attributes:
         weight: [C, D]; bias: [C].
@@ -62,7 +71,13 @@ class LarsProbe(Trainee):
         from maect.models.vit import seeded
 
         super().__init__(trial)
-        self.groups, self.name = {"probe": self}, settings.name
+        self.groups: dict[str, LarsProbe] = {"probe": self}
+        self.name = settings.name
+        self.held: Index | None = None
+        if settings.held_out:
+            self.held = trial.held_out(settings.held_out, settings.seed)
+            without = settings.model_copy(update={"held_out": 0.0})
+            self.groups["twin"] = type(self)(trial, without, *pooling)
         self.pooling, self.trained = pooling, (*pooling, *CLASSIFIER)
         momenta = (f"{name}_momentum" for name in self.trained)
         self.SHARED = (*self.trained, *momenta, "mean", "var")
@@ -89,11 +104,39 @@ class LarsProbe(Trainee):
         """Return one vector per image, [b, D]."""
         return features
 
+    def targets(self, batch: Batch, images: Tensor) -> Tensor:
+        """Labels; with held-out images [b, 2], whether each is one of them beside its label."""
+        labels = super().targets(batch, images)
+        return labels if self.held is None else beside_held(labels, batch, self.held)
+
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-        """One update on the global batch; the loss is the mean cross-entropy, [1].
+        """One update on the global batch; the loss is the mean cross-entropy, [1]."""
+        import torch
+
+        from maect.core import distributed
+
+        targets = distributed.gather_rows(targets)
+        if self.held is None:
+            return self.update(features, targets, lr_multiplier)
+        labels, others = targets[:, 0], targets[:, 1] == 0
+        loss = self.update(features, labels, lr_multiplier)
+        return torch.cat(
+            [loss, self.groups["twin"].update(features, labels, lr_multiplier, others)]
+        )
+
+    def update(
+        self, features: Tensor, labels: Tensor, lr_multiplier: float, taken: Tensor | None = None
+    ) -> Tensor:
+        """Update once by rows of the global batch; return the mean cross-entropy before, [1].
 
         The classifier is trained on all ranks' rows by every rank; only what is pooled and the
         gradients of the pooling are exchanged.
+
+        Args:
+            features: of this rank's images, [b, ...].
+            labels: of all ranks' images, [B].
+            lr_multiplier: of the peak learning rate.
+            taken: which of all are learnt from, bool [B]; two at least.
         """
         from torch.nn import functional as F
 
@@ -103,11 +146,12 @@ class LarsProbe(Trainee):
         pooled = distributed.gather_rows(mine.detach())
         if self.pooling:
             pooled.requires_grad_()
+        rows = pooled if taken is None else pooled[taken]
         normal = F.batch_norm(
-            pooled, self.mean, self.var, training=True, momentum=BN_MOMENTUM, eps=BN_EPS
+            rows, self.mean, self.var, training=True, momentum=BN_MOMENTUM, eps=BN_EPS
         )
         logits = F.linear(normal, self.weight, self.bias)
-        loss = F.cross_entropy(logits, distributed.gather_rows(targets))
+        loss = F.cross_entropy(logits, labels if taken is None else labels[taken])
         loss.backward()
         if pooled.grad is not None:
             rank = distributed.rank_and_size()[0]
@@ -136,6 +180,10 @@ class LarsProbe(Trainee):
         if history[-1] > max(history[:-1], default=-1.0):
             names = (*self.trained, "mean", "var")
             self.kept = {name: getattr(self, name).detach().clone() for name in names}
+        if self.held is not None:
+            twin = self.groups["twin"]
+            scores = self.record.setdefault("held_out", [])
+            scores.append(self.trial.accuracy(twin._class_of, self.held))
 
     def _class_of(self, images: Tensor) -> Tensor:
         return self.predict(self.trial.checked(self.read(images)))
@@ -143,12 +191,21 @@ class LarsProbe(Trainee):
     def metrics(self) -> dict[str, Any]:
         """Return the accuracies of the best epoch, the last one and all."""
         history = self.record["accuracies"]
-        best = max(history)
+        best, chosen = max(history), {}
+        if self.held is not None:
+            scores = self.record["held_out"]
+            epoch = scores.index(max(scores))
+            chosen = {
+                f"{self.name}_held_out": history[epoch],
+                "held_out_epoch": epoch + 1,
+                "held_out_accuracy": scores[epoch],
+            }
         return {
             self.name: best,
             f"{self.name}_last": history[-1],
             "best_epoch": history.index(best) + 1,
             "by_epoch": history,
+            **chosen,
         }
 
 

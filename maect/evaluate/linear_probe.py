@@ -14,7 +14,7 @@ from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import later
 from maect.evaluate.base import EvaluationJob, Positive
-from maect.evaluate.trained import Trainee, TrainsProbe, Trial
+from maect.evaluate.trained import Trainee, TrainsProbe, Trial, beside_held
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,16 +157,8 @@ class _Forms(Trainee):
 
     def targets(self, batch: Batch, images: Tensor) -> Tensor:
         """Labels; with held-out images [b, 2], whether each is one of them beside its label."""
-        import numpy as np
-        import torch
-
-        from maect.data.index import ID
-
         labels = super().targets(batch, images)
-        if self.held is None:
-            return labels
-        held = torch.from_numpy(np.isin(batch.ids, self.held.rows[:, ID]))
-        return torch.stack([labels, held.long()], dim=1)
+        return labels if self.held is None else beside_held(labels, batch, self.held)
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         import torch

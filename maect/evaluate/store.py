@@ -104,6 +104,33 @@ class FeatureFile:
             return file.get_tensor("keys").tobytes().decode().split("\n")
 
 
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a features file, read when asked for.
+
+    Attributes:
+        of: the file.
+        ids: which rows, int64 [n], ascending.
+    """
+
+    of: FeatureFile
+    ids: NDArray[np.int64]
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+        return len(self.ids)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Of the samples, int64 [n]."""
+        return self.of.labels[self.ids]
+
+    def rows(self, start: int, stop: int) -> Array:
+        """Return the features of a range of samples, float32 [stop - start, width]."""
+        return self.of.take(self.ids[start:stop])
+
+
 def open_features(path: str | Path) -> FeatureFile:
     """Open a features file and check all of it against the checksum in its header.
 

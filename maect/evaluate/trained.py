@@ -145,12 +145,13 @@ class Trial:
         count = max(1, round(part * self.train.n))
         return replace(self.train, rows=rows[sorted(rank.argsort(kind="stable")[:count])])
 
-    def accuracy(self, predict: Callable[[Tensor], Tensor]) -> float:
-        """Return the percent of test images whose class is predicted (see `train.accuracy`)."""
+    def accuracy(self, predict: Callable[[Tensor], Tensor], index: Index | None = None) -> float:
+        """Return the percent of test images, or others, whose class is predicted."""
         from maect.train.accuracy import accuracy
 
         size, device = self.encoding.settings.image_size, self.encoding.device
-        return accuracy(self.context, self.test, device, size, self.job.resize, predict)
+        index = index or self.test
+        return accuracy(self.context, index, device, size, self.job.resize, predict)
 
     def checked(self, features: Tensor) -> Tensor:
         """Return the features, or raise a UserError if one is not finite."""
@@ -163,6 +164,16 @@ class Trial:
         """Return which of so many heads this rank trains."""
         rank, ranks = self.context.rank, self.context.world_size
         return slice(total * rank // ranks, total * (rank + 1) // ranks)
+
+
+def beside_held(labels: Tensor, batch: Batch, held: Index) -> Tensor:
+    """Labels [b] of a batch with whether each image is held out, [b, 2]."""
+    import numpy as np
+    import torch
+
+    from maect.data.index import ID
+
+    return torch.stack([labels, torch.from_numpy(np.isin(batch.ids, held.rows[:, ID])).long()], 1)
 
 
 class Trainee(ABC):

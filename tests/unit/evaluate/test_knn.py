@@ -9,6 +9,7 @@ from maect.core.errors import UserError
 from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.knn import Knn
+from maect.evaluate.sampling import held_out
 from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
 
@@ -197,3 +198,39 @@ def test_votes_do_not_overflow() -> None:
     labels = np.array([[0, 1, 1], [2, 1, 1]])
     assert vote(similarity, labels, 1e-4).tolist() == [0, 1]
     assert vote(similarity, labels, 1e4).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("standardized", [False, True])
+def test_held_out_training_images_choose(
+    job: EvaluationJob, rank: Rank, standardized: bool
+) -> None:
+    train, test = open_features(job.path("train")), open_features(job.path("test"))
+    metrics = Knn().evaluate(rank, job)
+    held = held_out(train.labels, train.names())
+    assert 15 < held.sum() < 45
+    x, y = train.all() + 0, test.all() + 0
+    if standardized:
+        scaler = StandardScaler().fit(x)
+        x, y = scaler.transform(x), scaler.transform(y)
+    rows = [row for row in metrics["sweep"] if row["standardized"] == standardized]
+    for row in rows:
+        k, inner = row["k"], x[~held]
+        ordered = -np.sort(-cosines(inner, x[held]), axis=1)
+        clear(ordered[:, k - 1 : k + 1], 1e-6)
+        predicted = reference(inner, train.labels[~held], x[held], k, row["temperature"])
+        assert row["held_out"] == pytest.approx(100 * np.mean(predicted == train.labels[held]))
+    best = max(row["held_out"] for row in rows)
+    first = next(row for row in rows if row["held_out"] == best)
+    name = "knn_standardized" if standardized else "knn"
+    assert metrics[f"{name}_held_out"] == first["accuracy"]
+    assert metrics[f"{name}_held_out"] <= metrics[f"{name}_best"]
+
+
+def test_without_a_second_image_of_a_class_nothing_is_held_out(tmp_path: Path, rank: Rank) -> None:
+    features, _ = blobs(12, 4, 6, 0)
+    train = store(tmp_path / "train.safetensors", features, range(12))
+    test = store(tmp_path / "test.safetensors", features, range(12))
+    job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", {"train": train, "test": test})
+    metrics = Knn().evaluate(rank, job)
+    assert "knn_held_out" not in metrics
+    assert metrics["knn"] <= 100

@@ -92,6 +92,14 @@ def test_agrees_with_a_second_writing(
     # One block for another would be seen.
     assert len({*zip(metrics["knn"], metrics["knn_standardized"], strict=True)}) == 3
     assert metrics["best_block"] == 1 + int(np.argmax(metrics["knn_standardized"]))
+    held = np.arange(75) % 10 == 0
+    for x, accuracy in zip(known, metrics["held_out"], strict=True):
+        x = StandardScaler().fit_transform(x)
+        right, unsure = classified(x[~held], labels[~held], x[held], labels[held])
+        assert right <= accuracy * held.sum() / 100 + 1e-9 <= right + unsure + 2e-9
+    block = int(np.argmax(metrics["held_out"]))
+    assert metrics["held_out_block"] == 1 + block
+    assert metrics["knn_standardized_held_out"] == metrics["knn_standardized"][block]
     other = {"cls": "mean", "mean": "cls"}[pooling]
     assert metrics != SETTINGS.model_copy(update={"pooling": other}).evaluate(rank, job)
 

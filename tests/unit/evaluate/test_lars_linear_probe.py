@@ -154,3 +154,43 @@ def test_settings_are_the_leaderboards() -> None:
     asked = knn.model_dump()
     assert protocol == "knn" and asked["sweep"] == (5, 10, 15, 20, 50, 100, 200)
     assert asked["temperatures"] == (0.07, 0.1, 0.2) and not asked["norm"]
+
+
+def test_the_twin_learns_as_if_held_out_images_were_not_there(images: Path, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"held_out": 0.25})
+    train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
+    encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
+    trial = Trial(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
+    both = LarsProbe(trial, settings)
+    width, classes = encoding.settings.width, len(train.class_names)
+    plain, alone = probe_of(width, classes), probe_of(width, classes)
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(32, width, generator=rng)
+        labels = torch.randint(0, classes, (32,), generator=rng)
+        held = torch.arange(32) % 4 == 0
+        losses = both.step(x, torch.stack([labels, held.long()], 1), 0.5)
+        assert torch.equal(losses[:1], plain.step(x, labels, 0.5))
+        assert torch.allclose(losses[1:], alone.step(x[~held], labels[~held], 0.5), rtol=1e-5)
+    assert torch.equal(both.weight, plain.weight)
+    assert torch.allclose(both.groups["twin"].weight, alone.weight, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(both.weight, alone.weight, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["lars_linear_probe", "efficient_probe"])
+def test_held_out_images_choose_the_epoch(images: Path, tmp_path: Path, name: str) -> None:
+    from maect.evaluate import PROTOCOLS
+
+    from .test_efficient_probe import SETTINGS as EFFICIENT
+
+    base = SETTINGS if name == SETTINGS.name else EFFICIENT
+    plain = base.evaluate(Rank(), job_of(images, tmp_path / "plain.json"))
+    settings = PROTOCOLS[name].model_validate(base.model_dump() | {"held_out": 0.2})
+    job = job_of(images, tmp_path / "held.json")
+    with pytest.raises(Interrupted):
+        settings.evaluate(Rank(patience=4), job)
+    metrics = settings.evaluate(Rank(), job)
+    assert metrics["by_epoch"] == plain["by_epoch"]
+    assert metrics[f"{name}_held_out"] == metrics["by_epoch"][metrics["held_out_epoch"] - 1]
+    assert 0 <= metrics["held_out_accuracy"] <= 100
+    assert "held_out" not in base.model_dump()
