@@ -17,6 +17,11 @@ def mixed_precision(device: torch.device, precision: Precision) -> torch.autocas
     return torch.autocast(device.type, torch.bfloat16, enabled=wanted)
 
 
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16: it then takes half the time or less."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 @cache
 def bfloat16_on(device_type: str) -> str:
     """Name what computes bfloat16 matrix products: "cuda", "cpu", or "float32" instead of them.

@@ -52,6 +52,28 @@ def test_each_format_has_the_names_and_the_bits(
     np.testing.assert_array_equal(frame.to_numpy(np.float32), encoded)
 
 
+def test_bfloat16_is_asked_for_recorded_and_followed(
+    run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    out, half = tmp_path / "a.parquet", tmp_path / "half.parquet"
+    monkeypatch.setattr("maect.answers.encoder.MANY", 1)
+    monkeypatch.setattr("maect.answers.encoder.WIDE", 1)
+    monkeypatch.setattr("maect.answers.encoder.cpu_has_bfloat16", lambda: True)
+    command = ["embed", str(run), str(photographs), "--device", "cpu"]
+    assert main([*command, "--out", str(out)]) == 0
+    assert "--precision bf16 takes about half the time" in capsys.readouterr().out
+    assert main([*command, "--out", str(half), "--precision", "bf16"]) == 0
+    assert "--precision" not in capsys.readouterr().out
+    exact, rounded = Vectors.read(out), Vectors.read(half)
+    assert (exact.about["precision"], rounded.about["precision"]) == ("fp32", "bf16")
+    np.testing.assert_allclose(rounded.values, exact.values, atol=0.1)
+    # The image itself is found with similarity 1: it is encoded as the index was.
+    image = photographs / rounded.files[0]
+    assert main(["search", str(run), str(half), str(image), "--count", "1", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.split()[0] == "1.0000"
+
+
 def test_what_cannot_be_read_is_left_out_and_named(
     run: Path, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
