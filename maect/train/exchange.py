@@ -31,6 +31,9 @@ from maect.recipes.memory import BUCKET
 
 ALIGNED = 32
 """Elements: every parameter begins at 128 bytes, where vectorised kernels can read it."""
+SMALLEST = 5
+"""What part of a full bucket is room for the parameters that are read first, whose gradients come
+last: hardly anything is computed meanwhile."""
 CAST = (nn.Linear, nn.Conv2d)
 """Layers whose parameters autocast casts."""
 
@@ -373,20 +376,23 @@ def _bundles(
 ) -> list[list[tuple[str, nn.Parameter, int]]]:
     """Parameters of one kind that fill a bucket, the last ones first.
 
-    A bucket is complete with the first of its parameters; those that are so sooner come first.
+    A bucket is complete with the first of its parameters; those that are so sooner come first. What
+    is left to compute hides its exchange: it is no larger than what lies in front of it.
     """
     bundles: list[list[tuple[str, nn.Parameter, int]]] = []
     open_ones: dict[Any, tuple[list[tuple[str, nn.Parameter, int]], int]] = {}
-    for entry in reversed(trained):
+    place, front = {}, 0
+    for entry in trained:
         length = entry[1].numel()
         bundle, room = open_ones.get(kind(entry[1]), ([], 0))
         if not bundle or length > room:
-            bundle, room = [], BUCKET
+            bundle, room = [], min(BUCKET, max(BUCKET // SMALLEST, front))
+            place[len(bundles)] = front
             bundles.append(bundle)
         bundle.append(entry)
         open_ones[kind(entry[1])] = bundle, room - length
-    place = {name: number for number, (name, *_) in enumerate(trained)}
-    return sorted(bundles, key=lambda bundle: -place[bundle[-1][0]])
+        front += length
+    return [bundles[number] for number in sorted(place, key=place.__getitem__, reverse=True)]
 
 
 def _wait(buckets: Iterable[Bucket]) -> None:

@@ -250,7 +250,8 @@ class Training(Updates, Stage):
     ) -> Self:
         """The same, computed so that each device's memory is enough, at the least cost.
 
-        More passes per update cost nearly nothing, checkpointing a third of the time.
+        More passes per update cost nearly nothing, checkpointing a third of the time. ZeRO 1 is no
+        slower than 0 (docs/scaling.md); ZeRO 2 hides none of its exchange, and comes last.
 
         Args:
             encoder: its shape.
@@ -273,8 +274,8 @@ class Training(Updates, Stage):
         raise UserError(
             f"{self.name}: batch_size {self.batch_size} on {ranks} GPUs takes "
             f"{self.peak_memory(encoder, ranks) / GIB:.0f} GiB of each, "
-            f"{least / GIB:.0f} with activation_checkpointing and accumulation as far as possible, "
-            f"and it has {memory / GIB:.0f}; "
+            f"{least / GIB:.0f} with zero_stage, activation_checkpointing and accumulation as far "
+            f"as possible, and it has {memory / GIB:.0f}; "
             + (f"{enough} nodes would do" if enough else "a smaller batch_size or encoder would do")
         )
 
@@ -284,11 +285,15 @@ class Training(Updates, Stage):
         A stage refuses what it is not made for, such as several passes where there are negatives.
         """
         most = max(self.accumulation, self.batch_size // ranks // LEAST_IMAGES)
-        for checkpointing in dict.fromkeys([self.activation_checkpointing, True]):
+        zero, checkpointing = self.zero_stage, self.activation_checkpointing
+        ways = [(zero, checkpointing), (max(1, zero), checkpointing)]
+        ways += [(max(1, zero), True), (max(2, zero), True)]
+        for zero, checkpointing in dict.fromkeys(ways):
             for passes in range(self.accumulation, most + 1, self.accumulation):
-                how = {"activation_checkpointing": checkpointing, "accumulation": passes}
+                how = {"zero_stage": zero, "activation_checkpointing": checkpointing}
                 try:
-                    way = type(self).model_validate(self.model_dump() | how)
+                    given = self.model_dump() | how | {"accumulation": passes}
+                    way = type(self).model_validate(given)
                     way.check_ranks(ranks)
                 except (ValidationError, UserError):
                     continue

@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fake_gpu import GPUS, count
+import torch
+from fake_gpu import GPUS, build, count
 
 from maect.recipes import Encoder, load_encoder
-from maect.recipes.cost import encoder_weights
-from maect.recipes.memory import BUCKET
 from maect.stages import Stage, load_recipe
 from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig
-from maect.stages.tune import Tune
+from maect.train.exchange import _bundles
 
 RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
 GLOO, GLOO_LATENCY = 0.4e9, 200e-6  # bytes/s and seconds of gloo here, from `maect doctor`
@@ -65,20 +64,45 @@ class Machine:
     shared: float = 200e9
 
 
-def learning(stage: Stage, encoder: Encoder) -> float:
-    """Weights that have gradients."""
-    total = 0.0
-    if isinstance(stage, Pretrain):
-        width = encoder.decoder_width
-        total = encoder_weights(encoder) + encoder.decoder_depth * (12 * width**2 + 13 * width)
-    elif isinstance(stage, Tune):
-        total = encoder_weights(encoder) * (1 - stage.frozen_blocks / encoder.depth)
-    head = getattr(stage, "head", None)
-    if head is not None:
-        hidden = head.projector_hidden
-        total += encoder.width * hidden + hidden**2 + hidden * head.embedding
-        total += 2 * head.embedding * head.predictor_hidden
-    return total
+@cache
+def buckets(stage: Stage, encoder: Encoder) -> list[tuple[int, int]]:
+    """Weights of each bucket and in front of it, the first to be read first."""
+    with torch.device("meta"):
+        named = list(build(stage, encoder, 1000).named_parameters())
+    learning = [(name, weight, 0) for name, weight in named if weight.requires_grad]
+    front, fronts = 0, {}
+    for name, weight, _ in learning:
+        fronts[name] = front
+        front += weight.numel()
+    bundles = reversed(_bundles(learning, lambda weight: weight.ndim > 1))
+    return [(sum(w.numel() for _, w, _ in each), fronts[each[0][0]]) for each in bundles]
+
+
+def exposed(
+    stage: Stage, encoder: Encoder, seconds: float, byte: float, latency: float
+) -> tuple[float, float]:
+    """Seconds for which a step waits for gradients, and for weights, one bucket behind the other.
+
+    Args:
+        stage, encoder: of ZeRO 0 or 1.
+        seconds: of the passes, spread evenly over the weights that learn.
+        byte: seconds of each that is reduced to slices, or gathered from them.
+        latency: seconds of a collective beside that.
+    """
+    parts = buckets(stage, encoder)
+    weights = sum(size for size, _ in parts)
+    forward, backward = seconds / 3, seconds * 2 / 3
+    sent = arrived = stalled = 0.0
+    for size, front in reversed(parts):
+        bytes_there_and_back = 4 * (2 - stage.zero_stage) * size
+        ready = backward * (1 - front / weights)
+        sent = max(sent, ready) + bytes_there_and_back * byte + latency
+    # In bfloat16, but where gradients of several passes add up.
+    cast = 2 if stage.precision == "bf16" and stage.accumulation == 1 else 4
+    for size, front in parts if stage.zero_stage else ():
+        arrived += cast * size * byte + latency
+        stalled = max(stalled, arrived - forward * front / weights)
+    return sent - backward, stalled
 
 
 @cache
@@ -110,22 +134,14 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
     bus = m.inside if ranks <= m.node else m.between
     latency = m.latency * math.log2(ranks) if ranks > 1 else 0.0
     launches = m.launch * kernels
-    trained = learning(stage, encoder)
+    trained = sum(size for size, _ in buckets(stage, encoder))
     exchange = 4 * trained * others / bus
-    buckets = math.ceil(trained / BUCKET)
     work = max(compute, launches)
-    if stage.zero_stage < 2:
-        # Gradients, whole or each rank's slice, beside the backward pass, but for the last bucket.
-        gradients = (2 - stage.zero_stage) * exchange + buckets * latency
-        backward = 2 / 3 * work
-        late = max(gradients - backward, gradients / buckets)
-        late += m.beside * min(gradients, backward)
-        if stage.zero_stage == 1:
-            # Then the weights, beside the next forward pass, but for the first bucket: in bfloat16,
-            # but where gradients of several passes add up.
-            size = 2 if stage.precision == "bf16" and stage.accumulation == 1 else 4
-            weights = exchange * size / 4 + buckets * latency
-            late += max(weights - 1 / 3 * work, weights / buckets)
+    if ranks == 1:
+        late = 0.0
+    elif stage.zero_stage < 2:
+        late = sum(exposed(stage, encoder, work, others / bus, latency))
+        late += m.beside * min((2 - stage.zero_stage) * exchange, 2 / 3 * work)
     else:
         late = 3 * (exchange + 2 * latency)
     own = ranks if stage.zero_stage else 1

@@ -7,6 +7,7 @@ from ranks import run
 from tiny_runs import ENCODER
 
 from maect.models import precision, vit
+from maect.recipes import load_encoder
 from maect.train import engine, exchange
 
 RANKS, ROWS, STEPS = 3, 2, 3
@@ -111,6 +112,26 @@ def test_ranks_update_as_one_would(zero, accumulation, tmp_path):
     assert found == {name: p.numel() for name, p in layers.named_parameters()}
     # And another start gives the same bits.
     assert run(RANKS, job, log=tmp_path / "log")[0][0] == weights
+
+
+@pytest.mark.parametrize("size", ["base", "large", "huge14"])
+def test_the_last_buckets_are_small(size):
+    """Behind each bucket of gradients enough is left to compute, but for the first weights'."""
+    with torch.device("meta"):
+        encoder = vit.build_encoder(load_encoder(size))
+    learning = [(name, weight, 0) for name, weight in encoder.named_parameters()]
+    bundles = exchange._bundles(learning, lambda weight: weight.ndim > 1)
+    assert sorted(name for b in bundles for name, *_ in b) == sorted(name for name, *_ in learning)
+    front, fronts = 0, {}
+    for name, weight, _ in learning:
+        fronts[name], front = front, front + weight.numel()
+    order = [fronts[bundle[0][0]] for bundle in bundles]
+    assert order == sorted(order, reverse=True) and order[-1] == 0
+    for bundle, before in zip(bundles, order, strict=True):
+        length = sum(weight.numel() for _, weight, _ in bundle)
+        assert length <= max(before, exchange.BUCKET // 5) and length <= exchange.BUCKET
+    # Few are, since each costs a collective's latency.
+    assert len(bundles) <= 1.5 * front / exchange.BUCKET + 5
 
 
 class Encoded(torch.nn.Module):

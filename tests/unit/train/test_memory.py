@@ -117,6 +117,23 @@ def test_what_does_not_fit_is_computed_in_parts(recipe, size, gpu, ranks, chosen
     assert fitted.decisive(fitted.model_dump()) == stage.decisive(stage.model_dump())
 
 
+def test_zero_2_comes_last_and_1_before_checkpointing():
+    """It hides nothing of its exchange; what ZeRO 0 takes more, 1 does without, at no cost."""
+    tune, encoder = stage_of("ct_min", "huge14"), load_encoder("huge14")
+    whole = tune.peak_memory(encoder, 4)
+    for memory, chosen in (
+        (whole, {}),
+        (18 * GIB, CHECKPOINTING),
+        (17 * GIB, CHECKPOINTING | {"zero_stage": 2}),
+    ):
+        fitted = tune.fitted(encoder, 1, 4, memory)
+        assert {key: value for key, value in fitted if value != getattr(tune, key)} == chosen
+        assert fitted.peak_memory(encoder, 4) <= memory
+    plain = stage_of("ct_min", "huge14", zero_stage=0)
+    assert plain.peak_memory(encoder, 4) > whole
+    assert plain.fitted(encoder, 1, 4, whole).zero_stage == 1
+
+
 def test_what_fits_in_no_way_is_refused_with_what_would():
     with pytest.raises(
         UserError, match=r"tune: batch_size 512 on 1 GPUs takes .* \d nodes would do"
