@@ -87,10 +87,13 @@ class Vectors:
             labels = table["label"].to_pylist() if "label" in table.column_names else None
             found = cls(table["file"].to_pylist(), values, labels, about)
             promised = (parquet.read_metadata(path).metadata or {})[_CHECKSUM]
-        except (pa.ArrowException, KeyError, ValueError, AttributeError, OSError) as error:
+            sound = _Content().add(found).digest() == promised
+        except (
+            pa.ArrowException, KeyError, ValueError, AttributeError, TypeError, OSError
+        ) as error:  # fmt: skip
             why = " ".join(str(error).split())
             raise UserError(f"{path}: damaged, or not written by `maect embed` ({why})") from None
-        if _Content().add(found).digest() != promised:
+        if not sound:
             raise UserError(f"{path}: damaged (its checksum differs); delete it and embed again")
         return found
 
@@ -248,7 +251,11 @@ def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file has vectors that `maect embed` wrote; a .parquet may also hold images."""
+    """Whether a file has vectors that `maect embed` wrote; a .parquet may also hold images.
+
+    Raises:
+        UserError: a damaged .parquet.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -256,8 +263,9 @@ def is_index(path: Path) -> bool:
         return False
     try:
         return b"maect" in (parquet.read_schema(path).metadata or {})
-    except pa.ArrowException:
-        return False
+    except (pa.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"{path}: damaged, or no parquet file ({why})") from None
 
 
 def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: int = 128) -> str:

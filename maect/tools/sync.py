@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_json
+from maect.core.files import read_json, write_record
 from maect.core.yaml_files import read_yaml
 from maect.train.metrics import LOOKS
 
@@ -122,7 +122,7 @@ def sync(service: str, run: Path, project: str) -> int:
         return 0
     copy = SERVICES[service](run, project, before["id"], _told(run))
     # At once: should this end early, the next call goes on with the same copy.
-    write_json(path, known | {service: {"id": copy.id, "step": before["step"]}})
+    write_record(path, known | {service: {"id": copy.id, "step": before["step"]}})
     done = before["step"]
     try:
         for line in new:
@@ -133,7 +133,7 @@ def sync(service: str, run: Path, project: str) -> int:
             done = step
     finally:
         copy.close((run / "run.json").exists())
-        write_json(path, known | {service: {"id": copy.id, "step": done}})
+        write_record(path, known | {service: {"id": copy.id, "step": done}})
     return len(new)
 
 

@@ -20,12 +20,13 @@ from maect import load
 from maect.cli import main
 from maect.core.context import SingleRank
 from maect.core.errors import UserError
-from maect.core.files import read_json
+from maect.core.files import read_json, sha256_file, write_record
 from maect.data.index import open_index
 from maect.data.pixels import open_pixels
 from maect.data.shards import image_names
 from maect.data.sources.changes import changes
-from maect.evaluate import EvaluationConfig
+from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.evaluate.probing import STATE
 from maect.evaluate.run import Completion, evaluate
 from maect.train.checkpoint import check_files, read_record, saved
 from maect.train.run_folder import claim, is_finished
@@ -167,6 +168,41 @@ FITTED = command(
 )  # fmt: skip
 
 
+VAL = "{root}/../images/val"
+SEARCH = command("search", "{root}/runs/" + RUN, "{root}/vectors.parquet", VAL + "/0/0150.png")
+ALIKE = command("duplicates", "{root}/vectors.parquet", "--out", "{out}", out="alike")
+LABELLED = command(
+    "predict", "{root}/runs/" + RUN, VAL, "--out", "{out}/c.csv", "--labelled",
+    "{root}/vectors.parquet", "--classifier", "{out}/c.safetensors",
+)  # fmt: skip
+CLASSIFIED = command(
+    "predict", "{root}/runs/" + RUN, VAL, "--out", "{out}", "--classifier",
+    "{root}/classifier.safetensors", out="c.csv",
+)  # fmt: skip
+LEADERBOARD = command("leaderboard", "{root}/board/runs/" + RUN, "--out", "{out}", out="board")
+COMPARE = command(
+    "compare", "{root}/runs/" + RUN, "--images", VAL, "--out", "{root}/compared", "--threads", "1",
+    leaves=("compared/compare.csv",),
+)  # fmt: skip
+PROBE = "linear_probe"
+
+
+def exported(root: Path, folder: Path) -> object:
+    """What `maect.load` makes of an image by an exported folder."""
+    encoder = load(root / "export", "cpu")
+    return encoder.resize, encoder.encode([np.zeros((16, 16, 3), np.uint8)]).tobytes()
+
+
+def resumed_probe(root: Path, folder: Path) -> object:
+    """A probe's training that goes on from what it saved."""
+    shutil.copytree(root / "probing", folder / "probing")
+    told = EvaluationConfig.read(root / f"probing/{PROBE}.yaml")
+    told.write(folder / f"probing/{PROBE}.yaml")
+    evaluate(SingleRank(cpus=2), config=folder / f"probing/{PROBE}.yaml")
+    left = folder / f"probing/{PROBE}.safetensors"
+    return read_json(left.with_suffix(".json"))["metrics"], left.read_bytes()
+
+
 def figure(name: str) -> Reader:
     return command("page", "{root}/figures/" + name + ".yaml", leaves=(f"figures/{name}.png",))
 
@@ -235,6 +271,16 @@ KINDS = {
     "record of decoded images": Kind("shards/digits/train/pixels.json", 16, (the_images("train"),)),
     "plan": Kind("shards/digits/train/plan.json", 24, (the_images("train"), what_changed)),
     "listing": Kind("shards/digits/train/parts/000000.jsonl", 20, (the_images("train"),)),
+    "vectors": Kind("vectors.parquet", 30, (SEARCH, ALIKE, LABELLED)),
+    "classifier": Kind("classifier.safetensors", 24, (CLASSIFIED,)),
+    "exported weights": Kind("export/model.safetensors", 16, (exported,)),
+    "record of an export": Kind("export/config.json", 24, (exported,)),
+    "row of the leaderboard": Kind(
+        f"board/evaluations/{RUN}/lars_linear_probe.json", 20, (LEADERBOARD,)
+    ),
+    "saved probe": Kind(f"probing/.{PROBE}.state/{STATE}", 12, (resumed_probe,)),
+    "kept scores": Kind("compared/scores/*.safetensors", 6, (COMPARE,)),
+    "kept vectors": Kind("compared/vectors/*.safetensors", 6, (COMPARE,)),
     "noted files": Kind("shards/digits/train/files.json", 20, (what_changed,)),
 }
 
@@ -299,14 +345,53 @@ def results(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = folder / "pipeline/results"
     IDENTITY[:] = [read_json(root / "runs" / RUN / "run.json")["fingerprint"]]
     whole_array(root, "train")
+    for words in (
+        ["embed", f"{root}/runs/{RUN}", VAL, "--kind", "folder", "--out", "{root}/vectors.parquet"],
+        ["export", f"{root}/runs/{RUN}", "{root}/export", "--resize", "20"],
+    ):
+        assert main([word.format(root=root) for word in words]) == 0
+    LABELLED(root, folder)
+    shutil.copy(folder / "c.safetensors", root / "classifier.safetensors")
+    COMPARE(root, folder)
+    prepare_leaderboard(root / "board", root / "runs" / RUN)
+    told = EvaluationConfig.read(
+        root / f"evaluations/{RUN}/{PROBE}.yaml", ["settings.epochs=2", "settings.batch_size=16"]
+    )
+    told.write(root / f"probing/{PROBE}.yaml")
+    assert evaluate(Interrupted(), config=root / f"probing/{PROBE}.yaml") == "requeue"
     return root
+
+
+class Interrupted(SingleRank):
+    """Told to stop after six updates."""
+
+    def __init__(self) -> None:
+        super().__init__(cpus=2)
+        self.asked = 0
+
+    def stop_requested(self) -> bool:
+        self.asked += 1
+        return self.asked >= 6
+
+
+def prepare_leaderboard(board: Path, run: Path) -> None:
+    """Results of the leaderboard's protocols, as short as may be."""
+    shutil.copytree(run, board / "runs" / RUN)
+    for name in ("lars_linear_probe", "efficient_probe", "knn_leaderboard"):
+        about = {"encoder_sha256": sha256_file(run / "encoder.safetensors")}
+        result = {
+            "metrics": {"by_epoch": [40.0, 50.0], "sweep": []},
+            "settings": load_evaluation(name, "tiny")[1].model_dump(mode="json"),
+            "provenance": about | {"splits": {"train": {"pooling": "cls"}}},
+        }
+        write_record(board / f"evaluations/{RUN}/{name}.json", result)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_no_damage_is_silent(name: str, results: Path, tmp_path: Path) -> None:
     """Flips, zeros and cuts of one kind of record, and everybody who reads it."""
     kind = KINDS[name]
-    file, folder = results / kind.file, tmp_path / "out"
+    (file,), folder = sorted(results.glob(kind.file)), tmp_path / "out"
     before = {path: path.read_bytes() for path in results.rglob("*") if is_small(path)}
     data = before[file] = file.read_bytes()
     sound = [tried(reader, results, folder, file) for reader in kind.readers]

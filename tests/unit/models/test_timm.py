@@ -259,6 +259,12 @@ tables: [low_shot]
     from maect.experiment.outdated import outdated
 
     assert tmp_path / "runs/it/run.json" not in outdated(experiment.load(str(file)))
+    weights = tmp_path / "w.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert tmp_path / "runs/it/run.json" in outdated(experiment.load(str(file)))
+    weights.write_bytes(whole)
+    assert tmp_path / "runs/it/run.json" not in outdated(experiment.load(str(file)))
 
     file.write_text(text.format(root=tmp_path, more="  ct: {recipe: ct_min, size: base, from: it}"))
     with pytest.raises(UserError, match=r"ct: only plain ViTs are trained.*of it$"):
