@@ -11,11 +11,14 @@ from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
 
+Backend = Literal["sdpa", "packed", "flash_attn"]
+"""PyTorch's choice, its memory-efficient kernel with one gradient, the optional package's."""
+
 
 class FusedAttention(Attention):
     """timm's attention on a chosen kernel."""
 
-    backend: Literal["sdpa", "flash_attn"] = "sdpa"
+    backend: Backend = "sdpa"
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Self-attention of tokens [b, N, D], without mask or dropout."""
@@ -24,6 +27,8 @@ class FusedAttention(Attention):
         flash = flash_kernel() if self.backend == "flash_attn" else None
         if flash is not None and qkv.dtype != torch.float32 and qkv.is_cuda:
             out = flash(qkv, deterministic=torch.are_deterministic_algorithms_enabled())
+        elif self.backend == "packed" and qkv.is_cuda:
+            out = packed_attention(qkv)
         else:
             out = fused_attention(qkv)
         return self.proj(out.reshape(b, n, -1))
@@ -44,7 +49,37 @@ def attend(qkv: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
-def use_attention(model: nn.Module, backend: Literal["sdpa", "flash_attn"]) -> None:
+def packed_attention(qkv: Tensor) -> Tensor:
+    """The same with one gradient for all three, which no kernel has to stack.
+
+    PyTorch's memory-efficient kernel alone can write it; flash's three are stacked afterwards.
+    """
+    return cast(Tensor, _Packed.apply(qkv))
+
+
+class _Packed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor) -> Tensor:
+        given = (*qkv.unbind(2), None, None, None, None, None, 0.0, 0, True)
+        out, *rest = torch.ops.aten._efficient_attention_forward(*given)
+        ctx.save_for_backward(qkv, out, *rest[:3])
+        ctx.lengths = rest[3:]
+        return cast(Tensor, out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        qkv, out, sums, *state = ctx.saved_tensors
+        query, key, value = qkv.unbind(2)
+        first, *_ = torch.ops.aten._efficient_attention_backward(
+            gradients[0].contiguous(), query, key, value, None, out, None, None, *ctx.lengths, sums,
+            0.0, *state, 0, False, shared_storage_dqdkdv=True,
+        )  # fmt: skip
+        if first.stride() != query.stride():
+            raise RuntimeError("attention: packed: this PyTorch does not pack the gradients")
+        return cast(Tensor, first.as_strided(qkv.shape, qkv.stride(), 0))
+
+
+def use_attention(model: nn.Module, backend: Backend) -> None:
     """Let every attention of timm's blocks in `model` use a kernel."""
     for module in model.modules():
         if isinstance(module, Attention):

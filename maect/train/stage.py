@@ -140,7 +140,7 @@ class Updates(Settings):
 class Training(Updates, Stage):
     """Settings of every stage that trains."""
 
-    attention: Literal["sdpa", "flash_attn"] = "sdpa"
+    attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
 
     def images_of(self, images: int, classes: int) -> int:
         """Images of an epoch, of a training split with this many images and classes."""

@@ -484,38 +484,6 @@ def numerics(here: Here) -> Outcome:
     return Outcome(values, must)
 
 
-def packed_attention(qkv: Any) -> Any:
-    """Attention of packed [b, N, 3, heads, d], [b, N, heads, d], with one gradient for all three.
-
-    PyTorch's memory-efficient kernel alone can write it; flash's three are stacked afterwards.
-    """
-    import torch
-
-    ops = torch.ops.aten
-
-    class Packed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, qkv: Any) -> Any:
-            given = (*qkv.unbind(2), None, None, None, None, None, 0.0, 0, True)
-            out, *rest = ops._efficient_attention_forward(*given)
-            ctx.save_for_backward(qkv, out, *rest[:3])
-            ctx.lengths = rest[3:]
-            return out
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            qkv, out, sums, *state = ctx.saved_tensors
-            first, *_ = ops._efficient_attention_backward(
-                gradient.contiguous(), *qkv.unbind(2), None, out, None, None, *ctx.lengths, sums,
-                0.0, *state, 0, False, shared_storage_dqdkdv=True,
-            )  # fmt: skip
-            if first.untyped_storage().nbytes() != qkv.nbytes:
-                raise RuntimeError("the gradients are not packed")
-            return first.as_strided(qkv.shape, qkv.stride(), 0)
-
-    return Packed.apply(qkv)
-
-
 def packing(here: Here, shape: tuple[int, int, int, int]) -> dict[str, Any]:
     """Seconds of attention from packed values to their one gradient, and how the two ways differ.
 
@@ -525,7 +493,7 @@ def packing(here: Here, shape: tuple[int, int, int, int]) -> dict[str, Any]:
     """
     import torch
 
-    from maect.models.attention import attend
+    from maect.models.attention import attend, packed_attention
 
     b, n, heads, width = shape
     qkv = torch.randn(b, n, 3, heads, width, device=here.device, dtype=torch.bfloat16)
@@ -694,7 +662,7 @@ def memory(here: Here) -> Outcome:
     return Outcome(values, should=should)
 
 
-WAYS = ("plain", "compiled", "cuDNN", "deterministic")
+WAYS = ("plain", "compiled", "cuDNN", "packed", "deterministic")
 CASES = {
     ("mae", "large", 128): WAYS,
     ("ct_min", "large", 128): ("plain", "compiled"),
@@ -716,7 +684,8 @@ def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[s
     join(here)
     torch._dynamo.reset()  # which kernel attention takes is no part of what graphs are kept for
     batch = 8 if here.small else batch
-    stage, encoder = stage_of(here, recipe, size, batch, compile=how == "compiled")
+    changes = {"compile": how == "compiled", "attention": "packed" if how == "packed" else "sdpa"}
+    stage, encoder = stage_of(here, recipe, size, batch, **changes)
     order = [
         SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
         SDPBackend.MATH,

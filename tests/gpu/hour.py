@@ -73,7 +73,7 @@ def steps(options: argparse.Namespace) -> Iterator[Step]:
     for case in CASES:
         yield speed(case, "compiled")
     yield written_by_hand(options, *first)
-    for how in ("deterministic", "cuDNN"):
+    for how in ("deterministic", "packed", "cuDNN"):
         yield speed(first, how)
     yield from map(check, MEASURED)
 
@@ -179,7 +179,7 @@ def do(options: argparse.Namespace) -> dict[str, Any]:
         recipe, size, batch, how = json.loads(options.speed)
         with tempfile.TemporaryDirectory() as name:
             here = here_of(options, Path(name))
-            if how in ("compiled", "cuDNN") and not here.cuda:
+            if how in ("compiled", "cuDNN", "packed") and not here.cuda:
                 return {"status": "needs a GPU"}
             return {
                 "status": "passed",

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_runs import ENCODER, losses, metrics
 
 from maect.core.errors import UserError
-from maect.models.attention import flash_kernel, use_attention
+from maect.models.attention import attend, flash_kernel, packed_attention, use_attention
 from maect.models.precision import mixed_precision
 from maect.models.vit import build_encoder, seeded
 from maect.stages import load_recipe
@@ -97,6 +97,61 @@ def test_without_flash_attn_it_says_so_once_and_takes_sdpa(caplog, tmp_path):
     assert caplog.text.count("flash_attn is not installed") == 1
     assert found.keys() == plain.gradients().keys()
     assert in_a_process_of_its_own(sdpa_in_place_of_flash_attn, tmp_path) == [None]
+
+
+def test_packed_gradients_are_those_of_three(monkeypatch):
+    """By stand-ins for the kernel, which is a GPU's alone, called as PyTorch declares it."""
+    ops = torch.ops.aten
+    schemas = {
+        name: getattr(ops, name).default._schema.arguments
+        for name in ("_efficient_attention_forward", "_efficient_attention_backward")
+    }
+
+    def named(name, args, kwargs):
+        given = dict(zip((a.name for a in schemas[name]), args, strict=False))
+        return given | {a.name: kwargs[a.name] for a in schemas[name] if a.name in kwargs}
+
+    def plain(query, key, value):
+        parts = (part.transpose(1, 2) for part in (query, key, value))
+        return torch.nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2)
+
+    sums = torch.tensor(7.0)
+
+    def forward(*args, **kwargs):
+        given = named("_efficient_attention_forward", args, kwargs)
+        assert given["compute_log_sumexp"] is True and given["bias"] is None
+        out = plain(given["query"], given["key"], given["value"])
+        return out, sums, torch.tensor(1), torch.tensor(2), 5, 6
+
+    def backward(*args, **kwargs):
+        given = named("_efficient_attention_backward", args, kwargs)
+        assert given["shared_storage_dqdkdv"] and given["logsumexp"] is sums
+        assert (given["max_seqlen_q"], given["max_seqlen_k"]) == (5, 6)
+        assert (int(given["philox_seed"]), int(given["philox_offset"])) == (1, 2)
+        with torch.enable_grad():
+            parts = [given[name].detach().requires_grad_() for name in ("query", "key", "value")]
+            out = plain(*parts)
+        torch.testing.assert_close(out, given["out"])
+        found = torch.autograd.grad(out, parts, given["grad_out_"])
+        if separate:
+            return *found, None
+        return *torch.stack(found, 2).unbind(2), None
+
+    monkeypatch.setattr(ops, "_efficient_attention_forward", forward)
+    monkeypatch.setattr(ops, "_efficient_attention_backward", backward)
+    noise = torch.Generator().manual_seed(0)
+    qkv = torch.randn(2, 5, 3, 4, 6, dtype=torch.float64, generator=noise)
+    weights = torch.randn(2, 5, 4, 6, dtype=torch.float64, generator=noise)
+    found = []
+    separate = False
+    for way in (attend, packed_attention):
+        given = qkv.clone().requires_grad_()
+        (way(given) * weights).sum().backward()
+        found.append(given.grad)
+    torch.testing.assert_close(*found)
+    separate = True
+    with pytest.raises(RuntimeError, match="does not pack the gradients"):
+        packed_attention(qkv.clone().requires_grad_()).sum().backward()
 
 
 def test_recomputed_activations_give_the_same_bits_in_bf16(tmp_path):

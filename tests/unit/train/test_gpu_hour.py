@@ -81,8 +81,9 @@ def test_a_call_and_the_hour_end_in_time(hour, tmp_path, monkeypatch):
 def test_attention_with_one_gradient_stacks_nothing():
     """What an hour times beside flash: by shapes alone, since no CPU has the kernel."""
     from fake_gpu import Counting, flash_attention
-    from first_day import packed_attention
     from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from maect.models.attention import packed_attention
 
     kernels, moved = {}, {}
     for name, way in (("flash", flash_attention), ("packed", packed_attention)):
