@@ -49,6 +49,8 @@ def start(context: Context) -> torch.device:
     else:
         # DeepSpeed takes the device of this number; srun may show each rank only its own.
         os.environ["LOCAL_RANK"] = str(device.index)
+        # It compares that with an outer mpirun's number of the rank, which is none of a device.
+        os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
     join(context, "nccl" if device.type == "cuda" else "gloo", STEP_TIMEOUT)
     import deepspeed
     from deepspeed.utils import groups

@@ -185,7 +185,6 @@ def main() -> None:
     from first_day import Alone, Here, packed, random_batch, stage_of, trainer_of
 
     from maect.models import attention, precision
-    from maect.recipes.memory import BUCKET
     from maect.train import exchange
     from maect.train.engine import start
 
@@ -201,8 +200,7 @@ def main() -> None:
         stage, encoder = stage_of(here, recipe, options.size, 4 * options.ranks)
         stage = stage.model_copy(update={"zero_stage": options.zero})
         full, (stage, encoder) = (stage, encoder), narrow(stage, encoder)
-        # As many buckets as the weights that learn fill at full width.
-        exchange.BUCKET = ceil(learning(stage, encoder) / ceil(learning(*full) / BUCKET))
+        exchange.BUCKET = bucket_of(full, (stage, encoder))
         with trainer_of(here, stage, encoder, 8, context) as trainer:
             batch = random_batch(trainer.stage, trainer.encoder, 4)
             batch = packed(batch, trainer.objective.draw, pinned=False)
@@ -214,9 +212,14 @@ def main() -> None:
                 print(f"  {kind:<12}", numbers)
 
 
-def learning(stage: Any, encoder: Any) -> float:
-    """Number of weights that a training changes."""
-    return stage.footprint(encoder, 1).trained
+def bucket_of(full: tuple[Any, Any], own: tuple[Any, Any]) -> int:
+    """Weights of a bucket that give as many as a stage and encoder have at full width."""
+    from maect.recipes.memory import BUCKET
+
+    def learning(stage: Any, encoder: Any) -> float:
+        return stage.footprint(encoder, 1).trained
+
+    return ceil(learning(*own) / ceil(learning(*full) / BUCKET))
 
 
 def narrow(stage: Any, encoder: Any) -> tuple[Any, Any]:

@@ -41,6 +41,7 @@ from maect.train import engine
 rank = SimpleNamespace(rank=0, local_rank=3, world_size=1, cpus=1, gpus=True,
                        store=lambda timeout: HashStore())
 os.environ.update(RANK="0", LOCAL_RANK="3", WORLD_SIZE="1")
+os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "3"  # as below mpirun
 with (patch.object(distributed, "uses_gpus", lambda: True),
       patch.object(torch.cuda, "device_count", lambda: 1),
       patch.object(torch.cuda, "set_device", lambda device: None),
