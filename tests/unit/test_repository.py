@@ -6,7 +6,10 @@ import sys
 import tomllib
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
+
+import maect
 
 ROOT = Path(__file__).parents[2]
 LOCK = (ROOT / "envs/requirements.lock").read_text(encoding="utf-8")
@@ -77,3 +80,11 @@ def test_a_clone_that_was_moved_gets_a_new_environment(tmp_path: Path) -> None:
         done = subprocess.run(make, capture_output=True, text=True, check=True)
         assert ("the clone was moved from /elsewhere/.venv" in done.stdout) == again
         assert ("-m venv --clear" in done.stdout) == again
+
+
+def test_the_version_is_in_one_place() -> None:
+    """The package's own; what cites it says the same."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert str(citation["version"]) == maect.__version__
