@@ -24,6 +24,7 @@ from maect.evaluate.base import (
     ReadsFeatures,
     idle_cpus,
 )
+from maect.evaluate.real import RealLabels
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ ONE_IN = 10  # training images, for each that is held out; more where there are 
 TRAIN_ROWS = 16384
 
 
-class Knn(ReadsFeatures):
+class Knn(RealLabels, ReadsFeatures):
     """Weighted k-NN (paper, B; DINO's protocol): reports `k` and `temperature`, sweeps both."""
 
     name: ClassVar[str] = "knn"
@@ -68,8 +69,10 @@ class Knn(ReadsFeatures):
         `knn_held_out` and `knn_standardized_held_out` choose both on training images that are held
         out, one in `one_in` of each class or fewer: as many as there are test images.
 
+        With `real_labels` also `knn_real` and `knn_standardized_real`.
+
         Raises:
-            UserError: fewer training samples than k.
+            UserError: fewer training samples than k, or labels of other images.
         """
         import numpy as np
 
@@ -96,8 +99,8 @@ class Knn(ReadsFeatures):
                 near = nearest(part, queries, max(fitting), scale, threads)
             for k in counts:
                 for temperature in temperatures:
-                    votes = vote(similarity[:, :k], train.labels[ids[:, :k]], temperature)
-                    accuracy = 100 * int(np.sum(votes == test.labels)) / test.n
+                    own = vote(similarity[:, :k], train.labels[ids[:, :k]], temperature)
+                    accuracy = 100 * int(np.sum(own == test.labels)) / test.n
                     if k in fitting:
                         votes = vote(near[0][:, :k], part.labels[near[1][:, :k]], temperature)
                         inner = 100 * float(np.mean(votes == train.labels[held]))
@@ -114,6 +117,7 @@ class Knn(ReadsFeatures):
                     )
                     if (k, temperature) == (self.k, self.temperature):
                         metrics[name] = accuracy
+                        metrics |= self.real(name, own, test.names())
             chosen = [row for row in sweep if row["standardized"] == standardized]
             metrics[f"{name}_best"] = max(row["accuracy"] for row in chosen)
             metrics[f"{name}_best_k"] = max(

@@ -18,6 +18,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Count, EvaluationJob, Input, Positive, ReadsFeatures, idle_cpus
+from maect.evaluate.real import RealLabels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +30,7 @@ PENALTIES: tuple[float, ...] = tuple(round(10 ** (-6 + 11 * i / 7), 12) for i in
 """10 to the powers from -6 to 5, in seven equal steps (CAPI)."""
 
 
-class Logistic(ReadsFeatures):
+class Logistic(RealLabels, ReadsFeatures):
     """Logistic regression on all labels, its penalty chosen on held-out training images."""
 
     name: ClassVar[str] = "logistic"
@@ -47,10 +48,12 @@ class Logistic(ReadsFeatures):
         return {"train": self.read(self.train_split), "test": self.read(self.test_split)}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Metrics: `logistic` with the ends of its 95 % interval, and what was chosen.
+        """Metrics: `logistic` with the ends of its 95 % interval, and what was chosen;
+        with `real_labels` also `logistic_real`.
 
         Raises:
-            UserError: training images of one class only, or no class with two.
+            UserError: training images of one class only, or no class with two, or labels of other
+                images.
         """
         import numpy as np
         from threadpoolctl import threadpool_limits
@@ -73,6 +76,7 @@ class Logistic(ReadsFeatures):
             "logistic_low": float(low[0]),
             "logistic_high": float(high[0]),
             "c": chosen,
+            **self.real("logistic", classes, test.names()),
             "held_out": [{"c": c, "accuracy": accuracy} for c, accuracy in tried.items()],
         }
 

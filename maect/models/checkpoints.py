@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
-from maect.models.layouts import LAYOUTS, Layout, Location
+from maect.models.layouts import FAMILIES, LAYOUTS, Layout, Location
 from maect.models.timm_encoder import create_for, fit_weights
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
@@ -163,6 +163,24 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
                 f"{shape.ct_pooling}); say which with --layout"
             )
     return fitting[0]
+
+
+def resembling(checkpoint: Mapping[str, Any]) -> str | None:
+    """What is known of the encoders that a file of no layout seems to be of; None: nothing."""
+    parts = [checkpoint, *(v for v in checkpoint.values() if isinstance(v, Mapping))]
+    names = [str(name) for part in parts for name in part]
+    tokens = [part.get("cls_token") for part in parts]
+    if any(isinstance(t, Tensor) and t.ndim == 3 and t.shape[1] > 1 for t in tokens):
+        return "several [CLS] tokens, like Pixio, which is not imported"
+
+    def has(mark: str) -> bool:
+        return any(name == mark or name.endswith(f".{mark}") for name in names)
+
+    for family in FAMILIES:
+        if all(map(has, family.marks)):
+            how = f"try --timm {family.timm}, or its size" if family.timm else "not imported"
+            return f"it resembles {family.title}: {how}"
+    return None
 
 
 def _described(checkpoint: Mapping[str, Any]) -> str:

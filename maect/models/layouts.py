@@ -84,6 +84,43 @@ _DATA2VEC = (
 )
 _REFINED = (("pos_embed.embed", "pos_embed"), ("cls_tokens.tokens", "cls_token"))
 
+
+@dataclass(frozen=True)
+class Family:
+    """Public encoders that are no layout, and how a file of theirs is recognised.
+
+    Attributes:
+        title: what they are called.
+        marks: ends of names of tensors that all must be there.
+        timm: a name of timm that such files are imported by; none: they are not imported.
+    """
+
+    title: str
+    marks: tuple[str, ...]
+    timm: str | None = None
+
+
+# The first that fits is told: special ones come before those that they resemble.
+FAMILIES = (
+    Family("CAPI", ("blocks.0.residual1.norm.weight", "registers")),
+    Family("DINOv3", ("storage_tokens",), "vit_large_patch16_dinov3.lvd1689m"),
+    Family(
+        "DINOv2 with registers",
+        ("register_tokens", "blocks.0.ls1.gamma"),
+        "vit_large_patch14_reg4_dinov2",
+    ),
+    Family("BEiT", ("blocks.0.gamma_1", "blocks.0.attn.q_bias")),
+    Family("DINOv2", ("mask_token", "blocks.0.ls1.gamma"), "vit_large_patch14_dinov2"),
+    Family("AIMv2", ("trunk.blocks.0.attn.qkv.weight",), "aimv2_large_patch14_224"),
+    Family("SigLIP", ("attn_pool.latent",), "vit_large_patch16_siglip_256"),
+    Family("Perception Encoder", ("attn_pool.probe",), "vit_pe_core_large_patch14_336"),
+    Family("Hiera", ("blocks.0.attn.qkv.weight", "pos_embed_window")),
+    Family("ConvNeXt V2", ("stages.0.0.grn.gamma",), "convnextv2_base.fcmae"),
+    Family("ConvNeXt V2", ("stages.0.blocks.0.mlp.grn.weight",), "convnextv2_base.fcmae"),
+    Family("a model of transformers", ("encoder.layer.0.attention.attention.query.weight",)),
+    Family("CLIP", ("visual.transformer.resblocks.0.attn.in_proj_weight",)),
+)
+
 # Tried from top to bottom. docs/weights.md has their sources.
 LAYOUTS: dict[str, Layout] = {
     "mae": Layout(

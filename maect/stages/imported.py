@@ -70,7 +70,13 @@ def import_weights(
         UserError: weights that cannot be read or are of another layout or size, or a folder that
             holds a run that was trained.
     """
-    from maect.models.checkpoints import convert, convert_timm, find_layout, read_checkpoint
+    from maect.models.checkpoints import (
+        convert,
+        convert_timm,
+        find_layout,
+        read_checkpoint,
+        resembling,
+    )
     from maect.models.weights import save_encoder
     from maect.train.run_folder import origin
 
@@ -89,12 +95,15 @@ def import_weights(
     checkpoint = read_checkpoint(weights)
     if timm is not None:
         new = convert_timm(checkpoint, timm, weights.name, image_size, pixels)
+    elif layout is not None and layout not in LAYOUTS:
+        raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     else:
-        if layout is None:
-            layout = find_layout(checkpoint, weights.name)
-        elif layout not in LAYOUTS:
-            raise UserError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
-        new = convert(checkpoint, layout, weights.name, size, image_size, pixels)
+        try:
+            layout = layout or find_layout(checkpoint, weights.name)
+            new = convert(checkpoint, layout, weights.name, size, image_size, pixels)
+        except UserError as error:
+            hint = resembling(checkpoint)
+            raise UserError(f"{error}; {hint}" if hint else str(error)) from None
     for name, tensor in new.tensors.items():
         if not tensor.isfinite().all():
             raise UserError(f"{weights}: {name} has values that are not finite; fetch it again")

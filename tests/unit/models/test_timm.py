@@ -16,6 +16,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.evaluate.features import Encoding
 from maect.models import timm_table
+from maect.models.layouts import FAMILIES
 from maect.models.timm_encoder import create
 from maect.models.vit import Uninitialized
 from maect.recipes import load_encoder
@@ -136,7 +137,7 @@ def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -
 
 def test_stages_refuse_what_is_no_plain_vit_in_one_line() -> None:
     settings, encoder = load_import(None, "", None, None, "vit_base_patch14_dinov2")
-    for recipe in ("ct_min", "head_min"):
+    for recipe in ("ct_min", "ct_aug", "head_min", "head_aug", "refine", "refine_heads"):
         with pytest.raises(
             ValueError, match=r"only plain ViTs are trained.*dinov2.*is none"
         ) as told:
@@ -272,3 +273,70 @@ tables: [low_shot]
     file.write_text(text.format(root=tmp_path, more="").replace("timm:", "size: base, timm:"))
     with pytest.raises(UserError, match="a run with it takes no `size`"):
         experiment.load(str(file))
+
+
+PUBLISHED = {  # family: names and shapes that its files have
+    "CAPI": {"backbone.encoder.blocks.0.residual1.norm.weight": (8,), "backbone.registers": (1, 8)},
+    "DINOv3": {"storage_tokens": (1, 4, 8), "mask_token": (1, 8), "blocks.0.ls1.gamma": (8,)},
+    "DINOv2 with registers": {
+        "register_tokens": (1, 4, 8), "mask_token": (1, 8), "blocks.0.ls1.gamma": (8,),
+    },
+    "DINOv2": {"mask_token": (1, 8), "blocks.0.ls1.gamma": (8,)},
+    "BEiT": {"blocks.0.gamma_1": (8,), "blocks.0.attn.q_bias": (8,)},
+    "AIMv2": {"trunk.blocks.0.attn.qkv.weight": (24, 8)},
+    "SigLIP": {"attn_pool.latent": (1, 1, 8)},
+    "Perception Encoder": {"visual.attn_pool.probe": (1, 1, 8)},
+    "Hiera": {"blocks.0.attn.qkv.weight": (24, 8), "pos_embed_window": (1, 8, 8, 8)},
+    "ConvNeXt V2": {"stages.0.0.grn.gamma": (8,)},
+    "a model of transformers": {
+        "vit.encoder.layer.0.attention.attention.query.weight": (8, 8),
+    },
+    "CLIP": {"visual.transformer.resblocks.0.attn.in_proj_weight": (24, 8)},
+    "several [CLS] tokens, like Pixio": {"cls_token": (1, 8, 8)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_an_unknown_file_names_the_family_that_it_resembles(family: str, tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(shape) for name, shape in PUBLISHED[family].items()}
+    # Names of every ViT make it fit a layout, whose conversion then fails.
+    common = {"patch_embed.proj.weight": torch.zeros(8, 3, 4, 4), "cls_token": torch.zeros(1, 1, 8)}
+    for beside in ({}, common):
+        torch.save(beside | tensors, tmp_path / "w.pth")
+        with pytest.raises(UserError) as told:
+            import_weights(tmp_path / "w.pth", tmp_path / "runs/it")
+        named = [one.title for one in FAMILIES if f"resembles {one.title}:" in str(told.value)]
+        assert named == [family] or family in str(told.value)
+        assert "\n" not in str(told.value)
+
+
+def test_families_name_encoders_that_timm_has() -> None:
+    assert {family.title for family in FAMILIES} <= {*PUBLISHED}
+    for family in FAMILIES:
+        if family.timm is not None:
+            find_timm(family.timm)
+
+
+def test_a_run_of_timm_embeds_searches_and_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    for number in range(12):
+        file = tmp_path / "images" / "ab"[number % 2] / f"{number:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        colour = (20 * number, 250, 0) if number % 2 else (250, 0, 20 * number)
+        Image.new("RGB", (70, 64), colour).save(file)
+    save_file(random_model(TINY, 64).state_dict(), tmp_path / "w.safetensors")
+    told = ["--timm", TINY, "--image-size", "64"]
+    assert main(["import", *told, "w.safetensors", "runs/it"]) == 0
+    assert main(["embed", "runs/it", "images", "--kind", "folder", "--out", "v.parquet"]) == 0
+    capsys.readouterr()
+    assert main(["search", "runs/it", "v.parquet", "images/a/00.png", "--count", "1"]) == 0
+    assert capsys.readouterr().out.strip().endswith("a/00.png")
+    labelled = ["--labelled", "v.parquet", "--classifier", "c.safetensors", "--out", "c.csv"]
+    assert main(["predict", "runs/it", "images", *labelled]) == 0
+    lines = (tmp_path / "c.csv").read_text().splitlines()
+    assert len(lines) == 13
+    assert all(line.split(",")[1] == line[0] for line in lines[1:])
