@@ -25,7 +25,8 @@ def count(
 ) -> str:
     """Count to `steps` on all ranks together; the result depends on every step exactly once.
 
-    Each file STEP.closed in the folder `gates` holds the count after that step until it is gone.
+    Each file STEP.closed in the folder `gates` holds the count after that step until it is gone,
+    or until the count is asked to stop. The file `saving` is there while a state is written.
     """
     root = Path(folder)
     if complain:
@@ -59,13 +60,16 @@ def count(
         progress = {"step": state["step"], "steps": steps, "epoch": 1, "epochs": 1, "loss": 0.5,
                     "images_per_second": 1 / max(seconds, 1e-3), "unknown": [1]}  # fmt: skip
         context.report(progress)
-        while gates and (Path(gates) / f"{state['step']}.closed").exists():
+        gate = Path(gates or root) / f"{state['step']}.closed"
+        while gate.exists() and not context.stop_requested():
             time.sleep(0.05)
             context.report(progress)  # what is reported often is written now and then
         if context.rank == 0 and (stop or state["step"] % save_every == 0):
             context.saving(True)
+            (root / "saving").touch()
             time.sleep(save_seconds)
             write_json(root / "state.json", state)
+            (root / "saving").unlink()
             context.saving(False)
             context.saved(state["step"])
         if stop:

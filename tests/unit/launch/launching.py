@@ -44,6 +44,14 @@ class Run:
         self.folder = folder
         self.resources = {"devices": 2, **resources}
         self.launchers: list[subprocess.Popen[str]] = []
+        self.gates = folder.with_name(f"{folder.name}-gates")
+
+    def hold(self, step: int) -> Path:
+        """Let counts wait behind a step until the file is gone, or until they are asked to stop."""
+        self.gates.mkdir(exist_ok=True)
+        gate = self.gates / f"{step}.closed"
+        gate.touch()
+        return gate
 
     def command(self, arguments: dict, resources: dict, *words: str) -> list[str]:
         start = [sys.executable, str(HERE / "start.py"), str(self.folder)]
@@ -52,7 +60,7 @@ class Run:
     def start(self, *words: str, **arguments: object) -> subprocess.Popen[str]:
         """Start a launcher; its words go to a pipe."""
         if "function" not in arguments:
-            arguments = {"steps": 40, **arguments}
+            arguments = {"steps": 40, "gates": str(self.gates), **arguments}
         process = subprocess.Popen(
             self.command(arguments, self.resources, *words),
             stderr=subprocess.PIPE,
@@ -64,7 +72,8 @@ class Run:
 
     def pipeline(self, folder: Path, **arguments: object) -> "subprocess.Popen[bytes]":
         """Start Snakemake with one rule that starts a launcher: its words go to `folder`/log."""
-        words = self.command({"steps": 40, **arguments}, self.resources)
+        arguments = {"steps": 40, "gates": str(self.gates), **arguments}
+        words = self.command(arguments, self.resources)
         command = " ".join(f"'{word}'" for word in words).replace("{", "{{").replace("}", "}}")
         command += (
             f' 2>> "{folder}/log" && touch out || {{{{ echo $? > "{folder}/status"; exit 1; }}}}'

@@ -6,7 +6,17 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.log import command_log
-from maect.launch import Resources, Task, launch, launcher
+from maect.launch import Resources, Task, launch, launcher, record
+
+
+def without_patience() -> None:
+    """A job that is asked to stop has no time but that of its save, from its first moment on."""
+    is_saving, launcher.STOP_PATIENCE, launcher.STOP_STEPS = record.is_saving, 0.0, 0
+
+    def spared(folder: Path, job: record.Job) -> bool:
+        return not (folder / "saving").exists() or is_saving(folder, job)
+
+    record.is_saving = spared
 
 
 def main() -> int:
@@ -15,7 +25,7 @@ def main() -> int:
     function = arguments.pop("function", "counting:count")
     identity = arguments.pop("identity", "")
     if "impatient" in sys.argv[4:]:
-        launcher.STOP_PATIENCE = 0.5
+        without_patience()
     try:
         with command_log():
             launch(
