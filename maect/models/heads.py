@@ -27,10 +27,12 @@ class HeadOutput:
     Attributes:
         loss: mean over this rank's samples of the symmetrised InfoNCE loss, [].
         metrics: scalars for logging: lookup accuracy and similarity, how full the queue is.
+        anchors: normalised vectors of both views, as the queue has them, [2, b, E].
     """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    anchors: Tensor | None = None
 
 
 def projector(width: int, hidden: int, out: int) -> nn.Sequential:
@@ -227,7 +229,7 @@ class NNCLRHead(QueueHead):
                 + info_nce(positive[1], keys[:, 0], temperature, ids, key_ids)
             ) / 2
         self._enqueue(anchor[0], owners)
-        return HeadOutput(loss, metrics)
+        return HeadOutput(loss, metrics, anchor)
 
     def _positives(
         self, anchor: Tensor, ids: Tensor, labels: Tensor, lookup_numbers: Tensor

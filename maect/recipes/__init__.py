@@ -10,7 +10,7 @@ size that is not among them has the value of the size which it is `like` (`encod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -23,6 +23,10 @@ from pydantic import (
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings, later, one_line
 from maect.core.yaml_files import parse_yaml
+
+if TYPE_CHECKING:  # the first imports torch
+    from maect.models.heads import QueueHead
+    from maect.recipes.cost import Computed, Cost, ViewGroup
 
 KNN_K, KNN_TEMPERATURE = 10, 0.07
 """Of the k-NN that is reported, while it trains and afterwards (paper, B)."""
@@ -240,6 +244,34 @@ class HeadSettings(Settings):
         "queue_size", "projector_hidden", "predictor_hidden", "embedding",
     )  # fmt: skip
     """Settings that a head must share with one that it takes over."""
+    drawn: ClassVar[tuple[str, ...]] = ("topk",)
+    """Settings that all heads of a stage share, since one number is drawn for all their lookups."""
+
+    @property
+    def needs_labels(self) -> bool:
+        """Whether it reads the labels of what it is trained on."""
+        return False
+
+    @property
+    def right(self) -> float:
+        """Part of the lookups that are not to be wrong."""
+        return 1.0
+
+    def cost(
+        self,
+        computed: "Computed",
+        encoder: Encoder,
+        groups: "Sequence[ViewGroup]",
+        *,
+        batch_size: int,
+        encoder_learns: bool,
+    ) -> "Cost":
+        """What it takes on the views of an image that it reads."""
+        raise NotImplementedError
+
+    def build(self, encoder: Encoder) -> "QueueHead":
+        """It, or several as one, with random weights."""
+        raise NotImplementedError
 
 
 class Contrastive(HeadSettings):
@@ -254,6 +286,37 @@ class Contrastive(HeadSettings):
     an image, are the nearest of other classes."""
     stop_gradient: bool = later(True)
     """Of the positive: the queue has none to stop; without lookup false, unless it is given."""
+    drawn: ClassVar[tuple[str, ...]] = ("topk", "lookup", "oracle_right")
+
+    @property
+    def needs_labels(self) -> bool:
+        """An oracle does."""
+        return self.lookup == "oracle"
+
+    @property
+    def right(self) -> float:
+        """An oracle's; all of others."""
+        return self.oracle_right
+
+    def cost(
+        self,
+        computed: "Computed",
+        encoder: Encoder,
+        groups: "Sequence[ViewGroup]",
+        *,
+        batch_size: int,
+        encoder_learns: bool,
+    ) -> "Cost":
+        """What it takes on the views of an image that it reads."""
+        from maect.recipes.cost import nnclr_cost
+
+        return nnclr_cost(computed, self, encoder, groups, batch_size, encoder_learns)
+
+    def build(self, encoder: Encoder) -> "QueueHead":
+        """It with random weights."""
+        from maect.models.heads import NNCLRHead
+
+        return NNCLRHead(encoder.width, self)
 
     @model_validator(mode="before")
     @classmethod
@@ -297,6 +360,26 @@ class Refiner(HeadSettings):
     weights: Schedule | None = later(None)
     """How the weights in the loss of all heads but the last fall, epoch by epoch; none: all are 1
     to the end."""
+
+    def cost(
+        self,
+        computed: "Computed",
+        encoder: Encoder,
+        groups: "Sequence[ViewGroup]",
+        *,
+        batch_size: int,
+        encoder_learns: bool,
+    ) -> "Cost":
+        """What all of them take on the views of an image."""
+        from maect.recipes.cost import refiner_cost
+
+        return refiner_cost(computed, self, encoder, groups, batch_size, encoder_learns)
+
+    def build(self, encoder: Encoder) -> "QueueHead":
+        """All of them with random weights."""
+        from maect.models.refiner import RefinerHeads
+
+        return RefinerHeads(encoder.width, self, self.read(encoder.depth))
 
     @property
     def heads(self) -> int:

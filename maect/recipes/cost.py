@@ -26,7 +26,6 @@ from typing import Protocol
 from maect.recipes import (
     Contrastive,
     Encoder,
-    HeadSettings,
     Refiner,
     View,
     views_by_size,
@@ -223,31 +222,15 @@ def decoder_cost(computed: Computed, encoder: Encoder, group: ViewGroup, mask_ra
 # --- heads ----------------------------------------------------------------------------------------
 
 
-def head_cost(
-    computed: Computed,
-    head: HeadSettings,
-    encoder: Encoder,
-    groups: Sequence[ViewGroup],
-    *,
-    batch_size: int,
-    encoder_learns: bool,
-) -> Cost:
-    """A head, or several as one, on the views of an image."""
-    if isinstance(head, Refiner):
-        return _refiner_cost(computed, head, encoder, groups, batch_size, encoder_learns)
-    assert isinstance(head, Contrastive)
-    return _nnclr_cost(computed, head, encoder, groups[0].views, batch_size, encoder_learns)
-
-
-def _nnclr_cost(
+def nnclr_cost(
     computed: Computed,
     head: Contrastive,
     encoder: Encoder,
-    views: int,
+    groups: Sequence[ViewGroup],
     batch_size: int,
     encoder_learns: bool,
 ) -> Cost:
-    """The NNCLR head on this many views of an image.
+    """The NNCLR head on the first views of an image; others pass projector and predictor only.
 
     A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
     reads. The lookup has similarities to the queue twice, and which entries are one's own.
@@ -256,9 +239,10 @@ def _nnclr_cost(
     first, rest = width * hidden, hidden * (hidden + embedding)
     projector, predictor = first + rest, 2 * embedding * head.predictor_hidden
     looks_up = head.lookup != "none"
+    views, others = groups[0].views, sum(group.views for group in groups[1:])
 
-    products = (3 if encoder_learns else 2) * first + 3 * (rest + predictor)
-    products += projector if head.projector_ema else 0
+    passed = (3 if encoder_learns else 2) * first + 3 * (rest + predictor)
+    products = passed + (projector if head.projector_ema else 0)
     products += embedding * head.queue_size if looks_up else 0
     logits = embedding * batch_size
     # Neighbours get no gradient; the other view gets one where something behind it learns.
@@ -267,7 +251,7 @@ def _nnclr_cost(
             products += projector
         if encoder_learns or not head.projector_ema:
             products += logits
-    operations = 2 * views * (products + 2 * logits)
+    operations = 2 * views * (products + 2 * logits) + 2 * others * passed
 
     c = _product(computed)
     kept = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
@@ -279,13 +263,13 @@ def _nnclr_cost(
         weights,
         weights,
         operations,
-        (Activations(kept, lookup, 0).times(views),),
+        (Activations((views + others) * kept, views * lookup, 0),),
         buffers=FLOAT * slow + head.queue_size * (FLOAT * embedding + 16),
         exported=weights + embedding * head.queue_size,
     )
 
 
-def _refiner_cost(
+def refiner_cost(
     computed: Computed,
     head: Refiner,
     encoder: Encoder,

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.core.settings import later
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
-from maect.recipes.cost import Cost, encoder_cost, head_cost, view_groups
+from maect.recipes.cost import Cost, ViewGroup, encoder_cost, view_groups
 from maect.recipes.few_labels import FewLabels
 from maect.train.stage import Stage, Training, Updates
 
@@ -129,18 +129,19 @@ class Unlabelled(Training):
         """How many of the encoder's last blocks learn."""
         return encoder.depth
 
+    def views_read(self, encoder: Encoder) -> tuple[ViewGroup, ...]:
+        """The views that the heads read: all; a stage whose heads read fewer says which."""
+        return view_groups(encoder, self.view_settings(), self.mask_ratio)
+
     def costs(self, encoder: Encoder) -> dict[str, Cost]:
         """What the encoder takes, then what the heads take."""
         groups = view_groups(encoder, self.view_settings(), self.mask_ratio)
-        trained = self.trained_blocks(encoder)
+        trained, read = self.trained_blocks(encoder), self.views_read(encoder)
         learns = self.reaches_encoder and trained > 0
         heads = {
-            name: head_cost(
-                self, head, encoder, groups,
-                batch_size=self.batch_size, encoder_learns=learns,
-            )
+            name: head.cost(self, encoder, read, batch_size=self.batch_size, encoder_learns=learns)
             for name, head in self.heads.items()
-        }  # fmt: skip
+        }
         return {"encoder": encoder_cost(self, encoder, groups, trained), **heads}
 
     @property
@@ -224,10 +225,7 @@ class Unlabelled(Training):
             UserError: too few, or an oracle without labels.
         """
         images = super().training_images(index)
-        oracle = any(
-            isinstance(head, Contrastive) and head.lookup == "oracle"
-            for head in self.heads.values()
-        )
+        oracle = any(head.needs_labels for head in self.heads.values())
         if oracle and images.labels.min() < 0:
             raise UserError(f"{index.directory}: an oracle needs labels; some images have none")
         return images
@@ -236,7 +234,15 @@ class Unlabelled(Training):
         """Refuse what the contrastive loss cannot be computed with."""
         if self.heads and self.views != 2:
             raise ValueError("the contrastive loss needs views: 2")
-        for head in self.heads.values():
+        for name, head in self.heads.items():
+            first, *_ = self.heads
+            for key in head.drawn:
+                here, there = getattr(head, key), getattr(self.heads[first], key, None)
+                if here != there:
+                    raise ValueError(
+                        f"{name}.{key} {here} differs from {first}.{key} {there}: one number is "
+                        "drawn for the lookups of all heads"
+                    )
             if head.queue_size % self.batch_size:
                 raise ValueError(
                     f"batch_size {self.batch_size} does not divide queue_size {head.queue_size}: "

@@ -19,7 +19,7 @@ from maect.models.heads import NNCLRHead, QueueHead
 from maect.models.precision import mixed_precision
 from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
-from maect.recipes import Contrastive, views_by_size, visible_patches
+from maect.recipes import views_by_size, visible_patches
 from maect.stages.base import SelfSupervised, Unlabelled
 from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
@@ -88,11 +88,11 @@ class ViewsObjective(Objective):
         if stage.mask_ratio:
             patches = self.encoder.settings.patches
             drawn["ids_shuffle"] = ids_shuffle(patches, seed, epochs, ids, first)
-        for head in [*self.queue_heads.values()][:1]:  # several have the same settings
+        for head in [*self.queue_heads.values()][:1]:  # what is drawn is of all of them
             topk, lookups = head.settings.topk, head.lookups * len(first)
             drawn["neighbors"] = lookup_numbers(topk, seed, epochs, ids, lookups)
-            if isinstance(head.settings, Contrastive) and head.settings.oracle_right < 1:
-                wrong = wrong_lookups(head.settings.oracle_right, seed, epochs, ids, lookups)
+            if head.settings.right < 1:
+                wrong = wrong_lookups(head.settings.right, seed, epochs, ids, lookups)
                 drawn["neighbors"] += topk * wrong
         return drawn
 

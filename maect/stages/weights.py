@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.models.heads import NNCLRHead, QueueHead
-from maect.models.refiner import RefinerHeads
+from maect.models.heads import QueueHead
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.models.weights import (
     load_encoder_weights,
@@ -17,7 +16,7 @@ from maect.models.weights import (
     save_encoder,
     save_tensors,
 )
-from maect.recipes import Contrastive, Encoder, HeadSettings, Refiner
+from maect.recipes import Encoder, HeadSettings
 from maect.train.checkpoint import PARAM, StateReader
 
 
@@ -33,14 +32,6 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
         if here != there:
             raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
     vit.load_state_dict(module.state_dict())
-
-
-def build_head(settings: HeadSettings, encoder: Encoder) -> QueueHead:
-    """A head, or several as one, with random weights."""
-    if isinstance(settings, Refiner):
-        return RefinerHeads(encoder.width, settings, settings.read(encoder.depth))
-    assert isinstance(settings, Contrastive)
-    return NNCLRHead(encoder.width, settings)
 
 
 def load_head(head: nn.Module, path: Path) -> None:
@@ -89,6 +80,6 @@ def export_head(
 ) -> None:
     """Write a head; `name` is its name in the objective."""
     with torch.device("meta"):
-        shapes = build_head(head, encoder).exported()
+        shapes = head.build(encoder).exported()
     metadata = {"head": head.model_dump_json(), "width": str(encoder.width)}
     save_tensors(path, reader.part(PARAM, f"{name}.", shapes), metadata)

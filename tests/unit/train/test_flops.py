@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from documented import multicrop
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -90,6 +91,25 @@ def test_refinement_as_counted_by_torch(case):
     images = tuple(torch.randn(views, 4, 3, size, size) for views, size in sizes)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         objective(Views(images, None, ids, ids, neighbors))[0].backward()
+    assert counter.get_total_flops() == 4 * stage.flops_per_image(SHAPE)
+
+
+@pytest.mark.parametrize("changes", [{}, {"projector_ema": 0.0}, {"lookup": "none"}])
+def test_local_views_of_a_head_as_counted_by_torch(changes):
+    stage = multicrop(
+        batch_size=4,
+        precision="fp32",
+        local_size=8,
+        local_views=3,
+        read=(1, 4),
+        head=HEAD | changes,
+    )
+    objective = stage.objective(SHAPE, 0)
+    ids, neighbors = torch.arange(4), torch.zeros(2, 4, dtype=torch.int64)
+    images = tuple(torch.randn(views, 4, 3, size, size) for views, size in ((2, 20), (3, 8)))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        objective(Views(images, None, ids, ids, neighbors))[0].backward()
+    # The similarity of local views to global ones is summed element by element.
     assert counter.get_total_flops() == 4 * stage.flops_per_image(SHAPE)
 
 

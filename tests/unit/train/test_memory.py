@@ -48,6 +48,10 @@ CASES = {
     "tune, checkpointing": ("ct_min", {"frozen_blocks": 0, "head": HEAD, **CHECKPOINTING}),
     "two sizes": ("multicrop", {}),
     "two sizes, checkpointing": ("multicrop", CHECKPOINTING),
+    "two sizes, large heads": (
+        "multicrop",
+        {"head": {**HEAD, "projector_hidden": 640, "predictor_hidden": 1280}},
+    ),
     "refine": ("refine", {**LOCAL, "head": REFINER}),
     "refine, bfloat16": ("refine", {**LOCAL, "head": {**REFINER, "precision": "bf16"}}),
     "refine, frozen": ("refine_heads", {**LOCAL, "head": {**REFINER, "topk": 1}}),
@@ -63,7 +67,7 @@ CASES = {
 
 def stage_of(recipe, size="base", **changes):
     if recipe == "multicrop":
-        return multicrop(local_size=20, read=(1, 3), head=HEAD, **changes)
+        return multicrop(local_size=20, read=(1, 3), **{"head": HEAD, **changes})
     if recipe == "fine_tune":
         return STAGES["fine_tune"].model_validate(changes)
     return load_recipe(recipe, size, changes)

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from documented import multicrop
 from lookups import clearly
 from ranks import run
-from tiny_runs import losses, metrics
+from tiny_runs import HEAD, losses, metrics
 
 from maect.evaluate import load_evaluation
 from maect.models.vit import build_encoder, seeded
@@ -126,3 +127,12 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         record = json.loads((folder / "run.json").read_text())
         assert (shape, pooling) == (ENCODER, record["pooling"])
     assert stage.flops_per_image(ENCODER) > 0 and stage.state_bytes(ENCODER) > 0
+
+
+def test_heads_share_what_is_drawn_for_their_lookups():
+    stage = multicrop(local_size=8, read=(2, 3), head=HEAD)
+    for key, value in {"topk": 5, "lookup": "oracle"}.items():
+        other = {"heads.2": stage.head, "heads.3": stage.head.model_copy(update={key: value})}
+        differing = type("Differing", (type(stage),), {"heads": property(lambda _, at=other: at)})
+        with pytest.raises(ValueError, match=f"heads.3.{key} {value} differs from heads.2.{key}"):
+            differing.model_validate(stage.model_dump())
