@@ -24,8 +24,7 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings, later, one_line
 from maect.core.yaml_files import parse_yaml
 
-if TYPE_CHECKING:  # the first imports torch
-    from maect.models.heads import QueueHead
+if TYPE_CHECKING:  # it imports this module
     from maect.recipes.cost import Computed, Cost, ViewGroup
 
 KNN_K, KNN_TEMPERATURE = 10, 0.07
@@ -269,10 +268,6 @@ class HeadSettings(Settings):
         """What it takes on the views of an image that it reads."""
         raise NotImplementedError
 
-    def build(self, encoder: Encoder) -> "QueueHead":
-        """It, or several as one, with random weights."""
-        raise NotImplementedError
-
 
 class Contrastive(HeadSettings):
     """The NNCLR head (paper, section 3 and A.2): shape, lookup and loss."""
@@ -311,12 +306,6 @@ class Contrastive(HeadSettings):
         from maect.recipes.cost import nnclr_cost
 
         return nnclr_cost(computed, self, encoder, groups, batch_size, encoder_learns)
-
-    def build(self, encoder: Encoder) -> "QueueHead":
-        """It with random weights."""
-        from maect.models.heads import NNCLRHead
-
-        return NNCLRHead(encoder.width, self)
 
     @model_validator(mode="before")
     @classmethod
@@ -374,12 +363,6 @@ class Refiner(HeadSettings):
         from maect.recipes.cost import refiner_cost
 
         return refiner_cost(computed, self, encoder, groups, batch_size, encoder_learns)
-
-    def build(self, encoder: Encoder) -> "QueueHead":
-        """All of them with random weights."""
-        from maect.models.refiner import RefinerHeads
-
-        return RefinerHeads(encoder.width, self, self.read(encoder.depth))
 
     @property
     def heads(self) -> int:

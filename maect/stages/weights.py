@@ -1,6 +1,7 @@
 """Weights that stages take over from a run and leave behind; imports torch."""
 
 import shutil
+from functools import singledispatch
 from pathlib import Path
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
-from maect.models.heads import QueueHead
+from maect.models.heads import NNCLRHead, QueueHead
+from maect.models.refiner import RefinerHeads
 from maect.models.vit import Pooling, VisionEncoder, build_encoder
 from maect.models.weights import (
     load_encoder_weights,
@@ -16,7 +18,7 @@ from maect.models.weights import (
     save_encoder,
     save_tensors,
 )
-from maect.recipes import Encoder, HeadSettings
+from maect.recipes import Contrastive, Encoder, HeadSettings, Refiner
 from maect.train.checkpoint import PARAM, StateReader
 
 
@@ -32,6 +34,22 @@ def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
         if here != there:
             raise UserError(f"{source}: its encoder has {key} {there}, this run has {here}")
     vit.load_state_dict(module.state_dict())
+
+
+@singledispatch
+def build_head(settings: HeadSettings, encoder: Encoder) -> QueueHead:
+    """A head, or several as one, with random weights; each kind of settings registers its own."""
+    raise NotImplementedError(type(settings).__name__)
+
+
+@build_head.register
+def _(settings: Contrastive, encoder: Encoder) -> QueueHead:
+    return NNCLRHead(encoder.width, settings)
+
+
+@build_head.register
+def _(settings: Refiner, encoder: Encoder) -> QueueHead:
+    return RefinerHeads(encoder.width, settings, settings.read(encoder.depth))
 
 
 def load_head(head: nn.Module, path: Path) -> None:
@@ -80,6 +98,6 @@ def export_head(
 ) -> None:
     """Write a head; `name` is its name in the objective."""
     with torch.device("meta"):
-        shapes = head.build(encoder).exported()
+        shapes = build_head(head, encoder).exported()
     metadata = {"head": head.model_dump_json(), "width": str(encoder.width)}
     save_tensors(path, reader.part(PARAM, f"{name}.", shapes), metadata)
