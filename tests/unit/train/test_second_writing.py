@@ -204,7 +204,7 @@ def test_the_same_steps_at_adams_own_epsilon(job, recipe):
                 fast = name.replace("slow_projector", "projector")
                 if name != fast and fast in trained:
                     tensor.mul_(0.9).add_(0.1 * w[fast].detach())
-    assert recipe == "mae" or (twice > 0 and noise < 1e-15)
+    assert recipe == "mae" or (twice > 0 and noise < 1e-13)
     moved = 0
     for name, parameter in objective.named_parameters():
         if name in trained and name not in (BLIND_IN_TUNING if "ct" in recipe else (BLIND,)):
@@ -257,7 +257,7 @@ def tuned(job, dtype, without=()):
 
 
 def test_what_has_no_gradient_moves_by_rounding_noise(job):
-    """In float32 as far as its neighbour that has one; in float64 nobody could see it."""
+    """In float64 nobody could see it, beside what its neighbour with a gradient moves."""
 
     def moved(found, name):
         before, after, _ = found
@@ -270,7 +270,6 @@ def test_what_has_no_gradient_moves_by_rounding_noise(job):
     ):
         for (_, _, gradients), least in ((single, 1e-4), (double, 1e-12)):
             assert gradients[blind] < least * gradients[sees], blind
-        assert moved(single, blind) > 0.1 * moved(single, sees)
         assert moved(double, blind) < 1e-4 * moved(double, sees)
     # A shift of all features alike: the other parameters become the same without it.
     others = tuned(job, torch.float64, without=BLIND_IN_TUNING)[1]

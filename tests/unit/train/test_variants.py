@@ -121,8 +121,8 @@ def test_all_variants_train(job, tmp_path):
     for key, value in begun.encoder.state_dict().items():
         assert torch.equal(value, learnt[key]) == (key == "pos_embed"), key
     # Without an EMA the exported encoder is the trained one; with it, it lags behind.
-    start = before["norm.bias"]
-    moved = {n: (weights(at[n])["norm.bias"] - start).abs().sum() for n in ("ct", "no_ema")}
+    start = before["norm.weight"]
+    moved = {n: (weights(at[n])["norm.weight"] - start).abs().sum() for n in ("ct", "no_ema")}
     assert 0 < moved["ct"] < 0.2 * moved["no_ema"]
     # Skipping the initialisation starts from a fresh head, CT_skip from the pre-trained one.
     assert metrics(at["no_init"])[0]["queue_filled"] == 0
