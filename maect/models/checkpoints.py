@@ -51,6 +51,11 @@ _LEFT_OUT = (
     "typing.Any",
 )
 _LEFT_OUT_PACKAGES = ("fairseq.", "fairseq_cli.", "omegaconf.", "examples.data2vec.")
+# What omegaconf's objects hold beside their values: types, and a cache.
+_OF_OMEGACONF = (
+    "collections.defaultdict",
+    *(f"builtins.{name}" for name in ("dict", "list", "tuple", "int", "float", "bool", "str")),
+)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -102,11 +107,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def _configuration(path: Path) -> list[str]:
-    """Classes of a checkpoint's configuration by their full names, which nothing looks up."""
+    """Classes of a checkpoint's configuration by their full names; `_LeftOut` stands for each."""
     if not zipfile.is_zipfile(path):
         return []
     asked: list[str] = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    return [name for name in asked if name.startswith(_LEFT_OUT_PACKAGES)]
+    found = [name for name in asked if name.startswith(_LEFT_OUT_PACKAGES)]
+    if any(name.startswith("omegaconf.") for name in found):
+        found += [name for name in asked if name in _OF_OMEGACONF]
+    return found
 
 
 def _line(error: Exception) -> str:
@@ -131,6 +139,14 @@ class Converted:
     """timm's name of the model, if it was imported by it."""
 
 
+_REFINED_FROM = {
+    "crossmae": "mim_refiner_mean",
+    "mae": "mim_refiner",
+    "dbot": "mim_refiner",
+}
+"""Layouts of refined weights by what the names of their files have in them, the first that has."""
+
+
 def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     """Name of the layout of a checkpoint, from its names and its position embedding.
 
@@ -150,8 +166,14 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
         raise UserError(
             f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; {_described(checkpoint)}"
         )
-    if "mim_refiner_mean" in fitting and file.startswith("crossmae"):
-        return "mim_refiner_mean"
+    if fitting[0] == "mim_refiner":
+        told = [name for part, name in _REFINED_FROM.items() if part in file.lower()]
+        if not told:
+            raise UserError(
+                f"{file}: fits mim_refiner (pooling: cls) and mim_refiner_mean (pooling: mean, "
+                "CrossMAE's); say which with --layout"
+            )
+        return told[0]
     if "mae_ct" in fitting:
         if file.startswith("maect"):
             return "mae_ct"
@@ -224,7 +246,8 @@ def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
     named = {location.ours(name): value for name, value in values.items()}
     if ("cls_token" in named) != layout.class_token:
         return False
-    if not all(any(name.startswith(old) for name in values) for old, _ in location.renamed):
+    theirs = [name.removeprefix(location.prefix) for name in values]
+    if not all(any(name.startswith(old) for name in theirs) for old, _ in location.renamed):
         return False
     if layout.mark is not None and layout.mark not in values:
         return False

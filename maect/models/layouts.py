@@ -157,7 +157,16 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "dino": Layout((Location(""),), mae_positions=False),
     "data2vec2": Layout(
-        (Location("model", dropped=(f"{_IMAGE}decoder.*", "_ema"), renamed=_DATA2VEC),),
+        (
+            Location("model", dropped=(f"{_IMAGE}decoder.*", "_ema"), renamed=_DATA2VEC),
+            # Fine-tuned by fairseq: the encoder as a part, and a classifier.
+            Location(
+                "model",
+                "model.",
+                (f"model.{_IMAGE}decoder.*", "model._ema", "head.*", "fc_norm.*", "linear_norm.*"),
+                _DATA2VEC,
+            ),
+        ),
         norm="post",
     ),
     "mim_refiner_post": Layout(

@@ -336,7 +336,9 @@ Schedule = Literal["staggered_step", "staggered_cosine", "one_hot", "uniform"]
 class Refiner(HeadSettings):
     """MIM-Refiner's heads (Alkin et al. 2025), one on each of several blocks."""
 
-    blocks: Annotated[int, Field(ge=1)] | Annotated[tuple[int, ...], Field(min_length=1)]
+    blocks: (
+        Annotated[int, Field(ge=1, strict=True)] | Annotated[tuple[int, ...], Field(min_length=1)]
+    )
     """That a head reads: the last ones, this many, or their numbers from 0, the last one among
     them. The head of the last block reads the encoder's output, behind the final norm."""
     negatives: Literal["own", "neighbour"] = "own"

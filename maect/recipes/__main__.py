@@ -1,23 +1,31 @@
-"""Prints recipes and evaluations as the paper does: `python -m maect.recipes ct_min ct_aug`."""
+"""Prints recipes and evaluations as the paper does: `python -m maect.recipes ct_min ct_aug`.
+
+Names of encoder sizes among the words leave out the others: `python -m maect.recipes refine large`.
+"""
 
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maect.core.errors import UserError
 from maect.recipes import recipe_names, recipe_values, sizes, variant_names, variant_values
 
 
-def table_of(name: str) -> str:
+def table_of(name: str, shown: Sequence[str] = ()) -> str:
     """A recipe or an evaluation as the paper prints it: a row a setting, a column a size.
+
+    Args:
+        name: of the recipe or evaluation.
+        shown: encoder sizes; none: all.
 
     Raises:
         UserError: unknown name.
     """
     read = variant_values if name in variant_names() else recipe_values
-    columns = [_flat(read(name, size)) for size in sizes()]
-    rows = [[name, *sizes()], *([key, *(str(c[key]) for c in columns)] for key in columns[0])]
+    shown = shown or sizes()
+    columns = [_flat(read(name, size)) for size in shown]
+    rows = [[name, *shown], *([key, *(str(c[key]) for c in columns)] for key in columns[0])]
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(
         "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows
@@ -37,9 +45,13 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # into `head`, say
+    sizes_asked = [word for word in sys.argv[1:] if word in sizes()]
+    names = [word for word in sys.argv[1:] if word not in sizes()]
+    if not names or names[0] in ("-h", "--help"):
+        print(__doc__, "\nrecipes:", *recipe_names())
+        print("evaluations:", *variant_names(), "\nsizes:", *sizes())
+        sys.exit()
     try:
-        print("\n\n".join(table_of(name) for name in sys.argv[1:]))
+        print("\n\n".join(table_of(name, sizes_asked) for name in names))
     except UserError as error:
         sys.exit(f"error: {error}")
-    if not sys.argv[1:]:
-        print("recipes:", *recipe_names(), "\nevaluations:", *variant_names())

@@ -36,12 +36,14 @@ class RefineHeads(Unlabelled):
     head: Refiner
     pool: Literal["cls", "mean"] | None = later(None)
     """What heads and evaluations read, [CLS] or the mean of the patch tokens, in place of what the
-    encoder's size says."""
+    encoder's size says. `refine_heads` leaves a copy of the source's encoder, with its pooling."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RefineHeads":
         if self.warmup_epochs >= self.epochs:
             raise ValueError(f"warmup_epochs {self.warmup_epochs} of {self.epochs} epochs")
+        if self.local_scale and not 0 < self.local_scale[0] <= self.local_scale[1] <= 1:
+            raise ValueError(f"local_scale {self.local_scale}: no range of parts of an image")
         if self.min_lr > self.peak_lr:
             raise ValueError(f"min_lr {self.min_lr} is above the peak learning rate")
         self.check_contrastive()

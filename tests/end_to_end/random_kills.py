@@ -26,8 +26,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mini_pipeline import MINI, ROOT, Pipeline
 
 ALL = {
-    "runs": MINI["runs"],
+    "runs": MINI["runs"]
+    | {
+        "refine_heads_tiny": {
+            "recipe": "refine_heads", "size": "tiny", "from": "mae_tiny", "set": {"epochs": 2},
+        },
+        "refine_tiny": {
+            "recipe": "refine", "size": "tiny", "from": "refine_heads_tiny", "set": {"epochs": 3},
+        },
+    },
     "evaluate": [
+        {"runs": ["refine_tiny"], "protocols": ["knn", "knn_per_block"]},
         {
             "runs": ["ct_min_tiny"],
             "protocols": [

@@ -205,6 +205,14 @@ def data2vec2():
     return {"args": None, "cfg": {"model": {"depth": 4}}, "model": state} | more, weights
 
 
+def data2vec2_fine_tuned():
+    """fairseq's fine-tuned model: the encoder is a part of it, and a classifier lies beside it."""
+    checkpoint, weights = data2vec2()
+    state = {f"model.{name}": value for name, value in checkpoint["model"].items()}
+    classifier = {"head.weight": torch.ones(3, WIDTH), "fc_norm.weight": torch.ones(WIDTH)}
+    return {"model": state | classifier}, weights
+
+
 def mae_reimpl():
     """mae_reimpl_*.th: the state dict in an entry, positions without a row for [CLS]."""
     weights = fixed(cls_row=False)

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import types
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ PUBLISHED = [
     ("dbot", "86.6_dbot_large_pre.pth", "mae", "mean"),
     ("crossmae", "imagenet-mae-cross-vitl-pretrain-wfm-mr0.75-kmr0.75.pth", "crossmae", "mean"),
     ("data2vec2", "large_imagenet.pt", "data2vec2", "cls"),
+    ("data2vec2_fine_tuned", "large_imagenet_1k_ft.pt", "data2vec2", "cls"),
     ("mim_refiner", "maerefined_l16.th", "mim_refiner", "cls"),
     ("mim_refiner", "crossmaerefined_l16.th", "mim_refiner_mean", "mean"),
+    ("mim_refiner", "l16_CrossMAE-refined.th", "mim_refiner_mean", "mean"),
     ("mim_refiner_post", "d2v2refined_l16.th", "mim_refiner_post", "cls"),
     ("ijepa", "IN1K-vit.h.14-300e.pth.tar", "ijepa", "mean"),
 ]
@@ -329,7 +332,11 @@ def configured(monkeypatch, *names):
 
 def test_a_configuration_is_left_out_not_built(tmp_path, monkeypatch):
     """fairseq's, by the names of its classes; nothing of these packages is looked up."""
-    names = ("fairseq.dataclass.configs.FairseqConfig", "omegaconf.dictconfig.DictConfig")
+    names = (
+        "fairseq.dataclass.configs.FairseqConfig",
+        "omegaconf.dictconfig.DictConfig",
+        "omegaconf.base.ContainerMetadata",
+    )
     evil = Evil(os.system, f"touch {tmp_path / 'trace'}")
     checkpoint, weights = plain_vit.data2vec2()
     with monkeypatch.context() as patch:
@@ -337,6 +344,9 @@ def test_a_configuration_is_left_out_not_built(tmp_path, monkeypatch):
         config = sys.modules["fairseq.dataclass.configs"].FairseqConfig()
         config.model = sys.modules["omegaconf.dictconfig"].DictConfig()
         config.model.depth, config.model.kind = 4, Any
+        config.model.metadata = sys.modules["omegaconf.base"].ContainerMetadata()
+        about = {"object_type": dict, "key_type": int, "resolver_cache": defaultdict(dict)}
+        vars(config.model.metadata).update(about)
         torch.save(checkpoint | {"cfg": config}, tmp_path / "large_imagenet.pt")
         built.clear()
         found = read_checkpoint(tmp_path / "large_imagenet.pt")
@@ -346,8 +356,20 @@ def test_a_configuration_is_left_out_not_built(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"refused, since reading it would run .*system"):
         read_checkpoint(tmp_path / "evil.pt")
     assert not (tmp_path / "trace").exists()
+    torch.save(checkpoint | {"cfg": defaultdict(dict)}, tmp_path / "other.pt")
+    with pytest.raises(UserError, match=r"would run .*(defaultdict|dict)"):
+        read_checkpoint(tmp_path / "other.pt")
     assert find_layout(found, "large_imagenet.pt") == "data2vec2"
     assert convert(found, "data2vec2", "x").tensors.keys() == weights.keys()
+
+
+def test_refined_weights_of_an_unknown_encoder_are_asked_about(tmp_path, capsys):
+    """CrossMAE's are read by the mean of the patch tokens; nothing in the file says so."""
+    torch.save(plain_vit.mim_refiner()[0], tmp_path / "refined.th")
+    words = ["import", str(tmp_path / "refined.th"), str(tmp_path / "run")]
+    assert main(words) == 2 and "say which with --layout" in capsys.readouterr().err
+    assert main([*words, "--layout", "mim_refiner_mean"]) == 0
+    assert "pooling mean" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 broken"])

@@ -42,14 +42,25 @@ def second_norm(rows, weight, bias):
     return (rows - mean) / (variance + 1e-5).sqrt() * weight + bias
 
 
+def keep_statistics(layer, channels, rows):
+    """Running statistics by their definition, the variance without bias."""
+    rows = rows.detach()
+    mean = rows.mean(0)
+    variance = (rows - mean).square().sum(0) / (len(rows) - 1)
+    layer.running_mean[channels] = 0.9 * layer.running_mean[channels] + 0.1 * mean
+    layer.running_var[channels] = 0.9 * layer.running_var[channels] + 0.1 * variance
+
+
 def second_layers(layers, x, head, joint):
-    """Layers of one head on views [V, b, C]."""
+    """Layers of one head on views [V, b, C]; running statistics as they become."""
     for layer in layers:
         if isinstance(layer, nn.GELU):
             x = x * (1 + torch.erf(x / math.sqrt(2))) / 2
         elif hasattr(layer, "running_mean"):
             channels = slice(head * x.shape[2], (head + 1) * x.shape[2])
             weight, bias = layer.weight[channels], layer.bias[channels]
+            for rows in [x.flatten(0, 1)] if joint else x:
+                keep_statistics(layer, channels, rows)
             if joint:
                 x = second_norm(x.flatten(0, 1), weight, bias).view(x.shape)
             else:
@@ -131,6 +142,8 @@ def test_loss_and_gradients_against_loops(terms, negatives, statistics):
         assert [*newest] == [".1", ".2", ".4"]
         assert torch.equal(torch.stack([*newest.values()]), heads.queue[:, rows])
         for name, buffer in other.named_buffers():
+            if "running" in name:
+                torch.testing.assert_close(heads.get_buffer(name), buffer, msg=name)
             buffer.copy_(heads.get_buffer(name))
 
 

@@ -1,6 +1,7 @@
 """The stages of MIM-Refiner: the authors' settings cell by cell, rates, blocks and views."""
 
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from maect import recipes
 from maect.core.errors import UserError
 from maect.data.loader import Batch
 from maect.experiment import load
@@ -47,7 +49,8 @@ def test_every_cell(row):
     assert isinstance(heads, RefineHeads) and isinstance(refine, Refine)
     assert weights.stage == "import" and weights.encoder.norm == source.encoder.norm == shape.norm
     read = refine.head.read(shape.depth)
-    assert heads.head.read(shape.depth) == read
+    lower = {"twob14_mae": (12, 13, 14, 15)}  # that only stage 2 has
+    assert heads.head.read(shape.depth) == lower.get(row[0], ()) + read
     assert heads.pooling(shape) == refine.pooling(shape)
     ours = {
         "name": row[0], "run": run.name, "norm": shape.norm, "epochs2": heads.epochs,
@@ -108,6 +111,9 @@ def test_the_ablations_as_an_experiment():
         run = runs[f"{name}_large"]
         assert [*run.settings.head.read(24)] == expected, name
         assert run.source == "refine_heads_large" and run.settings.epochs == 20
+        assert (
+            run.encoder.norm == "post" and runs[runs[run.source].source].name == "data2vec2_large"
+        )
         assert (run.settings.batch_size, run.settings.head.topk) == (1024, 20)
         assert run.settings.frozen_blocks == {"fixed_6": 6, "fixed_12": 12}.get(name, 0)
     assert [*runs["refine_heads_large"].settings.head.read(24)] == [*range(12, 24)]
@@ -117,11 +123,67 @@ def test_the_ablations_as_an_experiment():
     ):  # fmt: skip
         run = runs[f"refine_{name}_large"]
         heads = runs[f"refine_heads_{name}_large"]
-        assert run.source == heads.name and heads.source == "mae_public_large"
+        assert run.source == heads.name and heads.source == "data2vec2_large"
         for one in (run, heads):
             assert (one.settings.head.negatives, one.settings.head.terms) == (negatives, terms)
             assert one.settings.local_views == local
         assert (run.settings.epochs, heads.settings.epochs) == (epochs, 20)
+
+    for name in ("staggered_step", "staggered_cosine", "one_hot", "uniform"):
+        run = runs[f"{name}_large"]
+        assert run.settings.head.weights == name and run.source == "refine_heads_large"
+        assert (run.settings.epochs, run.settings.head.heads) == (20, 8)
+    one = runs["heads_1_huge14"]
+    assert [*one.settings.head.read(32)] == [31] and one.settings.head.temperature == 0.3
+    assert (one.settings.epochs, one.settings.batch_size) == (30, 512)
+    assert runs[one.source].source == "mae_public_huge14"
+
+
+def test_few_labels_as_the_authors_have_them():
+    """Cell by cell; of unrefined encoders they have several files, of which this is one."""
+    experiment = load("refined")
+    asked: dict[str, set[str]] = {}
+    for run, name in experiment.evaluations:
+        asked.setdefault(name, set()).add(run)
+    refined = {run for run in experiment.evaluated if run.startswith("refine_")}
+    assert asked["fine_tune_1pct_crop_flip"] == refined | {"ibot_large"}
+    assert asked["fine_tune_10pct_refined"] == refined
+    trained = {"data2vec2_large", "data2vec2_huge14", "mae_public_twob14"}
+    assert asked["fine_tune_low_shot"] == trained
+    assert asked["low_shot_before_norm"] == {*experiment.evaluated} - trained
+    names = ("base_lr", "batch_size", "weight_decay", "layer_decay", "drop_path", "mixup",
+             "randaugment_layers", "frozen_blocks")  # fmt: skip
+    table = {
+        ("fine_tune_1pct_crop_flip", "large"): (3e-5, 512, 0.05, 0.75, 0, 0, 0, 0),
+        ("fine_tune_1pct_crop_flip", "huge14"): (3e-5, 512, 0.4, 0.75, 0, 0, 0, 0),
+        ("fine_tune_1pct_crop_flip", "twob14"): (3e-5, 512, 0.4, 0.75, 0, 0, 0, 0),
+        ("fine_tune_10pct_refined", "large"): (3e-5, 512, 0.05, 0.75, 0, 0, 2, 0),
+        ("fine_tune_10pct_refined", "huge14"): (1e-3, 256, 0.05, 0.75, 0.2, 0.8, 2, 0),
+        ("fine_tune_10pct_refined", "twob14"): (1e-3, 256, 0.05, 0.75, 0.3, 0.8, 2, 6),
+        ("fine_tune_10pct_mim", "large"): (5e-4, 512, 0.05, 0.75, 0.1, 0.8, 2, 0),
+        ("fine_tune_10pct_mim", "huge14"): (5e-4, 256, 0.05, 0.75, 0.2, 0.8, 2, 0),
+        ("fine_tune_10pct_mim", "twob14"): (5e-4, 256, 0.05, 0.75, 0.3, 0.8, 2, 6),
+        ("fine_tune_1pct_mim", "large"): (1e-3, 512, 0.05, 0.75, 0, 0, 0, 0),
+        ("fine_tune_1pct_mim", "twob14"): (1e-3, 128, 0.05, 0.75, 0, 0, 0, 0),
+        ("fine_tune_low_shot", "large"): (1e-4, 256, 0.05, 0.75, 0, 0, 0, 0),
+        ("fine_tune_low_shot", "twob14"): (1e-4, 128, 0.05, 0.75, 0, 0, 0, 6),
+    }  # fmt: skip
+    for (variant, size), expected in table.items():
+        values = recipes.variant_values(variant, size)
+        assert [float(values.get(name, 0)) for name in names] == list(expected), (variant, size)
+        assert (values["epochs"], values["warmup_epochs"]) == (50, 5)
+        assert values["label_smoothing"] == 0.1
+
+
+def test_recipes_are_printed_for_some_sizes(capsys):
+    """The row of section 8 of the authors' settings, as the command prints it."""
+    words = [sys.executable, "-m", "maect.recipes", "refine", "large", "huge14"]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    rows = dict(line.split(maxsplit=1) for line in printed.splitlines())
+    assert rows["refine"].split() == ["large", "huge14"]
+    assert rows["head.temperature"].split() == ["0.2", "0.3"]
+    assert rows["head.blocks"].split() == ["8", "12"]
+    assert rows["batch_size"].split() == ["1024", "512"]
 
 
 def test_rates():
