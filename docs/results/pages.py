@@ -360,7 +360,7 @@ def _claims(folder: Path) -> str:
         verdict = "; ".join([line["verdict"] + _mark(methods, chosen), *line["notes"]])
         rows.append(f"| {line['statement']} | {verdict} | {line['numbers']} |")
     head = "| statement | verdict | numbers ± standard deviation |\n| --- | --- | --- |"
-    return f"{len(frame)} statements: {said['summary']}.\n\n{LEGEND}\n\n{head}\n" + "\n".join(rows)
+    return f"{said['summary']}.\n\n{LEGEND}\n\n{head}\n" + "\n".join(rows)
 
 
 LEGEND = """\

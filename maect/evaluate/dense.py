@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,6 +33,8 @@ _AT_ONCE = 64
 
 class Masked(Encodes):
     """Base of the protocols on images whose every pixel has a class."""
+
+    labelled: ClassVar[bool] = False  # masks say what is where
 
     precision: Literal["fp32", "bf16"] = "fp32"
     train_masks: str = "train_masks"

@@ -111,7 +111,7 @@ def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     )
     page = made["README.md"]
     assert made["headline.md"] in page and "Unfinished" not in page
-    assert "2 statements: 1 hold, 1 not measured." in page
+    assert "1 of 2 statements could be decided: 1 hold." in page
     notes = "holds†; beyond chance; fails by k-NN on features as they are"
     assert f"| It helps. | {notes} | +2.00 ± 1.00 |" in page and "It is large" not in page
     assert "**Low-shot and feature evaluations**" in page and "After 4 epochs k-NN 43.0" in page
