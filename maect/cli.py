@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from maect import __version__
 from maect.core.errors import UserError, counted
-from maect.core.files import PIPELINE, need, read_json
+from maect.core.files import PIPELINE, need
 from maect.core.log import command_log
 from maect.core.processes import environment, open_closed_streams
 from maect.data.sources import BUNDLED, SOURCES
@@ -239,9 +239,13 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("run", type=Path, help="folder of the run")
     sub.add_argument("out", type=Path, help="folder of the repository, such as a clone of it")
-    sub.add_argument("--repository", metavar="USER/NAME", help="on the hub, for the model card")
+    sub.add_argument("--repository", metavar="USER/NAME", required=True, help="its name on the hub")
     sub.add_argument("--resize", type=int, help=RESIZE)
     sub.add_argument("--licence", help="of the weights, such as cc-by-4.0")
+    sub.add_argument(
+        "--base-model", metavar="USER/NAME",
+        help="on the hub, that the weights come from (default: timm's, of weights of timm)",
+    )  # fmt: skip
 
     sub = command(
         "features", features, "Compute an encoder's features of a split.", launching,
@@ -901,16 +905,13 @@ def import_weights(options: argparse.Namespace) -> None:
 
 def export(options: argparse.Namespace) -> None:
     """`maect export`."""
-    from maect.answers.card import card_sections
-    from maect.models.export import Card, export_run
-    from maect.stages import STAGES
+    from maect.answers.card import card_of
+    from maect.models.export import export_run
     from maect.stages.run import resize_of
 
-    record = read_json(need(options.run / "run.json", "finished run"))
+    need(options.run / "run.json", "finished run")
     resize = options.resize or resize_of(options.run)
-    labelled = STAGES[record["stage"]].labelled
-    card = Card(labelled, options.licence, card_sections(options.run, options.licence))
-    print(export_run(options.run, options.out, resize, card))
+    print(export_run(options.run, options.out, resize, card_of(options.run, options.licence)))
 
 
 def publish(options: argparse.Namespace) -> None:
@@ -918,11 +919,11 @@ def publish(options: argparse.Namespace) -> None:
     from maect.answers.publish import publish as fill
 
     need(options.run / "run.json", "finished run")
-    given = options.repository, options.licence, options.resize
+    given = options.repository, options.licence, options.base_model, options.resize
     classes = fill(options.run, options.out, *given)
     what = f"a classifier of {classes} classes" if classes else "an encoder"
     print(f"{options.out}: {what}, ready for the hub")
-    words = "hf", "upload", options.repository or "USER/NAME", str(options.out)
+    words = "hf", "upload", options.repository, str(options.out)
     print(f"Next: {shlex.join(words)}")
 
 

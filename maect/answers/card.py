@@ -1,31 +1,101 @@
-"""What a model card says beside the model: data, training, results, licence."""
+"""What a model card says beside the model: use, data, training, results, licence, citation."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_json
+from maect.core.yaml_files import read_yaml
+from maect.data.config import made_by
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, Features, Shards
+from maect.models.export import Card
 from maect.report.tables import result_file
+from maect.stages import STAGES
 from maect.stages.run import RunConfig
 
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
-def card_sections(run: Path, licence: str | None = None) -> str:
-    """Sections of a run's model card, in Markdown, as far as its results folder knows.
+_CLASSES, _VECTORS, _PATCHES = (
+    ("image-classification", "Image classification"),
+    ("image-feature-extraction", "Image feature extraction"),
+    ("image-segmentation", "Image segmentation"),
+)
+METRICS = {
+    ("linear_probe", "linear_probe"): (_CLASSES, "accuracy", "Linear probe accuracy"),
+    ("logistic", "logistic"): (_CLASSES, "accuracy", "Logistic regression accuracy"),
+    ("robustness", "*"): (_CLASSES, "accuracy", "Linear probe accuracy"),
+    ("efficient_probe", "efficient_probe"): (_CLASSES, "accuracy", "Attentive probe accuracy"),
+    ("low_shot", "low_shot_1"): (_CLASSES, "accuracy", "1-shot accuracy"),
+    ("low_shot", "low_shot_2"): (_CLASSES, "accuracy", "2-shot accuracy"),
+    ("low_shot", "low_shot_5"): (_CLASSES, "accuracy", "5-shot accuracy"),
+    ("knn", "knn"): (_VECTORS, "knn_accuracy", "k-NN accuracy"),
+    ("knn", "knn_standardized"): (_VECTORS, "knn_accuracy", "k-NN accuracy, standardised"),
+    ("clustering", "accuracy"): (_VECTORS, "cluster_accuracy", "Cluster accuracy, without labels"),
+    ("clustering", "nmi"): (_VECTORS, "nmi", "Normalised mutual information of clusters"),
+    ("clustering", "ari"): (_VECTORS, "adjusted_rand", "Adjusted Rand index of clusters"),
+    ("patch_knn", "patch_knn"): (_PATCHES, "mean_iou", "mIoU, k-NN of patches"),
+    ("patch_logistic", "patch_logistic"): (_PATCHES, "mean_iou", "mIoU, logistic regression"),
+}
+"""By evaluation and its metric (*: any): task, type and name of what the hub shows, in percent."""
+
+HUB = read_yaml(Path(__file__).parent / "hub.yaml")
+"""BibTeX of the method of a stage (`citations`), and what the hub takes as a licence."""
+
+IMAGENET = "ILSVRC/imagenet-1k"
+"""ImageNet-1k's data set on the hub."""
+
+
+def card_of(
+    run: Path,
+    licence: str | None = None,
+    repository: str | None = None,
+    base_model: str | None = None,
+) -> Card:
+    """All that a run's card says beside the model, as far as its results folder knows.
 
     Args:
         run: folder of the run, with its resolved file; one imported by hand has none.
         licence: of the weights, as the hub calls it.
+        repository: that the folder is for, USER/NAME on the hub.
+        base_model: of the hub, that the weights come from; none: timm's, of weights of timm.
+
+    Raises:
+        UserError: a licence or a name that the hub does not take.
     """
+    if licence is not None and licence not in HUB["licences"]:
+        hint = did_you_mean(licence, HUB["licences"])
+        raise UserError(f"--licence {licence}: none of the hub's; {hint}")
+    for name in filter(None, (repository, base_model)):
+        _check_name(name)
+    labelled = STAGES[read_json(run / "run.json")["stage"]].labelled
     chain = list(reversed(_chain(run)))
+    base = base_model or next(filter(None, (_of_timm(folder) for folder, _ in chain)), None)
     parts = {
+        "Intended use": _use(labelled),
         "Data": _data(chain),
-        "Training": _training(chain),
+        "Training": _training(chain, base),
         "Results": _results(run),
         "Licence": _licence(chain, licence),
+        "Citation": _citation(chain),
     }
-    return "".join(f"## {title}\n\n{text}\n\n" for title, text in parts.items() if text)
+    sections = "".join(f"## {title}\n\n{text}\n\n" for title, text in parts.items() if text)
+    results, data = results_of(run), _hub_data(chain)
+    return Card(labelled, licence, sections, results, repository, base, data)
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that no repository of the hub can have."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+        if "/" not in name:
+            raise HFValidationError("USER/NAME")
+    except HFValidationError as error:
+        raise UserError(f"{name}: no name of a repository on the hub: {error}") from None
 
 
 def _chain(run: Path) -> list[tuple[Path, RunConfig]]:
@@ -52,7 +122,34 @@ def _data(chain: list[tuple[Path, RunConfig]]) -> str:
     return "\n".join(lines)
 
 
-def _training(chain: list[tuple[Path, RunConfig]]) -> str:
+def _hub_data(chain: Sequence[tuple[Path, RunConfig]]) -> tuple[str, ...]:
+    """Data sets of the hub that the chain was trained on: ImageNet, by its kind and its classes."""
+    for folder in (config.shards for _, config in chain if config.shards is not None):
+        told = made_by(folder) if (folder / "index.json").exists() else None
+        whole = told is not None and told.kind in ("imagenet", "imagenet_train_tar")
+        if whole and len(open_index(folder).class_names) == 1000:
+            return (IMAGENET,)
+    return ()
+
+
+def _of_timm(run: Path) -> str | None:
+    """The repository of the weights of timm that a run imported."""
+    record = read_json(run / "run.json") if (run / "run.json").exists() else {}
+    name = record.get("weights", {}).get("timm")
+    return f"timm/{name}" if name else None
+
+
+def _use(labelled: bool) -> str:
+    """What the weights are for, and what they are not for."""
+    learnt = "with labels" if labelled else "without labels"
+    return f"""Vectors of images like those under *Data*: nearest neighbours, groups, a linear
+classifier, or further training. The encoder learnt {learnt} from them. Test it on your own images
+before you rely on it. It is not meant to identify people, nor for decisions about them."""
+
+
+def _training(chain: list[tuple[Path, RunConfig]], base: str | None) -> str:
+    if not chain:
+        return ""
     lines = [
         "| run | stage | recipe | epochs | images a batch |",
         "| --- | --- | --- | --- | --- |",
@@ -62,19 +159,58 @@ def _training(chain: list[tuple[Path, RunConfig]]) -> str:
         cells: list[Any] = [folder.name, config.stage, config.recipe]
         cells += [settings.get(key) for key in ("epochs", "batch_size")]
         lines.append("| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |")
-    return "\n".join(lines) if chain else ""
+    if base:
+        lines += ["", f"The weights that it starts from are those of `{base}`."]
+    return "\n".join(lines)
 
 
-def results_of(run: Path) -> tuple[dict[str, Any], ...]:
-    """What the section "Results" has of images, as the hub's `model-index` holds it."""
-    return tuple(
-        {
-            "task": {"type": "image-classification"},
-            "dataset": {"name": data, "type": data} | ({"split": split} if split else {}),
-            "metrics": [{"type": key, "name": f"{name}: {key}", "value": round(value, 4)}],
-        }
-        for name, key, data, split, value in _numbers(run)
-        if data
+def _citation(chain: Sequence[tuple[Path, RunConfig]]) -> str:
+    """BibTeX of the methods of the chain."""
+    known = HUB["citations"]
+    cited = [known[config.stage] for _, config in chain if config.stage in known]
+    return "\n".join(["```bibtex", *dict.fromkeys(cited), "```"]) if cited else ""
+
+
+def results_of(run: Path) -> "tuple[EvalResult, ...]":
+    """The named numbers of this encoder's evaluations (`METRICS`), as the hub has them.
+
+    Scores of encoders that were fine-tuned from it are theirs, and are left out.
+    """
+    found = [*_of_classifier(run)]
+    for path, result in _evaluations(run):
+        evaluation, _, _ = path.stem.partition(".on.")
+        for key, value in result["metrics"].items():
+            named = METRICS.get((evaluation, key)) or METRICS.get((evaluation, "*"))
+            data, split = _measured_on(path, result, key) if named else ("", "")
+            if named and data and isinstance(value, float):
+                found.append(_result(named, data, split, value))
+    return tuple(found)
+
+
+def _of_classifier(run: Path) -> "Iterator[EvalResult]":
+    """Accuracy of a fine-tuned run with its own classifier, after its last epoch."""
+    scores = read_json(run / "run.json").get("scores")
+    test = RunConfig.read(run / "config.yaml").test if (run / "config.yaml").exists() else None
+    if scores and test is not None:
+        named = _CLASSES, "accuracy", "Accuracy"
+        yield _result(named, test.parent.name, test.name, scores["accuracies"][-1])
+
+
+def _result(
+    named: tuple[tuple[str, str], str, str], data: str, split: str, value: float
+) -> "EvalResult":
+    from huggingface_hub import EvalResult
+
+    (task, task_name), kind, name = named
+    return EvalResult(
+        task_type=task,
+        task_name=task_name,
+        dataset_type=data,
+        dataset_name=data,
+        dataset_split=split or None,
+        metric_type=kind,
+        metric_name=f"{name} (%)",
+        metric_value=round(value, 2),
     )
 
 
@@ -97,16 +233,6 @@ def _measured_on(path: Path, result: dict[str, Any], metric: str) -> tuple[str, 
     return "unknown", result["settings"].get("test_split", "")
 
 
-def _numbers(run: Path) -> list[tuple[str, str, str, str, float]]:
-    """Evaluation, name, data set, split and value of every single number of the evaluations."""
-    return [
-        (path.stem, key, *_measured_on(path, result, key), value)
-        for path, result in _evaluations(run)
-        for key, value in result["metrics"].items()
-        if isinstance(value, float)
-    ]
-
-
 def _evaluations(run: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The results that are of the encoder that the run has now."""
     evaluations = run.parent.parent / "evaluations"
@@ -116,13 +242,17 @@ def _evaluations(run: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _results(run: Path) -> str:
-    """Every single number of the run's evaluations, and what its test split was used for."""
-    lines = [f"| {' | '.join(where)} | {value:.4g} |" for *where, value in _numbers(run)]
+    """The same numbers as a table, and what the test split of each was used for."""
+    lines = [
+        f"| {one.metric_name} | {one.dataset_name} | {one.dataset_split or ''} "
+        f"| {one.metric_value:.4g} |"
+        for one in results_of(run)
+    ]
     used = [(path.stem, r["provenance"].get("test_data")) for path, r in _evaluations(run)]
     notes = [f"- {name}: {text}" for name, text in used if text]
     if not lines:
         return ""
-    head = ["| evaluation | number | data | split | value |", "| --- | --- | --- | --- | ---: |"]
+    head = ["| number | data | split | value |", "| --- | --- | --- | ---: |"]
     return "\n".join([*head, *lines, *(["", *notes] if notes else [])])
 
 

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from maect.answers.card import card_sections, results_of
+from maect.answers.card import card_of
 from maect.core.files import read_json, write_text
-from maect.models.export import Card, export_run
-from maect.stages import STAGES
+from maect.models.export import export_run
 from maect.stages.run import resize_of
 
 LARGE = "*.safetensors filter=lfs diff=lfs merge=lfs -text"
@@ -14,8 +13,9 @@ LARGE = "*.safetensors filter=lfs diff=lfs merge=lfs -text"
 def publish(
     run: Path,
     out: Path,
-    repository: str | None = None,
+    repository: str,
     licence: str | None = None,
+    base_model: str | None = None,
     resize: int | None = None,
 ) -> int:
     """Write what a repository needs: weights, `config.json`, model card, `.gitattributes`.
@@ -28,18 +28,17 @@ def publish(
         out: folder of the repository.
         repository: its name on the hub, USER/NAME, for the model card.
         licence: of the weights, as the hub calls it.
+        base_model: of the hub, that the weights come from; by default timm's, of weights of timm.
         resize: shorter side of images before the centre crop, if not the run's.
 
     Returns:
         Number of classes; 0: an encoder without a classifier.
 
     Raises:
-        UserError: the run is not finished, or damaged.
+        UserError: the run is not finished or damaged, or the hub takes no such name or licence.
     """
-    labelled = STAGES[read_json(run / "run.json")["stage"]].labelled
-    sections, results = card_sections(run, licence), results_of(run)
-    card = Card(labelled, licence, sections, results, repository)
-    head = run / "head.safetensors" if labelled else None
+    card = card_of(run, licence, repository, base_model)
+    head = run / "head.safetensors" if card.labelled else None
     export_run(run, out, resize or resize_of(run), card, head)
     rules = out / ".gitattributes"
     lines = rules.read_text(encoding="utf-8").splitlines() if rules.exists() else []

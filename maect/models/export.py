@@ -5,7 +5,7 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -22,6 +22,9 @@ from maect.core.files import (
 )
 from maect.models.weights import HEAD, load_encoder_weights, load_tensors, save_tensors
 from maect.recipes import IMAGENET, Encoder
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 MODEL = "model.safetensors"
 TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
@@ -45,16 +48,20 @@ class Card:
     Attributes:
         labelled: whether the run learnt from labels.
         licence: of the weights, as the hub calls it.
-        sections: on data, training and results, in Markdown.
+        sections: on use, data, training, results, licence and citation, in Markdown.
         results: the same results as the hub reads them, its `model-index`.
         repository: of the hub, USER/NAME, that the folder is for.
+        base_model: of the hub, that the weights come from.
+        datasets: of the hub, that it was trained on.
     """
 
     labelled: bool = False
     licence: str | None = None
     sections: str = ""
-    results: tuple[dict[str, Any], ...] = ()
+    results: "tuple[EvalResult, ...]" = ()
     repository: str | None = None
+    base_model: str | None = None
+    datasets: tuple[str, ...] = ()
 
 
 def export_run(
@@ -237,6 +244,8 @@ def model_card(
     classes: int,
 ) -> str:
     """The hub's `README.md`: what the model is, how to load it, where it comes from."""
+    from huggingface_hub import ModelCardData
+
     facts = {
         "run": record["run"],
         "stage": record["stage"],
@@ -258,10 +267,16 @@ def model_card(
     }[pooling]
     labels = "fine-tuned with labels" if card.labelled else "trained without labels"
     task = "image-classification" if classes else "image-feature-extraction"
-    front: dict[str, Any] = {} if card.licence is None else {"license": card.licence}
-    front |= {"library_name": "timm", "pipeline_tag": task, "tags": [task, "timm"]}
-    if card.results:
-        front["model-index"] = [{"name": record["run"], "results": list(card.results)}]
+    front = ModelCardData(
+        license=card.licence,
+        library_name="timm",
+        pipeline_tag=task,
+        tags=[task, "timm", "maect"],
+        base_model=card.base_model,
+        datasets=list(card.datasets) or None,
+        model_name=record["run"],
+        eval_results=list(card.results) or None,
+    ).to_dict()
     folder = card.repository or "PATH_OF_THIS_FOLDER"
     of_timm = f"hf-hub:{folder}" if card.repository else f"local-dir:{folder}"
     download = "from huggingface_hub import snapshot_download\n" if card.repository else ""

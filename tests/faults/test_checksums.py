@@ -51,13 +51,14 @@ def test_a_model_card_has_no_numbers_of_another_encoder(
 ) -> None:
     """`maect publish` after the encoder was replaced: no number of the old one."""
     run = pipeline / RUN
-    assert main(["publish", str(run), str(tmp_path / "before")]) == 0
-    assert "| knn |" in (tmp_path / "before/README.md").read_text()
+    words = ["--repository", "me/digits"]
+    assert main(["publish", str(run), str(tmp_path / "before"), *words]) == 0
+    assert "| k-NN accuracy (%) |" in (tmp_path / "before/README.md").read_text()
     train_otherwise(run)
     capsys.readouterr()
-    assert main(["publish", str(run), str(tmp_path / "after")]) == 0
+    assert main(["publish", str(run), str(tmp_path / "after"), *words]) == 0
     card = (tmp_path / "after/README.md").read_text()
-    assert "| knn |" not in card and "model-index" not in card
+    assert "| k-NN accuracy (%) |" not in card and "model-index" not in card
     assert "knn.json: of an encoder that ct_tiny no longer has" in capsys.readouterr().err
 
 

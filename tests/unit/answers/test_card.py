@@ -54,14 +54,62 @@ def test_the_card_says_data_training_results_and_licence(root: Path) -> None:
     assert yaml.safe_load(card.split("---")[1])["license"] == "cc-by-4.0"
     for line in (
         "- `birds`, split `train`: 30 images in 3 classes",
-        "| knn | knn | owls | val | 93.51 |",
+        "| k-NN accuracy (%) | owls | val | 93.51 |",
         "- knn: knn_best is chosen on it",
     ):
         assert line in card.splitlines()
     assert card.index("| mae | pretrain | mae | 17 |") < card.index("| ct | tune | ct_min | 5 |")
     assert "sweep" not in card.split("## Where it comes from")[0]
-    first = results_of(root / "runs/ct")[0]
-    assert first["dataset"] == {"name": "owls", "type": "owls", "split": "val"}
+    # Settings, deviations and what was chosen on the test split are no results of the model.
+    (result,) = results_of(root / "runs/ct")
+    assert (result.metric_type, result.metric_value) == ("knn_accuracy", 93.51)
+    assert (result.dataset_name, result.dataset_split) == ("owls", "val")
+    for word in ("## Intended use", "@inproceedings{lehner2024contrastive,", "{he2022masked,"):
+        assert card.count(word) == 1
+
+
+def test_the_hub_reads_the_card(root: Path) -> None:
+    """By its own client: a dozen numbers at most, each with task, data set and metric."""
+    from huggingface_hub import ModelCard
+
+    scores = {
+        "clustering": {"accuracy": 69.6, "accuracy_std": 4.2, "nmi": 63.5, "ari": 52.0},
+        "linear_probe": {"linear_probe": 82.8, "best_rate": 0.09, "linear_probe_last": 82.0},
+        "low_shot": {"low_shot_1": 55.0, "low_shot_1_splits": [50.0, 60.0]},
+        "fine_tune": {"fine_tune": 97.0},  # of encoders that were trained from this one
+    }  # fmt: skip
+    for name, metrics in scores.items():
+        told = {"settings": {"test_split": "val"}, "provenance": {}}
+        write_record(root / f"evaluations/ct/{name}.json", {"metrics": metrics} | told)
+    words = ["--repository", "me/birds", "--base-model", "facebook/vit-mae-base"]
+    assert main(["publish", str(root / "runs/ct"), str(root / "hub"), *words]) == 0
+    data = ModelCard.load(root / "hub/README.md").data
+    assert data.base_model == "facebook/vit-mae-base" and data.model_name == "ct"
+    found = {one.metric_name: one for one in data.eval_results}
+    assert set(found) == {
+        "k-NN accuracy (%)", "Linear probe accuracy (%)", "1-shot accuracy (%)",
+        "Cluster accuracy, without labels (%)", "Normalised mutual information of clusters (%)",
+        "Adjusted Rand index of clusters (%)",
+    }  # fmt: skip
+    clusters = found["Cluster accuracy, without labels (%)"]
+    assert clusters.task_type == "image-feature-extraction"
+    assert clusters.metric_type != "accuracy" == found["Linear probe accuracy (%)"].metric_type
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--licence", "cc-by-4"], "did you mean 'cc-by-4.0'"),
+        (["--repository", "birds"], "birds: no name of a repository"),
+        (["--base-model", "a/b/c"], "a/b/c: no name of a repository"),
+    ],
+)
+def test_what_the_hub_would_not_take_is_refused(
+    root: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = [] if "--repository" in words else ["--repository", "me/birds"]
+    assert main(["publish", str(root / "runs/ct"), str(root / "hub"), *words, *repository]) == 2
+    assert said in capsys.readouterr().err and not (root / "hub").exists()
 
 
 def test_an_unsaid_licence_is_said_to_be_none(root: Path) -> None:
@@ -85,6 +133,5 @@ def test_each_number_is_of_its_own_split_or_of_no_images(root: Path) -> None:
         EvaluationConfig(**told, settings=settings).write(evaluations / f"{name}.yaml")
         about = {"settings": settings.model_dump(mode="json"), "provenance": {}}
         write_record(evaluations / f"{name}.json", {"metrics": metrics} | about)
-    found = {one["metrics"][0]["type"]: one["dataset"] for one in results_of(root / "runs/ct")}
-    assert found["fog"] == {"name": "owls", "type": "owls", "split": "fog"}
-    assert "flash_gain" not in found and found["knn"]["split"] == "val"
+    found = {one.metric_value: one.dataset_split for one in results_of(root / "runs/ct")}
+    assert found == {93.51: "val", 33.25: "fog"}

@@ -37,7 +37,7 @@ def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.json").write_text(json.dumps(record))
     (root / "evaluations" / folder.name).mkdir(parents=True)
     result = {
-        "metrics": {"knn": 91.25, "k": 3},
+        "metrics": {"knn": 91.25, "knn_best": 95.5, "k": 3},
         "settings": {"test_split": "val"},
         "provenance": {},
     }
@@ -65,7 +65,9 @@ def test_the_folder_of_a_repository(
     front = yaml.safe_load(card.split("---")[1])
     assert (front["license"], front["pipeline_tag"]) == ("cc-by-4.0", "image-classification")
     (result,) = front["model-index"][0]["results"]
-    assert result["metrics"] == [{"type": "knn", "name": "knn: knn", "value": 91.25}]
+    assert result["metrics"] == [
+        {"type": "knn_accuracy", "name": "k-NN accuracy (%)", "value": 91.25}
+    ]
     assert "hf-hub:me/birds" in card and 'snapshot_download("me/birds")' in card
     assert "a classifier of 3 classes" in card and "PATH_OF_THIS_FOLDER" not in card
 
