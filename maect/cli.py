@@ -384,6 +384,10 @@ def build_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     sub.add_argument("--device", help=DEVICE)
     sub.add_argument("--threads", type=positive, help="that measure; default: all cores")
+    sub.add_argument(
+        "--real-labels", type=Path, metavar="FILE",
+        help="ImageNet-ReaL's real.json: score ImageNet's validation images by it, too",
+    )  # fmt: skip
 
     command(
         "evaluate", evaluate, "Evaluate an encoder in one way.", launching, changing,
@@ -1076,7 +1080,14 @@ def compare(options: argparse.Namespace) -> None:
     from maect.tools.compare import named
 
     encoders, images = named(options.encoders, "encoders"), named(options.images, "folders")
-    matrix = measure(encoders, images, options.out, options.device, options.threads)
+    matrix = measure(
+        encoders,
+        images,
+        options.out,
+        options.device,
+        options.threads,
+        real_labels=options.real_labels,
+    )
     frame = comparison.write_comparison(matrix, options.out)
     print(comparison.summary(frame))
     print(f"{options.out}: open {options.out / 'index.html'}")

@@ -37,6 +37,7 @@ _MSN = "https://raw.githubusercontent.com/facebookresearch/msn/main"
 _SIMCLR = "https://raw.githubusercontent.com/google-research/simclr/master/imagenet_subsets"
 _V2 = "https://huggingface.co/datasets/vaishaal/ImageNetV2/resolve/main"
 _SKETCH = "https://huggingface.co/datasets/songweig/imagenet_sketch/resolve/main/data"
+_REAL = "https://raw.githubusercontent.com/google-research/reassessed-imagenet/master"
 _BERKELEY = "https://people.eecs.berkeley.edu/~hendrycks"
 _META = "https://dl.fbaipublicfiles.com"
 _HUB = "https://huggingface.co/timm"
@@ -81,6 +82,14 @@ def _weights(url: str, name: str | None = None) -> tuple[Remote, ...]:
 
 CATALOGUE: dict[str, tuple[Remote, ...]] = {
     "low_shot_lists": tuple(Remote(url, name, OFFICIAL[name]) for name, url in _LISTS.items()),
+    # The hash is of its newest commit, bcd006f.
+    "imagenet_real": (
+        Remote(
+            f"{_REAL}/real.json",
+            "real.json",
+            "d83e9bff374c631aae8439eb064c7019acc56e1b3bc3f56b8380c2a710b0220b",
+        ),
+    ),
     "imagenet_v2_matched_frequency": _archive(
         f"{_V2}/imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequency-format-val"
     ),

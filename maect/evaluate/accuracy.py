@@ -16,19 +16,25 @@ from maect.core.errors import UserError
 from maect.core.files import checked_sha256, read_json
 from maect.core.settings import later
 from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
+from maect.evaluate.real import RealLabels
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from maect.data.index import Index
 
+TWIN = "_held_out"
+"""Behind the name of a run, of the one that is trained without the held-out images."""
 
-class Accuracy(Supervised, Protocol):
+
+class Accuracy(RealLabels, Supervised, Protocol):
     """Mean accuracy over fine-tunings: of every seed, or every number of shots and split."""
 
     name: ClassVar[str] = "accuracy"
@@ -44,16 +50,24 @@ class Accuracy(Supervised, Protocol):
     seed: int = 0
     epoch: Literal["best", "last"] = later("best")
     """Which one is scored: the best on the test split, as in the authors' code, or the last."""
+    held_out: float = later(0.0, ge=0, lt=1)
+    """Train each a second time without this part of the labelled images, and choose the epoch on
+    them."""
 
     test_data: ClassVar[str | None] = (
         "each training is scored at its best epoch on the test split, as the authors do; values "
-        "called _last, and all with epoch=last, choose nothing"
+        "called _last, and all with epoch=last, choose nothing, those called _held_out choose on "
+        "training images"
     )
 
     @model_validator(mode="after")
     def _consistent(self) -> Accuracy:
         if self.shots and (self.seeds > 1 or self.fraction < 1):
             raise ValueError("shots: the splits are the repetitions; leave out seeds and fraction")
+        if self.held_out and self.epoch == "last":
+            raise ValueError("held_out chooses an epoch: leave out epoch=last")
+        if self.held_out and 1 in self.shots:
+            raise ValueError("held_out: of one label per class none can be held out")
         return self
 
     @property
@@ -62,7 +76,16 @@ class Accuracy(Supervised, Protocol):
         return list(dict.fromkeys(f for stage, _ in self.trainings().values() for f in stage.lists))
 
     def trainings(self) -> dict[str, tuple[FineTune, int]]:
-        """Settings and seed of each run that is scored, by the last part of its name."""
+        """Settings and seed of each run, by the last part of its name; twins come last."""
+        plain = self._plain()
+        twins = {
+            f"{suffix}{TWIN}": (stage.model_copy(update={"held_out": self.held_out}), seed)
+            for suffix, (stage, seed) in plain.items()
+        }
+        return plain | (twins if self.held_out else {})
+
+    def _plain(self) -> dict[str, tuple[FineTune, int]]:
+        """Those of the runs that are scored, of all labelled images."""
         recipe = {name: getattr(self, name) for name in Supervised.model_fields}
         base = FineTune(**recipe, subset_seed=self.seed)
         if not self.shots:
@@ -91,7 +114,7 @@ class Accuracy(Supervised, Protocol):
 
     def flops(self, encoder: Encoder, images: Images) -> float | None:
         """Encode the test images with every encoder."""
-        return encode_flops(encoder) * images(self.test_split) * len(self.trainings())
+        return encode_flops(encoder) * images(self.test_split) * len(self._plain())
 
     @property
     def full_precision(self) -> bool:
@@ -102,8 +125,11 @@ class Accuracy(Supervised, Protocol):
         """Accuracies in percent: `fine_tune`, or `low_shot_N`, `low_shot_Npct`.
 
         Each is the mean over seeds (with `_std` and `_seeds`) or splits (`_splits`), of every
-        training's best epoch; `_last` are those of the last epoch. `accuracies` has every epoch's,
-        `losses` their mean training loss and `weights_sha256` the final weights of every training.
+        training's best epoch; `_last` are those of the last epoch. With `real_labels` those of the
+        last epoch also as `_last_real`; of other epochs no encoder is kept. With `held_out` those
+        of the epoch that is best, in the twin, on the images it left out, as `_held_out`.
+        `accuracies` has every epoch's, `losses` their mean training loss and `weights_sha256` the
+        final weights of every training.
 
         Raises:
             UserError: runs that are not finished or not those of these settings, or a test split
@@ -126,11 +152,15 @@ class Accuracy(Supervised, Protocol):
 
         test, device, results = open_index(job.path("test")), device_of(context), {}
         with process_group(context):
-            for number, (suffix, (stage, seed)) in enumerate(self.trainings().items()):
+            for number, (suffix, (stage, seed)) in enumerate(self._plain().items()):
                 run = FineTuned(folders[suffix], stage, seed, test, device)
-                results[suffix] = run.result(context, test, job.resize)
+                results[suffix] = run.result(context, test, job.resize, self)
                 if self.epoch == "best":
                     results[suffix]["accuracies"] = run.accuracies(test, job.resize)
+                if self.held_out:
+                    stage, seed = self.trainings()[suffix + TWIN]
+                    scores = trained_as(folders[suffix + TWIN], stage, seed)["scores"]["accuracies"]
+                    results[suffix]["held_out"] = scores
                 context.report({"step": number + 1, "steps": len(folders)})
         named = {self._name(suffix): result for suffix, result in results.items()}
         job.notes["subsets"] = {name: result["subset"] for name, result in named.items()}
@@ -138,12 +168,19 @@ class Accuracy(Supervised, Protocol):
         for metric in dict.fromkeys(self._metric(suffix) for suffix in results):
             group = [result for s, result in results.items() if self._metric(s) == metric]
             last = [result["accuracy"] for result in group]
-            scored = last
+            scored, of_last = last, metric
             if self.epoch == "best":
-                scored = [max(result["accuracies"]) for result in group]
-                metrics |= self._mean(f"{metric}_last", last)
+                scored, of_last = [max(result["accuracies"]) for result in group], f"{metric}_last"
+                metrics |= self._mean(of_last, last)
+            if self.held_out:
+                chosen = [r["accuracies"][r["held_out"].index(max(r["held_out"]))] for r in group]
+                metrics |= self._mean(f"{metric}_held_out", chosen)
+            if self.real_labels is not None:
+                by_real = [result["real"] for result in group]
+                metrics |= self._mean(f"{of_last}_real", by_real)
             metrics |= self._mean(metric, scored)
-        for key in ("losses", "weights_sha256", *(["accuracies"] if self.epoch == "best" else [])):
+        keys = ["losses", "weights_sha256", *(["accuracies"] if self.epoch == "best" else [])]
+        for key in keys + (["held_out"] if self.held_out else []):
             metrics[key] = {name: result[key] for name, result in named.items()}
         return metrics
 
@@ -169,6 +206,19 @@ class Accuracy(Supervised, Protocol):
         return f"{self._metric(suffix)}-{suffix.rpartition('-')[2]}"
 
 
+def trained_as(folder: Path, stage: FineTune, seed: int) -> dict[str, Any]:
+    """The record of a finished run.
+
+    Raises:
+        UserError: it was trained with other settings or another seed.
+    """
+    record: dict[str, Any] = read_json(folder / "run.json")
+    trained, asked = record["recipe"], stage.model_dump(mode="json")
+    if (stage.decisive(trained), record["seed"]) != (stage.decisive(asked), seed):
+        raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
+    return record
+
+
 class FineTuned:
     """Encoder and classifier as their run left them."""
 
@@ -190,11 +240,8 @@ class FineTuned:
         """
         from maect.models.weights import load_encoder_weights, load_tensors
 
-        self.record, self.stage, self.device = read_json(folder / "run.json"), stage, device
+        self.record, self.stage, self.device = trained_as(folder, stage, seed), stage, device
         self.folder = folder
-        trained, asked = self.record["recipe"], stage.model_dump(mode="json")
-        if (stage.decisive(trained), self.record["seed"]) != (stage.decisive(asked), seed):
-            raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
         for name in self.record["sha256"]:
             checked_sha256(folder / name)
         encoder, _, self.pooling = load_encoder_weights(folder / "encoder.safetensors")
@@ -218,16 +265,16 @@ class FineTuned:
             features = self.encoder.pool(tokens.float(), self.pooling)
             return F.linear(features, **self.classifier).argmax(dim=1)
 
-    def accuracy(self, context: Context, test: Index, resize: int | None) -> float:
-        """Of a split, in percent; every rank scores its share."""
+    def predicted(self, context: Context, test: Index, resize: int | None) -> NDArray[np.int64]:
+        """Class of every image of a split, int64 [n]; every rank predicts its share."""
         from maect.data.transforms import normalize
-        from maect.train.accuracy import accuracy
+        from maect.train.accuracy import predicted
 
         def predict(images: Tensor) -> Tensor:
             return self.predict(normalize(images, self.encoder.settings.pixels))
 
         size = self.encoder.settings.image_size
-        return accuracy(context, test, self.device, size, resize, predict)
+        return predicted(context, test, self.device, size, resize, predict)
 
     def accuracies(self, test: Index, resize: int | None) -> list[float]:
         """After each epoch, as the training found them.
@@ -244,14 +291,22 @@ class FineTuned:
         found: list[float] = scores["accuracies"]
         return found
 
-    def result(self, context: Context, test: Index, resize: int | None) -> dict[str, Any]:
-        """Accuracy, losses of the epochs, the labelled images, and sha256 of the weights."""
+    def result(
+        self, context: Context, test: Index, resize: int | None, settings: RealLabels
+    ) -> dict[str, Any]:
+        """Accuracy, losses of the epochs, the labelled images, and sha256 of the weights.
+
+        With ReaL's labels the accuracy by those, too, as `real`.
+        """
         hashed = hashlib.sha256()
         for name, value in sorted(self.weights.items()):
             hashed.update(name.encode())
             hashed.update(value.contiguous().numpy().data)
+        found = self.predicted(context, test, resize)
+        real = settings.reassessed(test.keys, test.class_names)
         return {
-            "accuracy": self.accuracy(context, test, resize),
+            **({} if real is None else {"real": real.accuracy(found)}),
+            "accuracy": 100 * int((found == test.labels).sum()) / test.n,
             "losses": self.record["losses"],
             "subset": self.record["subset"],
             "weights_sha256": hashed.hexdigest(),

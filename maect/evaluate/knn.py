@@ -117,7 +117,7 @@ class Knn(RealLabels, ReadsFeatures):
                     )
                     if (k, temperature) == (self.k, self.temperature):
                         metrics[name] = accuracy
-                        metrics |= self.real(name, own, test.names())
+                        metrics |= self.real(name, own, test.names, test.record["class_names"])
             chosen = [row for row in sweep if row["standardized"] == standardized]
             metrics[f"{name}_best"] = max(row["accuracy"] for row in chosen)
             metrics[f"{name}_best_k"] = max(

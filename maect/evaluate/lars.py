@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.core.settings import later
+from maect.evaluate.real import RealLabels
 from maect.evaluate.trained import Trainee, TrainsProbe, Trial, beside_held
 
 if TYPE_CHECKING:
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 
     from maect.data.index import Index
     from maect.data.loader import Batch
+    from maect.evaluate.real import Real
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
 MOMENTUM, TRUST = 0.9, 0.001
 CLASSIFIER = ("weight", "bias")
 
 
-class TrainsByLars(TrainsProbe):
+class TrainsByLars(RealLabels, TrainsProbe):
     """Settings of the leaderboard's trained probes."""
 
     encodes_every_epoch: ClassVar[bool] = True
@@ -73,10 +75,11 @@ class LarsProbe(Trainee):
         super().__init__(trial)
         self.groups: dict[str, LarsProbe] = {"probe": self}
         self.name = settings.name
+        self.real = trial.reassessed(settings)
         self.held: Index | None = None
         if settings.held_out:
             self.held = trial.held_out(settings.held_out, settings.seed)
-            without = settings.model_copy(update={"held_out": 0.0})
+            without = settings.model_copy(update={"held_out": 0.0, "real_labels": None})
             self.groups["twin"] = type(self)(trial, without, *pooling)
         self.pooling, self.trained = pooling, (*pooling, *CLASSIFIER)
         momenta = (f"{name}_momentum" for name in self.trained)
@@ -176,37 +179,39 @@ class LarsProbe(Trainee):
     def score(self) -> None:
         """Encode the test images each time: the tokens of all would not fit into memory."""
         history = self.record.setdefault("accuracies", [])
-        history.append(self.trial.accuracy(self._class_of))
+        history.append(self._accuracy(self, self.trial.test, self.real))
         if history[-1] > max(history[:-1], default=-1.0):
             names = (*self.trained, "mean", "var")
             self.kept = {name: getattr(self, name).detach().clone() for name in names}
         if self.held is not None:
             twin = self.groups["twin"]
             scores = self.record.setdefault("held_out", [])
-            scores.append(self.trial.accuracy(twin._class_of, self.held))
+            scores.append(self._accuracy(twin, self.held))
+
+    def _accuracy(self, probe: LarsProbe, index: Index, real: Real | None = None) -> float:
+        """In percent; that by ReaL's labels is recorded beside it."""
+        found = self.trial.predicted(probe._class_of, index)
+        if real is not None:
+            self.record.setdefault("real", []).append(real.accuracy(found))
+        return 100 * int((found == index.labels).sum()) / index.n
 
     def _class_of(self, images: Tensor) -> Tensor:
         return self.predict(self.trial.checked(self.read(images)))
 
     def metrics(self) -> dict[str, Any]:
-        """Return the accuracies of the best epoch, the last one and all."""
+        """Return the accuracies of the best epoch, the last one and all; by ReaL likewise."""
         history = self.record["accuracies"]
-        best, chosen = max(history), {}
+        epochs = {self.name: history.index(max(history)), f"{self.name}_last": -1}
+        about: dict[str, Any] = {"best_epoch": epochs[self.name] + 1, "by_epoch": history}
         if self.held is not None:
             scores = self.record["held_out"]
-            epoch = scores.index(max(scores))
-            chosen = {
-                f"{self.name}_held_out": history[epoch],
-                "held_out_epoch": epoch + 1,
-                "held_out_accuracy": scores[epoch],
-            }
-        return {
-            self.name: best,
-            f"{self.name}_last": history[-1],
-            "best_epoch": history.index(best) + 1,
-            "by_epoch": history,
-            **chosen,
-        }
+            epoch = epochs[f"{self.name}_held_out"] = scores.index(max(scores))
+            about |= {"held_out_epoch": epoch + 1, "held_out_accuracy": scores[epoch]}
+        metrics = {name: history[epoch] for name, epoch in epochs.items()}
+        if self.real is not None:
+            by_real = self.record["real"]
+            metrics |= {f"{name}_real": by_real[epoch] for name, epoch in epochs.items()}
+        return metrics | about
 
 
 def lars(parameter: Tensor, momentum: Tensor, rate: float, weight_decay: float) -> None:

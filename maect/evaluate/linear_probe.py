@@ -14,6 +14,7 @@ from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import later
 from maect.evaluate.base import EvaluationJob, Positive
+from maect.evaluate.real import RealLabels
 from maect.evaluate.trained import Trainee, TrainsProbe, Trial, beside_held
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from maect.models.precision import Precision
 
 
-class LinearProbe(TrainsProbe):
+class LinearProbe(RealLabels, TrainsProbe):
     """Linear probing (paper, table 9): ten learning rates, trained together."""
 
     name: ClassVar[str] = "linear_probe"
@@ -80,6 +81,9 @@ class LinearProbe(TrainsProbe):
         and epoch whose like, trained without the held-out images, does best on them.
         `held_out_form`, `_rate`, `_epoch` say which one, `held_out_accuracy` how well.
 
+        With `real_labels` also each accuracy on the test split by ReaL's labels, under its name and
+        `_real`.
+
         Kept is the classifier behind each best accuracy: `weight` [C, D] and `bias` [C] for
         features minus `mean` over the square root of `var` + 1e-5 (with concatenations each as
         `concat_l.weight` and so on).
@@ -91,6 +95,7 @@ BLOCKS = (1, 2, 4, 6)
 RAW = 4
 PLAIN = "linear_probe"
 HELD_OUT = ".held_out"
+REAL = ".real"
 
 
 def representations(encoding: Encoding) -> dict[str, slice]:
@@ -136,6 +141,7 @@ class _Forms(Trainee):
             self.forms = tuple(self.columns)
         self.mine = trial.share_of(len(self.rates))
         peaks = [rate * settings.batch_size / 256 for rate in self.rates]
+        self.real = trial.reassessed(settings)
         self.held: Index | None = None
         self.scored = {"": trial.features()}
         if settings.held_out:
@@ -193,6 +199,8 @@ class _Forms(Trainee):
         if PLAIN not in metrics:
             best = max(self.columns, key=metrics.__getitem__)
             metrics |= {PLAIN: metrics[best], "best_form": best}
+            if self.real is not None:
+                metrics[f"{PLAIN}_real"] = metrics[f"{best}_real"]
         return metrics if self.held is None else metrics | self._chosen()
 
     def _chosen(self) -> dict[str, Any]:
@@ -206,7 +214,10 @@ class _Forms(Trainee):
             ),
             key=lambda found: found[0],
         )
-        return {
+        real = {}
+        if self.real is not None:
+            real = {f"{PLAIN}_held_out_real": self.record[name + REAL][epoch][rate]}
+        return real | {
             f"{PLAIN}_held_out": self.record[name][epoch][rate],
             "held_out_accuracy": accuracy,
             "held_out_form": name,
@@ -219,21 +230,23 @@ class _Forms(Trainee):
         return super().texts() | {"resize": str(resize)}
 
     def _accuracies(self, name: str, part: str) -> list[float]:
-        """In percent, of each rate."""
+        """In percent, of each rate; those by ReaL's labels are recorded beside them."""
         import torch
 
         from maect.core import distributed
         from maect.train.accuracy import BATCH
 
-        hits, (features, labels) = (
-            torch.zeros(len(self.rates), dtype=torch.int64),
-            self.scored[part],
-        )
+        features, labels = self.scored[part]
+        found = torch.zeros(len(labels), len(self.rates), dtype=torch.int64)
         for start in range(0, len(labels), BATCH):
             rows = slice(start, start + BATCH)
             predicted = self.groups[name + part].predict(features[rows, self.columns[name]])
-            hits[self.mine] += (predicted == labels[rows, None]).sum(dim=0).cpu()
-        distributed.sum_over_ranks(hits)
+            found[rows, self.mine] = predicted.cpu()
+        distributed.sum_over_ranks(found)
+        if self.real is not None and not part:
+            by_real = [self.real.accuracy(classes) for classes in found.T.numpy()]
+            self.record.setdefault(name + REAL, []).append(by_real)
+        hits = (found == labels.cpu()[:, None]).sum(dim=0)
         return [100 * count / len(labels) for count in hits.tolist()]
 
     def _keep(self, name: str, rate: int) -> None:
@@ -252,7 +265,12 @@ class _Forms(Trainee):
         last = history[-1]
         by_rate = {str(rate): value for rate, value in zip(self.rates, last, strict=True)}
         prefix = "" if name == PLAIN else f"{name}_"
-        return {
+        real = {}
+        if self.real is not None:
+            by_real = self.record[name + REAL]
+            real[f"{name}_real"] = by_real[epoch][history[epoch].index(best)]
+            real[f"{name}_last_real"] = by_real[-1][last.index(max(last))]
+        return real | {
             name: best,
             f"{name}_last": max(last),
             f"{prefix}best_epoch": epoch + 1,

@@ -76,7 +76,7 @@ class Logistic(RealLabels, ReadsFeatures):
             "logistic_low": float(low[0]),
             "logistic_high": float(high[0]),
             "c": chosen,
-            **self.real("logistic", classes, test.names()),
+            **self.real("logistic", classes, test.names, test.record["class_names"]),
             "held_out": [{"c": c, "accuracy": accuracy} for c, accuracy in tried.items()],
         }
 

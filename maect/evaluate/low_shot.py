@@ -28,6 +28,7 @@ from maect.evaluate.base import (
     ReadsFeatures,
     idle_cpus,
 )
+from maect.evaluate.real import RealLabels
 from maect.recipes.few_labels import FewLabels, fraction_list, shots_list
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ MEMORY = 10
 MAX_ITERATIONS = 5000
 
 
-class LowShot(FewLabels, ReadsFeatures):
+class LowShot(FewLabels, RealLabels, ReadsFeatures):
     """Logistic regression on 1, 2 and 5 labels per class (paper, B), three splits each."""
 
     name: ClassVar[str] = "low_shot"
@@ -90,7 +91,8 @@ class LowShot(FewLabels, ReadsFeatures):
         }
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`.
+        """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`;
+        with `real_labels` also by those, as `low_shot_N_real`, the mean, and `low_shot_Npct_real`.
 
         Raises:
             UserError: a class with fewer samples than shots, a list that does not fit the split or
@@ -112,8 +114,9 @@ class LowShot(FewLabels, ReadsFeatures):
                 "train on are of one; extract features of a split with more"
             )
         queries = prepare(test.all())
+        real = self.reassessed(test.names, test.record["class_names"])
 
-        def accuracy(name: Any) -> tuple[float, bool]:
+        def accuracy(name: Any) -> tuple[float, bool, float]:
             ids = subsets[name]
             weights, converged = fit(
                 prepare(train.take(ids)),
@@ -122,8 +125,9 @@ class LowShot(FewLabels, ReadsFeatures):
                 self.l2 / len(ids),
                 self.solver,
             )
-            hits = int(np.sum(predict(queries, weights) == test.labels))
-            return 100 * hits / test.n, converged
+            found = predict(queries, weights)
+            by_real = real.accuracy(found) if real else 0.0
+            return 100 * int(np.sum(found == test.labels)) / test.n, converged, by_real
 
         with warnings.catch_warnings(), ThreadPoolExecutor(idle_cpus(context)) as pool:
             warnings.simplefilter("ignore")  # a solver that gives up is in the JSON
@@ -131,12 +135,17 @@ class LowShot(FewLabels, ReadsFeatures):
         metrics: dict[str, Any] = {}
         for shots in self.shots:
             scored = [results[shots, split] for split in range(1, self.splits + 1)]
-            metrics[f"low_shot_{shots}"] = float(np.mean([accuracy for accuracy, _ in scored]))
-            metrics[f"low_shot_{shots}_splits"] = [accuracy for accuracy, _ in scored]
-            metrics[f"low_shot_{shots}_converged"] = [converged for _, converged in scored]
+            accuracies, converged, by_real = map(list, zip(*scored, strict=True))
+            metrics[f"low_shot_{shots}"] = float(np.mean(accuracies))
+            metrics[f"low_shot_{shots}_splits"] = accuracies
+            metrics[f"low_shot_{shots}_converged"] = converged
+            if real:
+                metrics[f"low_shot_{shots}_real"] = float(np.mean(by_real))
         for fraction in self.fractions:
             name = fraction_name(fraction)
-            metrics[name], metrics[f"{name}_converged"] = results[fraction]
+            metrics[name], metrics[f"{name}_converged"], found = results[fraction]
+            if real:
+                metrics[f"{name}_real"] = found
         return metrics
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError
+from maect.core.files import sha256_file
 from maect.core.settings import Settings, later
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})$")
+_NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?:\.\w+)?$")
 
 
 class RealLabels(Settings):
@@ -25,39 +26,117 @@ class RealLabels(Settings):
     real_labels: str | None = later(None)
     """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
 
+    def real_sha256(self) -> str | None:
+        """Checksum of the labels; None if they are not asked for.
+
+        Raises:
+            UserError: no such file.
+        """
+        if self.real_labels is None:
+            return None
+        path = _path(self.real_labels)
+        if not path.is_file():
+            raise _missing(path, "no such file")
+        return sha256_file(path)
+
+    def reassessed(
+        self, keys: Callable[[], Sequence[str]], class_names: Sequence[str] = ()
+    ) -> Real | None:
+        """The labels of some images; None if they are not asked for.
+
+        Args:
+            keys: gives names of the images, which end with `ILSVRC2012_val_` and their number.
+            class_names: of the data; none: not compared.
+
+        Raises:
+            UserError: no such file, not ReaL's, or images or classes that are not ImageNet's.
+        """
+        if self.real_labels is None:
+            return None
+        return Real(_path(self.real_labels), keys(), class_names)
+
     def real(
-        self, name: str, predicted: NDArray[np.int64], keys: Sequence[str]
+        self,
+        name: str,
+        predicted: NDArray[np.int64],
+        keys: Callable[[], Sequence[str]],
+        class_names: Sequence[str] = (),
     ) -> dict[str, float]:
         """Accuracy by ReaL's labels in percent as `NAME_real`; nothing if they are not asked for.
 
-        An image counts as right if its predicted class is among its labels. Images without a label
-        do not count.
-
         Args:
             name: of the metric.
-            predicted: class of each test image, int64 [n], a place in the sorted WordNet ids.
-            keys: names of the images, which end with `ILSVRC2012_val_` and their number.
+            predicted: class of each image, int64 [n], a place in the sorted WordNet ids.
+            keys: see `reassessed`.
+            class_names: likewise.
 
         Raises:
-            UserError: no such file, not ReaL's, or images that are not ImageNet's.
+            UserError: see `reassessed`.
         """
-        if self.real_labels is None:
-            return {}
-        labels = read_real(Path(os.path.expandvars(self.real_labels)).expanduser())
-        hits = []
-        for key, guess in zip(keys, predicted.tolist(), strict=True):
+        real = self.reassessed(keys, class_names)
+        return {} if real is None else {f"{name}_real": real.accuracy(predicted)}
+
+
+def is_imagenets(key: str) -> bool:
+    """Whether an image is called as those of ImageNet's validation split are."""
+    return _NUMBER.search(key) is not None
+
+
+class Real:
+    """ReaL's labels of some images."""
+
+    def __init__(self, path: Path, keys: Sequence[str], class_names: Sequence[str] = ()) -> None:
+        """Find them by the images' names.
+
+        Raises:
+            UserError: no such file, not ReaL's, or images or classes that are not ImageNet's.
+        """
+        import numpy as np
+
+        labels = read_real(path)
+        classes = 1 + max((number for each in labels for number in each), default=-1)
+        if class_names and classes > len(class_names):
+            raise UserError(
+                f"{path}: labels of {classes} classes, the images have {len(class_names)}; ReaL's "
+                "are those of all of ImageNet-1k"
+            )
+        # Behind the classes a column for what is predicted beyond them, which is wrong.
+        self._right = np.zeros((len(keys), classes + 1), bool)
+        for row, key in enumerate(keys):
             match = _NUMBER.search(key)
             if match is None or not 1 <= int(match[1]) <= len(labels):
                 raise UserError(
                     f"real_labels: {key!r} is none of the {len(labels)} images of "
-                    f"{self.real_labels}, which are called ILSVRC2012_val_ and a number"
+                    f"{path}, which are called ILSVRC2012_val_ and a number"
                 )
-            allowed = labels[int(match[1]) - 1]
-            if allowed:
-                hits.append(guess in allowed)
-        if not hits:
-            raise UserError(f"{self.real_labels}: gives no label to any of the test images")
-        return {f"{name}_real": 100 * sum(hits) / len(hits)}
+            self._right[row, labels[int(match[1]) - 1]] = True
+        self.counted = self._right.any(axis=1)
+        if not self.counted.any():
+            raise UserError(f"{path}: gives no label to any of the test images")
+
+    def right(self, predicted: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the predicted class is among an image's labels, of images that have some.
+
+        Args:
+            predicted: class of each image, int64 [n].
+        """
+        import numpy as np
+
+        columns = np.minimum(predicted, self._right.shape[1] - 1)
+        found: NDArray[np.bool_] = self._right[np.arange(len(predicted)), columns]
+        return found[self.counted]
+
+    def accuracy(self, predicted: NDArray[np.int64]) -> float:
+        """Percent of the images with labels whose predicted class, int64 [n], is among them."""
+        return 100 * float(self.right(predicted).mean())
+
+
+def _path(given: str) -> Path:
+    return Path(os.path.expandvars(given)).expanduser()
+
+
+def _missing(path: Path, why: str | None) -> UserError:
+    return UserError(f"{path}: {why}; `maect retrieve imagenet_real FOLDER` fetches real.json")
 
 
 def read_real(path: Path) -> list[list[int]]:
@@ -69,13 +148,12 @@ def read_real(path: Path) -> list[list[int]]:
     try:
         labels = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(
-            f"{path}: {error.strerror}; it is real.json of google-research/reassessed-imagenet"
-        ) from None
+        raise _missing(path, error.strerror) from None
     except ValueError as error:
         raise UserError(f"{path}: not JSON ({error})") from None
     if not isinstance(labels, list) or not all(
-        isinstance(each, list) and all(type(number) is int for number in each) for each in labels
+        isinstance(each, list) and all(type(number) is int and number >= 0 for number in each)
+        for each in labels
     ):
         raise UserError(f"{path}: not ReaL's labels, a list of class numbers for each image")
     return labels

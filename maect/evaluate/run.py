@@ -25,6 +25,7 @@ from maect.evaluate.base import (
     Trained,
     encoder_checksum,
 )
+from maect.evaluate.real import RealLabels
 from maect.evaluate.store import open_record, own_name
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
@@ -227,4 +228,6 @@ def _sources(job: EvaluationJob, protocol: Protocol) -> dict[str, dict[str, Any]
             inputs[name] = checked_sha256(job.path(name))
         elif isinstance(kind, Trained):
             inputs[name] = [encoder_checksum(run) for run in job.paths(name)]
+    if isinstance(protocol, RealLabels) and protocol.real_labels is not None:
+        inputs["real_labels"] = protocol.real_sha256()
     return {"splits": splits, "inputs": inputs}

@@ -23,13 +23,16 @@ from maect.recipes.cost import encode_flops
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from maect.data.index import Index
     from maect.data.loader import Batch
     from maect.evaluate.features import Encoding
     from maect.evaluate.probing import Group
+    from maect.evaluate.real import Real, RealLabels
 
 
 class TrainsProbe(Encodes):
@@ -81,6 +84,7 @@ class TrainsProbe(Encodes):
         from maect.core import distributed
         from maect.data.index import open_index
         from maect.evaluate.probing import Probing, check
+        from maect.evaluate.real import RealLabels
         from maect.models.weights import save_tensors
 
         train, test = open_index(job.path("train")), open_index(job.path("test"))
@@ -91,7 +95,8 @@ class TrainsProbe(Encodes):
         with distributed.process_group(context):
             probe = self.probe(trial)
             images = (train.digest, test.digest, str(job.resize))
-            identity = digest(self, sha256, *images, *probe.forms)
+            labels = [real] if isinstance(self, RealLabels) and (real := self.real_sha256()) else []
+            identity = digest(self, sha256, *images, *probe.forms, *labels)
             for _ in Probing(trial, self, probe, identity).epochs():
                 probe.score()
             metrics = probe.metrics()
@@ -145,13 +150,19 @@ class Trial:
         count = max(1, round(part * self.train.n))
         return replace(self.train, rows=rows[sorted(rank.argsort(kind="stable")[:count])])
 
-    def accuracy(self, predict: Callable[[Tensor], Tensor], index: Index | None = None) -> float:
-        """Return the percent of test images, or others, whose class is predicted."""
-        from maect.train.accuracy import accuracy
+    def predicted(
+        self, predict: Callable[[Tensor], Tensor], index: Index | None = None
+    ) -> NDArray[np.int64]:
+        """Return the class of every test image, or others, int64 [n], on every rank."""
+        from maect.train.accuracy import predicted
 
         size, device = self.encoding.settings.image_size, self.encoding.device
         index = index or self.test
-        return accuracy(self.context, index, device, size, self.job.resize, predict)
+        return predicted(self.context, index, device, size, self.job.resize, predict)
+
+    def reassessed(self, settings: RealLabels) -> Real | None:
+        """Return ReaL's labels of the test images; None if the settings ask for none."""
+        return settings.reassessed(lambda: self.test.keys(), self.test.class_names)
 
     def checked(self, features: Tensor) -> Tensor:
         """Return the features, or raise a UserError if one is not finite."""

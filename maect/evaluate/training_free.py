@@ -19,6 +19,7 @@ from maect.evaluate.clusters import unit
 from maect.evaluate.knn import Knn, nearest
 from maect.evaluate.logistic import choose, fitted
 from maect.evaluate.low_shot import LowShot, fit, predict, prepare
+from maect.evaluate.real import Real
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array, InMemory
 from maect.measures import rank_me, uniformity, vote
@@ -28,12 +29,15 @@ SHOTS = (1, 2, 5, 10)
 LABEL_SETS = 5
 KNN, KNN_HELD_OUT, KNN_BEST = "knn", "knn_held_out", "knn_best_on_test"
 LOGISTIC, RANK_ME, UNIFORMITY = "logistic", "rank_me", "uniformity"
+REAL = "_real"
 MEASURES = {
     KNN: f"k-NN (k {KNN_K}, T {KNN_TEMPERATURE})",
     KNN_HELD_OUT: "k-NN, k and T chosen on held-out training images",
     KNN_BEST: "k-NN, k and T chosen on the test images",
     **{f"shots_{n}": f"{n} label{'s'[: n > 1]} per class, logistic regression" for n in SHOTS},
     LOGISTIC: "logistic regression on all labels, C chosen on held-out training images",
+    KNN + REAL: f"k-NN (k {KNN_K}, T {KNN_TEMPERATURE}), by ImageNet-ReaL's labels",
+    LOGISTIC + REAL: "logistic regression on all labels, by ImageNet-ReaL's labels",
     RANK_ME: "RankMe (effective rank, up to the number of features)",
     UNIFORMITY: "uniformity (0: all alike; more negative: more spread out)",
 }
@@ -47,8 +51,8 @@ class Score:
     """One measure of one encoder on one folder.
 
     Attributes:
-        per_image: percent of each test image; of several label sets the mean; [n], or [1] without
-            labels.
+        per_image: percent of each test image; of several label sets the mean; [n], by ReaL's
+            labels of fewer, or [1] without labels.
         chosen: which settings were chosen, in words.
         sets: accuracy of each label set, in percent.
     """
@@ -75,6 +79,7 @@ def with_labels(
     test: Array,
     test_labels: NDArray[np.int64],
     threads: int = 1,
+    real: Real | None = None,
 ) -> dict[str, Score]:
     """Measure what labelled images allow; shots are left out where a class has too few images.
 
@@ -85,6 +90,8 @@ def with_labels(
         test: features of the test images, float32 [m, d].
         test_labels: int64 [m].
         threads: how many cores to use.
+        real: ReaL's labels of the test images, which k-NN and logistic regression are scored by,
+            too.
 
     Raises:
         UserError: fewer training images than k-NN compares with, or one class only.
@@ -94,7 +101,7 @@ def with_labels(
         raise UserError(f"{len(labels)} training images, too few for k-NN with k {KNN_K}")
     if len(np.unique(labels[~held])) < 2:
         raise UserError("all training images are of one class")
-    scores = _knn(train, labels, held, test, test_labels, threads)
+    scores, found = _knn(train, labels, held, test, test_labels, threads)
     counts = np.bincount(labels)
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
@@ -104,6 +111,9 @@ def with_labels(
         c, _ = choose(train, labels, held, threads=threads)
         classes = fitted(train, labels, c).predict(test)
     scores[LOGISTIC] = Score(_percent(classes, test_labels), f"C {c:.3g}")
+    if real is not None:
+        for name, predicted in ((KNN, found), (LOGISTIC, classes)):
+            scores[name + REAL] = Score(100 * real.right(predicted).astype(np.float64))
     return scores
 
 
@@ -131,8 +141,11 @@ def _knn(
     test: Array,
     test_labels: NDArray[np.int64],
     threads: int,
-) -> dict[str, Score]:
-    """k-NN as it is, and with k and T chosen on held-out training images or on the test images."""
+) -> tuple[dict[str, Score], NDArray[np.int64]]:
+    """k-NN as it is, and with k and T chosen on held-out training images or on the test images.
+
+    Also the classes that the first predicts, int64 [m].
+    """
     own = Knn()
     least = int((~held).sum())
     pairs = [
@@ -143,21 +156,23 @@ def _knn(
     most = max(k for k, _ in pairs)
 
     def swept(
-        base: Array, base_labels: NDArray[np.int64], queries: Array, wanted: NDArray[np.int64]
-    ) -> dict[tuple[int, float], NDArray[np.float64]]:
+        base: Array, base_labels: NDArray[np.int64], queries: Array
+    ) -> dict[tuple[int, float], NDArray[np.int64]]:
         similarity, ids = nearest(InMemory(base), queries, most, None, threads)
         found = base_labels[ids]
-        return {
-            (k, t): _percent(vote(similarity[:, :k], found[:, :k], t), wanted) for k, t in pairs
-        }
+        return {(k, t): vote(similarity[:, :k], found[:, :k], t) for k, t in pairs}
 
-    inner = swept(train[~held], labels[~held], train[held], labels[held])
-    outer = swept(train, labels, test, test_labels)
+    voted = swept(train, labels, test)
+    outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
+    inner = {
+        pair: _percent(classes, labels[held])
+        for pair, classes in swept(train[~held], labels[~held], train[held]).items()
+    }
     scores = {KNN: Score(outer[own.k, own.temperature])}
     for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):
         pair = max(pairs, key=lambda pair: by[pair].mean())
         scores[name] = Score(outer[pair], f"k {pair[0]}, T {pair[1]:g}")
-    return scores
+    return scores, voted[own.k, own.temperature]
 
 
 def _shots(

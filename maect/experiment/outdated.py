@@ -16,6 +16,7 @@ from maect.core.files import read_mapping
 from maect.core.settings import SettingsFile
 from maect.data.sources.view import read_classes
 from maect.evaluate import Features, Left, Shards, Trained
+from maect.evaluate.real import RealLabels
 from maect.evaluate.store import open_record
 from maect.experiment import resolve
 from maect.experiment.load import Experiment
@@ -155,6 +156,11 @@ class _Comparison:
                 trained = [self.encoder(path.name) for path in paths]
                 if None not in trained and _differ(inputs, {key: trained}):
                     return True
+        if isinstance(told.settings, RealLabels):
+            try:
+                return _differ(inputs, {"real_labels": told.settings.real_sha256()})
+            except UserError:
+                return False  # gone: what it was scored by cannot be told
         return False
 
     def shown(self) -> Iterator[Path]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
+from maect.core.settings import later
 from maect.recipes import Encoder
 from maect.recipes.cost import Cost, encoder_cost, view_groups
 from maect.recipes.few_labels import fraction_list, shots_list
@@ -16,6 +17,9 @@ from maect.stages.base import Supervised
 from maect.train.stage import EVERY_OTHER, Training
 
 if TYPE_CHECKING:  # these import torch
+    import numpy as np
+    from numpy.typing import NDArray
+
     from maect.data.index import Index
     from maect.data.transforms import Change
     from maect.stages.classifier import Classifier
@@ -39,6 +43,8 @@ class FineTune(Supervised, Training):
     """Which of the subsets with this many shots."""
     subset_seed: int = 0
     """Seed of the subset where no lists are given."""
+    held_out: float = later(0.0, ge=0, lt=1)
+    """Train without this part of every class's labelled images, and score the epochs on it."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "FineTune":
@@ -72,7 +78,10 @@ class FineTune(Supervised, Training):
 
     def images_of(self, images: int, classes: int) -> int:
         """Images of an epoch, of a training split with this many images and classes."""
-        return self.shots * classes if self.shots else round(self.fraction * images)
+        if self.shots:
+            held = max(1, round(self.held_out * self.shots)) if self.held_out else 0
+            return (self.shots - held) * classes
+        return round((1 - self.held_out) * round(self.fraction * images))
 
     def image_change(self, seed: int) -> "Change | None":
         """RandAugment."""
@@ -81,13 +90,37 @@ class FineTune(Supervised, Training):
         return randaugment(self.randaugment_layers, self.randaugment_magnitude, seed)
 
     def training_images(self, index: "Index") -> "Index":
-        """The labelled images: all, a fraction, or this many of each class.
+        """The labelled images without those held out: all, a fraction, or this many of each class.
 
         Raises:
             UserError: images without labels, too few classes, or too few images; a list that was
                 changed.
         """
-        from maect.data.subsets import Labelled, fraction_rows_of, shots_rows
+        import numpy as np
+
+        rows, held = self._labelled(index)
+        if len(rows := np.setdiff1d(rows, held)) < self.batch_size:
+            raise UserError(
+                f"{index.directory}: batch_size {self.batch_size} is larger than its "
+                f"{len(rows)} labelled images: an image would be in the same batch twice"
+            )
+        return replace(index, rows=index.rows[rows])
+
+    def scored_images(self, index: "Index") -> "Index | None":
+        """The held-out images, which the epochs are scored on; None: there are none."""
+        if not self.held_out:
+            return None
+        return replace(index, rows=index.rows[self._labelled(index)[1]])
+
+    def _labelled(self, index: "Index") -> "tuple[NDArray[np.int64], NDArray[np.int64]]":
+        """Rows of the labelled images, and of those among them that are held out.
+
+        Raises:
+            UserError: see `training_images`.
+        """
+        import numpy as np
+
+        from maect.data.subsets import Labelled, fraction_rows, fraction_rows_of, shots_rows
 
         if index.n == 0 or index.labels.min() < 0:
             raise UserError(f"{index.directory}: fine-tuning needs labels; some images have none")
@@ -99,12 +132,17 @@ class FineTune(Supervised, Training):
             rows = shots_rows(labelled, self.shots, self.split, self.subset_seed, self.subsets)
         else:
             rows = fraction_rows_of(labelled, self.fraction, self.subset_seed, self.subsets)
-        if len(rows) < self.batch_size:
+        if not self.held_out:
+            return rows, rows[:0]
+        labels = index.labels[rows]
+        held = fraction_rows(labels, self.held_out, self.subset_seed)
+        alone = np.setdiff1d(labels, np.delete(labels, held))
+        if len(alone):
             raise UserError(
-                f"{index.directory}: batch_size {self.batch_size} is larger than its "
-                f"{len(rows)} labelled images: an image would be in the same batch twice"
+                f"{index.directory}: held_out leaves no image of {index.class_names[alone[0]]} to "
+                "learn from; it needs two labelled images of every class"
             )
-        return replace(index, rows=index.rows[rows])
+        return rows, rows[held]
 
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()

@@ -18,6 +18,7 @@ from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import Entry, ImageSource, open_source
 from maect.evaluate.features import BATCH, read_part, write_part
+from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array
 from maect.evaluate.training_free import Score, with_labels, without_labels
@@ -189,6 +190,7 @@ def compare(
     device: str | None = None,
     threads: int | None = None,
     say: Callable[[str], None] = log.info,
+    real_labels: Path | None = None,
 ) -> Matrix:
     """Measure every encoder on every folder; what lies in `out` from before is used.
 
@@ -199,12 +201,23 @@ def compare(
         device: as of `maect.load`.
         threads: that measure; none: all cores.
         say: told of each folder and encoder.
+        real_labels: ReaL's `real.json`, for folders with the images of ImageNet's validation split.
 
     Raises:
-        UserError: an encoder or folder that cannot be used, before anything is computed.
+        UserError: an encoder or folder that cannot be used, or ReaL's labels that are of none,
+            before anything is computed.
     """
     loaded = {name: load(path, device) for name, path in encoders.items()}
     folders = [open_folder(name, path) for name, path in images.items()]
+    asked_real = RealLabels(real_labels=None if real_labels is None else str(real_labels))
+    of_real = [folder for folder in folders if _is_imagenets(folder)] if real_labels else []
+    if real_labels and not of_real:
+        raise UserError(
+            f"{real_labels}: no folder has test images called ILSVRC2012_val_ and a number, whose "
+            "labels these are"
+        )
+    for folder in of_real:  # refused before anything is computed
+        real_of(folder, folder.test, asked_real)
     scores: dict[tuple[str, str], dict[str, Score]] = {}
     readable: dict[str, tuple[int, int]] = {}
     for folder in folders:
@@ -222,11 +235,14 @@ def compare(
             about = {key: v for key, v in loaded[name].about.items() if key != "run"}
             classes = None if folder.labels is None else folder.labels.tolist()
             asked = [about, folder.contents, classes, folder.test.tolist(), good.tolist()]
+            real = real_of(folder, good & folder.test, asked_real) if folder in of_real else None
+            if real is not None:
+                asked.append(asked_real.real_sha256())
             file = out / "scores" / f"{digest(__version__, *asked)}.safetensors"
             known = _read_scores(file)
             if known is None:
                 try:
-                    known = measured(folder, features, good, threads or os.cpu_count() or 1)
+                    known = measured(folder, features, good, threads or os.cpu_count() or 1, real)
                 except UserError as error:
                     raise UserError(f"{folder.path}: {error}") from None
                 _write_scores(file, known)
@@ -234,8 +250,33 @@ def compare(
     return Matrix(loaded, folders, scores, readable)
 
 
+def _names(folder: Folder, which: NDArray[np.bool_]) -> list[str]:
+    """Names of some images of a folder."""
+    names = [entry.name for part in folder.parts for entry in part.entries]
+    return [names[row] for row in np.flatnonzero(which)]
+
+
+def _is_imagenets(folder: Folder) -> bool:
+    """Whether a folder's test images are called as those of ImageNet's validation split are."""
+    names = _names(folder, folder.test)
+    return bool(names) and is_imagenets(names[0])
+
+
+def real_of(folder: Folder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
+    """ReaL's labels of some images of a folder.
+
+    Raises:
+        UserError: images or classes that are not ImageNet's.
+    """
+    return labels.reassessed(lambda: _names(folder, which), folder.parts[0].class_names)
+
+
 def measured(
-    folder: Folder, features: Array, good: NDArray[np.bool_], threads: int
+    folder: Folder,
+    features: Array,
+    good: NDArray[np.bool_],
+    threads: int,
+    real: Real | None = None,
 ) -> dict[str, Score]:
     """Measure one encoder on one folder, by the features of those images that are readable.
 
@@ -244,6 +285,7 @@ def measured(
         features: float32 [n, width].
         good: which can be read, bool [n].
         threads: that measure.
+        real: ReaL's labels of the readable test images, if they are asked for.
     """
     order = sorted(np.flatnonzero(good).tolist(), key=lambda row: folder.contents[row])
     spread = without_labels(features[order])
@@ -252,7 +294,7 @@ def measured(
     train, test = good & ~folder.test, good & folder.test
     contents = [folder.contents[row] for row in np.flatnonzero(train)]
     given = features[train], folder.labels[train], contents, features[test], folder.labels[test]
-    return with_labels(*given, threads) | spread
+    return with_labels(*given, threads, real) | spread
 
 
 def _write_scores(file: Path, scores: dict[str, Score]) -> None:

@@ -1,6 +1,7 @@
 """Rows and logs for the leaderboard of frozen encoders, billpsomas/efficient-probing.
 
-Its `results.csv` has a line for each encoder, and a log for each number. What no evaluation says
+Its `results.csv` has a line for each encoder, and a log for each number. Those are the best on the
+test images; the notes say which numbers held-out training images choose. What no evaluation says
 (family, data of the pre-training, losses, top 5) stays empty.
 """
 
@@ -80,6 +81,8 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
         usual = load_evaluation(evaluation, "large")[1].model_dump(mode="json")
         other = [f"{key} {settings[key]}" for key in FIXED if settings[key] != usual[key]]
         notes += [f"{column.upper()}: {', '.join(other)}"] if other else []
+        if f"{evaluation}_held_out" in result["metrics"]:
+            notes.append(_chosen(column.upper(), result["metrics"][f"{evaluation}_held_out"]))
         variant = {"lp": row["lp_variant"], "ep": "ep"}[column]
         logs[f"logs/{name}/{column}.txt"] = _probe_log(name, variant, settings, values)
     row["ep_queries"] = settings["queries"]
@@ -95,9 +98,12 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
             notes.append(f"no k-NN: features pooled by {pooled}, the linear probe reads {read}")
             break
         plain = [entry for entry in result["metrics"]["sweep"] if not entry["standardized"]]
-        grid += [(features, e["temperature"], e["k"], e["accuracy"]) for e in plain]
+        grid += [(features, e["temperature"], e["k"], e["accuracy"], e["held_out"]) for e in plain]
     if grid:
-        features, temperature, k, best = max(grid, key=lambda entry: entry[3])
+        features, temperature, k, best, _ = max(grid, key=lambda entry: entry[3])
+        tried = [entry for entry in grid if entry[4] is not None]
+        if tried:
+            notes.append(_chosen("k-NN", max(tried, key=lambda entry: entry[4])[3]))
         path = f"logs/{name}/knn.txt"
         row |= {"knn": f"{best:.2f}", "knn_k": k, "knn_T": temperature, "knn_log": path}
         logs[path] = [
@@ -105,11 +111,16 @@ def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
             f"Model: {name}",
             f"Representation: {row['lp_variant']}",
             "features, T, k, Top1, Top5",
-            *(f"{f}, {t}, {k_}, {top:.2f}, " for f, t, k_, top in grid),
+            *(f"{f}, {t}, {k_}, {top:.2f}, " for f, t, k_, top, _ in grid),
             "",
             f"Best: Top1 {best:.2f}% with {features} features at k={k}, T={temperature}",
         ]
     return row | {"notes": "; ".join(notes)}, logs
+
+
+def _chosen(what: str, accuracy: float) -> str:
+    """The note on a number that is not chosen on the test images, as those of the columns are."""
+    return f"{what} chosen on held-out training images: {accuracy:.2f}"
 
 
 def _result(folder: Path, evaluation: str, sha256: str) -> dict[str, Any]:

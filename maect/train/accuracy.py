@@ -32,15 +32,15 @@ def share(
         yield distributed.moved(images, device), labels, ids
 
 
-def accuracy(
+def predicted(
     context: Context,
     index: Index,
     device: torch.device,
     image_size: int,
     resize: int | None,
     predict: Callable[[Tensor], Tensor],
-) -> float:
-    """Of a split, in percent; every rank scores its share.
+) -> NDArray[np.int64]:
+    """Class of every image of a split, int64 [n], on every rank; each predicts its share.
 
     Args:
         context: this rank.
@@ -50,10 +50,26 @@ def accuracy(
         resize: shorter side before the centre crop; none: 256/224 of the image size.
         predict: class of each image, uint8 [b, C, S, S] on the device: int64 [b].
     """
-    hits = 0
-    for images, labels, _ in share(context, index, device, image_size, resize):
-        hits += int((predict(images).cpu() == torch.from_numpy(labels)).sum())
-    return 100 * distributed.sum_scalars([float(hits)], device)[0] / index.n
+    each = -(-index.n // (context.world_size * BATCH)) * BATCH
+    mine, start = torch.zeros(each, dtype=torch.int64, device=device), 0
+    for images, _, _ in share(context, index, device, image_size, resize):
+        mine[start : start + len(images)] = predict(images)
+        start += len(images)
+    classes: NDArray[np.int64] = distributed.gather_rows(mine)[: index.n].cpu().numpy()
+    return classes
+
+
+def accuracy(
+    context: Context,
+    index: Index,
+    device: torch.device,
+    image_size: int,
+    resize: int | None,
+    predict: Callable[[Tensor], Tensor],
+) -> float:
+    """Percent of a split's images whose class is predicted; arguments as of `predicted`."""
+    found = predicted(context, index, device, image_size, resize, predict)
+    return 100 * int((found == index.labels).sum()) / index.n
 
 
 @dataclass

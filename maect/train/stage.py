@@ -197,6 +197,10 @@ class Training(Updates, Stage):
             )
         return index
 
+    def scored_images(self, index: "Index") -> "Index | None":
+        """The images of a split that the epochs are scored on, in place of a test split's."""
+        return None
+
     @abstractmethod
     def build(
         self, encoder: Encoder, seed: int, source: Path | None, classes: Sequence[str] = ()

@@ -666,11 +666,13 @@ class _Sums:
 
 
 def _scores(run: Run, split: Index) -> Scores | None:
-    """No epoch scored yet, on the split that the run names.
+    """No epoch scored yet, on held-out images or the split that the run names.
 
     Raises:
         UserError: it has other classes than the training images.
     """
+    if (held := run.stage.scored_images(split)) is not None:
+        return Scores(held, run.resize)
     if run.test is None:
         return None
     index = open_index(run.test)

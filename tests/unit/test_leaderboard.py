@@ -31,7 +31,7 @@ def evaluated(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_encoder(run / "encoder.safetensors", encoder.state_dict(), settings, pooling)
         out = root / "evaluations" / pooling
         out.mkdir(parents=True)
-        for probe in (LINEAR, EFFICIENT):
+        for probe in (LINEAR.model_copy(update={"held_out": 0.2}), EFFICIENT):
             job = EvaluationJob(run, out / f"{probe.name}.json", shards, resize=16)
             assert evaluate(Rank(), config=resolved(job, probe)) == "done"
         for name in ("knn_leaderboard", "knn_leaderboard_final_norm"):
@@ -84,6 +84,15 @@ def test_rows_and_logs_are_in_the_leaderboards_form(
     assert row["knn"] == f"{max(grid)[0]:.2f}" and len(grid) == 2 * 6 * 3  # k 200 of 150 images
     chosen = float(row["knn"]), int(row["knn_k"]), float(row["knn_T"])
     assert chosen in [(float(f"{a:.2f}"), k, t) for a, _, k, t in grid]
+    # Beside what the test images choose, what held-out training images choose.
+    raw = read_mapping(folder / "knn_leaderboard.json")["metrics"]["sweep"]
+    last = read_mapping(folder / "knn_leaderboard_final_norm.json")["metrics"]["sweep"]
+    tried = [e for e in raw + last if not e["standardized"] and e["held_out"] is not None]
+    knn = max(tried, key=lambda entry: entry["held_out"])["accuracy"]
+    assert f"k-NN chosen on held-out training images: {knn:.2f}" in row["notes"]
+    chosen_epoch = linear["lars_linear_probe_held_out"]
+    assert f"LP chosen on held-out training images: {chosen_epoch:.2f}" in row["notes"]
+    assert "EP chosen" not in row["notes"]
     logs = {name: (tmp_path / f"logs/cls/{name}.txt").read_text() for name in ("lp", "ep", "knn")}
     assert f"\n2, , , , {linear['by_epoch'][2]:.2f}, \n" in logs["lp"]
     assert f"Max Accuracy: {row['ep']}%\n" in logs["ep"]

@@ -1,5 +1,6 @@
 """`maect compare`: a table of encoders and folders, made from vectors that are kept."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -171,3 +172,33 @@ def test_classes_beside_loose_images_are_no_labels(folders: Path, tmp_path: Path
     shutil.copy(images / "a/0.png", images / "loose.png")
     folder = open_folder("images", images)
     assert folder.labels is None and "1 image lies beside class folders" in folder.remarks[0]
+
+
+def test_imagenets_images_are_scored_by_reals_labels(
+    run: Path, folders: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, path in enumerate(sorted((folders / "split").glob("*/*/*.png"))):
+        copy = tmp_path / "images" / path.relative_to(folders / "split").parent
+        copy.mkdir(parents=True, exist_ok=True)
+        (copy / f"ILSVRC2012_val_{number + 1:08d}.png").write_bytes(path.read_bytes())
+    names = sorted((tmp_path / "images").glob("*/*/*.png"), key=lambda path: path.name)
+    # Right is the class itself; of every second image nothing is known.
+    labels = [["abc".index(path.parent.name)] if i % 2 else [] for i, path in enumerate(names)]
+    (tmp_path / "real.json").write_text(json.dumps(labels))
+    words = ["compare", str(run), "--out", str(tmp_path / "out"), "--threads", "1"]
+    words += ["--real-labels", str(tmp_path / "real.json"), "--images"]
+    assert main([*words, str(tmp_path / "images"), str(folders / "whole")]) == 0
+    frame = pd.read_csv(tmp_path / "out/compare.csv").set_index(["folder", "measure"])["value"]
+    assert {"knn_real", "logistic_real"} <= set(frame["images"].index)
+    assert not any(name.endswith("_real") for name in frame["whole"].index)
+    for name in ("knn", "logistic"):
+        assert 0 <= frame["images", f"{name}_real"] <= 100
+    # Other labels are another score, from the vectors that are kept.
+    (tmp_path / "real.json").write_text(json.dumps([[0, 1, 2]] * len(names)))
+    assert main([*words, str(tmp_path / "images")]) == 0
+    again = pd.read_csv(tmp_path / "out/compare.csv").set_index("measure")["value"]
+    assert again["knn_real"] == again["logistic_real"] == 100
+    assert again["knn"] == frame["images", "knn"]
+    capsys.readouterr()
+    assert main([*words, str(folders / "whole")]) == 2
+    assert "no folder has test images called ILSVRC2012_val_" in capsys.readouterr().err

@@ -148,3 +148,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.parent.mkdir(parents=True)
     save_encoder(path, encoder.state_dict(), settings, "mean")
     return root
+
+
+@pytest.fixture(scope="session")
+def imagenet_val(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards `val` again, of images that are called as ImageNet's are."""
+    from maect.data.shards import shard
+
+    root = tmp_path_factory.mktemp("imagenet_val")
+    for number, path in enumerate(sorted((images / "images" / "val").glob("*/*.png"))):
+        copy = root / "images" / path.parent.name / f"ILSVRC2012_val_{number + 1:08d}.png"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    shard(root / "images", root / "val", "folder", 2)
+    return root / "val"

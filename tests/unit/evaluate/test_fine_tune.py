@@ -164,3 +164,54 @@ def test_as_many_runs_as_are_asked_for(tmp_path: Path) -> None:
     settings = Accuracy(seeds=2)
     with pytest.raises(UserError, match=r"fine_tune: asks for 2 fine-tuned runs, .* names 1"):
         settings.evaluate(Rank(), job)
+
+
+def test_twins_leave_out_a_part_of_every_class_and_choose_the_epoch(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Accuracy(shots=(2, 5), splits=1, held_out=0.2, **FEW)
+    plan, index = settings.trainings(), open_index(images / "shards" / "train")
+    assert list(plan) == [
+        "2shot-split1", "5shot-split1", "2shot-split1_held_out", "5shot-split1_held_out"
+    ]  # fmt: skip
+    for suffix in ("2shot-split1", "5shot-split1"):
+        plain, twin = plan[suffix][0], plan[f"{suffix}_held_out"][0]
+        every, rest = plain.training_images(index), twin.training_images(index)
+        held = twin.scored_images(index)
+        assert held is not None and plain.scored_images(index) is None
+        assert sorted([*rows_of(index, rest), *rows_of(index, held)]) == rows_of(index, every)
+        assert np.bincount(held.labels).tolist() == [1] * 10
+        assert twin.images_of(index.n, 10) == rest.n
+    for values, message in (
+        ({"shots": (1, 2)}, "of one label per class"),
+        ({"epoch": "last"}, "leave out epoch=last"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Accuracy(held_out=0.1, **FEW, **values)
+    with pytest.raises(UserError, match="held_out leaves no image of"):
+        FineTune(shots=1, held_out=0.1, **FEW).training_images(index)
+
+    class Trained:
+        def __init__(self, folder: Path, *rest: Any) -> None:
+            pass
+
+        def result(self, *rest: Any) -> dict[str, Any]:
+            return {"losses": [1.0], "weights_sha256": "a", "subset": {}, "accuracy": 40.0}
+
+        def accuracies(self, *rest: Any) -> list[float]:
+            return [70.0, 60.0, 40.0]
+
+    monkeypatch.setattr("maect.evaluate.accuracy.FineTuned", Trained)
+    folders = {suffix: tmp_path / suffix for suffix in plan}
+    for suffix, (stage, seed) in plan.items():
+        record = {"recipe": stage.model_dump(mode="json"), "seed": seed, "sha256": {}}
+        folders[suffix].mkdir()
+        record["scores"] = {"accuracies": [10.0, 30.0, 30.0]}
+        (folders[suffix] / "run.json").write_text(json.dumps(record))
+    inputs = {"test": images / "shards" / "val"}
+    job = EvaluationJob(tmp_path, tmp_path / "x.json", inputs)
+    metrics = settings.score(Rank(), job, folders)
+    # Of equals the first: the second epoch.
+    assert metrics["low_shot_2_held_out"] == metrics["low_shot_5_held_out"] == 60.0
+    assert (metrics["low_shot_2"], metrics["low_shot_2_last"]) == (70.0, 40.0)
+    assert metrics["held_out"]["low_shot_2-split1"] == [10.0, 30.0, 30.0]

@@ -241,3 +241,47 @@ def test_learns_digits_and_stops_at_a_loss_that_is_not_finite(images: Path, tmp_
     assert scored(images, tmp_path / "good", settings)["metrics"]["fine_tune"] > 30  # ten classes
     assert message.startswith("TrainingFault") and "nan in step" in message
     assert not (tmp_path / "bad/seed0/run.json").exists()
+
+
+def test_the_last_epoch_is_scored_by_reals_labels(
+    images: Path, imagenet_val: Path, tmp_path: Path, whole: Path
+) -> None:
+    index, settings = open_index(imagenet_val), SETTINGS.model_copy(update={"epoch": "last"})
+    keys = index.keys()
+    rows = sorted(zip(keys, index.labels.tolist(), strict=True), key=lambda row: row[0][-8:])
+    labels = [[label] if number % 2 else [] for number, (_, label) in enumerate(rows)]
+    write_json(tmp_path / "real.json", labels)
+    settings = settings.model_copy(update={"real_labels": str(tmp_path / "real.json")})
+    folders = {suffix: whole / suffix for suffix in settings.trainings()}
+    job = EvaluationJob(images / "runs" / "mae", tmp_path / "x.json", {"test": imagenet_val}, 16)
+    metrics = settings.score(Rank(), job, folders)
+    stage, seed = settings.trainings()["seed0"]
+    run = FineTuned(folders["seed0"], stage, seed, index, torch.device("cpu"))
+    found = run.predicted(Rank(), index, 16)
+    odd = np.array([int(key[-8:]) % 2 == 0 for key in keys])
+    expected = 100 * float((found == index.labels)[odd].mean())
+    assert metrics["fine_tune_real_seeds"][0] == pytest.approx(expected)
+    assert metrics["fine_tune_real"] == pytest.approx(np.mean(metrics["fine_tune_real_seeds"]))
+
+
+def test_a_twin_is_scored_on_what_it_leaves_out(images: Path, tmp_path: Path, whole: Path) -> None:
+    settings = SETTINGS.model_copy(update={"seeds": 1, "held_out": 0.2})
+    jobs = trainings(images, tmp_path, settings)
+    assert [*jobs] == ["seed0", "seed0_held_out"]
+    shutil.copytree(whole / "seed0", tmp_path / "seed0")
+    twin = jobs["seed0_held_out"]
+    assert run(2, twin | ALWAYS, log=tmp_path / "log", stop_at=6) == ["requeue"]
+    assert run(2, twin, log=tmp_path / "log") == ["done"]
+    metrics = scored(images, tmp_path, settings)["metrics"]
+    record = read_json(tmp_path / "seed0_held_out" / "run.json")
+    scores, own = record["scores"]["accuracies"], metrics["accuracies"]["fine_tune-seed0"]
+    assert metrics["held_out"] == {"fine_tune-seed0": scores} and len(scores) == 2
+    assert metrics["fine_tune_held_out"] == own[scores.index(max(scores))]
+    # The last epoch's score is that of the encoder that was left, on the held-out images.
+    index = open_index(images / "shards" / "train")
+    stage, seed = settings.trainings()["seed0_held_out"]
+    held = stage.scored_images(index)
+    assert held is not None and record["subset"]["images"] == index.n - held.n
+    left = FineTuned(tmp_path / "seed0_held_out", stage, seed, index, torch.device("cpu"))
+    found = left.predicted(Rank(), held, 16)
+    assert scores[-1] == pytest.approx(100 * float((found == held.labels).mean()))

@@ -1,17 +1,25 @@
 """ImageNet-ReaL: right is whatever people saw; images that they could not name do not count."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from maect.core.errors import UserError
-from maect.evaluate.base import EvaluationJob
+from maect.data.index import open_index
+from maect.evaluate.base import EvaluationJob, Interrupted, Protocol
 from maect.evaluate.knn import Knn
 from maect.evaluate.logistic import Logistic
+from maect.evaluate.low_shot import LowShot
 from maect.evaluate.real import RealLabels, read_real
+from maect.evaluate.run import Completion, evaluate
 
-from .conftest import blobs, store
+from .conftest import Rank, blobs, given, resolved, store
+from .test_efficient_probe import SETTINGS as EFFICIENT
+from .test_lars_linear_probe import SETTINGS as LARS
+from .test_linear_probe import SETTINGS as LINEAR
+from .test_linear_probe import job_of
 
 KEYS = [f"n0{i % 3}/ILSVRC2012_val_{i + 1:08d}" for i in range(90)]
 
@@ -25,29 +33,31 @@ def test_any_of_the_labels_is_right_and_none_does_not_count(tmp_path):
     settings = write(tmp_path / "real.json", [[1, 2], [], [0], [5], [2]])
     keys = [f"ILSVRC2012_val_{number:08d}" for number in (4, 1, 2, 3)]
     # 5 is right, 2 is right, the third has no label, 1 is wrong.
-    real = settings.real("it", np.array([5, 2, 0, 1]), keys)
+    real = settings.real("it", np.array([5, 2, 0, 1]), lambda: keys)
     assert real == {"it_real": pytest.approx(200 / 3)}
-    assert RealLabels().real("it", np.array([5]), ["x"]) == {}
+    assert RealLabels().real("it", np.array([5]), lambda: ["x"]) == {}
 
 
 def test_what_does_not_fit_is_said(tmp_path):
     settings = write(tmp_path / "real.json", [[1]])
     with pytest.raises(UserError, match="'b/c' is none of the 1 images"):
-        settings.real("it", np.array([1]), ["b/c"])
+        settings.real("it", np.array([1]), lambda: ["b/c"])
     with pytest.raises(UserError, match="is none of the 1 images"):
-        settings.real("it", np.array([1]), ["ILSVRC2012_val_00000002"])
+        settings.real("it", np.array([1]), lambda: ["ILSVRC2012_val_00000002"])
     settings = write(tmp_path / "real.json", [[]])
     with pytest.raises(UserError, match="gives no label"):
-        settings.real("it", np.array([1]), ["ILSVRC2012_val_00000001"])
-    with pytest.raises(UserError, match=r"real\.json of google-research"):
+        settings.real("it", np.array([1]), lambda: ["ILSVRC2012_val_00000001"])
+    with pytest.raises(UserError, match="maect retrieve imagenet_real"):
         read_real(tmp_path / "none.json")
-    for text in ("[[1], 2]", "{}", "no", '[["a"]]'):
+    with pytest.raises(UserError, match="labels of 8 classes, the images have 2"):
+        write(tmp_path / "real.json", [[7]]).reassessed(lambda: KEYS[:1], ["a", "b"])
+    for text in ("[[1], 2]", "{}", "no", '[["a"]]', "[[-1]]"):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(UserError, match="not"):
             read_real(tmp_path / "bad.json")
 
 
-@pytest.mark.parametrize("protocol", [Knn, Logistic])
+@pytest.mark.parametrize("protocol", [Knn, Logistic, LowShot])
 def test_with_the_labels_themselves_it_is_the_accuracy(tmp_path, rank, protocol):
     test, labels = blobs(90, 12, 6, 1)
     inputs = {
@@ -57,10 +67,86 @@ def test_with_the_labels_themselves_it_is_the_accuracy(tmp_path, rank, protocol)
     job = EvaluationJob(tmp_path / "run", tmp_path / "out.json", inputs)
     same = write(tmp_path / "same.json", [[int(label)] for label in labels]).real_labels
     metrics = protocol(real_labels=same).evaluate(rank, job)
-    names = ["knn", "knn_standardized"] if protocol is Knn else ["logistic"]
+    names = {
+        Knn: ["knn", "knn_standardized"],
+        Logistic: ["logistic"],
+        LowShot: ["low_shot_1", "low_shot_2", "low_shot_5"],
+    }[protocol]
     for name in names:
         assert metrics[f"{name}_real"] == pytest.approx(metrics[name])
     every = write(tmp_path / "every.json", [[*range(6)] for _ in labels]).real_labels
     assert protocol(real_labels=every).evaluate(rank, job)[f"{names[0]}_real"] == 100
     assert not any(key.endswith("_real") for key in protocol().evaluate(rank, job))
     assert "real_labels" not in protocol().model_dump()
+
+
+def real_of(shards: Path) -> list[list[int]]:
+    """The labels of the images themselves, in ReaL's order."""
+    index = open_index(shards)
+    by_number = {
+        int(key[-8:]): int(label) for key, label in zip(index.keys(), index.labels, strict=True)
+    }
+    return [[by_number[number]] for number in sorted(by_number)]
+
+
+PROBES = [
+    LINEAR.model_copy(update={"held_out": 0.2, "epochs": 3}),
+    LINEAR.model_copy(update={"concat": True, "epochs": 3}),
+    LARS.model_copy(update={"held_out": 0.2}),
+    EFFICIENT,
+]
+
+
+@pytest.mark.parametrize("settings", PROBES, ids=lambda settings: settings.name)
+def test_probes_are_scored_by_them_after_every_epoch(
+    images: Path, imagenet_val: Path, tmp_path: Path, settings: Protocol
+) -> None:
+    job = given(job_of(images, tmp_path / "probe.json"), test=imagenet_val)
+    own = real_of(imagenet_val)
+    asked = {"real_labels": write(tmp_path / "same.json", own).real_labels}
+    same = settings.model_copy(update=asked)
+    with pytest.raises(Interrupted):
+        same.evaluate(Rank(patience=6), job)
+    metrics = same.evaluate(Rank(), job)
+    # They are those of the same epochs and rates as the accuracies beside them.
+    scored = {name for name in metrics if name.endswith("_real")}
+    assert {f"{settings.name}_real"} < scored
+    for name in scored:
+        assert metrics[name] == pytest.approx(metrics[name.removesuffix("_real")])
+    assert settings.evaluate(Rank(), job) == {
+        name: value for name, value in metrics.items() if name not in scored
+    }
+    # Of half of the images nothing is known; all others are called what they are not.
+    wrong = [[(label + 1) % 10] if row % 2 else [] for row, (label,) in enumerate(own)]
+    other = settings.model_copy(
+        update={"real_labels": write(tmp_path / "wrong.json", wrong).real_labels}
+    )
+    found = other.evaluate(Rank(), job)
+    for name in scored:
+        # Hits among those: their number is whole, and not more than the misses of all.
+        hits = found[name] * (len(own) // 2) / 100
+        assert hits == pytest.approx(round(hits))
+        misses = len(own) * (1 - found[name.removesuffix("_real")] / 100)
+        assert hits <= misses + 1e-9
+
+
+def test_a_result_is_of_the_labels_that_it_was_scored_by(
+    images: Path, imagenet_val: Path, tmp_path: Path
+) -> None:
+    file, own = tmp_path / "real.json", real_of(imagenet_val)
+    settings = LARS.model_copy(update={"real_labels": write(file, own).real_labels})
+    job = given(job_of(images, tmp_path / "lars_linear_probe.json"), test=imagenet_val)
+    config = resolved(job, settings)
+    before = Completion(config).identity
+    assert evaluate(Rank(), config=config) == "done"
+    assert Completion(config).is_there()
+    result = json.loads(job.out.read_text())
+    assert result["provenance"]["inputs"]["real_labels"] == settings.real_sha256()
+    # An interrupted training does not go on by other labels.
+    with pytest.raises(Interrupted):
+        settings.evaluate(Rank(patience=6), job)
+    file.write_text(json.dumps([[*each, 3] for each in own]))
+    assert not Completion(config).is_there() and Completion(config).identity != before
+    metrics = settings.evaluate(Rank(), job)
+    fresh = settings.evaluate(Rank(), given(job_of(images, tmp_path / "b.json"), test=imagenet_val))
+    assert metrics == fresh
