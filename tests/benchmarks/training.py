@@ -29,7 +29,7 @@ from maect.core.context import SingleRank
 from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder, load_encoder
+from maect.recipes import Encoder, load_encoder, views_by_size
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.stages.objectives import Views
@@ -65,11 +65,13 @@ class NoSaver(Saver):
         pass
 
 
-def random_batch(shape: Encoder, size: int) -> Batch:
-    """A batch on the CPU, where the loader leaves it."""
-    pixels = torch.randint(0, 256, (2, size, 3, shape.image_size, shape.image_size))
-    ids = np.arange(size, dtype=np.int64)
-    return Batch(0, ids, ids * 0, ids % 10, (pixels.to(torch.uint8),))
+def random_batch(stage: Stage, shape: Encoder) -> Batch:
+    """A batch on the CPU, where the loader leaves it: uint8 [views, b, 3, S, S] of each size S."""
+    groups = views_by_size(stage.view_settings(), shape.image_size)
+    sizes = [(len(views), stage.batch_size, 3, size, size) for size, views in groups.items()]
+    ids = np.arange(stage.batch_size, dtype=np.int64)
+    pixels = tuple(torch.randint(0, 256, size, dtype=torch.uint8) for size in sizes)
+    return Batch(0, ids, ids * 0, ids % 10, pixels)
 
 
 def source_run(folder: Path, shape: Encoder) -> Path:
@@ -93,7 +95,7 @@ def engine_steps(
         engine = Engine(objective, stage, stage.parameter_groups(objective), device)
         if stage.encoder_average is not None:
             engine.start_average("encoder.")
-        batch, metrics = random_batch(shape, stage.batch_size), Metrics(folder, 0, steps)
+        batch, metrics = random_batch(stage, shape), Metrics(folder, 0, steps)
 
         def batches() -> Iterator[Batch]:
             for _ in range(steps):
@@ -143,19 +145,21 @@ class PlainLoop:
         named = self.objective.encoder.named_parameters()
         self.masters = [p for _, p in named if p.requires_grad]
         self.averages = [p.detach().clone() for p in self.masters]
-        self.pixels = random_batch(shape, stage.batch_size).images[0]
+        self.pixels = random_batch(stage, shape).images
         self.seconds: list[float] = []
 
     def step(self) -> None:
         began = clock(self.device)
         b, patches = self.stage.batch_size, self.shape.patches
-        images = (self.pixels.to(self.device).float() / 255 - 0.45) / 0.22
-        order = torch.rand(2, b, patches, device=self.device).argsort(2)
+        images = tuple((raw.to(self.device).float() / 255 - 0.45) / 0.22 for raw in self.pixels)
+        views, neighbors = len(images[0]), None
+        order = torch.rand(views, b, patches, device=self.device).argsort(2)
         ids = torch.arange(b, device=self.device)
-        head = self.stage.head
-        neighbors = torch.randint(head.topk, (2, b), device=self.device) if head else None
+        for head in [*self.objective.queue_heads.values()][:1]:
+            shape = (head.lookups * views, b)
+            neighbors = torch.randint(head.settings.topk, shape, device=self.device)
         loss, _ = self.objective(
-            Views((images,), order if self.stage.mask_ratio else None, ids, ids, neighbors)
+            Views(images, order if self.stage.mask_ratio else None, ids, ids, neighbors)
         )
         self.optimizer.zero_grad()
         loss.backward()
@@ -170,9 +174,12 @@ class PlainLoop:
 
 
 def overhead(options: argparse.Namespace, device: torch.device) -> None:
-    """Median over pairs of neighbouring steps of engine : plain, for each stage."""
+    """Median over pairs of neighbouring steps of engine : plain, for each stage.
+
+    `refine` has views of two sizes and several heads.
+    """
     shape = load_encoder(options.size)
-    for recipe in ("mae", "head_min", "ct_min"):
+    for recipe in options.recipes:
         stage = settings(recipe, options.size, options.batch, precision=options.precision)
         plain = PlainLoop(stage, shape, device)
         ours = engine_steps(stage, shape, device, options.steps + WARM_UP, plain.step)
@@ -283,6 +290,7 @@ def main() -> None:
     arguments = parser()
     arguments.add_argument("parts", nargs="*", help=", ".join(parts))
     arguments.add_argument("--size", default="small", help="column of the recipes")
+    arguments.add_argument("--recipes", nargs="+", default=["mae", "head_min", "ct_min"])
     arguments.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.measure:
