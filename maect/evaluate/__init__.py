@@ -13,6 +13,7 @@ from pydantic import Field, SerializeAsAny, ValidationError
 from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import LocalPath, SettingsFile, digest, one_line
 from maect.evaluate.accuracy import Accuracy
+from maect.evaluate.attentive_probe import AttentiveProbe
 from maect.evaluate.base import Features, Input, Left, Protocol, Shards, Trained
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.color_histogram import ColorHistogram
@@ -55,6 +56,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
         LinearProbe,
         EfficientProbe,
         LarsLinearProbe,
+        AttentiveProbe,
         PatchKnn,
         PatchLogistic,
         Accuracy,

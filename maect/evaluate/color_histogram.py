@@ -12,7 +12,7 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.settings import later
-from maect.evaluate.trained import Trainee, TrainsProbe, Trial
+from maect.evaluate.trained import ByEpochs, Trainee, Trial
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from maect.evaluate.features import Encoding
 
 
-class ColorHistogram(TrainsProbe):
+class ColorHistogram(ByEpochs):
     """Probes on every block that predict the image's colour histogram (paper, figure 5 and B)."""
 
     name: ClassVar[str] = "color_histogram"

@@ -129,12 +129,20 @@ class Encoding:
         Returns:
             [b, patches, width] on the encoder's device, in the precision that the blocks run in.
         """
+        return self._encoded(images, norm).patch_tokens()
+
+    @torch.no_grad()
+    def all_tokens(self, images: Tensor) -> Tensor:
+        """The same behind the final norm, of all tokens: [b, prefixes + patches, width]."""
+        return self._encoded(images, "last").tokens
+
+    def _encoded(self, images: Tensor, norm: Literal["last", "none"]) -> Features:
         images = distributed.moved(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
         with mixed_precision(self.device, self.precision):
             features: Features = self.encoder(images, norm=norm)
-        return features.patch_tokens()
+        return features
 
 
 class LastBlocks(Encoding):

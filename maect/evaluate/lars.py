@@ -12,7 +12,7 @@ from pydantic import Field
 
 from maect.core.settings import later
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import Trainee, TrainsProbe, Trial, beside_held
+from maect.evaluate.trained import ByEpochs, Trainee, Trial, beside_held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ MOMENTUM, TRUST = 0.9, 0.001
 CLASSIFIER = ("weight", "bias")
 
 
-class TrainsByLars(RealLabels, TrainsProbe):
+class TrainsByLars(RealLabels, ByEpochs):
     """Settings of the leaderboard's trained probes."""
 
     encodes_every_epoch: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from maect.core.files import sha256_file
 from maect.core.settings import later
 from maect.evaluate.base import EvaluationJob, Positive
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import Trainee, TrainsProbe, Trial, beside_held
+from maect.evaluate.trained import ByEpochs, Trainee, Trial, beside_held
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from maect.models.precision import Precision
 
 
-class LinearProbe(RealLabels, TrainsProbe):
+class LinearProbe(RealLabels, ByEpochs):
     """Linear probing (paper, table 9): ten learning rates, trained together."""
 
     name: ClassVar[str] = "linear_probe"

@@ -19,12 +19,8 @@ from maect.core import distributed
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
 from maect.data.index import Index
-from maect.data.loader import train_batches
-from maect.data.transforms import augment
 from maect.evaluate.base import Interrupted
 from maect.evaluate.trained import Trainee, TrainsProbe, Trial
-from maect.recipes import View
-from maect.train.optimizer import schedule
 
 log = logging.getLogger(__name__)
 
@@ -53,17 +49,11 @@ class Probing:
         Raises:
             UserError: all epochs together are less than a batch.
         """
-        self.context, self.settings, self.train = trial.context, settings, trial.train
-        self.encoding, self.probe, self.identity = trial.encoding, probe, identity
+        self.context, self.settings, self.trial = trial.context, settings, trial
+        self.probe, self.identity = probe, identity
         self.file, self.run = trial.job.state / STATE, trial.job.run
-        images, batch = self.train.n, settings.batch_size
-        if settings.epochs * images < batch:
-            raise UserError(
-                f"{self.train.directory}: {settings.epochs} epochs of {images} images are less "
-                f"than one batch of {batch}; lower batch_size"
-            )
-        self.steps, self.ends = updates(images, batch, settings.epochs)
-        self.warmup = settings.warmup_epochs * images / batch
+        self.plan = settings.plan(probe.learnt)
+        self.steps, self.ends = self.plan.steps, self.plan.ends
         self.step, self.done = 0, 0
         self._load()
 
@@ -75,29 +65,11 @@ class Probing:
             UserError: heads that are no longer finite, on every rank; the state is not saved.
         """
         yield from self._finished()
-        settings, device = self.settings, self.encoding.device
-        view = View(crop_scale=settings.crop_scale, flip=settings.flip)
-        pixels = self.encoding.settings.pixels
         started, first = time.monotonic(), self.step
-        loader = train_batches(
-            self.train,
-            global_batch=settings.batch_size,
-            rank=self.context.rank,
-            world_size=self.context.world_size,
-            seed=settings.seed,
-            views=[view],
-            image_size=self.encoding.settings.image_size,
-            start_step=self.step,
-            steps=self.steps - self.step,
-            threads=self.context.cpus,
-        )
-        for batch in loader:
-            images = distributed.moved(batch.images[0][0], device)
-            x = self.probe.read(
-                augment(images, view, 0, settings.seed, batch.epochs, batch.ids, pixels)
-            )
-            y = distributed.moved(self.probe.targets(batch, images), device)
-            loss = self.probe.step(x, y, schedule(self.step, self.steps, self.warmup))
+        left = self.steps - self.step
+        for images, targets in self.settings.batches(self.trial, self.probe, self.step, left):
+            rate = self.settings.rate(self.step, self.plan)
+            loss = self.probe.step(self.probe.read(images), targets, rate)
             self.step += 1
             stop = distributed.any_rank(self.context.stop_requested())
             reported = self.step % 10 == 0 or self.step == self.steps
@@ -107,13 +79,13 @@ class Probing:
             yield from self._finished()
             if reported:
                 seconds = time.monotonic() - started
-                self._report(loss, (self.step - first) * settings.batch_size / seconds)
+                self._report(loss, (self.step - first) * self.settings.batch_size / seconds)
             if stop and self.step < self.steps:
                 self._save()
                 raise Interrupted
 
     def _at_end(self) -> bool:
-        return self.done < self.settings.epochs and self.ends[self.done] <= self.step
+        return self.done < len(self.ends) and self.ends[self.done] <= self.step
 
     def _finite(self, loss: Tensor) -> None:
         """Refuse broken heads before they are scored or saved; what is not finite stays so.
@@ -123,8 +95,9 @@ class Probing:
         """
         if distributed.any_rank(not bool(loss.isfinite().all())):
             raise UserError(
-                f"{self.run}: after {self.step} updates on {self.train.directory} the probe is not "
-                "finite; the encoder diverged or its weights are damaged, or the rate is too high"
+                f"{self.run}: after {self.step} updates on {self.trial.train.directory} the probe "
+                "is not finite; the encoder diverged or its weights are damaged, or the rate is "
+                "too high"
             )
 
     def _finished(self) -> Iterator[int]:
@@ -134,10 +107,11 @@ class Probing:
             self._save()
 
     def _report(self, loss: Tensor, speed: float) -> None:
+        images = self.probe.learnt.n
         self.context.report(
             {
-                "epoch": self.step * self.settings.batch_size // self.train.n,
-                "epochs": self.settings.epochs,
+                "epoch": self.step * self.settings.batch_size // images,
+                "epochs": -(-self.steps * self.settings.batch_size // images),
                 "step": self.step,
                 "steps": self.steps,
                 "loss": float(loss.min()) if len(loss) else None,
@@ -173,16 +147,6 @@ class Probing:
         own = {name for name in tensors if name.startswith("kept.")}
         self.probe.kept = {name.removeprefix("kept."): tensors[name] for name in own}
         self.step, self.done, self.probe.record = record["step"], record["done"], record["own"]
-
-
-def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
-    """Number of updates, and after how many each epoch is complete.
-
-    Batches run on over the end of an epoch, so the update that completes it has begun the next
-    one; the last epoch ends with the last full batch.
-    """
-    steps = epochs * images // batch
-    return steps, [min(steps, -(-epoch * images // batch)) for epoch in range(1, epochs + 1)]
 
 
 def full(group: Group, key: str, rows: slice = slice(None)) -> Tensor:

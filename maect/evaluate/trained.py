@@ -10,11 +10,12 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from maect.core.context import Context
+from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards, encoder_checksum
 from maect.recipes import Encoder
@@ -39,25 +40,43 @@ class TrainsProbe(Encodes):
     """Base of the protocols that train a probe on what the frozen encoder gives."""
 
     leaves: ClassVar[bool] = True
-    encodes_every_epoch: ClassVar[bool] = False
-    """Whether the test images are encoded after each epoch, and not once."""
 
-    epochs: int = Field(default=50, gt=0)
     batch_size: int = Field(default=1024, gt=0)
-    warmup_epochs: float = Field(default=5, ge=0)
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    flip: float = Field(default=0.5, ge=0, le=1)
     seed: int = 0
 
     def inputs(self) -> dict[str, Input]:
         """Images of both splits."""
         return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
 
-    def flops(self, encoder: Encoder, images: Images) -> float:
-        """Encode the training images once an epoch; and the test images, or those once."""
-        tests = self.epochs if self.encodes_every_epoch else 1
-        seen = self.epochs * images(self.train_split) + tests * images(self.test_split)
-        return encode_flops(encoder) * seen
+    @abstractmethod
+    def plan(self, train: Index) -> Plan:
+        """Return how many updates there are.
+
+        Args:
+            train: the images that are learnt from.
+
+        Raises:
+            UserError: too few images.
+        """
+
+    @abstractmethod
+    def batches(
+        self, trial: Trial, probe: Trainee, start: int, steps: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's images, normalized float32 [b, C, S, S], and what is learnt of them.
+
+        Args:
+            trial: whose encoder and rank.
+            probe: whose images and targets.
+            start: the first update, from 0.
+            steps: how many.
+        """
+
+    def rate(self, step: int, plan: Plan) -> float:
+        """Return the fraction of the peak learning rates in an update, from 0."""
+        from maect.train.optimizer import schedule
+
+        return schedule(step, plan.steps, plan.warmup)
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:
         """Return the encoder with what is read of it."""
@@ -106,6 +125,115 @@ class TrainsProbe(Encodes):
 
 
 @dataclass(frozen=True)
+class Plan:
+    """How many updates there are.
+
+    Attributes:
+        steps: of them in all.
+        ends: after how many of them each epoch ends, whereafter the state is saved.
+        warmup: in how many of them the learning rates rise.
+    """
+
+    steps: int
+    ends: list[int]
+    warmup: float
+
+
+class OnCrops(TrainsProbe):
+    """Settings of what learns from crops of the training images, flipped or not."""
+
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    flip: float = Field(default=0.5, ge=0, le=1)
+
+    def batches(
+        self, trial: Trial, probe: Trainee, start: int, steps: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield augmented images and their targets, as `TrainsProbe.batches`."""
+        from maect.core import distributed
+        from maect.data.loader import train_batches
+        from maect.data.transforms import augment
+        from maect.recipes import View
+
+        view = View(crop_scale=self.crop_scale, flip=self.flip)
+        encoder, device = trial.encoding.settings, trial.encoding.device
+        for batch in train_batches(
+            probe.learnt,
+            global_batch=self.batch_size,
+            rank=trial.context.rank,
+            world_size=trial.context.world_size,
+            seed=self.seed,
+            views=[view],
+            image_size=encoder.image_size,
+            start_step=start,
+            steps=steps,
+            threads=trial.context.cpus,
+        ):
+            images = distributed.moved(batch.images[0][0], device)
+            x = augment(images, view, 0, self.seed, batch.epochs, batch.ids, encoder.pixels)
+            yield x, distributed.moved(probe.targets(batch, images), device)
+
+
+class ByEpochs(OnCrops):
+    """Settings of what is trained for a number of epochs."""
+
+    encodes_every_epoch: ClassVar[bool] = False
+    """Whether the test images are encoded after each epoch, and not once."""
+
+    epochs: int = Field(default=50, gt=0)
+    warmup_epochs: float = Field(default=5, ge=0)
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode the training images once an epoch; and the test images, or those once."""
+        tests = self.epochs if self.encodes_every_epoch else 1
+        seen = self.epochs * images(self.train_split) + tests * images(self.test_split)
+        return encode_flops(encoder) * seen
+
+    def plan(self, train: Index) -> Plan:
+        """Return the updates of whole batches.
+
+        Raises:
+            UserError: all epochs together are less than a batch.
+        """
+        if self.epochs * train.n < self.batch_size:
+            raise UserError(
+                f"{train.directory}: {self.epochs} epochs of {train.n} images are less than one "
+                f"batch of {self.batch_size}; lower batch_size"
+            )
+        steps, ends = updates(train.n, self.batch_size, self.epochs)
+        return Plan(steps, ends, self.warmup_epochs * train.n / self.batch_size)
+
+
+class ByUpdates(TrainsProbe):
+    """Settings of what is trained for a number of updates, whatever the number of images."""
+
+    updates: int = Field(gt=0)
+    warmup_updates: int = Field(ge=0)
+    period: int = Field(gt=0)
+    """After how many updates the state is saved."""
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if self.warmup_updates >= self.updates:
+            raise ValueError(f"warmup_updates {self.warmup_updates} of {self.updates} updates")
+        return self
+
+    def plan(self, train: Index) -> Plan:
+        """Return the updates, an end after each period and after the last."""
+        ends = [*range(self.period, self.updates, self.period), self.updates]
+        return Plan(self.updates, ends, self.warmup_updates)
+
+
+def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
+    """Number of updates, and after how many each epoch is complete.
+
+    Batches run on over the end of an epoch, so the update that completes it has begun the next
+    one; the last epoch ends with the last full batch.
+    """
+    steps = epochs * images // batch
+    return steps, [min(steps, -(-epoch * images // batch)) for epoch in range(1, epochs + 1)]
+
+
+@dataclass(frozen=True)
 class Trial:
     """What a probe is trained on and scored with: this rank's encoder, and images of two splits."""
 
@@ -151,14 +279,18 @@ class Trial:
         return replace(self.train, rows=rows[sorted(rank.argsort(kind="stable")[:count])])
 
     def predicted(
-        self, predict: Callable[[Tensor], Tensor], index: Index | None = None
+        self,
+        predict: Callable[[Tensor], Tensor],
+        index: Index | None = None,
+        columns: tuple[int, ...] = (),
     ) -> NDArray[np.int64]:
-        """Return the class of every test image, or others, int64 [n], on every rank."""
+        """Return the class of every test image, or others, int64 [n, *columns], on every rank."""
         from maect.train.accuracy import predicted
 
         size, device = self.encoding.settings.image_size, self.encoding.device
         index = index or self.test
-        return predicted(self.context, index, device, size, self.job.resize, predict)
+        resize = self.job.resize
+        return predicted(self.context, index, device, size, resize, predict, columns)
 
     def reassessed(self, settings: RealLabels) -> Real | None:
         """Return ReaL's labels of the test images; None if the settings ask for none."""
@@ -205,6 +337,11 @@ class Trainee(ABC):
         self.trial = trial
         self.record: dict[str, Any] = {}
         self.kept: dict[str, Tensor] = {}
+
+    @property
+    def learnt(self) -> Index:
+        """The images that are learnt from."""
+        return self.trial.train
 
     def read(self, images: Tensor) -> Tensor:
         """Return what the encoder gives of images, normalized float32 [b, C, S, S]."""

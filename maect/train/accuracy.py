@@ -39,8 +39,11 @@ def predicted(
     image_size: int,
     resize: int | None,
     predict: Callable[[Tensor], Tensor],
+    columns: tuple[int, ...] = (),
 ) -> NDArray[np.int64]:
-    """Class of every image of a split, int64 [n], on every rank; each predicts its share.
+    """Class of every image of a split, int64 [n, *columns], on every rank.
+
+    Each predicts its share.
 
     Args:
         context: this rank.
@@ -48,10 +51,11 @@ def predicted(
         device: where images go.
         image_size: S.
         resize: shorter side before the centre crop; none: 256/224 of the image size.
-        predict: class of each image, uint8 [b, C, S, S] on the device: int64 [b].
+        predict: class of each image, uint8 [b, C, S, S] on the device: int64 [b, *columns].
+        columns: none, or the number of classifiers.
     """
     each = -(-index.n // (context.world_size * BATCH)) * BATCH
-    mine, start = torch.zeros(each, dtype=torch.int64, device=device), 0
+    mine, start = torch.zeros(each, *columns, dtype=torch.int64, device=device), 0
     for images, _, _ in share(context, index, device, image_size, resize):
         mine[start : start + len(images)] = predict(images)
         start += len(images)

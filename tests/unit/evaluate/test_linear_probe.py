@@ -19,7 +19,7 @@ from maect.evaluate.features import Encoding
 from maect.evaluate.heads import Heads
 from maect.evaluate.linear_probe import LinearProbe, refiner_forms, representations
 from maect.evaluate.run import evaluate
-from maect.evaluate.trained import Trial
+from maect.evaluate.trained import Trial, updates
 from maect.recipes import View
 from maect.train.optimizer import schedule
 
@@ -132,7 +132,7 @@ def test_a_restart_ends_with_the_same_numbers(
     ],
 )
 def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) -> None:
-    steps, ends = probing.updates(images, batch, epochs)
+    steps, ends = updates(images, batch, epochs)
     assert steps * batch <= epochs * images < (steps + 1) * batch
     assert len(ends) == epochs and ends[-1] == steps and ends[0] > 0
     for epoch, end in enumerate(ends, 1):

@@ -16,6 +16,7 @@ from maect.evaluate.real import RealLabels, read_real
 from maect.evaluate.run import Completion, evaluate
 
 from .conftest import Rank, blobs, given, resolved, store
+from .test_attentive_probe import SETTINGS as ATTENTIVE
 from .test_efficient_probe import SETTINGS as EFFICIENT
 from .test_lars_linear_probe import SETTINGS as LARS
 from .test_linear_probe import SETTINGS as LINEAR
@@ -94,6 +95,7 @@ PROBES = [
     LINEAR.model_copy(update={"concat": True, "epochs": 3}),
     LARS.model_copy(update={"held_out": 0.2}),
     EFFICIENT,
+    ATTENTIVE,
 ]
 
 

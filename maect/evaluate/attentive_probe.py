@@ -1,0 +1,323 @@
+"""Linear and attentive probes by CAPI's rule: the best of thirty on held-out training images.
+
+Four readings of the last block behind the final norm, each with thirty classifiers: ten learning
+rates times three weight decays. A tenth of the training images is learnt from by none. It chooses
+one classifier of each reading, which alone sees the test images, once. The patch tokens are read by
+one learnt query: keys and values are projected tokens, in heads of 64 channels.
+
+Compared with CAPI's code (facebookresearch/capi, eval_classification.py):
+
+| | there | here |
+| --- | --- | --- |
+| readings | global, mean of patches, both side by side, patches | the same; global is [CLS] |
+| classifiers | linear; of patches query, keys and values with biases, linear | the same: \
+the keys' bias changes nothing and is left out, and sums come before projections, which is equal |
+| initial values | N(0, 0.02), biases 0; each other ones | the same |
+| training | 12,500 updates of 128 images a GPU; 1,024 here, as of eight GPUs | the same |
+| loss | mean cross-entropy of all images and classifiers together | the same |
+| optimizer | AdamW, 0.9 and 0.95, biases not decayed; rate x batch / 256 | the same |
+| rate | 1,250 updates of warm-up from 0, then a cosine to 0 | the same, without 0 and with the \
+peak once |
+| images | crop of 8 to 100 %, bicubic, flip; 256 and centre crop of 224 to test | the same |
+| choice | accuracy after the last update on 10 % of the training images | the same; of equals the \
+first |
+| precision | float32 | the same (`precision: bf16` changes the encoder's) |
+
+CAPI's global feature is the mean of its predictor's output. That of an imported CAPI encoder is the
+mean of its registers (`docs/weights.md`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from maect.core.errors import UserError
+from maect.evaluate.base import Images, Positive
+from maect.evaluate.real import RealLabels
+from maect.evaluate.trained import ByUpdates, OnCrops, Trainee, Trial
+from maect.recipes import Encoder
+from maect.recipes.cost import encode_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from maect.data.index import Index
+
+STD = 0.02
+BETAS = (0.9, 0.95)
+PATCHES = "patches"
+
+
+class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
+    """Linear and attentive probes of many rates and decays, chosen on held-out training images."""
+
+    name: ClassVar[str] = "attentive_probe"
+    title: ClassVar[str] = "attentive probe"
+    test_data: ClassVar[str | None] = "only scored, by what held-out training images chose"
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    updates: int = Field(default=12_500, gt=0)
+    warmup_updates: int = Field(default=1250, ge=0)
+    period: int = Field(default=1250, gt=0)
+    learning_rates: tuple[Positive, ...] = Field(
+        default=(1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2), min_length=1
+    )
+    """Multiplied by batch_size / 256."""
+    weight_decays: tuple[float, ...] = Field(default=(5e-4, 1e-3, 5e-2), min_length=1)
+    held_out: float = Field(default=0.1, gt=0, lt=1)
+    """Part of the training images that chooses."""
+    head_width: int = Field(default=64, gt=0)
+    """Channels of each head of the attention."""
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode the batches, the held-out images and the test images."""
+        seen = self.updates * self.batch_size + self.held_out * images(self.train_split)
+        return encode_flops(encoder) * (seen + images(self.test_split))
+
+    def probe(self, trial: Trial) -> Trainee:
+        """Accuracies in percent: `attentive_probe` of the patches, and of the linear readings.
+
+        Those are `attentive_probe_cls`, `_mean` and `_cls_mean`; without [CLS] token `_mean` alone.
+        `chosen` says rate, decay and accuracy on the held-out images of each, `held_out` those of
+        all classifiers. With `real_labels` likewise `_real`. The chosen classifiers are kept.
+
+        Raises:
+            UserError: an encoder's width that heads do not divide.
+        """
+        width = trial.encoding.settings.width
+        if width % self.head_width:
+            raise UserError(
+                f"{trial.job.out.stem}: head_width {self.head_width} does not divide the encoder's "
+                f"width {width}"
+            )
+        return Probes(trial, self)
+
+
+class Classifiers:
+    """Classifiers of one reading, of a learning rate and a weight decay each, and AdamW.
+
+    Every rank has all; tensors begin with the number of the classifier, [H, ...].
+    """
+
+    SPLIT: tuple[str, ...] = ()
+    rows = slice(0)
+    total = 0
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        pairs: Sequence[tuple[float, float]],
+        scale: float,
+        device: torch.device,
+    ) -> None:
+        """Take initial values.
+
+        Args:
+            tensors: stacked, by name; what has `bias` in its name is not decayed.
+            pairs: learning rate and weight decay of each classifier.
+            scale: on the learning rates.
+            device: where to train.
+        """
+        import torch
+
+        self.names = (*tensors,)
+        moments = [f"{name}_{moment}" for name in tensors for moment in ("first", "second")]
+        self.SHARED = (*self.names, *moments, "count")
+        self.count = torch.zeros(len(self.names), len(pairs))
+        groups = []
+        for number, (name, value) in enumerate(tensors.items()):
+            value = value.to(device)
+            first, second = torch.zeros_like(value), torch.zeros_like(value)
+            setattr(self, f"{name}_first", first)
+            setattr(self, f"{name}_second", second)
+            setattr(self, name, value.requires_grad_())
+            for head, (rate, decay) in enumerate(pairs):
+                # The optimizer sees parts of what is stacked, and changes those in place.
+                groups.append(
+                    {
+                        "params": [value.detach()[head]],
+                        "peak": rate * scale,
+                        "weight_decay": 0.0 if "bias" in name else decay,
+                        "moments": (self.count[number, head], first[head], second[head]),
+                    }
+                )
+        self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS)
+        for group in self.optimizer.param_groups:
+            names = ("step", "exp_avg", "exp_avg_sq")
+            state = dict(zip(names, group.pop("moments"), strict=True))
+            self.optimizer.state[group["params"][0]] = state
+
+    def logits(self, features: Tensor, heads: slice = slice(None)) -> Tensor:
+        """Of features [b, D], or tokens [b, N, D] where there is a query: [b, H, C]."""
+        import torch
+
+        weight, bias = self.weight[heads], self.bias[heads]
+        if "query" not in self.names:
+            return torch.einsum("bd,hcd->bhc", features, weight) + bias
+        query, key, value = self.query[heads], self.key[heads], self.value[heads]
+        split, width = (len(query), -1, self.head_width), features.shape[2]
+        # What the query sees of a token is the token's product with the projected query.
+        asked = torch.einsum("had,hadm->ham", query.view(*split), key.view(*split, width))
+        scores = features @ (asked.flatten(0, 1).T * self.head_width**-0.5)  # [b, N, H * heads]
+        seen = scores.softmax(dim=1).transpose(1, 2) @ features
+        seen = seen.view(len(features), len(query), -1, width)
+        pooled = torch.einsum("bham,hadm->bhad", seen, value.view(*split, width)).flatten(2)
+        return torch.einsum("bhd,hcd->bhc", pooled + self.value_bias[heads], weight) + bias
+
+    weight: Tensor
+    bias: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    value_bias: Tensor
+    head_width: int
+
+    def descend(self, multiplier: float) -> None:
+        """One update by the gradients, which are summed over the ranks and used up."""
+        from maect.core import distributed
+
+        heads = self.count.shape[1]
+        for number, name in enumerate(self.names):
+            tensor = getattr(self, name)
+            gradient = distributed.sum_over_ranks(tensor.grad)
+            for head in range(heads):
+                group = self.optimizer.param_groups[number * heads + head]
+                group["lr"] = group["peak"] * multiplier
+                group["params"][0].grad = gradient[head]
+            tensor.grad = None
+        self.optimizer.step()
+
+
+class Probes(Trainee):
+    """The classifiers of every reading."""
+
+    groups: dict[str, Classifiers]
+
+    def __init__(self, trial: Trial, settings: AttentiveProbe) -> None:
+        super().__init__(trial)
+        self.settings, encoder = settings, trial.encoding.settings
+        self.real = trial.reassessed(settings)
+        self.held = trial.held_out(settings.held_out, settings.seed)
+        self.pairs = list(itertools.product(settings.learning_rates, settings.weight_decays))
+        readings = (
+            ("cls", "mean", "cls_mean", PATCHES) if encoder.class_token else ("mean", PATCHES)
+        )
+        self.groups = {name: self._drawn(name) for name in readings}
+
+    def _drawn(self, name: str) -> Classifiers:
+        """Classifiers of a reading with their initial values."""
+        import torch
+
+        from maect.models.vit import seeded
+
+        settings, count = self.settings, len(self.pairs)
+        width, classes = self.trial.encoding.settings.width, len(self.trial.train.class_names)
+        shapes: dict[str, tuple[int, ...]] = {}
+        if name == PATCHES:
+            shapes = {"query": (width,), "key": (width, width), "value": (width, width)}
+            shapes |= {"value_bias": (width,)}
+        shapes |= {"weight": (classes, width * (1 + (name == "cls_mean"))), "bias": (classes,)}
+        with seeded(settings.seed):
+            tensors = {
+                key: torch.zeros(count, *shape)
+                if "bias" in key
+                else torch.nn.init.trunc_normal_(torch.empty(count, *shape), std=STD)
+                for key, shape in shapes.items()
+            }
+        scale, device = settings.batch_size / 256, self.trial.encoding.device
+        group = Classifiers(tensors, self.pairs, scale, device)
+        group.head_width = settings.head_width
+        return group
+
+    @property
+    def learnt(self) -> Index:
+        """The training images that are not held out."""
+        import numpy as np
+
+        from maect.data.index import ID
+
+        train = self.trial.train
+        others = ~np.isin(train.rows[:, ID], self.held.rows[:, ID])
+        return replace(train, rows=train.rows[others])
+
+    def read(self, images: Tensor) -> Tensor:
+        """Return all tokens behind the final norm, float32 [b, P + N, D]."""
+        return self.trial.encoding.all_tokens(images).float()
+
+    def _readings(self, tokens: Tensor) -> dict[str, Tensor]:
+        """What the classifiers of each reading are given of tokens."""
+        import torch
+
+        encoder = self.trial.encoding.encoder
+        given = {"mean": encoder.pool(tokens, "mean")}
+        if "cls" in self.groups:
+            given["cls"] = encoder.pool(tokens, "cls")
+            given["cls_mean"] = torch.cat([given["cls"], given["mean"]], dim=1)
+        return given | {PATCHES: tokens[:, encoder.num_prefix_tokens :]}
+
+    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+        """Update the classifiers of every reading; return the loss of each, [4 * H]."""
+        import torch
+        from torch.nn import functional as F
+
+        from maect.core import distributed
+
+        given, losses = self._readings(features), []
+        share = 1 / (distributed.rank_and_size()[1] * len(self.pairs) * len(self.groups))
+        for name, group in self.groups.items():
+            logits = group.logits(given[name])
+            labels = targets[:, None].expand(logits.shape[:2])
+            each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(dim=0)
+            (each.sum() * share).backward()
+            losses.append(each.detach())
+            group.descend(lr_multiplier)
+        return torch.cat(losses)
+
+    def metrics(self) -> dict[str, Any]:
+        """Choose on the held-out images, and score what is chosen on the test images."""
+        count, classes = len(self.pairs), [slice(None)] * len(self.groups)
+        found = self.trial.predicted(
+            lambda images: self._predict(images, classes), self.held, (len(classes) * count,)
+        )
+        by_head = 100 * (found == self.held.labels[:, None]).mean(axis=0).reshape(-1, count)
+        best = by_head.argmax(axis=1).tolist()
+        heads = [slice(head, head + 1) for head in best]
+        tested = self.trial.predicted(
+            lambda images: self._predict(images, heads), None, (len(heads),)
+        )
+        metrics: dict[str, Any] = {"chosen": {}, "held_out": {}}
+        for number, (name, group) in enumerate(self.groups.items()):
+            metric = AttentiveProbe.name + ("" if name == PATCHES else f"_{name}")
+            metrics[metric] = 100 * float((tested[:, number] == self.trial.test.labels).mean())
+            if self.real is not None:
+                metrics[f"{metric}_real"] = self.real.accuracy(tested[:, number])
+            tried = [
+                {"rate": rate, "decay": decay, "accuracy": accuracy}
+                for (rate, decay), accuracy in zip(
+                    self.pairs, by_head[number].tolist(), strict=True
+                )
+            ]
+            metrics["held_out"][name] = tried
+            metrics["chosen"][name] = tried[best[number]]
+            for key in group.names:
+                self.kept[f"{name}.{key}"] = getattr(group, key)[best[number]].detach().clone()
+        return metrics
+
+    def _predict(self, images: Tensor, heads: list[slice]) -> Tensor:
+        """Class of each image by some classifiers of each reading, [b, all of them]."""
+        import torch
+
+        with torch.no_grad():
+            given = self._readings(self.trial.checked(self.read(images)))
+            logits = [
+                group.logits(given[name], chosen)
+                for (name, group), chosen in zip(self.groups.items(), heads, strict=True)
+            ]
+        return torch.cat([each.argmax(dim=2) for each in logits], dim=1)

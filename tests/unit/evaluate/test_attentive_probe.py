@@ -1,0 +1,222 @@
+"""CAPI's classifiers, a second time as modules of their own with torch's AdamW."""
+
+import itertools
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from maect.core.errors import UserError
+from maect.data.index import ID, open_index
+from maect.data.loader import evaluation_batches
+from maect.evaluate import load_evaluation
+from maect.evaluate.attentive_probe import AttentiveProbe, Classifiers, Probes
+from maect.evaluate.base import Interrupted
+from maect.evaluate.features import Encoding
+from maect.evaluate.run import evaluate
+from maect.evaluate.trained import Trial
+
+from .conftest import Rank, resolved
+from .test_linear_probe import job_of
+
+CPU = torch.device("cpu")
+SETTINGS = AttentiveProbe(
+    updates=12,
+    warmup_updates=3,
+    period=5,
+    batch_size=32,
+    learning_rates=(1e-2, 0.3),
+    weight_decays=(0.0, 0.5),
+    head_width=8,
+    held_out=0.2,
+    crop_scale=(0.8, 1.0),
+    flip=0.0,
+)
+
+
+def test_the_settings_are_capis() -> None:
+    """eval_classification.py of facebookresearch/capi, function eval_model, on eight GPUs."""
+    _, settings = load_evaluation("attentive_probe", "large")
+    assert settings == AttentiveProbe()
+    assert settings.model_dump(mode="json") == {
+        "train_split": "train",
+        "test_split": "val",
+        "precision": "fp32",
+        "batch_size": 8 * 128,
+        "seed": 0,
+        "crop_scale": [0.08, 1.0],
+        "flip": 0.5,
+        "updates": 12_500,
+        "warmup_updates": 1250,
+        "period": 1250,
+        "learning_rates": [1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2],
+        "weight_decays": [5e-4, 1e-3, 5e-2],
+        "held_out": 0.1,
+        "head_width": 64,
+    }
+
+
+class Attentive(nn.Module):
+    """One query over all tokens, keys and values from one projection, as there."""
+
+    def __init__(self, width: int, classes: int, head: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(width))
+        self.kv = nn.Linear(width, 2 * width)
+        self.linear = nn.Linear(width, classes)
+        self.head = head
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        b, n, d = tokens.shape
+        q = self.query.view(1, 1, -1, self.head).expand(b, -1, -1, -1).transpose(1, 2)
+        k, v = self.kv(tokens).view(b, n, 2, -1, self.head).permute(2, 0, 3, 1, 4)
+        return self.linear(F.scaled_dot_product_attention(q, k, v).reshape(b, d))
+
+
+def reference(group: Classifiers, head: int) -> nn.Module:
+    """A classifier as a module, with its values."""
+    values = {name: getattr(group, name)[head].detach().clone() for name in group.names}
+    classes, width = values["weight"].shape
+    if "query" not in values:
+        module: nn.Module = nn.Linear(width, classes)
+        module.load_state_dict(values)
+        return module
+    module = Attentive(width, classes, group.head_width)
+    bias = torch.cat([torch.zeros(width), values["value_bias"]])
+    kv = torch.cat([values["key"], values["value"]])
+    names = {"query": values["query"], "kv.weight": kv, "kv.bias": bias}
+    names |= {"linear.weight": values["weight"], "linear.bias": values["bias"]}
+    module.load_state_dict(names)
+    return module
+
+
+def test_classifiers_learn_as_modules_with_torchs_adamw(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
+    train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
+    trial = Trial(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
+    torch.set_default_dtype(torch.float64)
+    try:
+        probes = Probes(trial, SETTINGS)
+        modules, groups = {}, []
+        for name, group in probes.groups.items():
+            for head, (rate, decay) in enumerate(probes.pairs):
+                module = modules[name, head] = reference(group, head)
+                for key, parameter in module.named_parameters():
+                    groups.append(
+                        {
+                            "params": [parameter],
+                            "peak": rate * 32 / 256,
+                            "weight_decay": 0.0 if "bias" in key else decay,
+                        }
+                    )
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+        rng = torch.Generator().manual_seed(0)
+        for step in range(6):
+            tokens = torch.randn(8, 17, 16, generator=rng)
+            labels = torch.randint(10, (8,), generator=rng)
+            cls, mean = tokens[:, 0], tokens[:, 1:].mean(1)
+            given = {"cls": cls, "mean": mean, "cls_mean": torch.cat([cls, mean], 1)}
+            given["patches"] = tokens[:, 1:]
+            logits = torch.stack([m(given[name]) for (name, _), m in modules.items()], -1)
+            loss = F.cross_entropy(logits, labels[:, None].expand(-1, logits.shape[-1]))
+            factor = 1 / (1 + step)
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = factor * param_group["peak"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses = probes.step(tokens, labels, factor)
+            assert float(losses.mean()) == pytest.approx(loss.item(), rel=1e-9)
+        for (name, head), module in modules.items():
+            logits = probes.groups[name].logits(given[name])[:, head]
+            torch.testing.assert_close(logits, module(given[name]), rtol=1e-6, atol=1e-8)
+            kept = reference(probes.groups[name], head).state_dict()
+            for key, value in module.state_dict().items():
+                if key == "kv.bias":  # that of the keys changes nothing
+                    value, kept[key] = value[16:], kept[key][16:]
+                torch.testing.assert_close(kept[key], value, rtol=1e-5, atol=1e-7)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_initial_values_differ_and_are_those_of_the_code(images: Path, tmp_path: Path) -> None:
+    encoding = Encoding(images / "runs/mae/encoder.safetensors", CPU)
+    train, test = (open_index(images / "shards" / split) for split in ("train", "val"))
+    trial = Trial(Rank(), job_of(images, tmp_path / "a.json"), encoding, train, test, "")
+    many = SETTINGS.model_copy(update={"learning_rates": tuple(0.1 * i for i in range(1, 21))})
+    for group in Probes(trial, many).groups.values():
+        for name in group.names:
+            value = getattr(group, name).detach()
+            if "bias" in name:
+                assert not value.any()
+            else:
+                assert float(value.std()) == pytest.approx(0.02, rel=0.1)
+                assert not torch.equal(value[0], value[1])
+
+
+def test_held_out_images_choose_and_nothing_learns_from_them(images: Path, tmp_path: Path) -> None:
+    job = job_of(images, tmp_path / "attentive_probe.json")
+    whole = SETTINGS.evaluate(Rank(), job_of(images, tmp_path / "whole.json"))
+    with pytest.raises(Interrupted):
+        SETTINGS.evaluate(Rank(patience=7), job)
+    assert (job.state / "heads.safetensors").exists()
+    metrics = SETTINGS.evaluate(Rank(), job)
+    assert metrics == whole
+    encoding = Encoding(job.run / "encoder.safetensors", CPU)
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
+    probes = Probes(Trial(Rank(), job, encoding, train, test, ""), SETTINGS)
+    held, learnt = probes.held, probes.learnt
+    assert held.n == 30 and not np.isin(held.rows[:, ID], learnt.rows[:, ID]).any()
+    assert held.n + learnt.n == train.n
+    assert {*metrics["chosen"]} == {"cls", "mean", "cls_mean", "patches"}
+    pairs = list(itertools.product((1e-2, 0.3), (0.0, 0.5)))
+    kept = load_file(job.out.with_suffix(".safetensors"))
+    (batch,) = evaluation_batches(
+        test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1
+    )
+    given = probes._readings(probes.read(batch[0]))
+    for name, tried in metrics["held_out"].items():
+        assert [(row["rate"], row["decay"]) for row in tried] == pairs
+        best = max(tried, key=lambda row: row["accuracy"])
+        assert metrics["chosen"][name] == best
+        # What is kept scores as the result says.
+        group = probes.groups[name]
+        for key in group.names:
+            getattr(group, key).data[0] = kept[f"{name}.{key}"]
+        predicted = group.logits(given[name], slice(0, 1))[:, 0].argmax(1).numpy()
+        metric = "attentive_probe" + ("" if name == "patches" else f"_{name}")
+        assert metrics[metric] == pytest.approx(100 * np.mean(predicted == test.labels))
+    # Other labels of the held-out images change what is chosen, not what was learnt.
+    rows = train.rows.copy()
+    mine = np.isin(rows[:, ID], held.rows[:, ID])
+    assert mine.sum() == 30
+    other = Probes(Trial(Rank(), job, encoding, replace(train, rows=rows), test, ""), SETTINGS)
+    assert np.array_equal(other.learnt.rows, learnt.rows)
+
+
+def test_rates_rise_and_fall_as_there() -> None:
+    plan = SETTINGS.plan(None)  # type: ignore[arg-type]  # of any number of images
+    assert (plan.steps, plan.ends, plan.warmup) == (12, [5, 10, 12], 3)
+    rates = [SETTINGS.rate(step, plan) for step in range(12)]
+    assert rates[:3] == [0.25, 0.5, 0.75] and rates[3] == 1.0
+    assert rates[4] == pytest.approx(0.5 * (1 + math.cos(math.pi / 9)))
+    with pytest.raises(ValueError, match="warmup_updates 12 of 12 updates"):
+        AttentiveProbe(updates=12, warmup_updates=12)
+
+
+def test_it_learns_digits_and_the_job_is_one_of_the_pipeline(images: Path, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(
+        update={"updates": 60, "learning_rates": (0.05, 0.3), "weight_decays": (1e-3,)}
+    )
+    job = job_of(images, tmp_path / "attentive_probe.json")
+    assert evaluate(Rank(), config=resolved(job, settings)) == "done"
+    with pytest.raises(UserError, match="head_width 64 does not divide the encoder's width 16"):
+        AttentiveProbe().evaluate(Rank(), job_of(images, tmp_path / "other.json"))
