@@ -12,6 +12,7 @@ import pytest
 from maect import cli
 from maect.core.errors import UserError
 from maect.launch.resources import count_devices
+from maect.tools.commands import own_name
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +181,7 @@ def test_help_ends_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split()[:2] == ["maect", "embed"]
     parser = cli.build_parser()
-    (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
-    examples = {name: command.example for name, command in commands.items() if command.example}
+    examples = {name: made.example for name, made in cli.COMMANDS.items() if made.example}
     assert len(examples) > 20
     for name, example in examples.items():
         assert parser.parse_known_args(example.split())[0].command == name
@@ -220,9 +220,9 @@ def test_printed_commands_are_called_as_this_one(
     (tmp_path / "bin/maect").chmod(0o755)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / called)])
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert cli.own_name() == printed.format(tmp_path, python=sys.executable)
+    assert own_name() == printed.format(tmp_path, python=sys.executable)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin")
-    assert (cli.own_name() == "maect") == (called == "bin/maect")
+    assert (own_name() == "maect") == (called == "bin/maect")
 
 
 @pytest.mark.parametrize(

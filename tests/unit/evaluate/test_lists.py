@@ -1,13 +1,11 @@
 """Lists of labelled images are part of what identifies a result, by their content."""
 
-import argparse
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from maect.cli import read_changed
 from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.data.index import open_index
@@ -21,6 +19,7 @@ from maect.experiment.start import missing_lists
 from maect.recipes.few_labels import OFFICIAL
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
+from maect.tools.job_commands import Changed
 
 from .conftest import Rank, given, store
 
@@ -150,8 +149,8 @@ def test_another_folder_of_lists_by_hand(tmp_path: Path, lists: Path) -> None:
     for name in NAMES[:2]:
         (other / name).write_text("another\n")
     out = tmp_path / "mine.yaml"
-    options = argparse.Namespace(config=file, out=out, changes=[f"settings.subsets={other}"])
-    config, path = read_changed(EvaluationConfig, options)
+    changed = Changed(file, [f"settings.subsets={other}"], out=out)
+    config, path = changed.read(EvaluationConfig)
     assert path == out and isinstance(config.settings, LowShot)
     config.settings.check_lists()
     assert EvaluationConfig.read(out).digest == config.digest != EvaluationConfig.read(file).digest

@@ -1,0 +1,289 @@
+"""Commands that use an encoder on images, or give it to others."""
+
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from maect.core.commands import Positive, Word, command, positive
+from maect.core.errors import UserError, counted
+from maect.core.files import need, read_json
+
+log = logging.getLogger(__name__)
+
+ENCODER = "folder of a run, or one that maect export wrote; or a public encoder's name"
+Encoder = Annotated[Path, Word(help=ENCODER)]
+Images = Annotated[Path, Word(help="a folder, or a .csv or .tsv table with a column path")]
+Kind = Annotated[str | None, Word(help="what IMAGES is, if something else (docs/data.md)")]
+BatchSize = Annotated[
+    int | None, Word(read=positive, help="on the device (default 32 on a CPU, else 256)")
+]
+Device = Annotated[
+    str | None, Word(help="such as cpu or cuda:1; by default a GPU where there is one")
+]
+Resize = Annotated[
+    int | None,
+    Word(help="shorter side before the centre crop, if not that of the run's config.yaml"),
+]
+
+
+@command(names=("public encoders",), example="embed dinov2_small photos")
+def embed(
+    run: Encoder,
+    images: Images,
+    *,
+    kind: Kind = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    out: Path | None = None,
+    afresh: bool = False,
+    precision: Literal["fp32", "bf16"] = "fp32",
+) -> None:
+    """Compute a vector for each image; of a file's new images, if it is there.
+
+    Args:
+        out: X.parquet, which cluster and search read; X.csv; or X.npy, with X.files.csv (default
+            IMAGES.parquet, here).
+        afresh: compute all vectors again.
+        precision: of the encoder's products (default fp32); bf16 takes about half the time on CPUs
+            and GPUs that have it, and search follows.
+    """
+    from maect import load
+    from maect.answers.vectors import check_format, embed_into
+
+    out = out or Path(f"{images.resolve().name}.parquet")
+    check_format(out)
+    encoder = load(run, device, precision)
+    made = embed_into(out, encoder, images, kind, batch_size, afresh)
+    _say_left_out(made.left_out)
+    kept = f", {made.kept} of them kept from before" if made.kept else ""
+    count = f"{counted(made.images, 'image')}{kept}, {len(made.left_out)} left out"
+    print(f"{out}: {count}; {made.width} numbers each")
+    if encoder.could_be_faster(made.images - made.kept):
+        print("This CPU has bfloat16: --precision bf16 takes about half the time")
+
+
+def _say_left_out(images: dict[str, str]) -> None:
+    for name, why in images.items():
+        log.warning("%s: left out: %s", name, why)
+
+
+@command(example="cluster birds.parquet --out groups")
+def cluster(
+    index: Path,
+    *,
+    out: Path,
+    groups: Positive | None = None,
+    method: Literal["graph", "kmeans", "hdbscan"] | None = None,
+    smallest: Positive | None = None,
+    images: Path | None = None,
+) -> None:
+    """Group images by their vectors, without labels.
+
+    Args:
+        index: a .parquet that maect embed wrote.
+        out: folder of the table and the page.
+        groups: how many, by k-means; found in a graph of neighbours if not given.
+        smallest: images in a cluster at least, for hdbscan.
+        images: where the images are, if they have moved.
+    """
+    from maect.answers.clusters import write_clusters
+    from maect.answers.vectors import Vectors
+    from maect.evaluate.clusters import cluster as group
+
+    vectors = Vectors.read(index)
+    vectors.source(images)  # before the work
+    clusters = group(vectors.values, groups, method, smallest)
+    write_clusters(vectors, clusters, out, images)
+    if clusters.grains:
+        print(f"also possible: {', '.join(map(str, clusters.grains))} groups (--groups N)")
+    print(f"{out}: {clusters.count} groups; open {out / 'index.html'}")
+
+
+@command(example="search results/birds/runs/ct_min birds.parquet photo.jpg --count 5")
+def search(
+    run: Encoder,
+    index: Path,
+    image: Sequence[str],
+    *,
+    count: Positive = 10,
+    device: Device = None,
+) -> None:
+    """Find the images that are most like a given one.
+
+    Args:
+        index: a .parquet that maect embed wrote with it.
+        image: what to look for.
+        count: images to print of each (default 10).
+    """
+    from maect import load
+    from maect.answers.vectors import Vectors, nearest
+
+    vectors = Vectors.read(index)
+    encoder = load(run, device, vectors.about.get("precision", "fp32"))
+    vectors.check(encoder, index)
+    similarities, found = nearest(vectors, encoder.encode(image), count)
+    for asked, near, numbers in zip(image, similarities, found, strict=True):
+        if len(image) > 1:
+            print(asked)
+        for similarity, number in zip(near, numbers, strict=True):
+            print(f"{similarity:.4f}  {vectors.files[number]}")
+
+
+@command(example="audit results/birds/runs/ct_min")
+def audit(
+    run: Path,
+    *,
+    threshold: float = 0.95,
+    within: bool = False,
+    dataset: str | None = None,
+    out: Path | None = None,
+) -> None:
+    """Find duplicates and near-duplicates across splits.
+
+    Args:
+        run: folder of a run whose features were extracted.
+        threshold: least cosine of standardised features of a pair (default 0.95).
+        within: also pairs inside a split.
+        dataset: which, if the run has features of several.
+        out: folder of the tables and the page; by default RESULTS/audits/RUN.
+    """
+    from maect.answers.audit import audit as find_pairs
+    from maect.answers.audit import open_splits, write_audit
+    from maect.core.files import write_record
+    from maect.experiment.pages import AUDIT
+
+    run = run.absolute()
+    splits = open_splits(run, dataset)
+    pairs = find_pairs(splits, threshold, within)
+    folder = out or run.parents[1] / "audits" / run.name
+    write_audit(run.name, pairs, splits, threshold, folder)
+    if out is None:
+        digests = {split.name: split.index.digest for split in splits}
+        found = {"splits": digests, "pairs": read_json(folder / "pairs.json")}
+        write_record(run.parents[1] / AUDIT, found)
+    count, exact = counted(len(pairs), "pair"), sum(pair.exact for pair in pairs)
+    print(f"{folder}: {count}, {exact} of equal files; open {folder / 'index.html'}")
+
+
+@command(example="duplicates photos --out twice")
+def duplicates(what: Path, *, out: Path, count: Positive = 50, images: Path | None = None) -> None:
+    """List the images of a folder that are most alike.
+
+    Args:
+        what: images, or a .parquet that maect embed wrote.
+        out: folder of the tables and the page.
+        count: pairs beside equal files (default 50).
+        images: where those of a .parquet are, if they have moved.
+    """
+    from maect.answers.duplicates import duplicates as find
+
+    print(f"{out}: {find(what, out, images, count)}; open {out / 'index.html'}")
+
+
+@command(example="sort groups/clusters.csv photos sorted --link")
+def sort(table: Path, images: Path, out: Path, *, link: bool = False) -> None:
+    """Copy or link images into a folder for each group or class.
+
+    Args:
+        table: clusters.csv, or a .csv of maect predict.
+        images: folder of the images, which stay as they are.
+        out: new folder: OUT/GROUP/FILE.
+        link: symbolic links in place of copies.
+    """
+    from maect.answers.sort import sort_images
+
+    for group, count in sort_images(table, images, out, link).items():
+        print(f"{count:6d}  {out / group}")
+
+
+@command(example="predict results/birds/runs/ct_min new_photos --out classes.csv")
+def predict(
+    run: Encoder,
+    images: Images,
+    *,
+    kind: Kind = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    out: Path,
+    classifier: Path | None = None,
+    labelled: Path | None = None,
+) -> None:
+    """Name the class of each image.
+
+    Args:
+        out: X.csv.
+        classifier: by default that of a fine-tuned run, or the linear probe that the pipeline left.
+        labelled: fit logistic regression on this features file, or .parquet of maect embed, and
+            keep it as --classifier.
+    """
+    from maect import load
+    from maect.answers.classes import classifier_of, fit_classifier, read_classifier, write_classes
+    from maect.answers.vectors import check_format
+    from maect.answers.vectors import embed as vectors_of
+
+    check_format(out, (".csv",))
+    path = classifier or classifier_of(run)
+    if labelled is not None:
+        if classifier is None:
+            raise UserError("--labelled: name the file to keep the classifier in with --classifier")
+        classes = fit_classifier(labelled)
+    else:
+        classes = read_classifier(path)
+    # Evaluations may resize images otherwise than the run says: they are of another data set.
+    encoder = load(run, device, resize=classes.resize)
+    classes.check(encoder, path)
+    vectors, left_out = vectors_of(encoder, images, kind, batch_size)
+    _say_left_out(left_out)
+    if labelled is not None:
+        classes.write(path)
+    write_classes(vectors, classes, out)
+    count = f"{counted(len(vectors.files), 'image')}, {len(left_out)} left out"
+    print(f"{out}: {count}; {len(classes.class_names)} classes")
+
+
+@command(example="export results/digits/runs/ct_min_tiny exported")
+def export(run: Path, out: Path, *, resize: Resize = None, licence: str | None = None) -> None:
+    """Write an encoder for timm, transformers and the Hugging Face hub.
+
+    Args:
+        run: folder of the run.
+        out: folder to write to.
+        licence: of the weights, for the model card, such as cc-by-4.0.
+    """
+    from maect.answers.card import card_of
+    from maect.models.export import export_run
+    from maect.stages.run import resize_of
+
+    need(run / "run.json", "finished run")
+    print(export_run(run, out, resize or resize_of(run), card_of(run, licence)))
+
+
+@command(example="publish results/digits/runs/ct_min_tiny repository --repository USER/NAME")
+def publish(
+    run: Path,
+    out: Path,
+    *,
+    repository: Annotated[str, Word("USER/NAME")],
+    resize: Resize = None,
+    licence: str | None = None,
+    base_model: Annotated[str | None, Word("USER/NAME")] = None,
+) -> None:
+    """Write the folder of a Hugging Face hub repository.
+
+    Args:
+        run: folder of the run.
+        out: folder of the repository, such as a clone of it.
+        repository: its name on the hub.
+        licence: of the weights, such as cc-by-4.0.
+        base_model: on the hub, that the weights come from (default: timm's, of weights of timm).
+    """
+    from maect.answers.publish import publish as fill
+
+    need(run / "run.json", "finished run")
+    classes = fill(run, out, repository, licence, base_model, resize)
+    what = f"a classifier of {classes} classes" if classes else "an encoder"
+    print(f"{out}: {what}, ready for the hub")
+    # The last step needs an account and is for the user.
+    print(f"Next: {shlex.join(('hf', 'upload', repository, str(out)))}")

@@ -1,0 +1,117 @@
+"""Commands that write shards and download data."""
+
+import json
+import os
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Annotated, Any
+
+from maect.core.commands import Log, Word, command
+from maect.core.errors import UserError
+from maect.data.sources import BUNDLED, SOURCES, find_source
+
+KINDS = "; ".join(f"{kind}: {source.about}" for kind, source in SOURCES.items())
+
+
+@command(example="shard photos/train shards/train --shards 4")
+def shard(
+    source: Path,
+    out: Path | None = None,
+    *,
+    kind: Annotated[
+        str, Word(help=f"what SOURCE is (docs/data.md; folder by default): {KINDS}")
+    ] = "folder",
+    shards: int = 1,
+    labels: Path | None = None,
+    only_listed: Path | None = None,
+    exclude: Path | None = None,
+    skip_unreadable: bool = False,
+    shorter_side: int | None = None,
+    pixels: Annotated[str | None, Word("JSON")] = None,
+    classes: str | None = None,
+    only: str | None = None,
+    verify: bool = False,
+    log: Log = None,
+) -> None:
+    """Write images as webdataset tars with an index.
+
+    Args:
+        source: the images: a folder or archive of the given kind; or the config.yaml of shards.
+        out: folder of the shards, whose name names the split; not with a config.yaml.
+        shards: number of tars (default 1).
+        labels: labels of the source, for kinds that need them.
+        only_listed: file of image names to take, one a line.
+        exclude: file of image names to leave out, one a line.
+        skip_unreadable: leave out images that cannot be read; the index lists them.
+        shorter_side: recompress larger images to this shorter side.
+        pixels: of a data set (docs/data.md): orientation, background, range, channels.
+        classes: for a view: dogs15, or a file of class names, one a line.
+        only: one step: plan, the number of a shard, or index.
+        verify: check shards that were written.
+    """
+    from maect.core.settings import validated
+    from maect.data import shards as work
+    from maect.data.config import ShardsConfig
+    from maect.data.sources.view import read_classes
+    from maect.data.subsets import class_view
+
+    if out is not None:
+        find_source(kind)
+        given = {
+            "images": source, "kind": kind, "shards": shards, "labels": labels,
+            "only": only_listed, "exclude": exclude, "classes": classes,
+            "skip_unreadable": skip_unreadable, "shorter_side": shorter_side,
+        }  # fmt: skip
+        read = {} if pixels is None else {"pixels": _pixels(pixels)}
+        config = validated(ShardsConfig, given | read, "maect shard")
+    elif source.suffix == ".yaml":
+        config, out = ShardsConfig.read(source), source.parent
+    else:
+        raise UserError(f"{source}: name the folder of the shards, too")
+    threads = len(os.sched_getaffinity(0))
+    if verify:
+        print(f"{out}: {work.verify(out, threads=threads)} samples, all intact")
+    elif not find_source(config.kind).sharded:
+        if not config.classes:
+            raise UserError(f"--kind {config.kind}: name the classes with --classes")
+        count = class_view(config.images, out, read_classes(config.classes))
+        print(f"{out}: {count} samples of {config.images}")
+    elif only == "plan":
+        work.plan_shards(config.images, config.kind, out, config.shards, **config.options)
+    elif only == "index":
+        work.finish_index(out, threads=threads)
+    elif only:
+        if not only.isdecimal():
+            raise UserError(f"--only {only}: must be plan, the number of a shard, or index")
+        work.write_shard(out, int(only), threads=1)
+    else:
+        count = work.shard(
+            config.images, out, config.kind, config.shards, threads=threads, **config.options
+        )
+        print(f"{out}: {count} samples")
+
+
+def _pixels(text: str) -> dict[str, Any]:
+    """Read `--pixels`; mean and deviation, which sharding needs not, may be left out."""
+    try:
+        values = json.loads(text)
+        return dict.fromkeys(("mean", "std"), [0.5] * int(values.get("channels", 3))) | values
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"--pixels {text}: {error}") from None
+
+
+@command(names=("data and weights",), example="retrieve mae_base weights")
+def retrieve(what: str, out: Path) -> None:
+    """Download public data or weights.
+
+    Args:
+        what: digits, or a name from docs/data.md or docs/weights.md.
+        out: folder to put it in.
+    """
+    if what in BUNDLED:
+        resolve_name(BUNDLED[what])(out)
+        return
+    from maect.data.retrieve import retrieve as fetch
+
+    for path in fetch(what, out):
+        print(path)

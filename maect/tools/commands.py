@@ -1,0 +1,380 @@
+"""Commands of whole experiments: write, run, look after, report, check."""
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from maect.answers.commands import ENCODER, Device
+from maect.core.commands import Positive, Word, command
+from maect.core.errors import UserError
+from maect.core.files import PIPELINE, need
+from maect.core.processes import environment
+
+Name = Annotated[str, Word(help="name or path")]
+Profile = Annotated[
+    str, Word(help="name or folder of a cluster profile (default local: this machine)")
+]
+Config = Annotated[Sequence[str], Word("KEY=VALUE", help="as Snakemake's")]
+Root = Annotated[Path, Word(help="such as results/digits")]
+
+
+def fraction(text: str) -> float:
+    """Read a part of something."""
+    try:
+        if 0 < float(text) <= 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+
+
+@command(names=("experiments", "tables", "figures"), example="run digits --cores 2")
+def run(experiment: Name, *words: str, profile: Profile = "local", config: Config = ()) -> int:
+    """Run an experiment, or resume it.
+
+    Other words, such as a target, -n or --cores 4, are passed to Snakemake.
+
+    Returns:
+        The status that Snakemake ends with.
+    """
+    from maect.experiment import load
+
+    load(experiment, **changes_of(config))
+    if words:
+        from maect.tools.dry_run import check_words
+
+        check_words(words, own=("--config", "--profile"))
+    return snakemake(experiment, profile, config, words)
+
+
+def changes_of(pairs: Sequence[str]) -> dict[str, str]:
+    """Return what `--config KEY=VALUE` says of an experiment."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise UserError(f"--config {pair}: write KEY=VALUE")
+    return {pair.partition("=")[0]: pair.partition("=")[2] for pair in pairs}
+
+
+def snakemake(
+    experiment: str, profile: str, config: Sequence[str], arguments: Sequence[str] = ()
+) -> int:
+    """Run Snakemake on the pipeline, wherever it is installed; returns its status."""
+    from maect.experiment.profile import find_profile
+    from maect.experiment.working_folder import check_working_folder
+
+    check_working_folder()
+    # Without this Snakemake would also take `default` or `profiles/default` for a profile.
+    own = any(word.startswith("--workflow-profile") for word in arguments)
+    process = subprocess.Popen([
+        sys.executable, "-P", "-m", "maect.tools.start", "--snakefile", PIPELINE / "Snakefile",
+        *arguments, "--profile", find_profile(profile) / "config.yaml",
+        *(() if own else ("--workflow-profile", "none")),
+        "--config", f"experiment={experiment}", *config,
+    ], env=environment())  # fmt: skip
+    # Ctrl-C reaches it, too: it lets the trainings save, which takes its time.
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        status = process.wait()
+        return 128 - status if status < 0 else status  # by a signal: as a shell says it
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+DEMO = (
+    "protocols=knn,linear_probe,low_shot,clustering,umap",
+    "tables=low_shot,clustering",
+    "figures=umap,training_curves,reconstructions",
+)
+
+
+@command()
+def demo() -> int:
+    """Try the pipeline on handwritten digits, and print its tables."""
+    status = snakemake("digits", "local", DEMO)
+    if status == 0:
+        from maect.report.render import show as tables
+
+        tables(Path("results/digits"))
+    return status
+
+
+@command(names=("experiments",), example="resolve digits")
+def resolve(experiment: Name, *, config: Config = ()) -> None:
+    """Write the settings file of every job of an experiment."""
+    from maect.experiment import load
+    from maect.experiment.resolve import files
+
+    # The pipeline writes the same files when it starts.
+    chosen = load(experiment, **changes_of(config))
+    given = list(files(chosen))
+    written = sum(config.write(path) for path, config in given)
+    print(f"{chosen.root}: {len(given)} resolved files, {written} of them new or changed")
+
+
+@command(example="compare results/birds/runs/mae results/birds/runs/ct_min --images photos")
+def compare(
+    encoders: Annotated[Sequence[str], Word("ENCODER", help=f"{ENCODER}; or NAME=FOLDER")],
+    *,
+    images: Annotated[Sequence[str], Word("FOLDER")],
+    out: Path = Path("compared"),
+    device: Device = None,
+    threads: Positive | None = None,
+    real_labels: Annotated[Path | None, Word("FILE")] = None,
+) -> None:
+    """Compare encoders on folders of images, without training.
+
+    Args:
+        images: CLASS/IMAGE, maybe below train/ and val/, or images without classes; an archive or a
+            table; or NAME=FOLDER.
+        out: folder of the tables, the page and the vectors, which are kept (default compared).
+        threads: that measure; default: all cores.
+        real_labels: ImageNet-ReaL's real.json: score ImageNet's validation images by it, too.
+    """
+    from maect.tools import comparison
+    from maect.tools.compare import compare as measure
+    from maect.tools.compare import named
+
+    folders = named(encoders, "encoders"), named(images, "folders")
+    matrix = measure(*folders, out, device, threads, real_labels=real_labels)
+    frame = comparison.write_comparison(matrix, out)
+    print(comparison.summary(frame))
+    print(f"{out}: open {out / 'index.html'}")
+
+
+@command(names=("tables", "figures"), example="page results/digits/tables/low_shot.yaml")
+def page(config: Path) -> None:
+    """Make one page of a report: a table, a figure, claims, images or summary.
+
+    Args:
+        config: the resolved file.
+    """
+    from maect.experiment.pages import make_page
+
+    make_page(config)
+
+
+@command(example="status results/digits")
+def status(root: Sequence[Path] = ()) -> None:
+    """Show the state of every run.
+
+    Args:
+        root: results folder; default: results/*.
+    """
+    from maect.tools.status import show as show_status
+
+    roots = root or sorted({path.parent for path in Path("results").glob("*/runs")})
+    if not roots:
+        raise UserError("results: no experiment has started here; name its results folder")
+    for folder in roots:
+        try:
+            show_status(folder)
+        except UserError:
+            if root:
+                raise
+            print(f"{folder}: no run has started yet")
+
+
+@command(example="sync wandb results/digits/runs/mae_tiny")
+def sync(service: Literal["wandb", "mlflow"], run: Path, *, project: str = "maect") -> None:
+    """Copy a run's log to Weights & Biases or MLflow.
+
+    Args:
+        run: folder of the run, finished or not.
+        project: what to put it into (default maect).
+    """
+    from maect.tools.sync import sync as copy
+
+    print(f"{run}: {copy(service, run, project)} new steps to {service}")
+
+
+@command(
+    names=("recipes", "sizes", "evaluations"),
+    example="new-experiment --images photos --out birds.yaml --quick",
+)
+def new_experiment(
+    *,
+    images: Path,
+    out: Path,
+    from_public: str | None = None,
+    quick: bool = False,
+    ignore_folders: bool = False,
+    skip_unreadable: bool = False,
+) -> None:
+    """Write an experiment for your own images.
+
+    Args:
+        images: CLASS/IMAGE, or images without classes, either maybe below train/, val/ and test/;
+            an archive or a table of images; or a folder of tars or tables (docs/data.md).
+        out: the experiment to write, .yaml.
+        from_public: start from public weights: mae_base, mae_large or mae_huge14.
+        quick: for about an hour on this machine: a smaller encoder, fewer epochs.
+        ignore_folders: folders are no classes: use no labels.
+        skip_unreadable: leave out images that cannot be read.
+    """
+    from maect.tools.new_experiment import new_experiment as write
+    from maect.tools.new_experiment import outlook, without_training
+    from maect.tools.speed import this_machine
+
+    machine = this_machine()
+    text = write(
+        images,
+        out,
+        from_public,
+        machine if quick else None,
+        ignore_folders=ignore_folders,
+        skip_unreadable=skip_unreadable,
+    )
+    print(text)
+    print(*outlook(out, machine), *without_training(out), sep="\n")
+    print(f"Next: {own_name()} run {shlex.quote(str(out))} -n")
+
+
+def own_name() -> str:
+    """Return how this command was called, for lines that can be pasted."""
+    called = sys.argv[0]
+    known = shutil.which("maect")
+    if Path(called).name != "maect":
+        return f"{shlex.quote(sys.executable)} -P -m maect"
+    same = known is not None and os.path.samefile(known, called)
+    return "maect" if same else shlex.quote(called)
+
+
+@command(names=("experiments",), example="plan --experiment digits --profile juwels")
+def plan(
+    target: Sequence[str] = (),
+    *,
+    experiment: Name = "paper",
+    profile: Profile = "local",
+    config: Config = (),
+    device: str | None = None,
+    utilisation: Annotated[float, Word(read=fraction)] = 0.35,
+) -> None:
+    """Estimate what is left to run: jobs, hours, storage.
+
+    Args:
+        target: as Snakemake's; default: the whole report.
+        device: for what no run has measured: A100, H100, cpu, or here: a step of every stage is
+            measured (default: here for a profile of this machine, else the profile's or A100).
+        utilisation: of its peak (default 0.35).
+    """
+    from maect.experiment import load, names
+    from maect.experiment.profile import find_profile
+    from maect.tools import neighbors
+    from maect.tools.dry_run import jobs_to_run
+    from maect.tools.plan import Device, all_here, lines, make_plan, missing
+
+    for word in target:
+        if word in names() or word.endswith((".yaml", ".yml")):
+            raise UserError(f"{word} is an experiment, not a target: --experiment {word}")
+    chosen = load(experiment, **changes_of(config))
+    left = jobs_to_run(target, [f"experiment={experiment}", *config], find_profile(profile))
+    known = (str(job.resources.get("gpu") or "") for job in left)
+    name = device or ("here" if all_here(left) else next(filter(None, known), "A100"))
+    machine = Device(name, utilisation)
+    if name == "here":
+        from maect.tools.speed import busy, this_machine
+
+        machine = this_machine()
+    planned = lines(make_plan(left, chosen, machine)) + (busy() if name == "here" else [])
+    print(f"{experiment} on {profile}", *planned, sep="\n")
+    for fault in missing(left, chosen):
+        print(f"missing: {fault}")
+    for warning in neighbors.warnings(chosen):
+        print(f"warning: {warning}")
+
+
+@command(example="doctor --profile juwels --experiment paper")
+def doctor(
+    *,
+    experiment: Annotated[str, Word(help="whose storage is checked")] = "paper",
+    profile: Profile = "local",
+    config: Config = (),
+    no_job: bool = False,
+) -> None:
+    """Check whether this machine or cluster is ready.
+
+    Args:
+        no_job: only the checks that need no job.
+    """
+    from maect.experiment import load
+    from maect.experiment.profile import find_profile
+    from maect.tools.doctor import doctor as check
+
+    where = find_profile(profile)
+    check(load(experiment, **changes_of(config)), where, not no_job)
+
+
+@command(example="show results/digits")
+def show(root: Root) -> None:
+    """Print the tables of a results folder."""
+    from maect.report.render import show as tables
+
+    tables(root)
+
+
+@command(example="verify docs/results/digits low_shot.ct_min.knn")
+def verify(
+    published: Path,
+    cells: Annotated[Sequence[str], Word("TABLE.METHOD.METRIC")] = (),
+    *,
+    out: Path = Path("verified"),
+    seed: int | None = None,
+    profile: Profile = "local",
+) -> int:
+    """Compute published numbers again, and compare them.
+
+    Cells of tables, by name or drawn at random.
+
+    Args:
+        published: such as docs/results/digits.
+        cells: none: ten at random.
+        out: default: verified.
+        seed: of the random choice; none: another one each time.
+
+    Returns:
+        0 if all cells agree.
+    """
+    from maect.tools.verify import verify as compare_cells
+
+    def made(experiment: Path, targets: list[str]) -> int:
+        return snakemake(str(experiment), profile, (), targets)
+
+    need(published, "published results")
+    return compare_cells(published, cells, out, made, seed)
+
+
+@command(example="leaderboard results/paper/runs/ct_aug_large")
+def leaderboard(
+    runs: Annotated[Sequence[Path], Word("RUN")], *, out: Path = Path("leaderboard")
+) -> None:
+    """Write rows and logs for the leaderboard billpsomas/efficient-probing.
+
+    Args:
+        runs: folders of evaluated runs.
+        out: default: leaderboard.
+    """
+    from maect.tools.leaderboard import leaderboard as rows
+
+    for folder in runs:
+        need(folder, "run")
+    print(rows(list(runs), out), end="")
+    print(f"{out}: fill in family and pretrain before you send the rows", file=sys.stderr)
+
+
+@command(example="clean results/digits --remove")
+def clean(root: Root, *, remove: bool = False) -> None:
+    """List training states that are no longer needed, or remove them.
+
+    Args:
+        remove: remove them; without it they are only listed.
+    """
+    from maect.tools.clean import clean as free
+
+    free(need(root, "results folder"), remove)

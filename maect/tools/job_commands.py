@@ -1,0 +1,272 @@
+"""Commands that run one job each, here or on a cluster, from training to evaluation."""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+from maect.answers.commands import Resize
+from maect.core.commands import Log, Positive, Word, command
+from maect.core.errors import UserError
+
+if TYPE_CHECKING:
+    from maect.evaluate import EvaluationConfig
+    from maect.stages.run import RunConfig
+    from maect.tools.jobs import Where
+
+log = logging.getLogger(__name__)
+File = TypeVar("File", "RunConfig", "EvaluationConfig")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launching:
+    """Where to run.
+
+    Attributes:
+        nodes: a number, or a range such as 1..16: a training takes what its batch can use.
+        devices: ranks per node; auto, gpus: one per GPU, and without GPUs two or one.
+        cpus: CPUs per rank (auto: an equal share of all).
+        memory_mb: memory per node (0: any).
+        minutes: wall limit of one job.
+        sbatch: further sbatch options, KEY=VALUE,KEY=VALUE.
+        setup: script that the compute node sources first.
+        python: what ranks run in place of this Python.
+        detach: leave the job running on Ctrl-C.
+    """
+
+    cluster: Literal["local", "slurm"] = "local"
+    nodes: str = "1"
+    devices: str = "1"
+    cpus: str = "auto"
+    memory_mb: int = 0
+    minutes: int = 1440
+    partition: str = ""
+    account: str = ""
+    sbatch: str = ""
+    setup: str = ""
+    python: str = ""
+    detach: bool = False
+    log: Log = None
+
+    def where(self, gpu: str = "") -> "Where":
+        """Return where a job runs, on devices of the given model."""
+        from maect.experiment.working_folder import other_clone
+        from maect.launch import Resources
+        from maect.launch.owner import SNAKEMAKE
+        from maect.launch.resources import node_range
+        from maect.tools.jobs import Where
+
+        # Within a pipeline, that has said it once.
+        if SNAKEMAKE not in os.environ and (note := other_clone(Path.cwd())):
+            log.warning("%s", note)
+        others = {field.name for field in fields(self)} - {"nodes", "detach", "log"}
+        given = {name: getattr(self, name) for name in others}
+        resources = Resources.parse(nodes=node_range(self.nodes)[0], **given)
+        return Where(resources, self.nodes, gpu, self.detach)
+
+
+@dataclass(frozen=True)
+class Changed:
+    """What to run.
+
+    Attributes:
+        config: the resolved file; results go beside it.
+        changes: in place of what the file says, e.g. settings.epochs=10 settings.head.topk=1
+            seed=1; this is another job, which needs --out.
+        out: write the changed file here, results beside it.
+    """
+
+    config: Path
+    changes: Annotated[Sequence[str], Word("KEY=VALUE")] = ()
+    _: KW_ONLY
+    out: Annotated[Path | None, Word("FILE")] = None
+
+    def read(self, kind: type[File]) -> tuple[File, Path]:
+        """Read the resolved file with its changes, and write it to where it belongs.
+
+        Raises:
+            UserError: changes that would be of another run than the one whose files lie beside it.
+        """
+        from maect.recipes.few_labels import FewLabels
+
+        config = kind.read(self.config, self.changes)
+        if self.out is None:
+            if self.changes:
+                raise UserError(
+                    f"{self.config}: {self.changes[0]} makes this another job; "
+                    "name its file with --out"
+                )
+            return config, self.config
+        config = config.named(self.out)
+        if isinstance(config.settings, FewLabels):
+            config = config.model_copy(update={"settings": config.settings.read_lists()})
+        if self.out.exists() and self.out.read_text(encoding="utf-8") != config.text(self.out):
+            raise UserError(f"{self.out}: exists and says something else; choose another --out")
+        config.write(self.out)
+        return config, self.out
+
+
+@command(
+    names=("recipes", "sizes"),
+    example="train runs/mae/config.yaml settings.epochs=10 --out runs/mae10/config.yaml",
+)
+def train(
+    launching: Launching,
+    changed: Changed,
+    *,
+    save_every_minutes: float = 2.0,
+    convert_world_size: bool = False,
+    gpu: str = "",
+    stage_to: Annotated[str, Word("DIR")] = "",
+) -> None:
+    """Train a run, or resume it.
+
+    Args:
+        save_every_minutes: default 2.
+        convert_world_size: resume on another number of ranks.
+        gpu: what each GPU is, such as A100-40GB: a step that is too large for it is computed in
+            parts, or refused; asked of this machine where the job runs here.
+        stage_to: copy the shards to this folder of each node first; or the name of the node's
+            environment variable that holds it (TMPDIR).
+    """
+    from maect.stages.run import RunConfig
+    from maect.tools import jobs
+
+    target = changed.out or changed.config
+    theirs = target.parent / "config.yaml"
+    if target.name != theirs.name and theirs.exists():
+        raise UserError(f"{target}: its folder belongs to the run in {theirs.name}; choose another")
+    config, path = changed.read(RunConfig)
+    jobs.train(
+        config,
+        path,
+        launching.where(gpu),
+        save_every_minutes=save_every_minutes,
+        convert_world_size=convert_world_size,
+        stage_to=stage_to,
+    )
+
+
+@command(example="replay results/digits/runs/mae_tiny --step 100")
+def replay(launching: Launching, run: Path, *, step: Positive, out: Path | None = None) -> None:
+    """Repeat a step of a training and compare it with the log, bit by bit.
+
+    Args:
+        run: folder of the run; nothing is written into it.
+        step: counted from 1, as in the log.
+        out: write what the step was to this JSON file.
+    """
+    from maect.tools import jobs
+
+    result = jobs.replay(run, step, launching.where(), out)
+    print(f"{run.name}: ", "\n  ".join(result.lines), sep="")
+    if result.differences:
+        raise UserError(f"{run}: step {result.differences[0][0]} is not what it was")
+
+
+@command(
+    name="import",
+    names=("layouts", "sizes"),
+    example="import weights/mae_pretrain_vit_base.pth results/mine/runs/mae_base",
+)
+def import_weights(
+    weights: Path,
+    run: Path | None = None,
+    *,
+    layout: str | None = None,
+    timm: Annotated[str | None, Word("NAME")] = None,
+    size: str | None = None,
+    image_size: int | None = None,
+) -> None:
+    """Turn downloaded weights into a run.
+
+    Args:
+        weights: a checkpoint, as published; or the resolved file of a run that imports one, which
+            says everything else.
+        run: the run's folder, for a checkpoint.
+        layout: one of docs/weights.md; detected if not given.
+        timm: the model's name in timm, in place of layout and size
+            (docs/reference/timm_encoders.md).
+        size: encoder size; detected if not given.
+        image_size: pixels to use it at; its own if not given.
+    """
+    from maect.recipes import Pixels
+    from maect.stages.imported import import_weights as convert
+    from maect.stages.run import RunConfig
+
+    pixels = Pixels()
+    if weights.suffix == ".yaml":
+        config = RunConfig.read(weights)
+        if config.weights is None:
+            raise UserError(f"{weights}: no `weights`: this run is not an import")
+        weights, run, size = config.weights, weights.parent, config.size
+        image_size, pixels = config.encoder.image_size, config.encoder.pixels
+        layout, timm = (config.settings.model_dump().get(key) for key in ("layout", "timm"))
+    elif run is None:
+        raise UserError(f"{weights}: name the run's folder, too")
+    elif timm is not None and (layout or size):
+        raise UserError(f"--timm {timm} says everything: leave out --layout and --size")
+    layout, imported = convert(weights, run, layout, size, image_size, pixels, timm)
+    what = imported.timm or f"layout {layout}, size {imported.size}"
+    print(
+        f"{run}: {what}, {imported.encoder.image_size} pixels, "
+        f"pooling {imported.pooling}; {sum(imported.left_out.values())} tensors left out"
+    )
+
+
+@command(example="features results/birds/runs/ct_min --shards shards/val --out val.safetensors")
+def features(
+    launching: Launching,
+    run: Path,
+    *,
+    shards: Path,
+    out: Path,
+    resize: Resize = None,
+    precision: Literal["fp32", "tf32", "bf16"] | None = None,
+    before_norm: bool = False,
+    blocks: Annotated[int, Word("N")] = 1,
+) -> None:
+    """Compute an encoder's features of a split.
+
+    Args:
+        run: folder of the run.
+        shards: folder of a split's shards.
+        out: the file to write.
+        precision: of the encoder's products; by default tf32 from ViT-B's width on, which takes a
+            GPU about an eighth of the time of fp32.
+        before_norm: leave out the encoder's final norm.
+        blocks: with --before-norm: what the last N blocks give, side by side.
+    """
+    from maect.tools import jobs
+
+    jobs.extract_features(
+        run,
+        shards,
+        out,
+        launching.where(),
+        precision=precision,
+        resize=resize,
+        norm=not before_norm,
+        blocks=blocks,
+    )
+
+
+@command(
+    names=("evaluations",),
+    example="evaluate evaluations/mae/knn.yaml settings.k=[5] --out evaluations/mae/k5.yaml",
+)
+def evaluate(launching: Launching, changed: Changed) -> None:
+    """Evaluate an encoder in one way."""
+    from maect.evaluate import EvaluationConfig
+    from maect.tools import jobs
+
+    before = EvaluationConfig.read(changed.config)
+    config = EvaluationConfig.read(changed.config, changed.changes)
+    if before.settings.inputs() != config.settings.inputs() and before.inputs == config.inputs:
+        raise UserError(
+            f"{changed.config}: {' '.join(changed.changes)} asks for other inputs; "
+            "name the files with inputs.NAME=PATH"
+        )
+    jobs.evaluate(*changed.read(EvaluationConfig), launching.where())
