@@ -103,15 +103,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="maect",
         description="Train, use and evaluate image encoders without labels.",
-        epilog=in_groups(),
+        listed=in_groups,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"maect {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, description=command.about)
-        subparser.of = command
-        command.fill(subparser)
+        subparsers.add_parser(name, of=command)
     return parser
 
 

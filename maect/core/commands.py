@@ -19,10 +19,11 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from difflib import get_close_matches
+from functools import cache
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 KNOWN = {
     "experiments": "maect.experiment:names",
@@ -38,19 +39,18 @@ KNOWN = {
 """Where the names of each kind are, which are looked up when a help lists them."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Word:
+class Word(NamedTuple):
     """Says of a word on the command line what its type does not: `Annotated[str, Word("NAME")]`.
 
     Attributes:
         metavar: stands for it in the help.
         read: makes its value, in place of the type.
-        help: in place of the docstring's words, for what several commands have.
+        help: in place of the docstring's words; or a function that gives it when it is asked for.
     """
 
     metavar: str | None = None
     read: Callable[[str], Any] | None = None
-    help: str | None = None
+    help: str | Callable[[], str] | None = None
 
 
 def positive(text: str) -> int:
@@ -65,8 +65,7 @@ Log = Annotated[str | None, Word(help="also write messages to this file")]
 """The option `log`, which is obeyed before a command is called."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A function as a command.
 
     Attributes:
@@ -108,11 +107,11 @@ class Command:
         return documented(self.call)[0]
 
     def fill(self, parser: argparse.ArgumentParser) -> None:
-        """Add all words and options to its parser."""
-        _, said = documented(self.call)
+        """Add all that it says to its parser."""
+        parser.description, said = documented(self.call)
         for name, kind, parameter in self._parameters():
             if dataclasses.is_dataclass(kind):
-                title, theirs = documented(kind)
+                title, theirs = documented(cast(Hashable, kind))
                 title = title.partition(". ")[0].rstrip(".")
                 group = parser.add_argument_group(title[:1].lower() + title[1:])
                 hints = typing.get_type_hints(kind, include_extras=True)
@@ -136,7 +135,8 @@ def command(
     return lambda call: Command(call, name or call.__name__.replace("_", "-"), names, example)
 
 
-def documented(thing: Any) -> tuple[str, dict[str, str]]:
+@cache
+def documented(thing: Hashable) -> tuple[str, dict[str, str]]:
     """Read a docstring: its first part in one line, and what it says of parameters or fields."""
     text = inspect.getdoc(thing) or ""
     about, *sections = re.split(r"^(Args|Attributes|Returns|Raises):\n", text, flags=re.M)
@@ -159,7 +159,7 @@ def _add(
     """Add a word or an option as its type says."""
     kind, word = _unwrapped(hint)
     needed = default in (inspect.Parameter.empty, dataclasses.MISSING)
-    given: dict[str, Any] = {"help": help or word.help}
+    given: dict[str, Any] = {"help": word.help() if callable(word.help) else help or word.help}
     if option:
         given["dest"], called = name, "--" + name.replace("_", "-")
         given["required"] = needed
@@ -194,15 +194,26 @@ def _unwrapped(hint: Any) -> tuple[Any, Word]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Lists names at the end of a command's help, which are looked up when it is asked for.
+    """Parser of all commands, or of one, whose words are added when they are asked for.
 
     An option is written out: `--re` may be another one tomorrow than `--remove` today.
     """
 
-    of: Command | None = None
-
-    def __init__(self, **options: Any) -> None:
+    def __init__(
+        self, *, of: Command | None = None, listed: Callable[[], str] = str, **options: Any
+    ) -> None:
         super().__init__(**options | {"allow_abbrev": False})
+        self._of, self._listed, self._filled = of, listed, of is None
+
+    def _fill(self) -> None:
+        if not self._filled and self._of is not None:
+            self._filled = True
+            self._of.fill(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, as argparse does."""
+        self._fill()
+        return super().parse_known_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse an unknown command with the nearest ones, and not with all."""
@@ -213,13 +224,15 @@ class Parser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def format_help(self) -> str:
-        """Return the help, as printed."""
-        if self.of is None:
+        """Return the help, as printed: for all commands their list, for one names and example."""
+        self._fill()
+        self.epilog = self._listed() or None
+        if self._of is None:
             return super().format_help()
         lists = []
-        for kind in self.of.names:
+        for kind in self._of.names:
             known = resolve_name(KNOWN[kind])
             lists.append(f"{kind}: {', '.join(known() if callable(known) else known)}")
-        self.epilog = ". ".join(lists) or self.epilog
-        example = f"\nexample:\n  maect {self.of.example}\n" if self.of.example else ""
+        self.epilog = ". ".join(lists) or None
+        example = f"\nexample:\n  maect {self._of.example}\n" if self._of.example else ""
         return super().format_help() + example

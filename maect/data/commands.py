@@ -8,9 +8,14 @@ from typing import Annotated, Any
 
 from maect.core.commands import Log, Word, command
 from maect.core.errors import UserError
-from maect.data.sources import BUNDLED, SOURCES, find_source
 
-KINDS = "; ".join(f"{kind}: {source.about}" for kind, source in SOURCES.items())
+
+def kinds() -> str:
+    """Explain `--kind`, with a line on each source."""
+    from maect.data.sources import SOURCES
+
+    about = "; ".join(f"{kind}: {source.about}" for kind, source in SOURCES.items())
+    return f"what SOURCE is (docs/data.md; folder by default): {about}"
 
 
 @command(example="shard photos/train shards/train --shards 4")
@@ -18,9 +23,7 @@ def shard(
     source: Path,
     out: Path | None = None,
     *,
-    kind: Annotated[
-        str, Word(help=f"what SOURCE is (docs/data.md; folder by default): {KINDS}")
-    ] = "folder",
+    kind: Annotated[str, Word(help=kinds)] = "folder",
     shards: int = 1,
     labels: Path | None = None,
     only_listed: Path | None = None,
@@ -52,6 +55,7 @@ def shard(
     from maect.core.settings import validated
     from maect.data import shards as work
     from maect.data.config import ShardsConfig
+    from maect.data.sources import find_source
     from maect.data.sources.view import read_classes
     from maect.data.subsets import class_view
 
@@ -108,6 +112,8 @@ def retrieve(what: str, out: Path) -> None:
         what: digits, or a name from docs/data.md or docs/weights.md.
         out: folder to put it in.
     """
+    from maect.data.sources import BUNDLED
+
     if what in BUNDLED:
         resolve_name(BUNDLED[what])(out)
         return

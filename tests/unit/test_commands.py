@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import pytest
 
 from maect import cli
-from maect.core.commands import Command, Parser, Positive, Word, command
+from maect.core.commands import Parser, Positive, Word, command
 
 
 @dataclass
@@ -49,16 +49,9 @@ def put_away(
     return 3
 
 
-def parser_of(made: Command) -> Parser:
-    parser = Parser(prog="maect")
-    parser.of = made
-    made.fill(parser)
-    return parser
-
-
 def test_words_options_and_groups_are_those_of_the_signature(capsys) -> None:
     given = "kitchen a b --size 2.5 --on-top --labels 1 2 --how slow --unknown"
-    options, rest = parser_of(put_away).parse_known_args(given.split(" "))
+    options, rest = Parser(prog="maect", of=put_away).parse_known_args(given.split(" "))
     assert put_away.name == "put-away" and put_away.passes_words_on
     assert put_away.run(options, rest) == 3
     place = Place(Path("kitchen"), on_top=True)
@@ -78,12 +71,12 @@ def test_words_options_and_groups_are_those_of_the_signature(capsys) -> None:
 )
 def test_what_does_not_fit_is_refused(words: str, said: str, capsys) -> None:
     with pytest.raises(SystemExit):
-        parser_of(put_away).parse_args(words.split())
+        Parser(prog="maect", of=put_away).parse_args(words.split())
     assert said in capsys.readouterr().err
 
 
 def test_the_help_is_the_docstring() -> None:
-    said = parser_of(put_away).format_help()
+    said = Parser(prog="maect", of=put_away).format_help()
     assert "\nPut things away.\n" in said and "How many" not in said
     assert "\nwhere to put it:\n  ROOM " in said
     assert "in which room, and where there\n" in said
