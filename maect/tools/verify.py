@@ -7,7 +7,7 @@ behind them (`runs.csv`). The experiment of its name says how each was made, and
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -50,8 +50,13 @@ class Cell:
 
 
 def cells(published: Path, experiment: Experiment) -> list[Cell]:
-    """Every number of the published tables that the experiment's runs make."""
+    """Every number of the published tables that the experiment's runs make.
+
+    Where seeds are still missing, a number is that of the seeds whose results are published.
+    """
     found = []
+    results = read_mapping(published / "evaluations.json").get("results", {})
+    there = {tuple(name.split("/")) for name in results}
     for path in sorted(published.glob("tables/*.csv")):
         table = TABLES.get(path.stem)
         if table is None or path.stem not in experiment.spec.tables | experiment.spec.figures:
@@ -63,7 +68,9 @@ def cells(published: Path, experiment: Experiment) -> list[Cell]:
                     continue
                 at = row.architecture, row.method
                 value, std = (float(frame[f"{metric.name}{part}"][at]) for part in ("", "_std"))
-                cell = Cell(path.stem, row, metric, value, std)
+                names = table.evaluations_of(metric, row.method)
+                seeds = tuple(run for run in row.runs if any((run, n) in there for n in names))
+                cell = Cell(path.stem, replace(row, runs=seeds or row.runs), metric, value, std)
                 if not math.isnan(value) and any(e in experiment.evaluations for e in cell.asked):
                     found.append(cell)
     return found

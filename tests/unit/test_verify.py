@@ -98,3 +98,16 @@ def test_deviations_over_seeds_come_first() -> None:
     assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
     assert tolerance(several, True, 500)[0] == pytest.approx(0.6)
     assert json.dumps(tolerance(cell, False, 500)[1])  # in words
+
+
+def test_seeds_that_are_not_published_are_not_made(tmp_path: Path) -> None:
+    folder = tmp_path / "digits_refined"
+    shutil.copytree(PUBLISHED.with_name("digits_refined"), folder)
+    experiment = load("digits_refined")
+    (whole,) = (c for c in cells(folder, experiment) if c.name == KNN)
+    file = folder / "evaluations.json"
+    told = json.loads(file.read_text())
+    told["results"].pop(f"{whole.row.runs[-1]}/knn")
+    write_json(file, told)
+    (part,) = (c for c in cells(folder, experiment) if c.name == KNN)
+    assert len(whole.row.runs) > 1 and part.row.runs == whole.row.runs[:-1]
