@@ -25,7 +25,7 @@ from maect.core.settings import Settings, later, one_line
 from maect.core.yaml_files import parse_yaml
 
 if TYPE_CHECKING:  # it imports this module
-    from maect.recipes.cost import Computed, Cost, ViewGroup
+    from maect.recipes.cost import Cost, HeadInputs
 
 KNN_K, KNN_TEMPERATURE = 10, 0.07
 """Of the k-NN that is reported, while it trains and afterwards (paper, B)."""
@@ -256,15 +256,7 @@ class HeadSettings(Settings):
         """Part of the lookups that are not to be wrong."""
         return 1.0
 
-    def cost(
-        self,
-        computed: "Computed",
-        encoder: Encoder,
-        groups: "Sequence[ViewGroup]",
-        *,
-        batch_size: int,
-        encoder_learns: bool,
-    ) -> "Cost":
+    def cost(self, given: "HeadInputs") -> "Cost":
         """What it takes on the views of an image that it reads."""
         raise NotImplementedError
 
@@ -293,19 +285,11 @@ class Contrastive(HeadSettings):
         """An oracle's; all of others."""
         return self.oracle_right
 
-    def cost(
-        self,
-        computed: "Computed",
-        encoder: Encoder,
-        groups: "Sequence[ViewGroup]",
-        *,
-        batch_size: int,
-        encoder_learns: bool,
-    ) -> "Cost":
+    def cost(self, given: "HeadInputs") -> "Cost":
         """What it takes on the views of an image that it reads."""
         from maect.recipes.cost import nnclr_cost
 
-        return nnclr_cost(computed, self, encoder, groups, batch_size, encoder_learns)
+        return nnclr_cost(self, given)
 
     @model_validator(mode="before")
     @classmethod
@@ -352,19 +336,11 @@ class Refiner(HeadSettings):
     """How the weights in the loss of all heads but the last fall, epoch by epoch; none: all are 1
     to the end."""
 
-    def cost(
-        self,
-        computed: "Computed",
-        encoder: Encoder,
-        groups: "Sequence[ViewGroup]",
-        *,
-        batch_size: int,
-        encoder_learns: bool,
-    ) -> "Cost":
+    def cost(self, given: "HeadInputs") -> "Cost":
         """What all of them take on the views of an image."""
         from maect.recipes.cost import refiner_cost
 
-        return refiner_cost(computed, self, encoder, groups, batch_size, encoder_learns)
+        return refiner_cost(self, given)
 
     @property
     def heads(self) -> int:

@@ -222,38 +222,50 @@ def decoder_cost(computed: Computed, encoder: Encoder, group: ViewGroup, mask_ra
 # --- heads ----------------------------------------------------------------------------------------
 
 
-def nnclr_cost(
-    computed: Computed,
-    head: Contrastive,
-    encoder: Encoder,
-    groups: Sequence[ViewGroup],
-    batch_size: int,
-    encoder_learns: bool,
-) -> Cost:
+@dataclass(frozen=True)
+class HeadInputs:
+    """Inputs of heads in a training.
+
+    Attributes:
+        computed: how it is computed.
+        width: of the encoder's output.
+        groups: views that the heads read.
+        batch_size: of the training.
+        encoder_learns: whether the gradient goes on into the encoder.
+    """
+
+    computed: Computed
+    width: int
+    groups: Sequence[ViewGroup]
+    batch_size: int
+    encoder_learns: bool
+
+
+def nnclr_cost(head: Contrastive, given: HeadInputs) -> Cost:
     """The NNCLR head on the first views of an image; others pass projector and predictor only.
 
     A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
     reads. The lookup has similarities to the queue twice, and which entries are one's own.
     """
-    width, hidden, embedding = encoder.width, head.projector_hidden, head.embedding
+    width, hidden, embedding = given.width, head.projector_hidden, head.embedding
     first, rest = width * hidden, hidden * (hidden + embedding)
     projector, predictor = first + rest, 2 * embedding * head.predictor_hidden
     looks_up = head.lookup != "none"
-    views, others = groups[0].views, sum(group.views for group in groups[1:])
+    views, others = given.groups[0].views, sum(group.views for group in given.groups[1:])
 
-    passed = (3 if encoder_learns else 2) * first + 3 * (rest + predictor)
+    passed = (3 if given.encoder_learns else 2) * first + 3 * (rest + predictor)
     products = passed + (projector if head.projector_ema else 0)
     products += embedding * head.queue_size if looks_up else 0
-    logits = embedding * batch_size
+    logits = embedding * given.batch_size
     # Neighbours get no gradient; the other view gets one where something behind it learns.
     if not looks_up and not head.stop_gradient:
-        if encoder_learns and head.projector_ema:
+        if given.encoder_learns and head.projector_ema:
             products += projector
-        if encoder_learns or not head.projector_ema:
+        if given.encoder_learns or not head.projector_ema:
             products += logits
     operations = 2 * views * (products + 2 * logits) + 2 * others * passed
 
-    c = _product(computed)
+    c = _product(given.computed)
     kept = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
     exact = FLOAT if head.precision == "fp32" else 2
     lookup = (2 * exact + 0.5) * head.queue_size if looks_up else 0
@@ -269,36 +281,30 @@ def nnclr_cost(
     )
 
 
-def refiner_cost(
-    computed: Computed,
-    head: Refiner,
-    encoder: Encoder,
-    groups: Sequence[ViewGroup],
-    batch_size: int,
-    encoder_learns: bool,
-) -> Cost:
+def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
     """MIM-Refiner's heads on global and local views.
 
     A hidden layer keeps what BatchNorm normalised and gave, in float32, and what the next product
     reads; the loss keeps the softmax of all pairs. The lookup is one head's at a time.
     """
-    width, hidden, embedding = encoder.width, head.projector_hidden, head.embedding
-    heads, looking, views = head.heads, groups[0].views, sum(group.views for group in groups)
+    width, hidden, embedding = given.width, head.projector_hidden, head.embedding
+    heads, looking = head.heads, given.groups[0].views
+    views = sum(group.views for group in given.groups)
     first, rest = width * hidden, hidden * (hidden + embedding)
     predictor = 2 * embedding * head.predictor_hidden
     pairs = looking * views
 
-    products = views * ((3 if encoder_learns else 2) * first + 3 * (rest + predictor))
+    products = views * ((3 if given.encoder_learns else 2) * first + 3 * (rest + predictor))
     products += looking * embedding * head.queue_size
     # Projections and neighbours get no gradient, predictions do.
-    products += 2 * pairs * embedding * batch_size
+    products += 2 * pairs * embedding * given.batch_size
     products += 2 * pairs * embedding if head.negatives == "own" else 0
 
-    c, exact = _product(computed), FLOAT if head.precision == "fp32" else 2
+    c, exact = _product(given.computed), FLOAT if head.precision == "fp32" else 2
     vector = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
-    kept = heads * (views * vector + pairs * FLOAT * batch_size)
+    kept = heads * (views * vector + pairs * FLOAT * given.batch_size)
     lookup = looking * (2 * exact + 0.5) * head.queue_size
-    logits = heads * pairs * 2 * exact * batch_size
+    logits = heads * pairs * 2 * exact * given.batch_size
     weights = heads * (first + rest + predictor)
     return Cost(
         weights,

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.core.settings import later
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
-from maect.recipes.cost import Cost, ViewGroup, encoder_cost, view_groups
+from maect.recipes.cost import Cost, HeadInputs, ViewGroup, encoder_cost, view_groups
 from maect.recipes.few_labels import FewLabels
 from maect.train.stage import Stage, Training, Updates
 
@@ -138,10 +138,8 @@ class Unlabelled(Training):
         groups = view_groups(encoder, self.view_settings(), self.mask_ratio)
         trained, read = self.trained_blocks(encoder), self.views_read(encoder)
         learns = self.reaches_encoder and trained > 0
-        heads = {
-            name: head.cost(self, encoder, read, batch_size=self.batch_size, encoder_learns=learns)
-            for name, head in self.heads.items()
-        }
+        given = HeadInputs(self, encoder.width, read, self.batch_size, learns)
+        heads = {name: head.cost(given) for name, head in self.heads.items()}
         return {"encoder": encoder_cost(self, encoder, groups, trained), **heads}
 
     @property
