@@ -6,7 +6,6 @@ are squeezed into the encoder's square, as CAPI does (facebookresearch/capi, eva
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -128,10 +127,55 @@ class PatchClassifier(Masked):
             raise UserError(f"all masks hold only the numbers {[*self.ignore]}, which are ignored")
         return features[kept], classes[kept]
 
-    def score(self, name: str, predicted: NDArray[np.uint8], test: Patches) -> dict[str, Any]:
-        """Metrics in percent: mIoU as `name`, accuracy of pixels, and IoU of each class."""
-        mean, each, accuracy = miou(test.pixels(), predicted, self.ignore)
-        return {name: mean, f"{name}_accuracy": accuracy, f"{name}_classes": each}
+    def settings(self) -> list[dict[str, Any]]:
+        """List the settings to choose from."""
+        raise NotImplementedError
+
+    def predicted(
+        self,
+        features: Array,
+        classes: NDArray[np.uint8],
+        queries: Array,
+        settings: list[dict[str, Any]],
+        threads: int,
+    ) -> list[NDArray[np.uint8]]:
+        """Return the class of each pixel of patches, uint8 [q, p], by each of the settings.
+
+        Args:
+            features: of training patches, float32 [n, D].
+            classes: of their pixels, uint8 [n, p].
+            queries: features of the patches, float32 [q, D].
+            settings: some of those to choose from.
+            threads: cores to use.
+
+        Raises:
+            UserError: patches that nothing can be learnt from.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
+        """mIoU in percent under the protocol's name, the same with `_accuracy` and `_classes`.
+
+        Those are the accuracy of pixels and the IoU of each class. The setting that was chosen is
+        beside them, and the `held_out` mIoU of all. The held-out images are learnt from, too, once
+        the choice is made.
+
+        Raises:
+            UserError: masks that do not fit the images, or patches that teach nothing.
+        """
+        parts = self.patches(context, job)
+        if parts is None:
+            return {}
+        train, held, test = parts["train"], parts["held"], parts["test"]
+        threads, settings, known = idle_cpus(context), self.settings(), self.learnt(train)
+        found = self.predicted(*known, held.rows(), settings, threads)
+        scores = [miou(held.pixels(), classes, self.ignore)[0] for classes in found]
+        chosen = settings[scores.index(max(scores))]  # of equal ones the first
+        (classes,) = self.predicted(*self.learnt(train, held), test.rows(), [chosen], threads)
+        mean, each, accuracy = miou(test.pixels(), classes, self.ignore)
+        tried = [{**setting, "miou": s} for setting, s in zip(settings, scores, strict=True)]
+        own = {self.name: mean, f"{self.name}_accuracy": accuracy, f"{self.name}_classes": each}
+        return own | chosen | {"held_out": tried}
 
 
 @dataclass(frozen=True)
@@ -324,12 +368,3 @@ def miou(
     present = np.flatnonzero(union)
     each = {str(number): float(100 * both[number] / union[number]) for number in present.tolist()}
     return float(np.mean([*each.values()])), each, float(100 * both.sum() / table.sum())
-
-
-def best_setting(
-    settings: list[dict[str, Any]], score: Callable[[dict[str, Any]], float]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The setting of the highest mIoU, of equal ones the first; and each with its mIoU."""
-    tried = [{**setting, "miou": score(setting)} for setting in settings]
-    best = max(range(len(tried)), key=lambda number: (tried[number]["miou"], -number))
-    return settings[best], tried

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, EvaluationJob, idle_cpus
-from maect.evaluate.dense import PatchClassifier, best_setting, miou
+from maect.evaluate.base import Count
+from maect.evaluate.dense import PatchClassifier
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,65 +42,38 @@ class PatchKnn(PatchClassifier):
     neighbours: tuple[Count, ...] = (1, 3, 10, 30)
     distances: tuple[Literal["cosine", "l2"], ...] = ("cosine", "l2")
 
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """mIoU in percent as `patch_knn`, with accuracy, IoU of each class, and what was chosen.
+    def settings(self) -> list[dict[str, Any]]:
+        """Every number of neighbours by every distance."""
+        return [{"k": k, "distance": d} for d in self.distances for k in self.neighbours]
 
-        Raises:
-            UserError: masks that do not fit the images, or fewer patches than neighbours.
-        """
-        parts = self.patches(context, job)
-        if parts is None:
-            return {}
-        threads = idle_cpus(context)
-        train, held, test = parts["train"], parts["held"], parts["test"]
-        base = self.learnt(train)
-        if len(base[0]) < max(self.neighbours):
-            raise UserError(
-                f"{job.path('train')}: {len(base[0])} patches, fewer than {max(self.neighbours)} "
-                "neighbours; give more images or fewer `neighbours`"
-            )
-        voted = {d: self.votes(*base, held.rows(), d, threads) for d in self.distances}
-        settings = [{"k": k, "distance": d} for d in self.distances for k in self.neighbours]
-
-        def score(setting: dict[str, Any]) -> float:
-            predicted = voted[setting["distance"]][setting["k"]]
-            return miou(held.pixels(), predicted, self.ignore)[0]
-
-        chosen, tried = best_setting(settings, score)
-        predicted = self.votes(*self.learnt(train, held), test.rows(), chosen["distance"], threads)
-        return self.score(self.name, predicted[chosen["k"]], test) | chosen | {"held_out": tried}
-
-    def votes(
+    def predicted(
         self,
         features: Array,
         classes: NDArray[np.uint8],
         queries: Array,
-        distance: Literal["cosine", "l2"],
+        settings: list[dict[str, Any]],
         threads: int,
-    ) -> dict[int, NDArray[np.uint8]]:
-        """The most frequent class of each pixel among k neighbours, of several the smallest.
-
-        Args:
-            features: of training patches, float32 [n, D].
-            classes: of their pixels, uint8 [n, p].
-            queries: float32 [q, D].
-            distance: see `nearest`.
-            threads: cores to use.
-
-        Returns:
-            uint8 [q, p] for each k.
-        """
+    ) -> list[NDArray[np.uint8]]:
+        """The most frequent class of each pixel among k neighbours, of several the smallest."""
         import numpy as np
         import torch
 
         from maect.evaluate.knn import nearest
         from maect.evaluate.store import InMemory
 
-        _, ids = nearest(InMemory(features), queries, max(self.neighbours), None, threads, distance)
-        known = torch.from_numpy(classes)
-        out = {k: np.empty((len(queries), classes.shape[1]), np.uint8) for k in self.neighbours}
-        for start in range(0, len(ids), _AT_ONCE):
-            found = known[torch.from_numpy(ids[start : start + _AT_ONCE])]  # [b, k, p]
-            for k, values in out.items():
-                values[start : start + _AT_ONCE] = found[:, :k].mode(dim=1).values.numpy()
+        known, most = torch.from_numpy(classes), max(self.neighbours)
+        if len(features) < most:
+            raise UserError(
+                f"{self.train_split}: {len(features)} patches, fewer than {most} neighbours; give "
+                "more images or fewer `neighbours`"
+            )
+        out = [np.empty((len(queries), classes.shape[1]), np.uint8) for _ in settings]
+        for distance in dict.fromkeys(setting["distance"] for setting in settings):
+            _, ids = nearest(InMemory(features), queries, most, None, threads, distance)
+            for start in range(0, len(ids), _AT_ONCE):
+                found = known[torch.from_numpy(ids[start : start + _AT_ONCE])]  # [b, k, p]
+                for setting, votes in zip(settings, out, strict=True):
+                    if setting["distance"] == distance:
+                        mode = found[:, : setting["k"]].mode(dim=1).values
+                        votes[start : start + _AT_ONCE] = mode.numpy()
         return out

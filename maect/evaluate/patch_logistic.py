@@ -20,17 +20,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Count, EvaluationJob, Positive, idle_cpus
-from maect.evaluate.dense import PatchClassifier, best_setting, miou, most_frequent
+from maect.evaluate.base import Count, Positive
+from maect.evaluate.dense import PatchClassifier, most_frequent
 from maect.evaluate.logistic import PENALTIES
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from maect.evaluate.dense import Patches
     from maect.evaluate.store import Array
 
 
@@ -47,42 +45,36 @@ class PatchLogistic(PatchClassifier):
     tolerance: float = Field(default=1e-12, ge=0)
     """Of the largest component of the gradient."""
 
-    def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """mIoU in percent as `patch_logistic`, with accuracy, IoU of each class, and C.
-
-        Raises:
-            UserError: masks that do not fit the images, or of one class only.
-        """
-        import numpy as np
-        from threadpoolctl import threadpool_limits
-
-        parts = self.patches(context, job)
-        if parts is None:
-            return {}
-        train, held, test = parts["train"], parts["held"], parts["test"]
-        base = self.learnt(train)
-        if len(np.unique(most_frequent(base[1]))) < 2:
-            raise UserError(f"{job.path('train_masks')}: patches of one class only")
-        with threadpool_limits(1), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
-            with ThreadPoolExecutor(idle_cpus(context)) as pool:
-                fits = pool.map(lambda c: self.predicted(*base, held, c), self.penalties)
-                found = dict(zip(self.penalties, fits, strict=True))
-            chosen, tried = best_setting(
-                [{"c": c} for c in self.penalties],
-                lambda setting: miou(held.pixels(), found[setting["c"]], self.ignore)[0],
-            )
-            predicted = self.predicted(*self.learnt(train, held), test, chosen["c"])
-        return self.score(self.name, predicted, test) | chosen | {"held_out": tried}
+    def settings(self) -> list[dict[str, Any]]:
+        """Every penalty."""
+        return [{"c": c} for c in self.penalties]
 
     def predicted(
-        self, features: Array, classes: NDArray[np.uint8], patches: Patches, c: float
-    ) -> NDArray[np.uint8]:
-        """Fit to patches [n, D] with pixels [n, p]; the class of others' pixels, [m, p]."""
+        self,
+        features: Array,
+        classes: NDArray[np.uint8],
+        queries: Array,
+        settings: list[dict[str, Any]],
+        threads: int,
+    ) -> list[NDArray[np.uint8]]:
+        """The class of a patch for each of its pixels."""
         import numpy as np
         from sklearn.linear_model import LogisticRegression
+        from threadpoolctl import threadpool_limits
 
-        model = LogisticRegression(C=c, max_iter=self.max_iterations, tol=self.tolerance)
-        model.fit(features.astype(np.float64), most_frequent(classes))
-        labels = model.predict(patches.rows().astype(np.float64)).astype(np.uint8)
-        return np.broadcast_to(labels[:, None], patches.pixels().shape)
+        labels, shape = most_frequent(classes), (len(queries), classes.shape[1])
+        if len(np.unique(labels)) < 2:
+            raise UserError(f"{self.train_masks}: patches of one class only")
+
+        def fitted(setting: dict[str, Any]) -> NDArray[np.uint8]:
+            model = LogisticRegression(
+                C=setting["c"], max_iter=self.max_iterations, tol=self.tolerance
+            )
+            found = model.fit(features.astype(np.float64), labels).predict(
+                queries.astype(np.float64)
+            )
+            return np.broadcast_to(found.astype(np.uint8)[:, None], shape)
+
+        with threadpool_limits(1), warnings.catch_warnings(), ThreadPoolExecutor(threads) as pool:
+            warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
+            return list(pool.map(fitted, settings))

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from maect.core.files import read_json
 from maect.data.shapes import draw, write_shapes
 from maect.data.shards import shard
 from maect.evaluate.base import EvaluationJob
-from maect.evaluate.dense import MaskSplit, Patches, best_setting, miou, most_frequent
+from maect.evaluate.dense import MaskSplit, PatchClassifier, Patches, miou, most_frequent
 from maect.evaluate.knn import nearest
 from maect.evaluate.patch_knn import PatchKnn
 from maect.evaluate.patch_logistic import PatchLogistic
@@ -115,9 +116,10 @@ def test_pixels_vote_one_by_one():
     features = np.array([[1, 0], [1, 0.1], [1, -0.1], [0, 1]], np.float32)
     classes = np.array([[1, 2], [1, 3], [4, 3], [5, 5]], np.uint8)
     protocol = PatchKnn(neighbours=(1, 3))
-    votes = protocol.votes(features, classes, np.array([[1, 0.01]], np.float32), "cosine", 1)
-    assert votes[1].tolist() == [[1, 2]]
-    assert votes[3].tolist() == [[1, 3]]
+    queries, settings = np.array([[1, 0.01]], np.float32), protocol.settings()[:2]
+    assert [setting["k"] for setting in settings] == [1, 3]
+    votes = protocol.predicted(features, classes, queries, settings, 1)
+    assert [values.tolist() for values in votes] == [[[1, 2]], [[1, 3]]]
 
 
 def test_regression_gives_every_pixel_the_class_of_its_patch():
@@ -127,7 +129,8 @@ def test_regression_gives_every_pixel_the_class_of_its_patch():
     classes = np.repeat(labels[:, :, None], 4, 2)
     classes[:, :, 0] = 7  # one pixel of four is of another class
     patches = Patches(features.astype(np.float32), classes)
-    predicted = PatchLogistic().predicted(patches.rows(), patches.pixels(), patches, 10.0)
+    known = patches.rows(), patches.pixels()
+    (predicted,) = PatchLogistic().predicted(*known, patches.rows(), [{"c": 10.0}], 1)
     assert (predicted == labels.reshape(-1, 1)).all()
 
 
@@ -147,12 +150,30 @@ def test_ignored_patches_teach_nothing():
     assert half.learnt(Patches(features, classes))[0].tolist() == [[0, 1]]
 
 
+class Fixed(PatchClassifier):
+    """Right with k from 3 on, whatever it is shown; notes what it was to learn from."""
+
+    name = "fixed"
+    seen: ClassVar[list] = []
+
+    def settings(self):
+        return [{"k": 1}, {"k": 3}, {"k": 10}]
+
+    def patches(self, context, job):
+        one = Patches(np.zeros((1, 2, 1), np.float32), np.array([[[1], [2]]], np.uint8))
+        return dict.fromkeys(("train", "held", "test"), one)
+
+    def predicted(self, features, classes, queries, settings, threads):
+        self.seen.append((len(features), settings))
+        return [np.array([[1], [2 if s["k"] > 1 else 1]], np.uint8) for s in settings]
+
+
 def test_of_equal_settings_the_first_is_chosen():
-    chosen, tried = best_setting(
-        [{"k": 1}, {"k": 3}, {"k": 10}], lambda s: 5.0 if s["k"] > 1 else 4
-    )
-    assert chosen == {"k": 3}
-    assert tried == [{"k": 1, "miou": 4}, {"k": 3, "miou": 5.0}, {"k": 10, "miou": 5.0}]
+    metrics = Fixed().evaluate(Rank(), None)
+    assert (metrics["k"], metrics["fixed"]) == (3, 100)
+    assert [row["miou"] for row in metrics["held_out"]] == [25, 100, 100]
+    # The choice made, held-out images are learnt from as well.
+    assert Fixed.seen == [(2, Fixed().settings()), (4, [{"k": 3}])]
 
 
 def test_patches_lie_where_their_pixels_do(drawn):
@@ -190,6 +211,7 @@ def test_an_untrained_encoder_is_better_than_background_alone(drawn, tmp_path, p
 SCRIPT = """
 import sys
 from pathlib import Path
+from typing import ClassVar
 sys.path.insert(0, sys.argv[2])
 from evaluate.conftest import Rank
 from maect.evaluate.run import evaluate

@@ -19,6 +19,7 @@ from maect.evaluate.lars import lars
 from maect.evaluate.trained import Trial
 from maect.recipes import View
 
+from .by_hand import blocks_of
 from .conftest import Rank
 from .margins import clear
 from .test_linear_probe import job_of, refuses_broken_features
@@ -150,15 +151,7 @@ def test_protocol_is_the_plain_loop(images: Path, tmp_path: Path, rank: Rank) ->
     train, test = open_index(job.path("train")), open_index(job.path("test"))
 
     def tokens(pictures: torch.Tensor) -> torch.Tensor:
-        """Block by block, without the last norm and the [CLS] token."""
-        encoder = encoding.encoder
-        with torch.no_grad():
-            x = encoder.patch_embed(pictures) + encoder.pos_embed[:, 1:]
-            first = encoder.cls_token + encoder.pos_embed[:, :1]
-            x = torch.cat([first.expand(len(x), -1, -1), x], 1)
-            for block in encoder.blocks:
-                x = block(x)
-        return x[:, 1:]
+        return blocks_of(encoding.encoder, pictures)[-1][:, 1:]
 
     parts = list(
         evaluation_batches(

@@ -16,6 +16,7 @@ from maect.evaluate.store import open_features, same_encoder
 from maect.models.precision import bfloat16_on
 from maect.models.weights import load_encoder_weights, save_encoder
 
+from .by_hand import blocks_of
 from .conftest import Rank
 
 MEAN, STD = [0.5, 0.3, 0.4], [0.3, 0.2, 0.25]
@@ -58,14 +59,9 @@ def test_features_before_the_final_norm(images: Path, tmp_path: Path, rank: Rank
         open_index(shards), image_size=16, rows=range(8), batch_size=8, threads=1, resize=16
     )
     with torch.inference_mode():
-        x = normalize(pixels, settings.pixels)
-        x = module.patch_embed(x) + module.pos_embed[:, 1:]
-        x = torch.cat([module.cls_token.expand(8, -1, -1), x], 1)
-        means = []
-        for block in module.blocks:
-            x = block(x)
-            means.append(x[:, 1:].mean(1))
-        expected = means[-1], module.norm(x)[:, 1:].mean(1)
+        raw = blocks_of(module, normalize(pixels, settings.pixels))
+        means = [tokens[:, 1:].mean(1) for tokens in raw]
+        expected = means[-1], module.norm(raw[-1])[:, 1:].mean(1)
     assert len(means) == 3
     both = torch.cat(means[-2:], dim=1)
     np.testing.assert_allclose(several.rows(0, 8), both, rtol=1e-5, atol=1e-5)
@@ -134,14 +130,8 @@ def test_representations(images: Path) -> None:
     path = images / "runs" / "mae" / "encoder.safetensors"
     module, _, _ = load_encoder_weights(path)
     x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    outputs = []
+    outputs = blocks_of(module, x)
     with torch.inference_mode():
-        tokens = module.patch_embed(x) + module.pos_embed[:, 1:]
-        cls = (module.cls_token + module.pos_embed[:, :1]).expand(4, -1, -1)
-        tokens = torch.cat([cls, tokens], 1)
-        for block in module.blocks:
-            tokens = block(tokens)
-            outputs.append(tokens)
         outputs[-1] = module.norm(outputs[-1])
     cpu = torch.device("cpu")
     for blocks in (1, 2, 3):

@@ -20,6 +20,7 @@ from maect.evaluate.lars_linear_probe import LarsLinearProbe
 from maect.evaluate.trained import Trial
 from maect.recipes import View
 
+from .by_hand import blocks_of
 from .conftest import Rank
 from .test_linear_probe import job_of, refuses_broken_features
 
@@ -94,14 +95,7 @@ def test_protocol_reads_cls_before_the_norm_and_survives_a_kill(
     train, test = open_index(job.path("train")), open_index(job.path("test"))
 
     def read(pictures: torch.Tensor) -> torch.Tensor:
-        encoder = encoding.encoder
-        with torch.no_grad():
-            x = encoder.patch_embed(pictures) + encoder.pos_embed[:, 1:]
-            first = encoder.cls_token + encoder.pos_embed[:, :1]
-            x = torch.cat([first.expand(len(x), -1, -1), x], 1)
-            for block in encoder.blocks:
-                x = block(x)
-        return x[:, 0]
+        return blocks_of(encoding.encoder, pictures)[-1][:, 0]
 
     (batch,) = evaluation_batches(
         test, image_size=16, resize=16, rows=range(test.n), batch_size=256, threads=1

@@ -23,6 +23,7 @@ from maect.evaluate.trained import Trial, updates
 from maect.recipes import View
 from maect.train.optimizer import schedule
 
+from .by_hand import blocks_of
 from .conftest import Rank, resolved
 from .margins import clear
 
@@ -335,15 +336,9 @@ def test_refiners_probes_are_modules_and_the_choice_saw_no_held_out_image(
     encoding = Encoding(job.run / "encoder.safetensors", torch.device("cpu"))
 
     def inputs(pictures: torch.Tensor) -> dict[str, torch.Tensor]:
-        encoder, raw = encoding.encoder, []
+        raw = blocks_of(encoding.encoder, pictures)
         with torch.no_grad():
-            x = encoder.patch_embed(pictures) + encoder.pos_embed[:, 1:]
-            first = encoder.cls_token + encoder.pos_embed[:, :1]
-            x = torch.cat([first.expand(len(x), -1, -1), x], 1)
-            for block in encoder.blocks:
-                x = block(x)
-                raw.append(x)
-            last = encoder.norm(x)
+            last = encoding.encoder.norm(raw[-1])
         cls = torch.cat([tokens[:, 0] for tokens in raw], 1)
         mean = torch.cat([tokens[:, 1:].mean(1) for tokens in raw], 1)
         output = torch.cat([last[:, 0], last[:, 1:].mean(1)], 1)
