@@ -367,11 +367,11 @@ def stage_step(
 
     from maect.data.loader import Batch
     from maect.recipes import views_by_size
-    from maect.train.engine import Engine
+    from maect.train.engine import build_engine
 
     objective.to(device)
     settings = stage.model_copy(update={"batch_size": batch})
-    engine = Engine(objective, settings, stage.parameter_groups(objective), device)
+    engine = build_engine(objective, settings, stage.parameter_groups(objective), device)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     encoder, ids = objective.encoder.settings, np.arange(batch)

@@ -116,6 +116,7 @@ def train(
     stage_to: str | None = None,
     computed: dict[str, Any] | None = None,
     replay: int | None = None,
+    trace: str | None = None,
 ) -> "Verdict":
     """Train the run that a resolved file describes, or resume it; called on every rank.
 
@@ -129,6 +130,7 @@ def train(
         computed: settings of how it is computed, chosen to fit into the devices' memory
             (`Training.fitted`).
         replay: only repeat this step, in a copy of the run.
+        trace: first and last step to profile, such as `100-105`.
 
     Raises:
         UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
@@ -152,6 +154,7 @@ def train(
             convert_world_size=convert_world_size,
             stage_to=stage_to,
             replay=replay,
+            trace=trace,
         )
     leave()
     return verdict

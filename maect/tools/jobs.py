@@ -103,6 +103,7 @@ def train(
     save_every_minutes: float,
     convert_world_size: bool = False,
     stage_to: str = "",
+    trace: str = "",
 ) -> None:
     """Train as a resolved file says, its results beside it.
 
@@ -113,6 +114,7 @@ def train(
         save_every_minutes: how much work a kill may cost.
         convert_world_size: go on from states of another number of ranks.
         stage_to: copy the shards to this folder of every node first.
+        trace: first and last step to profile, such as `100-105`.
 
     Raises:
         UserError: what cannot work, and what would be another run than the one that lies there.
@@ -143,9 +145,15 @@ def train(
             said = ", ".join(f"{key}: {value}" for key, value in computed.items())
             log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
     if finished:
+        if trace:
+            raise UserError(f"--trace {trace}: {path.parent} is finished; trace a run of its own")
         check_weights(path.parent)
     else:
-        stage.training_images(open_index(shards))  # before a job waits for a GPU
+        images = stage.training_images(open_index(shards))  # before a job waits for a GPU
+        if trace:
+            from maect.train.trace import steps_of  # it imports torch
+
+            steps_of(trace, stage.total_steps(images.n))
     if change := replaced(path.parent, identity):
         log.warning("%s", change)
     where.run(
@@ -161,6 +169,7 @@ def train(
         save_every_minutes=save_every_minutes,
         convert_world_size=convert_world_size,
         stage_to=stage_to or None,
+        trace=trace or None,
         computed=computed,
     )
     # A rank may have been killed after the record was written: no other one is started then.

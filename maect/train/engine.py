@@ -1,8 +1,8 @@
 """The one module that knows DeepSpeed: forward, backward, step, and this rank's shards.
 
-DeepSpeed partitions under ZeRO 2 and 3; under ZeRO 0 and 1 ranks exchange as `exchange.py` says.
-What this rank owns are its shards: saving, restoring and averaging work on them, so none of them
-gathers anything and none depends on the ZeRO stage.
+Two engines share an interface: `Replicated`, ours, for ZeRO 0 and 1, and `Partitioned`, DeepSpeed's
+partitions, for ZeRO 2 and 3. What a rank owns are its shards: saving, restoring and averaging work
+on them, so none of them gathers anything and none depends on the ZeRO stage.
 """
 
 import importlib
@@ -10,8 +10,9 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -89,7 +90,7 @@ def seconds_between(first: Mark, second: Mark) -> float:
     return second - first
 
 
-class Engine:
+class Engine(ABC):
     """A module under DeepSpeed with AdamW, stepped with the learning rates of a schedule.
 
     Attributes:
@@ -106,7 +107,7 @@ class Engine:
         groups: list[dict[str, Any]],
         device: torch.device,
     ) -> None:
-        """Wrap a module.
+        """Prepare a module; the subclass distributes its parameters and calls `_wrap`.
 
         Args:
             module: on the device.
@@ -114,118 +115,84 @@ class Engine:
             groups: trained parameters with `peak_lr` and `weight_decay`.
             device: this rank's.
         """
-        import deepspeed
-
-        self.module, self.zero_stage = module, settings.zero_stage
+        self.module, self.shards = module, list[Shard]()
         self._on_gpu = device.type == "cuda"
         use_attention(module, settings.attention)
         self.not_compiled = compile_blocks(module, device) if settings.compile else ""
         self.compiled = settings.compile and not self.not_compiled
         self._peaks, self._multiplier = [group["peak_lr"] for group in groups], 0.0
+        self._in_parts = settings.accumulation > 1
         names = {id(p): name for name, p in module.named_parameters()}
-        trained = [p for group in groups for p in group["params"]]
-        elements = sum(p.numel() for p in trained)
-        self._exchange: Exchange | None = None
-        if settings.zero_stage < 2:
-            self._exchange = Exchange(
-                module,
-                groups,
-                settings.zero_stage == 1,
-                _cast_by_autocast(module, settings, device),
-                [part for part in module.modules() if isinstance(part, Block | QueueHead)],
-                settings.accumulation > 1,
-            )
-            groups = _as_updated(groups, self._exchange)
-        self._adam = GuardedAdamW(
-            groups, lr=0.0, betas=(settings.beta1, settings.beta2), fused=device.type == "cuda"
-        )
-        self._backwards = self._accumulation = settings.accumulation
+        self._trained = {names[id(p)]: p for group in groups for p in group["params"]}
+
+    def _wrap(
+        self, groups: list[dict[str, Any]], settings: Training, partitions: dict[str, Any]
+    ) -> Any:
+        """Start DeepSpeed's engine, with AdamW for groups of tensors; returns its optimizer."""
+        import deepspeed
+
+        betas = (settings.beta1, settings.beta2)
+        self._adam = GuardedAdamW(groups, lr=0.0, betas=betas, fused=self._on_gpu)
+        ranks = dist.get_world_size()
         config = {
             "train_micro_batch_size_per_gpu": settings.batch_size
-            // (dist.get_world_size() * settings.accumulation),
+            // (ranks * settings.accumulation),
             "gradient_accumulation_steps": settings.accumulation,
-            "zero_optimization": {
-                "stage": 0 if self._exchange else settings.zero_stage,
-                "reduce_bucket_size": min(_BUCKET, 2 * elements),
-                "allgather_bucket_size": min(_BUCKET, 2 * elements),
-                "overlap_comm": False,
-                # One norm of all gradients, ours, in place of one per group, each with an exchange.
-                **({"compute_grad_norm": False} if settings.zero_stage == 2 else {}),
-            },
+            "zero_optimization": partitions,
             "gradient_clipping": 0.0,  # 1 by default; the method has none
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
             "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a step
         }
-        self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=module, optimizer=self._adam, config=config
+        self._engine, optimizer, _, _ = deepspeed.initialize(
+            model=self.module, optimizer=self._adam, config=config
         )
-        self._engine.enable_backward_allreduce = self._exchange is None
-        self._create_moments()
-        self.shards: list[Shard] = []
-        self._replicas: list[Shard] = []  # updated here too, but saved by another rank: ZeRO 0
-        self._names = {id(p): names[id(p)] for p in trained}
-        self._find_shards(trained, names)
+        return optimizer
+
+    def _create_moments(self, flat: Iterable[Tensor]) -> None:
+        """Create AdamW's state before its first step, to restore a saved one into."""
+        for values in flat:
+            on = values.device if self._on_gpu else torch.device("cpu")
+            moments = {name: torch.zeros_like(values, requires_grad=False) for name in MOMENTS}
+            step = torch.zeros((), dtype=torch.float32, device=on)
+            self._adam.state[values] = {"step": step, **moments}
+
+    def _shard(self, name: str, start: int, flat: Tensor, offset: int, length: int) -> Shard:
+        """Values of a parameter from `start` on, which lie in `flat` from `offset` on."""
+        state = self._adam.state[flat]
+        values = {PARAM: flat, **{moment: state[moment] for moment in MOMENTS}}
+        pieces = {k: v.detach().view(-1)[offset : offset + length] for k, v in values.items()}
+        return Shard(name, start, pieces)
 
     def __call__(self, inputs: Any) -> Any:
         """Forward pass of the module; the backward pass of its loss has to follow."""
-        if self._exchange is not None:
-            self._exchange.lend()
         return self._engine(inputs)
-
-    def mark(self) -> Mark:
-        """A moment of this rank's device, to be read once the host has waited for it."""
-        if not self._on_gpu:
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate gradients; the last pass of an update averages them over the ranks."""
-        self._backwards -= 1
-        last = self._backwards == 0
-        parts = self._accumulation > 1  # dividing by one takes kernels, too
-        if self._exchange is None:
-            self._engine.backward(loss, scale_wrt_gas=parts)
-        else:
-            if last:
-                self._exchange.begin()
-            self._engine.backward(loss, scale_wrt_gas=parts)
-            self._exchange.take_back()
-            if last:
-                self._exchange.finish()
-        if last:
-            self._backwards = self._accumulation
+        # Dividing by one takes kernels, too.
+        self._engine.backward(loss, scale_wrt_gas=self._in_parts)
+
+    @abstractmethod
+    def _own_gradients(self) -> list[Tensor]:
+        """Averaged gradients of this rank's shards."""
+
+    @abstractmethod
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """The same by the parameter's name."""
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the global gradient's squared norm, a float64 scalar on the device.
 
         Between the last backward pass of an update and the update; the sum over the ranks is whole.
         """
-        if self._exchange is not None:
-            gradients = self._exchange.own_gradients()
-        else:
-            groups = self._zero.averaged_gradients.values()
-            gradients = [gradient for group in groups for gradient in group]
-        norms = torch._foreach_norm([gradient.detach().float() for gradient in gradients])
+        norms = torch._foreach_norm([g.detach().float() for g in self._own_gradients()])
         return torch.stack(norms).double().square().sum()
 
     def squared_norms(self) -> dict[str, Tensor | float]:
         """The same of each trained parameter, by name, the same names on every rank."""
-        if self._exchange is not None:
-            pairs = list(self._exchange.own_parts())
-        else:
-            parts = (
-                self._zero.fp16_groups if self.zero_stage == 3 else self._zero.params_in_partition
-            )
-            pairs = [
-                (self._names[id(parameter)], gradient)
-                for group, gradients in self._zero.averaged_gradients.items()
-                for parameter, gradient in zip(parts[group], gradients, strict=False)  # padding
-            ]
-        norms: dict[str, Tensor | float] = dict.fromkeys(self._names.values(), 0.0)
-        for name, gradient in pairs:
+        norms: dict[str, Tensor | float] = dict.fromkeys(self._trained, 0.0)
+        for name, gradient in self._named_gradients():
             norms[name] = gradient.detach().double().square().sum()
         return norms
 
@@ -241,38 +208,38 @@ class Engine:
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
         self._adam.spoilt = spoilt
-        updates = self._engine.is_gradient_accumulation_boundary()
-        if updates:
+        if self._engine.is_gradient_accumulation_boundary():
             self._multiplier = lr_multiplier
         self._engine.step()
-        if self._exchange is not None and updates:
-            self._exchange.gather()
 
     def learning_rates(self) -> tuple[float, float]:
         """Smallest and largest learning rate of the last update."""
         return min(self._peaks) * self._multiplier, max(self._peaks) * self._multiplier
 
-    def complete(self) -> None:
-        """Let the module's parameters be whole on every rank; on all of them at once.
+    def mark(self) -> Mark:
+        """A moment of this rank's device, to be read once the host has waited for it."""
+        if not self._on_gpu:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @abstractmethod
+    def complete(self, part: nn.Module | None = None) -> None:
+        """Let parameters, of a part or all, be whole on every rank; on all ranks at once.
 
         Between updates a rank has those that it updates; the others' come with the next forward
-        pass, or here. Under ZeRO 3 see `gathered`.
+        pass, or here.
         """
-        if self._exchange is not None:
-            self._exchange.complete()
 
     def copies(self) -> Iterator[Tensor]:
         """What layers computed with in place of their parameters, the same on every rank."""
-        return self._exchange.copies() if self._exchange is not None else iter(())
+        return iter(())
 
     def gathered(self, module: nn.Module) -> Any:
         """Context in which a part's parameters are complete on every rank, also under ZeRO 3."""
-        import deepspeed
-
-        if self._exchange is not None:
-            self._exchange.complete(module)
-        sharded = self.zero_stage == 3
-        return deepspeed.zero.GatheredParameters(list(module.parameters()), enabled=sharded)
+        self.complete(module)
+        return nullcontext()
 
     def start_average(self, prefix: str) -> None:
         """Let a running average of the parameters whose names begin so start at their values."""
@@ -289,55 +256,43 @@ class Engine:
             weights = [values[PARAM] for values in averaged]
             torch._foreach_lerp_(averages, weights, 1 - momentum)
 
-    def close(self) -> None:
-        """Let go of the module: DeepSpeed's hooks and ours would keep it and the optimizer."""
-        self._engine.destroy()
-        if self._exchange is not None:
-            self._exchange.close()
-
     def restore(self, fill: Callable[[list[Shard]], None], step: int) -> None:
         """Let `fill` set the values of all shards, and set the count of updates."""
-        fill([*self.shards, *self._replicas])
+        fill(self.shards)
         for state in self._adam.state.values():
             state["step"].fill_(step)
 
-    def _create_moments(self) -> None:
-        """Create AdamW's state before its first step, to restore a saved one into."""
-        if self._exchange is not None:
-            flat = [piece.weights for piece in self._exchange.pieces]
-        elif self.zero_stage == 3:
-            flat = self._zero.fp32_partitioned_groups_flat
-        else:
-            flat = self._zero.single_partition_of_fp32_groups
-        for values in flat:
-            on = values.device if self._adam.defaults["fused"] else torch.device("cpu")
-            moments = {name: torch.zeros_like(values, requires_grad=False) for name in MOMENTS}
-            step = torch.zeros((), dtype=torch.float32, device=on)
-            self._adam.state[values] = {"step": step, **moments}
+    def close(self) -> None:
+        """Let go of the module: hooks would keep it and the optimizer."""
+        self._engine.destroy()
 
-    def _find_shards(self, trained: list[Tensor], names: dict[int, str]) -> None:
-        """Find where the optimizer keeps this rank's part of each parameter."""
-        if self._exchange is not None:
-            for piece in self._exchange.pieces:
-                self._share_out(piece)
-            return
-        rank = dist.get_rank()
-        for parameter in trained:
-            name = names[id(parameter)]
-            if self.zero_stage == 3:
-                group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
-                start = rank * padded
-                length = min(padded, parameter.ds_numel - start)  # type: ignore[attr-defined]
-                if length > 0:
-                    flat = self._zero.fp32_partitioned_groups_flat[group]
-                    self.shards.append(self._shard(name, start, flat, offset, length))
-            else:
-                mapping = parameter._hp_mapping  # type: ignore[attr-defined]
-                if mapping is not None:
-                    flat = self._zero.single_partition_of_fp32_groups[mapping.param_group_index]
-                    address = mapping.get_hp_fragment_address()
-                    start = mapping.lp_fragment_address.start
-                    self.shards.append(self._shard(name, start, flat, address.start, address.numel))
+
+class Replicated(Engine):
+    """ZeRO 0 and 1: all parameters on every rank, exchanged beside the passes by `Exchange`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Training,
+        groups: list[dict[str, Any]],
+        device: torch.device,
+    ) -> None:
+        """Move the parameters into buckets."""
+        super().__init__(module, settings, groups, device)
+        self._exchange = Exchange(
+            module,
+            groups,
+            settings.zero_stage == 1,
+            _cast_by_autocast(module, settings, device),
+            [part for part in module.modules() if isinstance(part, Block | QueueHead)],
+            self._in_parts,
+        )
+        self._wrap(_as_updated(groups, self._exchange), settings, {"stage": 0})
+        self._engine.enable_backward_allreduce = False
+        self._create_moments(piece.weights for piece in self._exchange.pieces)
+        self._replicas: list[Shard] = []  # updated here too, but saved by another rank: ZeRO 0
+        for piece in self._exchange.pieces:
+            self._share_out(piece)
 
     def _share_out(self, piece: Piece) -> None:
         """Shards of a piece: what lies in this rank's slice is its own to save, the rest is not."""
@@ -355,11 +310,131 @@ class Engine:
                     shard = self._shard(name, start - first, piece.weights, offset, length)
                     (self.shards if mine else self._replicas).append(shard)
 
-    def _shard(self, name: str, start: int, flat: Tensor, offset: int, length: int) -> Shard:
-        state = self._adam.state[flat]
-        values = {PARAM: flat, **{moment: state[moment] for moment in MOMENTS}}
-        pieces = {k: v.detach().view(-1)[offset : offset + length] for k, v in values.items()}
-        return Shard(name, start, pieces)
+    def __call__(self, inputs: Any) -> Any:
+        """Forward pass, in which layers compute with what they are lent."""
+        self._exchange.lend()
+        return super().__call__(inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate gradients; those of the last pass leave while it computes."""
+        last = self._engine.is_gradient_accumulation_boundary()
+        if last:
+            self._exchange.begin()
+        super().backward(loss)
+        self._exchange.take_back()
+        if last:
+            self._exchange.finish()
+
+    def _own_gradients(self) -> list[Tensor]:
+        return self._exchange.own_gradients()
+
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        return self._exchange.own_parts()
+
+    def step(self, lr_multiplier: float, spoilt: Tensor | None = None) -> None:
+        """Update this rank's pieces, and start to gather the others'."""
+        updates = self._engine.is_gradient_accumulation_boundary()
+        super().step(lr_multiplier, spoilt)
+        if updates:
+            self._exchange.gather()
+
+    def complete(self, part: nn.Module | None = None) -> None:
+        """Wait for the other ranks' weights."""
+        self._exchange.complete(part)
+
+    def copies(self) -> Iterator[Tensor]:
+        """Weights in bfloat16."""
+        return self._exchange.copies()
+
+    def restore(self, fill: Callable[[list[Shard]], None], step: int) -> None:
+        """Restore what other ranks save, too."""
+        super().restore(lambda shards: fill([*shards, *self._replicas]), step)
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks, and the exchange's."""
+        super().close()
+        self._exchange.close()
+
+
+class Partitioned(Engine):
+    """ZeRO 2 and 3: DeepSpeed's partitions, and all that is private to DeepSpeed about them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        settings: Training,
+        groups: list[dict[str, Any]],
+        device: torch.device,
+    ) -> None:
+        """Let DeepSpeed partition the parameters; find where they went."""
+        super().__init__(module, settings, groups, device)
+        self._whole = settings.zero_stage == 2  # parameters are; gradients are partitioned
+        bucket = min(_BUCKET, 2 * sum(p.numel() for p in self._trained.values()))
+        partitions: dict[str, Any] = {
+            "stage": settings.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "overlap_comm": False,
+        }
+        if self._whole:
+            # One norm of all gradients, ours, in place of one per group, each with an exchange.
+            partitions["compute_grad_norm"] = False
+        self._zero = self._wrap(groups, settings, partitions)
+        self._flat = (
+            self._zero.single_partition_of_fp32_groups
+            if self._whole
+            else self._zero.fp32_partitioned_groups_flat
+        )
+        self._create_moments(self._flat)
+        for name, parameter in self._trained.items():
+            if (found := self._place(parameter)) is not None:
+                start, group, offset, length = found
+                self.shards.append(self._shard(name, start, self._flat[group], offset, length))
+
+    def _place(self, parameter: Any) -> tuple[int, int, int, int] | None:
+        """Where this rank's part begins in a parameter, its group, where it lies there, its length.
+
+        None if it has no part of it.
+        """
+        if self._whole:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                return None
+            address = mapping.get_hp_fragment_address()
+            start = mapping.lp_fragment_address.start
+            return start, mapping.param_group_index, address.start, address.numel
+        group, offset, padded = self._zero.grad_position[self._zero.get_param_id(parameter)]
+        start = dist.get_rank() * padded
+        length = min(padded, parameter.ds_numel - start)
+        return (start, group, offset, length) if length > 0 else None
+
+    def _own_gradients(self) -> list[Tensor]:
+        return [g for group in self._zero.averaged_gradients.values() for g in group]
+
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        names = {id(p): name for name, p in self._trained.items()}
+        parts = self._zero.params_in_partition if self._whole else self._zero.fp16_groups
+        for group, gradients in self._zero.averaged_gradients.items():
+            for parameter, gradient in zip(parts[group], gradients, strict=False):  # padding
+                yield names[id(parameter)], gradient
+
+    def complete(self, part: nn.Module | None = None) -> None:
+        """Do nothing: ZeRO 2 leaves parameters whole, and ZeRO 3 only lets them be `gathered`."""
+
+    def gathered(self, module: nn.Module) -> Any:
+        """Context in which a part's parameters are complete on every rank."""
+        import deepspeed
+
+        parameters = list(module.parameters())
+        return deepspeed.zero.GatheredParameters(parameters, enabled=not self._whole)
+
+
+def build_engine(
+    module: nn.Module, settings: Training, groups: list[dict[str, Any]], device: torch.device
+) -> Engine:
+    """The engine of the settings' ZeRO stage; arguments as `Engine` has them."""
+    kind = Replicated if settings.zero_stage < 2 else Partitioned
+    return kind(module, settings, groups, device)
 
 
 class GuardedAdamW(torch.optim.AdamW):

@@ -2,9 +2,6 @@
 
 import logging
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,40 +18,6 @@ log = logging.getLogger(__name__)
 
 LOOKS = "looks"
 """Folder of a run with the pictures of its looks."""
-
-
-class StepClock:
-    """Seconds of steps, without what comes between them.
-
-    Attributes:
-        useful: of all whose result was kept, those of earlier attempts included. Saving is not
-            useful, nor is an attempt's set-up: its first step counts as its second.
-    """
-
-    def __init__(self, useful: float) -> None:
-        self.useful, self._steps = useful, 0
-        self.start()
-
-    def start(self) -> None:
-        """Begin the first step of an attempt."""
-        self._stepped = time.monotonic()
-
-    @contextmanager
-    def aside(self, useful: bool) -> Iterator[None]:
-        """What is no part of any step: a save, or a look at the encoder, which is kept."""
-        began = time.monotonic()
-        yield
-        spent = time.monotonic() - began
-        self._stepped += spent
-        self.useful += spent if useful else 0.0
-
-    def step(self) -> float:
-        """How long the step took that ends now, waiting for its batch included."""
-        now = time.monotonic()
-        seconds, self._stepped = now - self._stepped, now
-        self._steps += 1
-        self.useful += (0.0, 2.0, 1.0)[min(self._steps, 3) - 1] * seconds
-        return max(seconds, 1e-9)
 
 
 class Metrics:

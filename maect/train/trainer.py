@@ -5,8 +5,7 @@ import logging
 import math
 import os
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -45,10 +44,11 @@ from maect.train.checkpoint import (
     saved,
     snapshot,
 )
-from maect.train.engine import Engine, Mark, seconds_between, start
+from maect.train.device_time import DeviceTime
+from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
 from maect.train.fence import Fence
 from maect.train.look import Looker
-from maect.train.metrics import Metrics, StepClock, usage
+from maect.train.metrics import Metrics, usage
 from maect.train.objective import Objective
 from maect.train.replay import Replay, part_of
 from maect.train.run_folder import (
@@ -61,6 +61,7 @@ from maect.train.run_folder import (
     remove_states,
 )
 from maect.train.stage import Training
+from maect.train.trace import Trace, steps_of
 from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ def train(
     stage_to: str | None = None,
     look: Look | None = None,
     replay: int | None = None,
+    trace: str | None = None,
 ) -> Verdict:
     """Run a training, or resume it; called on every rank.
 
@@ -129,6 +131,7 @@ def train(
         look: how often to look at the encoder meanwhile; nothing that the run leaves depends on it.
         replay: repeat this step, counted from 1, in a copy of the run: train up to it, save nothing
             and say in `replay.json` what it was.
+        trace: first and last step to profile into `traces/`, such as `100-105`.
 
     Returns:
         "done" once `run.json` is written; "requeue" if told to stop, with the state saved.
@@ -175,7 +178,7 @@ def train(
     groups = stage.parameter_groups(objective)
     objective.to(device)
     looker = Looker(look, images, run.resize, objective, context, device) if look else None
-    engine = Engine(objective, stage, groups, device)
+    engine = build_engine(objective, stage, groups, device)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     record: dict[str, Any] = {}
@@ -203,6 +206,7 @@ def train(
     last = steps if repeat is None else repeat.step
     if not step < last <= steps and repeat:
         raise UserError(f"step {last} cannot be repeated: the run has {steps} steps")
+    window = Trace(folder, context.rank, steps_of(trace, steps)) if trace else None
     metrics = Metrics(folder, step, steps) if context.rank == 0 else None
     trainer = Trainer(
         context=context,
@@ -220,11 +224,13 @@ def train(
         save_seconds=60 * save_every_minutes,
         record={"fingerprint": identity},
         losses=record.get("losses") if record else [],
-        useful_seconds=record.get("useful_seconds", 0.0),
-        held_before=_held_before(record, context),
+        clock=DeviceTime(
+            context, record, metrics.device_seconds if metrics else 0.0, max(8, log_interval(steps))
+        ),
         scores=scores.resumed(record.get("scores")) if scores and record else scores,
         looker=looker,
         replay=repeat,
+        trace=window,
     )
     try:
         if step < last:
@@ -256,6 +262,8 @@ def train(
         trainer.saver.wait()
         if metrics is not None:
             metrics.close()
+        if window is not None:
+            window.close()
         engine.close()
 
     # ---- what it leaves
@@ -287,12 +295,11 @@ class Trainer:
         record: what every state says beside its step.
         losses: sum and number of the losses of each epoch so far, part of the state; None in a
             run that began before states had them.
-        useful_seconds: device time of the steps so far, part of the state.
-        held_before: device time held, likewise, of jobs that the launcher's record does not know:
-            that of a finished run begins anew, and folders are copied without it.
+        clock: times the steps; part of the state.
         scores: of the epochs so far, if they are scored.
         looker: looks at the encoder now and then, if anything does.
         replay: of the step that is repeated, if one is: then nothing is saved.
+        trace: profiles some of the steps, if it is asked for.
     """
 
     context: Context
@@ -310,16 +317,14 @@ class Trainer:
     save_seconds: float
     record: dict[str, Any]
     losses: list[tuple[float, int]] | None
-    useful_seconds: float = 0.0
-    held_before: float = 0.0
+    clock: DeviceTime
     scores: Scores | None = None
     looker: Looker | None = None
     replay: Replay | None = None
+    trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        self._began = self._saved_at = time.monotonic()
-        self._clock = StepClock(self.useful_seconds / self.context.world_size)
-        self._spent = self.metrics.device_seconds if self.metrics else 0.0
+        self._saved_at = time.monotonic()
         self._changing = self.objective.changing_buffers()
         # As the last two forward passes found them.
         self._before, self._earlier = ([b.clone() for b in self._changing] for _ in range(2))
@@ -327,8 +332,6 @@ class Trainer:
         self._beside = torch.cuda.Stream() if self.device.type == "cuda" else None
         self._flags = torch.arange(2, dtype=torch.float64, device=self.device)
         self._unread: _Sums | None = None
-        self._looking = 0.0  # seconds so far
-        self._recent = deque[float](maxlen=max(8, log_interval(self.steps)))  # seconds of steps
         self._knn: float | None = None
 
     def run(self, batches: Iterator[Batch]) -> bool:
@@ -340,11 +343,13 @@ class Trainer:
         Raises:
             TrainingFault: the loss is no longer a finite number, or the embedding has collapsed.
         """
-        self._began = self._saved_at = time.monotonic()
-        self._clock.start()
+        self._saved_at = time.monotonic()
+        self.clock.start()
         self.watchdog.at(READING, self.step + 1)
         for number, batch in enumerate(batches, self.step + 1):
             self.watchdog.at(COMPUTING, number)
+            if self.trace is not None:
+                self.trace.begin(number)
             sums = self._compute(batch)
             # What the step before gave is read only now, when the device has more to do: the host
             # is ahead of it and never keeps it waiting.
@@ -413,7 +418,7 @@ class Trainer:
         self._forwarded = False
         sums.read(total)
         self._unread = sums
-        self._recent.append(self._clock.step())
+        self.clock.step()
 
     def _is_looked_at(self, number: int) -> bool:
         """Whether the model is to be looked at between this step and the next one."""
@@ -490,7 +495,7 @@ class Trainer:
         self.watchdog.at(SCORING, self.step)
         self.engine.complete()
         size, predict = self.encoder.image_size, self.objective.predict
-        with self._clock.aside(useful=True):
+        with self.clock.aside(useful=True):
             scores.accuracies.append(
                 accuracy(self.context, scores.index, self.device, size, scores.resize, predict)
             )
@@ -510,7 +515,7 @@ class Trainer:
         """
         if self.replay:
             return
-        with self._clock.aside(useful=False):
+        with self.clock.aside(useful=False):
             self._compare_replicas()
             self.watchdog.at(SAVING, self.step + 1)
             if self.metrics is not None:
@@ -518,8 +523,7 @@ class Trainer:
             buffers = self._saved_buffers() if self.context.rank == 0 else {}
             record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
             record |= {} if self.scores is None else {"scores": self.scores.record}
-            record |= {"useful_seconds": self.useful, "held_before": self.held_before}
-            record |= {"held_seconds": self.context.held_seconds()}
+            record |= self.clock.record
             self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
         self._saved_at = time.monotonic()
         if wait:
@@ -529,16 +533,6 @@ class Trainer:
             if error:
                 raise UserError(error)
 
-    @property
-    def useful(self) -> float:
-        """Seconds x ranks of all steps whose result was kept."""
-        return self._clock.useful * self.context.world_size
-
-    @property
-    def held(self) -> float:
-        """Seconds x ranks for which all jobs of the run have held their devices."""
-        return self.held_before + self.context.held_seconds()
-
     def _look(self) -> dict[str, float]:
         """What a look at the encoder finds, if one is due."""
         done = self.step * self.stage.batch_size
@@ -546,21 +540,17 @@ class Trainer:
         if self.looker is None or not self.looker.due(done - self.stage.batch_size, done, last):
             return {}
         self.watchdog.at(LOOKING, self.step)
-        began = time.monotonic()
-        with self._clock.aside(useful=True):
+        with self.clock.aside(useful=True, look=True):
             found = self.looker.look(self.engine.shards)
             if self.metrics is not None:
                 self.metrics.show(self.step, self.looker.pictures)
-        self._looking += time.monotonic() - began
         self._knn = found.get("look_knn")
         return found
 
     def _log(self, values: dict[str, float], norm: float, always: bool = False) -> None:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
-        now, size, stage = time.monotonic(), self.stage.batch_size, self.stage
-        done = self.step * size
-        # Of several steps, whose reading is not even; a loader that is too slow shows.
-        speed = size * len(self._recent) / sum(self._recent)
+        size, stage = self.stage.batch_size, self.stage
+        done, speed = self.step * size, self.clock.steps_per_second * size
         self.context.report(
             {
                 "epoch": min(done // self.images + 1, stage.epochs),
@@ -585,11 +575,7 @@ class Trainer:
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
-        device_seconds = self._spent + (now - self._began) * self.context.world_size
-        timing = {"images_per_second": speed, "device_seconds": device_seconds}
-        timing |= {"held_seconds": self.held, "useful_seconds": self.useful}
-        if looked:
-            timing["look_part"] = self._looking / max(now - self._began, 1e-9)
+        timing = {"images_per_second": speed} | self.clock.timing(looked)
         flops = stage.flops_per_image(self.encoder) * speed / self.context.world_size
         timing |= usage(flops, stage.precision, self.device)
         self.metrics.log(self.step, values | more, timing)
@@ -681,13 +667,6 @@ def _scores(run: Run, split: Index) -> Scores | None:
     return Scores(index, run.resize)
 
 
-def _held_before(record: Mapping[str, Any], context: Context) -> float:
-    """What a state says of the device time that the launcher's record has forgotten since."""
-    before: float = record.get("held_before", 0.0)
-    noted: float = record.get("held_seconds", 0.0)
-    return before if context.held_seconds() >= noted else before + noted
-
-
 def _piece(batch: Batch, number: int, pieces: int) -> Batch:
     """One of `pieces` equal parts of a batch."""
     if pieces == 1:
@@ -742,7 +721,7 @@ def _finish(
     logged = entries(run.folder / "metrics.jsonl")
     timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)
-    held = trainer.held
+    held, useful = trainer.clock.held, trainer.clock.useful
     record = {
         "run": run.folder.name,
         "fingerprint": identity,
@@ -753,7 +732,7 @@ def _finish(
         "world_size": trainer.context.world_size,
         "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
         "held_hours": held / 3600,
-        "useful_part": min(1.0, trainer.useful / held) if held else None,
+        "useful_part": min(1.0, useful / held) if held else None,
         "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),

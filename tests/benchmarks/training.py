@@ -34,7 +34,8 @@ from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.stages.objectives import Views
 from maect.train.checkpoint import Saver
-from maect.train.engine import Engine, start
+from maect.train.device_time import DeviceTime
+from maect.train.engine import build_engine, start
 from maect.train.metrics import Metrics
 from maect.train.trainer import Trainer
 from maect.train.watchdog import Watchdog
@@ -92,7 +93,7 @@ def engine_steps(
         folder = Path(name)
         source = source_run(folder, shape) if stage.starts_from else None
         objective = stage.build(shape, 0, source).to(device)
-        engine = Engine(objective, stage, stage.parameter_groups(objective), device)
+        engine = build_engine(objective, stage, stage.parameter_groups(objective), device)
         if stage.encoder_average is not None:
             engine.start_average("encoder.")
         batch, metrics = random_batch(stage, shape), Metrics(folder, 0, steps)
@@ -108,7 +109,7 @@ def engine_steps(
             context=ALONE, stage=stage, encoder=shape, objective=objective, engine=engine,
             device=device, step=0, steps=steps, images=10**6, saver=NoSaver(folder, ALONE, None),
             metrics=metrics, watchdog=Watchdog(folder, ALONE), save_seconds=1e9, record={},
-            losses=[],
+            losses=[], clock=DeviceTime(ALONE, {}),
         ).run(batches())  # fmt: skip
         metrics.close()
     return seconds

@@ -267,7 +267,8 @@ def trainer_of(
 ) -> Iterator[Any]:
     """A trainer around a new engine that saves nothing."""
     from maect.train.checkpoint import Saver
-    from maect.train.engine import Engine
+    from maect.train.device_time import DeviceTime
+    from maect.train.engine import build_engine
     from maect.train.trainer import Trainer
     from maect.train.watchdog import Watchdog
 
@@ -279,7 +280,7 @@ def trainer_of(
 
     context = context or Alone()
     objective = objective_of(stage, encoder).to(here.device)
-    engine = Engine(objective, stage, stage.parameter_groups(objective), here.device)
+    engine = build_engine(objective, stage, stage.parameter_groups(objective), here.device)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     try:
@@ -288,6 +289,7 @@ def trainer_of(
             device=here.device, step=0, steps=steps, images=10**6,
             saver=Nothing(here.folder, context, None), metrics=None,
             watchdog=Watchdog(here.folder, context), save_seconds=1e9, record={}, losses=[],
+            clock=DeviceTime(context, {}),
         )  # fmt: skip
     finally:
         engine.close()
@@ -372,14 +374,14 @@ import os
 import torch
 from first_day import Alone
 from maect.stages import load_recipe
-from maect.train.engine import Engine, start
+from maect.train.engine import build_engine, start
 os.environ.update(RANK="0", LOCAL_RANK="3", WORLD_SIZE="1")
 rank = Alone(gpus={gpus})
 rank.local_rank = 3
 device = start(rank)
 layer = torch.nn.Linear(8, 8).to(device)
 group = {{"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}}
-engine = Engine(layer, load_recipe("mae", "base", {{"batch_size": 4}}), [group], device)
+engine = build_engine(layer, load_recipe("mae", "base", {{"batch_size": 4}}), [group], device)
 engine.backward(engine(torch.ones(2, 8, device=device)).sum())
 engine.step(1.0)
 print("trains on", device)
@@ -991,7 +993,7 @@ def two_steps(
     import torch
     import torch.distributed as dist
 
-    from maect.train.engine import Engine
+    from maect.train.engine import build_engine
 
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks))
     if kind == "cpu":
@@ -1014,7 +1016,7 @@ def two_steps(
     here = Here(device, small, Path(out).parent)
     stage, encoder = stage_of(here, "ct_min", "base", 16, precision="fp32")
     objective = objective_of(stage, encoder).to(device)
-    engine = Engine(objective, stage, stage.parameter_groups(objective), device)
+    engine = build_engine(objective, stage, stage.parameter_groups(objective), device)
     batch = random_batch(stage, encoder, 16)
     part = batch.part(slice(rank * 16 // ranks, (rank + 1) * 16 // ranks))
     for _ in range(3):

@@ -11,8 +11,8 @@ import torch
 from ranks import Place
 
 from maect.cli import build_parser
-from maect.train import metrics, trainer
-from maect.train.metrics import StepClock
+from maect.train import device_time, trainer
+from maect.train.device_time import DeviceTime
 from maect.train.trainer import Trainer
 from maect.train.watchdog import Watchdog
 
@@ -128,7 +128,7 @@ def attempt(machine: Machine, steps: int, minutes: float, folder, **spied) -> Tr
         context=place, stage=stage, encoder=None, objective=objective, engine=Engine(machine),
         device=torch.device("cpu"), step=step, steps=steps, images=8 * steps, saver=Saver(machine),
         metrics=None, watchdog=Watchdog(folder, place), save_seconds=60 * minutes, record={},
-        losses=None, useful_seconds=record.get("useful_seconds", 0.0),
+        losses=None, clock=DeviceTime(place, record),
     )  # fmt: skip
     batch = trainer.Batch(0, *[torch.zeros(8)] * 3, (torch.zeros(1, 8),))
     assert training.run(batch for _ in range(steps - step))
@@ -142,14 +142,14 @@ def simulate(
     machine = Machine(**faults)
     clock = SimpleNamespace(monotonic=lambda: machine.now)
     monkeypatch.setattr(trainer, "time", clock)
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(device_time, "time", clock)
     steps, training = int(hours * HOUR / STEP), None
     while training is None:
         with suppress(KilledError):
             training = attempt(machine, steps, minutes, tmp_path)
     # Each step counts once; an attempt's first counts as its second.
-    assert training.useful == pytest.approx(steps * STEP)
-    return training.useful / machine.held, machine
+    assert training.clock.useful == pytest.approx(steps * STEP)
+    return training.clock.useful / machine.held, machine
 
 
 def test_a_day_with_a_failure_every_two_hours(monkeypatch, tmp_path):
@@ -172,7 +172,7 @@ def test_steps_that_are_read_early_seem_no_faster(monkeypatch, tmp_path):
     machine, told = Machine(fails_at=math.inf), []
     clock = SimpleNamespace(monotonic=lambda: machine.now)
     monkeypatch.setattr(trainer, "time", clock)
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(device_time, "time", clock)
     attempt(machine, 40, 2.0, tmp_path, report=told.append)
     speeds = [line["images_per_second"] for line in told]
     assert len(speeds) == 40 and speeds[0] == pytest.approx(8 / (STEP + COMPILING))
@@ -181,8 +181,8 @@ def test_steps_that_are_read_early_seem_no_faster(monkeypatch, tmp_path):
 
 def test_what_counts_as_useful(monkeypatch):
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(metrics, "time", clock)
-    steps = StepClock(useful=100.0)
+    monkeypatch.setattr(device_time, "time", clock)
+    steps = DeviceTime(Place(0, 0, 1), {"useful_seconds": 100.0})
     for seconds in (60.0, 2.0, 3.0):  # the first compiles
         clock.now += seconds
         assert steps.step() == seconds

@@ -26,7 +26,7 @@ def build(zero_stage: int) -> engine.Engine:
     layer = torch.nn.Linear(WIDTH, WIDTH)
     settings = load_recipe("mae", "base", {"batch_size": 2, "zero_stage": zero_stage})
     group = {"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}
-    return engine.Engine(layer, settings, [group], torch.device("cpu"))
+    return engine.build_engine(layer, settings, [group], torch.device("cpu"))
 
 
 def step(trained: engine.Engine) -> engine.Engine:

@@ -48,7 +48,7 @@ def trained(context, zero_stage, accumulation):
     engine.start(context)
     exchange.BUCKET = 100  # the middle layer has more
     layers, events = module(), []
-    ours = engine.Engine(
+    ours = engine.build_engine(
         layers, Settings(zero_stage, accumulation), groups(layers), torch.device("cpu")
     )
     ours._exchange.__class__._send = noted(ours._exchange.__class__._send, events)
@@ -192,7 +192,9 @@ def encoded(context, lending, zero_stage, checkpointing, frozen, passes):
         {"params": [p for p in trained if p.ndim > 1], "peak_lr": 1e-2, "weight_decay": 0.1},
         {"params": [p for p in trained if p.ndim == 1], "peak_lr": 1e-2, "weight_decay": 0.0},
     ]
-    ours = engine.Engine(module, Settings(zero_stage, passes, "bf16"), groups, torch.device("cpu"))
+    ours = engine.build_engine(
+        module, Settings(zero_stage, passes, "bf16"), groups, torch.device("cpu")
+    )
     side = ENCODER.image_size
     for number in range(STEPS):
         for part in range(passes):
