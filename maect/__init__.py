@@ -5,9 +5,11 @@ import maect
 encoder = maect.load("results/birds/runs/ct_min")
 vectors = encoder.encode(["a.jpg", "b.png"])  # float32 [2, encoder.width]
 images = maect.shards("results/birds/shards/birds/train")  # a torch Dataset
+run = maect.train("results/birds/runs/mae/config.yaml")  # Path of its folder
+metrics = maect.evaluate("results/birds/evaluations/ct_min/knn.yaml")  # {"knn": 0.93, ...}
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +18,7 @@ if TYPE_CHECKING:  # they import torch
     from maect.answers.encoder import ImageEncoder
     from maect.data.dataset import ShardDataset
 
-__all__ = ["load", "shards"]
+__all__ = ["evaluate", "load", "shards", "train"]
 __version__ = "0.1.0"
 
 
@@ -63,3 +65,61 @@ def shards(
     from maect.data.dataset import ShardDataset
 
     return ShardDataset(folder, image, transform)
+
+
+def train(
+    config: str | PathLike[str],
+    changes: Sequence[str] = (),
+    out: str | PathLike[str] | None = None,
+    **where: Any,
+) -> Path:
+    """Train a run, or resume it, and wait until it is finished; as the command `maect train`.
+
+    Args:
+        config: the resolved file of the run (`maect resolve EXPERIMENT` writes it).
+        changes: `KEY=VALUE` in place of what it says, which makes another run.
+        out: where the resolved file of that is written; results go beside it.
+        **where: options of the command that say where to run, such as `devices=2`.
+
+    Returns:
+        The run's folder, for `maect.load`.
+
+    Raises:
+        maect.core.errors.UserError: what cannot work, with the file and a hint.
+    """
+    from maect.tools.job_commands import Changed, Launching
+    from maect.tools.job_commands import train as command
+
+    changed = Changed(Path(config), changes, out=None if out is None else Path(out))
+    command.call(Launching.of(where), changed)
+    return changed.path.parent
+
+
+def evaluate(
+    config: str | PathLike[str],
+    changes: Sequence[str] = (),
+    out: str | PathLike[str] | None = None,
+    **where: Any,
+) -> dict[str, Any]:
+    """Evaluate an encoder in one way; as the command `maect evaluate`.
+
+    Args:
+        config: the resolved file of the evaluation (`maect resolve EXPERIMENT` writes it).
+        changes: `KEY=VALUE` in place of what it says, which makes another evaluation.
+        out: where the resolved file of that is written; the result goes beside it, as JSON.
+        **where: options of the command that say where to run, such as `devices=2`.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        maect.core.errors.UserError: what cannot work, with the file and a hint.
+    """
+    from maect.core.files import read_json
+    from maect.tools.job_commands import Changed, Launching
+    from maect.tools.job_commands import evaluate as command
+
+    changed = Changed(Path(config), changes, out=None if out is None else Path(out))
+    command.call(Launching.of(where), changed)
+    metrics: dict[str, Any] = read_json(changed.path.with_suffix(".json"))["metrics"]
+    return metrics

@@ -1,4 +1,7 @@
-"""timm imported without torch's compiler, which it hardly uses and which takes as long as torch."""
+"""Imports of two kinds: packages that can be called, and timm without torch's compiler.
+
+timm hardly uses the compiler, which takes as long to import as torch.
+"""
 
 import importlib
 import sys
@@ -74,3 +77,13 @@ def _later(make: Callable[[], Any], like: Any = None) -> Callable[..., Any]:
         return made[0](*given, **options)
 
     return wraps(like)(call) if like is not None else call
+
+
+def make_callable(package: str) -> None:
+    """Let a package be called as the function of its name, whose place Python gives it."""
+    parent, _, name = package.rpartition(".")
+
+    class Package(ModuleType):
+        __call__ = staticmethod(getattr(sys.modules[parent], name))
+
+    sys.modules[package].__class__ = Package

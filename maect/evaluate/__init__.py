@@ -11,6 +11,7 @@ from typing import Any, Self
 from pydantic import Field, SerializeAsAny, ValidationError
 
 from maect.core.errors import UserError, did_you_mean
+from maect.core.imports import make_callable
 from maect.core.settings import LocalPath, SettingsFile, digest, one_line
 from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.attentive_probe import AttentiveProbe
@@ -46,6 +47,8 @@ __all__ = [
     "evaluation_names",
     "load_evaluation",
 ]
+
+make_callable(__name__)
 
 PROTOCOLS: dict[str, type[Protocol]] = {
     protocol.name: protocol

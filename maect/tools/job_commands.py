@@ -2,14 +2,14 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from maect.answers.commands import Resize
 from maect.core.commands import Log, Positive, Word, command
-from maect.core.errors import UserError
+from maect.core.errors import UserError, check_names
 
 if TYPE_CHECKING:
     from maect.evaluate import EvaluationConfig
@@ -50,6 +50,13 @@ class Launching:
     detach: bool = False
     log: Log = None
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Make it of options by their names, whose numbers may be numbers."""
+        check_names("options", options, [field.name for field in fields(cls)])
+        words = {k: str(v) for k, v in options.items() if k in ("nodes", "devices", "cpus")}
+        return cls(**dict(options) | words)
+
     def where(self, gpu: str = "") -> "Where":
         """Return where a job runs, on devices of the given model."""
         from maect.experiment.working_folder import other_clone
@@ -82,6 +89,11 @@ class Changed:
     changes: Annotated[Sequence[str], Word("KEY=VALUE")] = ()
     _: KW_ONLY
     out: Annotated[Path | None, Word("FILE")] = None
+
+    @property
+    def path(self) -> Path:
+        """Where the file is that describes the job."""
+        return self.out or self.config
 
     def read(self, kind: type[File]) -> tuple[File, Path]:
         """Read the resolved file with its changes, and write it to where it belongs.
@@ -134,10 +146,11 @@ def train(
     from maect.stages.run import RunConfig
     from maect.tools import jobs
 
-    target = changed.out or changed.config
-    theirs = target.parent / "config.yaml"
-    if target.name != theirs.name and theirs.exists():
-        raise UserError(f"{target}: its folder belongs to the run in {theirs.name}; choose another")
+    theirs = changed.path.parent / "config.yaml"
+    if changed.path.name != theirs.name and theirs.exists():
+        raise UserError(
+            f"{changed.path}: its folder belongs to the run in {theirs.name}; choose another"
+        )
     config, path = changed.read(RunConfig)
     jobs.train(
         config,

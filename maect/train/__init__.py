@@ -1,1 +1,5 @@
 """The training engine: the three stages, exactly resumable on any number of ranks."""
+
+from maect.core.imports import make_callable
+
+make_callable(__name__)

@@ -1,0 +1,44 @@
+"""Train and evaluate from Python: `maect.train`, `maect.load`, `maect.evaluate`."""
+
+from pathlib import Path
+
+import pytest
+from tiny_runs import ENCODER, STAGE
+
+import maect
+from maect.core.errors import UserError
+from maect.core.files import read_json
+from maect.evaluate import EvaluationConfig
+from maect.evaluate.knn_per_block import KnnPerBlock
+from maect.stages.pretrain import Pretrain
+from maect.stages.run import RunConfig
+
+SETTINGS = STAGE | {"augmentation": "mae", "base_lr": 1e-3, "weight_decay": 0.05, "epochs": 1}
+
+
+def test_a_run_is_trained_and_evaluated(shards: Path, tmp_path: Path) -> None:
+    config = tmp_path / "runs/mae/config.yaml"
+    RunConfig(
+        run="mae", stage="pretrain", size="tiny", shards=shards, encoder=ENCODER,
+        settings=Pretrain.model_validate(SETTINGS),
+    ).write(config)  # fmt: skip
+    out = tmp_path / "runs/again/config.yaml"
+    run = maect.train(config, ["seed=3"], out)
+    assert run == out.parent and read_json(run / "run.json")["seed"] == 3
+    assert not (config.parent / "run.json").exists()
+    assert maect.load(run).width == ENCODER.width
+    asked = tmp_path / "evaluations/again/knn_per_block.yaml"
+    EvaluationConfig(
+        evaluation="knn_per_block", protocol="knn_per_block", run=run, resize=16,
+        inputs={"train": shards, "test": shards}, settings=KnnPerBlock(k=3),
+    ).write(asked)  # fmt: skip
+    metrics = maect.evaluate(str(asked), devices=1)
+    assert len(metrics["knn"]) == ENCODER.depth
+    assert metrics == read_json(asked.with_suffix(".json"))["metrics"]
+
+
+def test_mistakes_are_user_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file"):
+        maect.train(tmp_path / "config.yaml")
+    with pytest.raises(UserError, match="unknown 'device'; did you mean 'devices'"):
+        maect.evaluate(tmp_path / "knn.yaml", device=2)
