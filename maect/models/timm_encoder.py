@@ -2,8 +2,7 @@
 
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import timm
@@ -43,6 +42,7 @@ class TimmEncoder(nn.Module):
     def forward(
         self,
         images: Tensor,
+        ids_keep: Tensor | None = None,
         *,
         blocks: Collection[int] = (),
         norm: Norm = "last",
@@ -51,26 +51,41 @@ class TimmEncoder(nn.Module):
         """Encode images (arguments: `VisionEncoder.forward`).
 
         Raises:
-            ValueError: no such block.
+            ValueError: no such block, or only some patches are asked for.
         """
         if unknown := set(blocks) - set(range(self.settings.depth)):
             raise ValueError(f"no block {min(unknown)} of {self.settings.depth}")
-        kept: dict[int, Tensor] = {}
-        with ExitStack() as stack:
-            if norm == "none":
-                stack.enter_context(_replaced_output(self.norm, lambda given, _: given[0]))
-            for number in blocks:
-                block = cast(nn.Sequential, self.module.blocks)[number]
-                stack.enter_context(_kept_output(block, number, kept))
-            x = cast(Any, self.module).forward_features(images)
-        for number, tokens in kept.items():
-            normed = self.norm(tokens) if norm == "all" else tokens
-            kept[number] = normed if pooling is None else self.pool(normed, pooling)
-        if x.ndim == 4:  # [b, D, rows, columns] of convolutions
-            grid = (int(x.shape[2]), int(x.shape[3]))
-            return Features(x.flatten(2).transpose(1, 2), kept, 0, grid)
-        side = math.isqrt(x.shape[1] - self.num_prefix_tokens)
-        return Features(x, kept, self.num_prefix_tokens, (side, side))
+        if ids_keep is not None:
+            name = self.settings.timm
+            raise ValueError(f"{name} encodes all patches; only plain ViTs can leave some out")
+        last = self.settings.depth - 1
+        raw, grid = self._blocks(images, {*blocks, last})
+        tokens = raw[last] if norm == "none" else self.norm(raw[last])
+        kept = {}
+        for number in blocks:
+            x = self.norm(raw[number]) if norm == "all" else raw[number]
+            kept[number] = x if pooling is None else self.pool(x, pooling)
+        return Features(tokens, kept, self.num_prefix_tokens, grid)
+
+    def _blocks(
+        self, images: Tensor, numbers: Collection[int]
+    ) -> tuple[dict[int, Tensor], tuple[int, int]]:
+        """Raw tokens [b, P + L, D] of blocks by number; rows and columns of their patches."""
+        module = cast(Any, self.module)
+        if not takes_size(module):  # convolutions give one map
+            x = module.forward_features(images)
+            return {0: x.flatten(2).transpose(1, 2)}, (int(x.shape[2]), int(x.shape[3]))
+        found = module.forward_intermediates(
+            images,
+            sorted(numbers),
+            return_prefix_tokens=self.num_prefix_tokens > 0,
+            output_fmt="NLC",
+            intermediates_only=True,
+        )
+        if self.num_prefix_tokens:
+            found = [torch.cat([prefix, patches], dim=1) for patches, prefix in found]
+        rows, columns = (side // self.settings.patch_size for side in images.shape[2:])
+        return dict(zip(sorted(numbers), found, strict=True)), (rows, columns)
 
     @property
     def norm(self) -> nn.Module:
@@ -94,7 +109,7 @@ class TimmEncoder(nn.Module):
             return tokens[:, 0]
         if how == "mean":
             return tokens[:, self.num_prefix_tokens :].mean(dim=1)
-        if not hasattr(self.module, "patch_embed"):  # convolutions
+        if not takes_size(self.module):  # their heads take an average, or a map of their own size
             side = math.isqrt(tokens.shape[1])
             tokens = tokens.transpose(1, 2).unflatten(2, (side, side))
         pooled = cast(Any, self.module).forward_head(tokens, pre_logits=True)
@@ -102,30 +117,6 @@ class TimmEncoder(nn.Module):
 
 
 _NONE = nn.Identity()
-
-
-@contextmanager
-def _replaced_output(module: nn.Module, output: Any) -> Iterator[None]:
-    """Within it a module gives something else, made of its arguments and output."""
-    handle = module.register_forward_hook(lambda _, given, out: output(given, out))
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _kept_output(module: nn.Module, number: int, kept: dict[int, Tensor]) -> Iterator[None]:
-    """Within it the output of a module is kept under a number."""
-
-    def keep(_: nn.Module, __: Any, out: Tensor) -> None:
-        kept[number] = out
-
-    handle = module.register_forward_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def build_timm(settings: Encoder) -> TimmEncoder:

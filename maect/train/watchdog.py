@@ -53,7 +53,7 @@ class Watchdog:
         self.limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT))
         self._tick = min(30.0, self.limit / 10)
         self._doing = (0, READING, time.monotonic())
-        self._resumed = float("-inf")
+        self._looked, self._resumed = time.monotonic(), float("-inf")
         self._began: float | None = None
         self._longest: float | None = None
         self._seen: dict[int, tuple[int, float]] = {}
@@ -96,19 +96,22 @@ class Watchdog:
                 self.folder.rmdir()  # by the last one to leave
 
     def _watch(self) -> None:
-        last = time.monotonic()
         while not self._closed.wait(self._tick):
-            now = time.monotonic()
-            if now - last > 3 * self._tick + 1:  # suspended, and perhaps the others with us
-                self._resumed = now
-            last = now
-            self._write()
-            if self.context.rank == 0:
-                self._compare(now)
-            fault = self._fault()
-            if fault:
-                faulthandler.dump_traceback()
-                self.context.fail(fault)
+            self.look()
+
+    def look(self) -> None:
+        """Tell the others about this rank, and read what they told: in a thread, at every tick."""
+        now = time.monotonic()
+        if now - self._looked > 3 * self._tick + 1:  # suspended, and perhaps the others with us
+            self._resumed = now
+        self._looked = now
+        self._write()
+        if self.context.rank == 0:
+            self._compare(now)
+        fault = self._fault()
+        if fault:
+            faulthandler.dump_traceback()
+            self.context.fail(fault)
 
     def _write(self) -> None:
         """Tell the others; without fsync, since it is only ever a hint."""

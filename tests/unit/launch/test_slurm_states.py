@@ -295,7 +295,10 @@ def test_submission_that_breaks_off_each_time_is_given_up(run, commands):
 
 def test_job_that_could_not_be_cancelled_is_not_called_so(run, commands):
     take_over(run)
-    commands.says("squeue", f"7|PENDING|None|{run.read('job.json')['name']}\n")
+    name = run.read("job.json")["name"]
+    commands.says("squeue", f"7|PENDING|None|{name}\n")
+    (commands.folder / "scontrol.fails").unlink()
+    commands.says("scontrol", f"JobId=7 JobName={name} JobState=PENDING Reason=None")
     commands.fails("scancel", "scancel: error: Unable to contact slurm controller")
     launcher = run.start()
     wait_for(lambda: commands.asked("squeue"))

@@ -118,6 +118,14 @@ def test_tokens_blocks_and_norm_are_those_asked_for(name: str, tmp_path: Path) -
         torch.testing.assert_close(found[:, : 2 * one.width], expected, rtol=1e-6, atol=1e-6)
     else:
         assert found.shape == one(images).shape
+        wide = one.encoder(torch.randn(2, 3, 64, 96))
+        assert wide.grid == (2, 3) and wide.patch_tokens().shape == (2, 6, one.width)
+    features = one.encoder(images, blocks=[one.settings.depth - 1], norm="none")
+    assert torch.equal(features.tokens, features.blocks[one.settings.depth - 1])
+    rows, columns = features.grid
+    assert rows * columns == features.patch_tokens().shape[1]
+    with pytest.raises(ValueError, match=f"{name} encodes all patches; only plain ViTs can leave"):
+        one.encoder(images, torch.zeros(2, 1, dtype=torch.int64))
 
 
 def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -> None:

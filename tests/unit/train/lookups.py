@@ -16,7 +16,7 @@ TOPK = heads.topk_nn
 
 def clear(similarity, k, lookup_numbers, least=LEAST):
     """`topk_nn` that fails where the next candidate is about as near as the one it takes."""
-    nearest = similarity.float().topk(min(k + 1, similarity.shape[-1]), dim=-1).values
+    nearest = similarity.double().topk(min(k + 1, similarity.shape[-1]), dim=-1).values
     gaps = -torch.nn.functional.pad(nearest, (1, 1)).diff()  # before and behind each candidate
     gaps[..., 0] = torch.inf
     if nearest.shape[-1] == k:
@@ -38,3 +38,30 @@ def clearly(context, *, of, least=LEAST, **job):
 
     heads.topk_nn = refiner.topk_nn = checked
     return of(context, **job)
+
+
+def noted(context, *, of, **job):
+    """A training, by the function `of`: its verdict, and what its lookups took."""
+    chosen = []
+
+    def noting(*arguments):
+        taken = TOPK(*arguments)
+        chosen.append(taken.tolist())
+        return taken
+
+    heads.topk_nn = refiner.topk_nn = noting
+    return of(context, **job), chosen
+
+
+def repeated(context, *, of, chosen, **job):
+    """A training whose lookups take what those of another one took, where only rounding differs."""
+    left = iter(chosen)
+
+    def repeating(similarity, k, lookup_numbers):
+        own, taken = TOPK(similarity, k, lookup_numbers), torch.tensor(next(left))
+        apart = similarity.gather(-1, torch.stack([own, taken], dim=-1)).diff().abs().max()
+        assert apart <= LEAST, f"{apart:.0e} between what a lookup takes here and what it took"
+        return taken
+
+    heads.topk_nn = refiner.topk_nn = repeating
+    return of(context, **job), chosen

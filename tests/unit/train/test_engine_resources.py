@@ -17,6 +17,7 @@ from maect.train import engine
 
 LIMIT = timedelta(minutes=17)  # no backend's own
 WIDTH = 512
+NEAR = 1.1
 KEPT = 4 * WIDTH - 1
 """Bytes that may be left: less than a bias."""
 
@@ -65,13 +66,13 @@ def settled(most):
     return found
 
 
-def kept(context, zero_stage):
+def kept(context, zero_stage, planned):
     """Bytes of tensors that are alive in the first, and after each, of three trainings."""
     engine.start(context)
     seen, before = [], live_bytes()
     for _ in range(3):
         trained = step(build(zero_stage))
-        seen = seen or [live_bytes() - before]
+        seen = seen or [settled(before + NEAR * planned) - before]
         trained.close()
         del trained
         seen.append(settled(min(seen[1:], default=math.inf) + KEPT))
@@ -80,16 +81,17 @@ def kept(context, zero_stage):
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2])
 def test_an_engine_keeps_no_memory_once_it_is_closed(zero_stage, tmp_path):
-    value = {"function": kept, "zero_stage": zero_stage}
+    weights = WIDTH**2 + WIDTH
+    footprint = Footprint(weights, weights, 0, 0, 0, 0, 0)
+    planned = (footprint.peak(zero_stage, 2) - CONTEXT) / FRAGMENTS - FLOAT * weights
+    # Under ZeRO 1 a bucket's gradients are let go of once they are exchanged.
+    planned -= FLOAT * weights * zero_stage
+    ours = zero_stage < 2  # no longer DeepSpeed's: it holds what is planned
+    value = {"function": kept, "zero_stage": zero_stage, "planned": planned if ours else math.inf}
     held, *seen = run(2, value, log=tmp_path / "log")[0]
     assert seen[-1] - min(seen) <= KEPT
-    if zero_stage < 2:  # no longer DeepSpeed's: it holds what is planned
-        weights = WIDTH**2 + WIDTH
-        footprint = Footprint(weights, weights, 0, 0, 0, 0, 0)
-        planned = (footprint.peak(zero_stage, 2) - CONTEXT) / FRAGMENTS - FLOAT * weights
-        # Under ZeRO 1 a bucket's gradients are let go of once they are exchanged.
-        planned -= FLOAT * weights * zero_stage
-        assert held == pytest.approx(planned, rel=0.1)
+    if ours:
+        assert planned / NEAR <= held <= NEAR * planned
 
 
 class Operators(TorchDispatchMode):

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from ranks import run, train
@@ -60,19 +61,37 @@ def test_looks_between_two_long_steps_change_nothing():
 
 
 def train_with_a_slow_loader(context, **job):
-    """Rank 1 waits for each of its batches; a second of it counts as minutes."""
-    wait = loader._wait
+    """Rank 1 waits minutes for each of its batches, by the clock of its watchdog.
 
-    def waiting(*arguments):
-        time.sleep(0.1 if context.rank == 1 else 0.0)
-        return wait(*arguments)
+    Rank 0 waits in its steps for the next look, until one of them finds somebody.
+    """
+    if context.rank == 1:
+        late, wait = [0.0], loader._wait
 
-    loader._wait = waiting
-    watchdog.SLOW_TICKS = 1
-    context.report = lambda report: context.seen.append(report["slow"])
-    context.seen = []
+        def waiting(*arguments):
+            late[0] += 1000.0
+            return wait(*arguments)
+
+        loader._wait = waiting
+        watchdog.time = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
+    looks, seen = [], []
+
+    class Counted(Stragglers):
+        def look(self, now, paces):
+            found = super().look(now, paces)
+            looks.append(now)
+            return found
+
+    def report(progress):
+        seen.append(progress["slow"])
+        before = len(looks)
+        while context.rank == 0 and not progress["slow"] and len(looks) == before:
+            time.sleep(0.01)
+
+    watchdog.Stragglers, watchdog.SLOW_TICKS = Counted, 1
+    context.report = report
     verdict = train(context, **job)
-    return json.dumps([verdict, sorted({slow for slow in context.seen if slow})])
+    return json.dumps([verdict, sorted({slow for slow in seen if slow})])
 
 
 def test_a_real_rank_whose_loader_is_slow(job, tmp_path):

@@ -14,6 +14,7 @@ from ranks import run
 from test_resume import identical
 
 from maect.core.context import SingleRank
+from maect.train import watchdog
 from maect.train.watchdog import (
     COMPUTING,
     READING,
@@ -90,30 +91,43 @@ class Rank(SingleRank):
         self.said.append(str(error))
 
 
-@pytest.fixture
-def pair(tmp_path, monkeypatch):
-    """Two ranks that have done one step, and what each of them says.
+class Clock:
+    """In place of the module `time`: it stands still until a test lets it go on."""
 
-    Within some seconds; where `speakers` will say something, as soon as they have.
-    """
-    monkeypatch.setenv("MAECT_STALL_SECONDS", "2")
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(Watchdog, "_watch", lambda dog: dog._closed.wait())
+    monkeypatch.setenv("MAECT_STALL_SECONDS", "300")
+    return clock
+
+
+@pytest.fixture
+def pair(tmp_path, clock):
+    """Two ranks that have done one step, and what each says: `looks` are the seconds between."""
     ranks = [Rank(0), Rank(1)]
     dogs = [Watchdog(tmp_path, rank) for rank in ranks]
 
-    def said(first, second, seconds=3.0, first_step=False, other=None, speakers=()):
+    def said(first, second, looks=(30,) * 30, first_step=False, other=None):
         for dog, place in zip(dogs, (first, second), strict=True):
             for step in () if first_step else (1, 2):
                 dog.at(READING, step)
             dog.at(place, 2)
-        if other == "silent":
-            dogs[1]._closed.set()
-        elif other == "done":
+        if other == "done":
             dogs[1].close()
-        deadline = time.monotonic() + (120 if speakers else seconds)
-        while time.monotonic() < deadline:
-            if speakers and all(ranks[speaker].said for speaker in speakers):
-                break
-            time.sleep(0.05)
+        for seconds in looks:
+            clock.now += seconds
+            dogs[0].look()
+            if other is None:
+                dogs[1].look()
         return [rank.said for rank in ranks]
 
     yield said
@@ -122,9 +136,15 @@ def pair(tmp_path, monkeypatch):
 
 
 def test_the_rank_that_is_behind_is_named(pair):
-    first, second = pair(COMPUTING, READING, speakers=[0])
-    assert first[0].startswith("rank 1 (") and "has been reading the batch of step 2" in first[0]
+    first, second = pair(COMPUTING, READING, looks=(30,) * 10)
+    assert len(first) == 1 and first[0].startswith("rank 1 (")
+    assert "has been reading the batch of step 2 for 270 s" in first[0]
+    assert "this rank has waited 300 s for it, computing step 2" in first[0]
     assert not second
+
+
+def test_nobody_is_named_before_the_limit(pair):
+    assert pair(COMPUTING, READING, looks=(30,) * 9) == [[], []]
 
 
 @pytest.mark.parametrize("other", [SAVING])
@@ -133,12 +153,12 @@ def test_a_long_save_or_evaluation_is_no_stall(pair, other):
 
 
 def test_a_rank_that_falls_silent_is_named_by_one_that_saves(pair):
-    first, _ = pair(SAVING, COMPUTING, other="silent", speakers=[0])
+    first, _ = pair(SAVING, COMPUTING, other="silent")
     assert first[0].startswith("rank 1 (") and "no sign of life" in first[0]
 
 
 def test_a_rank_that_is_done_is_not_missed_by_one_that_saves(pair):
-    assert pair(SAVING, SAVING, seconds=4.0, other="done") == [[], []]
+    assert pair(SAVING, SAVING, other="done") == [[], []]
 
 
 def test_the_first_step_may_take_long(pair):
@@ -146,5 +166,9 @@ def test_the_first_step_may_take_long(pair):
 
 
 def test_nobody_is_accused_when_all_are_in_the_same_place(pair):
-    first, second = pair(COMPUTING, COMPUTING, speakers=[0, 1])
+    first, second = pair(COMPUTING, COMPUTING)
     assert all("all ranks have been computing step 2" in words[0] for words in (first, second))
+
+
+def test_processes_that_were_suspended_begin_to_count_again(pair):
+    assert pair(COMPUTING, READING, looks=(30, 3600, *(30,) * 9)) == [[], []]
