@@ -63,9 +63,21 @@ def changes_of(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def snakemake(
-    experiment: str, profile: str, config: Sequence[str], arguments: Sequence[str] = ()
+    experiment: str,
+    profile: str,
+    config: Sequence[str],
+    arguments: Sequence[str] = (),
+    log: Path | None = None,
 ) -> int:
-    """Run Snakemake on the pipeline, wherever it is installed; returns its status."""
+    """Run Snakemake on the pipeline, wherever it is installed; returns its status.
+
+    Args:
+        experiment: name or path.
+        profile: name or folder.
+        config: `KEY=VALUE`, what differs from the experiment.
+        arguments: further ones of Snakemake.
+        log: where its lines go, so that the terminal has few; none: the terminal.
+    """
     from maect.experiment.profile import find_profile
     from maect.experiment.working_folder import check_working_folder
 
@@ -73,7 +85,9 @@ def snakemake(
     # Without this Snakemake would also take `default` or `profiles/default` for a profile.
     own = any(word.startswith("--workflow-profile") for word in arguments)
     process = subprocess.Popen([
-        sys.executable, "-P", "-m", "maect.tools.start", "--snakefile", PIPELINE / "Snakefile",
+        sys.executable, "-P", "-m",
+        *(("maect.tools.start",) if log is None else ("maect.tools.quiet", log)),
+        "--snakefile", PIPELINE / "Snakefile",
         *arguments, "--profile", find_profile(profile) / "config.yaml",
         *(() if own else ("--workflow-profile", "none")),
         "--config", f"experiment={experiment}", *config,
@@ -87,22 +101,16 @@ def snakemake(
         signal.signal(signal.SIGINT, before)
 
 
-DEMO = (
-    "protocols=knn,linear_probe,low_shot,clustering,umap",
-    "tables=low_shot,clustering",
-    "figures=umap,training_curves,reconstructions",
-)
-
-
 @command()
 def demo() -> int:
-    """Try the pipeline on handwritten digits, and print its tables."""
-    status = snakemake("digits", "local", DEMO)
-    if status == 0:
-        from maect.report.render import show as tables
+    """Try the pipeline on handwritten digits: a picture within a minute, then tables and a report.
 
-        tables(Path("results/digits"))
-    return status
+    Returns:
+        The status that Snakemake ends with.
+    """
+    from maect.tools.demo import demo as show
+
+    return show(snakemake)
 
 
 @command(names=("experiments",), example="resolve digits")

@@ -1,0 +1,147 @@
+"""`python -P -m maect.tools.quiet LOG ...`: Snakemake as in `maect.tools.start`, in few lines.
+
+What Snakemake and its jobs print goes to LOG. The terminal has a line for each thing that begins,
+with the time left for everything.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from maect.evaluate import PROTOCOLS
+from maect.stages import STAGES
+from maect.tools import start
+
+start.import_snakemake()
+
+from snakemake_interface_logger_plugins.base import LogHandlerBase  # noqa: E402
+from snakemake_interface_logger_plugins.common import LogEvent  # noqa: E402
+from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry  # noqa: E402
+
+SECONDS = {
+    "write_images": 2, "plan_shards": 0.2, "write_shard": 0.2, "index_shards": 0.2,
+    "pretrain": 24, "head": 10, "tune": 25, "features": 1.7, "knn": 1.5, "low_shot": 1.7,
+    "linear_probe": 3.2, "clustering": 3.5, "umap": 7.2, "report_html": 8,
+}  # fmt: skip
+"""Of each job of the demo, by its rule, where two run at once on two idle cores."""
+OTHER = 1.5
+"""Of any other."""
+SHOWN = {
+    "Preparing images": ("write_images", "plan_shards", "write_shard", "index_shards"),
+    "Computing vectors": ("features",),
+    "Evaluating": tuple(PROTOCOLS),
+    "Writing the report": ("report_html",),
+}
+"""What is said of rules of which many jobs run; a training has a title of its own."""
+terminal: IO[str] = sys.stderr
+
+
+@dataclass
+class TimeLeft:
+    """How long a pipeline still takes, by the share of the work that is done.
+
+    Attributes:
+        total: seconds that all its jobs would take on idle cores.
+        done: those of the jobs that have ended.
+        running: rule and start of each that has not, by its number.
+        began: when it did, by the monotonic clock.
+    """
+
+    total: float = 0.0
+    done: float = 0.0
+    running: dict[int, tuple[str, float]] = field(default_factory=dict)
+    began: float = field(default_factory=lambda: time.monotonic())
+
+    def left(self, now: float) -> float:
+        """Seconds, as slow as it was so far; at first as on idle cores."""
+        elapsed = now - self.began
+        pace = max(1.0, elapsed / self.done) if self.done > 5 else 1.0
+        part = sum(
+            min(seconds(rule), (now - since) / pace) for rule, since in self.running.values()
+        )
+        return max(0.0, pace * (self.total - self.done - part))
+
+
+def seconds(rule: str) -> float:
+    """Of a job, on idle cores."""
+    return SECONDS.get(rule, OTHER)
+
+
+def words(left: float) -> str:
+    """The time left, as people say it."""
+    if left < 10:
+        return "a few seconds left"
+    if left < 90:
+        return f"about {round(left, -1):.0f} s left"
+    return f"about {left / 60:.0f} min left"
+
+
+class LogHandler(LogHandlerBase):
+    """A logger plugin; Snakemake finds the class by its name and makes the handler itself."""
+
+    writes_to_stream = False  # so Snakemake prints its own lines as well, to the log
+    writes_to_file = False
+    has_filter = True
+    has_formatter = True
+    needs_rulegraph = False
+
+    def __post_init__(self) -> None:
+        """Begin to count."""
+        self.time, self.said = TimeLeft(), ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say what begins."""
+        about = record.__dict__
+        match about.get("event"):
+            case LogEvent.RUN_INFO:
+                counts: Mapping[str, int] = about["stats"]
+                self.time.total = sum(
+                    count * seconds(rule) for rule, count in counts.items() if rule != "total"
+                )
+            case LogEvent.JOB_INFO if about["shellcmd"]:
+                rule, now = about["rule_name"], time.monotonic()
+                self.time.running[about["jobid"]] = rule, now
+                self.say(_title(rule, about["rule_msg"]), now)
+            case LogEvent.JOB_FINISHED:
+                rule, _ = self.time.running.pop(about["job_id"], ("", 0.0))
+                self.time.done += seconds(rule) if rule else 0.0
+            case LogEvent.JOB_ERROR:
+                logs = ", ".join(map(str, about["log"]))
+                print(f"{about['rule_name']} failed; see {logs}", file=terminal)
+
+    def say(self, title: str, now: float) -> None:
+        """Print what begins, once where several jobs do the same."""
+        if title != self.said:
+            self.said = title
+            print(f"  {title:<44}{words(self.time.left(now))}", file=terminal, flush=True)
+
+
+def _title(rule: str, message: str | None) -> str:
+    """What is said of a job."""
+    for title, rules in SHOWN.items():
+        if rule in rules:
+            return title
+    return message if message and rule in STAGES else "Drawing tables and figures"
+
+
+def main() -> None:
+    """Snakemake's command, with its arguments behind the log."""
+    global terminal
+    log = Path(sys.argv.pop(1))
+    terminal = os.fdopen(os.dup(2), "w")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", sys.modules[__name__])
+    sys.argv[1:1] = ["--logger", "maect"]
+    start.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""`maect demo`: what is seen first, and the few lines of the rest."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from snakemake_interface_logger_plugins.common import LogEvent
+
+from maect.core.files import read_json, write_text
+from maect.experiment import load
+from maect.tools import quiet
+from maect.tools.demo import ASKED
+from maect.tools.dry_run import jobs_to_run
+from maect.tools.first_look import AFTER, BEFORE, HEAD, NUMBERS, first_look, table
+
+LOCAL = Path(__file__).parents[2] / "cluster_profiles/local"
+
+
+def test_the_first_look_is_the_pipelines_own_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after are drawn and told; pre-training and head are not computed twice."""
+    monkeypatch.chdir(tmp_path)
+    digits = Path(__file__).parents[2] / "workflow/experiments/digits.yaml"
+    short = digits.read_text(encoding="utf-8").replace(
+        "set: &views {crop", "set: &views {epochs: 2, crop"
+    )
+    write_text(tmp_path / "digits.yaml", short)
+    changes = dict(word.split("=") for word in ASKED)
+    out = first_look(load("digits.yaml", **changes), {AFTER: 2})
+    assert (out / "first_look.png").read_bytes().startswith(b"\x89PNG")
+    assert list(read_json(out / NUMBERS)) == [BEFORE, AFTER]
+    header, before, after = table(out).splitlines()
+    assert header.split()[0] == "k-NN" and before.split()[0] == "MAE" and "tuned" in after
+    left = jobs_to_run(["encoders"], ["experiment=digits.yaml", *ASKED], LOCAL)
+    trained = {job.wildcards["run"] for job in left if "run" in job.wildcards}
+    assert trained and not trained & {BEFORE, HEAD}
+    assert not {"plan_shards", "write_shard", "index_shards"} & {
+        job.rule for job in left if job.wildcards.get("split") in ("train", "val")
+    }
+
+
+def record(event: LogEvent, **about: object) -> logging.LogRecord:
+    made = logging.makeLogRecord({"levelno": logging.INFO, "msg": ""})
+    made.__dict__.update(about, event=event)
+    return made
+
+
+def test_a_line_for_what_begins_and_one_time_for_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quiet, "terminal", sys.stdout)
+    now = 1000.0
+    monkeypatch.setattr(quiet.time, "monotonic", lambda: now)
+    handler = quiet.LogHandler(None, None)  # type: ignore[arg-type]
+    stats = {"pretrain": 1, "tune": 2, "knn": 4, "total": 7}  # 24 + 50 + 6 seconds
+    handler.emit(record(LogEvent.RUN_INFO, stats=stats))
+    rules = {1: "pretrain", 2: "tune", 3: "tune", 4: "knn", 5: "knn", 6: "knn", 7: "knn"}
+
+    def begin(job: int) -> None:
+        message = f"Training {job}"
+        told = {"jobid": job, "rule_name": rules[job], "rule_msg": message, "shellcmd": "maect"}
+        handler.emit(record(LogEvent.JOB_INFO, **told))
+
+    begin(1)
+    now += 48  # twice as slow as on idle cores
+    handler.emit(record(LogEvent.JOB_FINISHED, job_id=1))
+    begin(2)
+    handler.emit(record(LogEvent.JOB_FINISHED, job_id=2))
+    begin(3)
+    handler.emit(record(LogEvent.JOB_FINISHED, job_id=3))
+    for job in (4, 5, 6, 7):
+        begin(job)
+    handler.emit(record(LogEvent.JOB_ERROR, rule_name="knn", log=["knn.log"]))
+    assert capsys.readouterr().out.splitlines() == [
+        "  Training 1                                  about 80 s left",
+        "  Training 2                                  about 2 min left",
+        "  Training 3                                  about 30 s left",
+        "  Evaluating                                  a few seconds left",
+        "knn failed; see knn.log",
+    ]
+
+
+@pytest.mark.slow
+def test_the_whole_demo_is_a_page(tmp_path: Path) -> None:
+    """Of the words of Snakemake and of jobs none is on the terminal; the log has them."""
+    words = [sys.executable, "-P", "-m", "maect", "demo"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = (done.stdout + done.stderr).splitlines()
+    first = next(n for n, line in enumerate(said) if "first_look.png" in line)
+    assert len(said) < 60 and first < 8 and "report.html in a browser" in said[-1]
+    assert not any(word in line for line in said for word in ("jobid", "rule ", "epoch"))
+    assert "Finished jobid" in (tmp_path / "results/digits/logs/demo.log").read_text()
