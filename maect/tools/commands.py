@@ -103,7 +103,7 @@ def snakemake(
 
 @command()
 def demo() -> int:
-    """Try the pipeline on handwritten digits: a picture within a minute, then tables and a report.
+    """Try the pipeline on handwritten digits: a picture first, then tables and a report.
 
     Returns:
         The status that Snakemake ends with.
