@@ -86,7 +86,7 @@ class Comparison:
 
     @property
     def significant(self) -> bool | None:
-        """Whether the difference is more than chance; None where that is not known."""
+        """Return whether the difference is more than chance; None where that is not known."""
         if self.holds is None or (self.beyond and self.at_least):
             return None
         return self.beyond
@@ -117,7 +117,7 @@ class Verdict:
 
     @property
     def significant(self) -> str:
-        """Whether what decides is more than chance: `yes`, `no`, or `one seed`, which cannot tell.
+        """Return `yes`, `no`, or `one seed`, which cannot tell, for what decides.
 
         Empty where nothing is random or nothing is decided.
         """
@@ -195,7 +195,7 @@ def _deviation(tables: Tables, key: Key) -> float | None:
 
 
 def _is_trained(tables: Tables, key: Key) -> bool:
-    """Whether a model was trained here: what is imported has one seed."""
+    """Return whether a model was trained here: what is imported has one seed."""
     _, architecture, method, _ = key
     return method in _methods(tables.get(TRAINED), architecture)
 
@@ -206,7 +206,7 @@ def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
 
 
 def beyond_chance(differences: Sequence[float]) -> bool:
-    """Whether the mean of paired differences is not zero, by a t-test at `LEVEL`.
+    """Return whether the mean of paired differences is not zero, by a t-test at `LEVEL`.
 
     Args:
         differences: two or more.

@@ -1,4 +1,4 @@
-"""What tables, figures and pages are told, by the resolved file beside each.
+"""Resolved files of tables, figures and pages.
 
 `tables/NAME.yaml`, `figures/NAME.yaml`, and `claims`, `images`, `summary` and `report` with that
 ending.

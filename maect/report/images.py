@@ -35,7 +35,7 @@ _STEPS = 10_000
 
 @dataclass(frozen=True)
 class Explored:
-    """What the protocol `explore` has left of a run.
+    """Output of the protocol `explore` for a run.
 
     Attributes:
         run: its name.
@@ -97,7 +97,7 @@ class Explored:
         return stream.getvalue()
 
     def shown(self) -> dict[str, Any]:
-        """What the page's script is told of the run."""
+        """Return what the page's script is told of the run."""
         points = self.arrays["points"].astype(np.float64)
         low, high = points.min(axis=0), points.max(axis=0)
         spots = np.round((points - low) / max(float((high - low).max()), 1e-9) * _STEPS)

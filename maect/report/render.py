@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def measured(self) -> str:
-        """What was measured, ± standard deviation."""
+        """Return what was measured, ± standard deviation."""
         return self.value + (f" ± {self.std}" if self.std else "") or MISSING
 
     def __str__(self) -> str:
@@ -171,7 +171,7 @@ def printed(
 
 
 def _legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
-    """How to read a cell, of the parts that occur."""
+    """Return how to read a cell, of the parts that occur."""
     spread = any(frame[f"{m.name}_std"].notna().any() for m in metrics)
     papers = any(frame[f"{m.name}_paper"].notna().any() for m in metrics)
     text = "Measured" + (" ± standard deviation over seeds" if spread else "")
@@ -246,7 +246,7 @@ def render_page(template: str, **values: Any) -> str:
 
 
 def verdicts(frame: pd.DataFrame) -> dict[str, Any]:
-    """What a page prints of `claims_table`: a summary, what was measured, and what was not."""
+    """Return a page of `claims_table`: a summary, what was measured, and what was not."""
     counts = frame["verdict"].value_counts()
     others = ("within noise", "not comparable", "not measured")
     words = {"holds": "hold", "fails": "fail"} | dict.fromkeys(others)

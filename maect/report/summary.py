@@ -71,7 +71,7 @@ SENTENCES = {
 
 
 def meaning(frame: pd.DataFrame) -> str:
-    """What a table means, in a sentence about its last tuned model; empty if it cannot be said."""
+    """Return a sentence about a table's last tuned model; empty if nothing can be said."""
     for name, words in SENTENCES.items():
         if name not in frame or frame[name].isna().all():
             continue
@@ -123,7 +123,7 @@ def _rows(table: Path) -> list[Row]:
 
 
 def made(table: Path) -> str:
-    """When the trainings behind a table ended, and how long they took; empty if not known."""
+    """Return when the trainings behind a table ended, and their duration; empty: not known."""
     names = [run for row in _rows(table) for run in row.runs]
     records: dict[str, dict[str, Any]] = {}
     while names:
@@ -201,7 +201,7 @@ def data_uri(image: bytes, kind: str) -> str:
 
 
 def next_steps(config: SummaryConfig) -> list[tuple[str, str]]:
-    """What somebody with images of their own may do with the last run: why, and the command."""
+    """Return what to do next with one's own images and the last run: why, and the command."""
     if config.run is None or config.images is None:
         return []
     run, images = (shlex.quote(str(path)) for path in (config.run, config.images))

@@ -86,7 +86,7 @@ def _finite(path: Path, key: str) -> float:
 def _of_models(
     table: Table, rows: Sequence[Row], evaluations: Path
 ) -> dict[str, dict[tuple[str, str], float]]:
-    """What results of any row's run say of many models, by metric."""
+    """Return what results of any row's run say of many models, by metric."""
     found: dict[str, dict[tuple[str, str], float]] = {}
     for metric in (metric for metric in table.metrics if metric.by_model):
         values = found.setdefault(metric.name, {})
@@ -158,7 +158,7 @@ def paper_value(name: str, architecture: str, method: str, column: str) -> float
 
 
 def _paper_text(name: str, architecture: str, method: str, column: str) -> str | None:
-    """What the paper prints in a column of text, or None."""
+    """Return what the paper prints in a column of text, or None."""
     table = paper_table(name)
     known = (architecture, method) in table.index and column in table.columns
     value: Any = table.at[(architecture, method), column] if known else None
@@ -427,7 +427,7 @@ def _by_row(
     columns: Sequence[str],
     values_of: Callable[[str], Sequence[float]],
 ) -> pd.DataFrame:
-    """What the finished runs of each row say of themselves; without rows of which none ever will.
+    """Return the records of each row's finished runs; without rows that never have any.
 
     Args:
         rows: its lines.

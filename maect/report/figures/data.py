@@ -1,4 +1,4 @@
-"""What figures read: results by row, arrays, settings, names of classes, runs and their sources."""
+"""Inputs of figures: results by row, arrays, settings, names of classes, runs and their sources."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ LEMMAS = "data/_info/imagenet_synset_to_lemma.txt"
 
 
 def row_title(row: Row, rows: Sequence[Row]) -> str:
-    """How a row is named in a figure: with its architecture where there are several."""
+    """Return how a row is named in a figure: with its architecture where there are several."""
     method = method_title(row.method)
     if len({one.architecture for one in rows}) == 1:
         return method
@@ -84,7 +84,7 @@ def _lemmas() -> dict[str, str]:
 
 
 def class_titles(names: Sequence[str]) -> list[str]:
-    """How classes are printed: WordNet ids by their first word, the others by their folder."""
+    """Return printed names of classes: WordNet ids by their first word, others by folder."""
     if all(WORDNET.fullmatch(name) for name in names):
         return [_lemmas().get(name, name) for name in names]
     return [name.replace("_", " ") for name in names]
@@ -107,11 +107,11 @@ class Classes:
 
     @property
     def are_groups(self) -> bool:
-        """Whether groups are shown."""
+        """Return whether groups are shown."""
         return self._groups is not None
 
     def of(self, labels: np.ndarray) -> np.ndarray:
-        """What is shown of each label: itself, or the number of its group; -1: unknown, or none."""
+        """Return each label, or its group's number; -1: unknown, or none."""
         return labels if self._groups is None else self._groups[labels]
 
 
@@ -126,7 +126,7 @@ class Node:
 
 
 def stage_title(stage: str) -> str:
-    """How a stage is printed."""
+    """Return how a stage is printed."""
     if stage not in STAGES:
         return stage
     return STAGES[stage].title.format(run="").strip().removesuffix(" of")
