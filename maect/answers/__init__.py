@@ -1,1 +1,1 @@
-"""What a trained encoder says about anybody's images: vectors, clusters, neighbours, classes."""
+"""A trained encoder on anybody's images: vectors, clusters, neighbours, classes."""

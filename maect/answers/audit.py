@@ -110,7 +110,7 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
 
 
 def _shards(own: Path) -> Path | None:
-    """Where the shards of a split are: in its folder, or in another experiment's."""
+    """Return where the shards of a split are: in its folder, or in another experiment's."""
     if (own / "index.json").exists():
         return own
     return taken(own)

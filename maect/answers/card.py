@@ -1,4 +1,4 @@
-"""What a model card says beside the model: use, data, training, results, licence, citation."""
+"""Sections of a model card beside the model: data, training, results, licence."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -140,7 +140,7 @@ def _of_timm(run: Path) -> str | None:
 
 
 def _use(labelled: bool) -> str:
-    """What the weights are for, and what they are not for."""
+    """Return what the weights are for, and what they are not for."""
     learnt = "with labels" if labelled else "without labels"
     return f"""Vectors of images like those under *Data*: nearest neighbours, groups, a linear
 classifier, or further training. The encoder learnt {learnt} from them. Test it on your own images

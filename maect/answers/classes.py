@@ -81,7 +81,7 @@ class Classifier:
 
 
 def classifier_of(run: Path) -> Path:
-    """Where a run's own classifier is: that it was fine-tuned with, or its linear probe."""
+    """Return where a run's own classifier is: that it was fine-tuned with, or its linear probe."""
     run = run.absolute()
     record = run / "run.json"
     if record.exists() and STAGES[read_json(record)["stage"]].labelled:

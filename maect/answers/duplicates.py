@@ -66,7 +66,7 @@ def perceptual_hash(image: Image.Image) -> Array:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is compared of the images that can be read.
+    """Images that can be read, and what is compared of them.
 
     Attributes:
         entries: in the order of the source.

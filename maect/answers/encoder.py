@@ -84,14 +84,14 @@ class ImageEncoder:
         self.batch_size = ON_CPU if self.encoding.device.type == "cpu" else BATCH
 
     def could_be_faster(self, images: int) -> bool:
-        """Whether so many images would be worth bfloat16, which this CPU has and is not used."""
+        """Return whether bfloat16, which this CPU has and is not used, would be worth it."""
         encoding = self.encoding
         slow = encoding.device.type == "cpu" and encoding.precision == "fp32"
         return slow and images >= MANY and self.width >= WIDE and cpu_has_bfloat16()
 
     @property
     def about(self) -> dict[str, Any]:
-        """What vectors depend on beside the images, as a features file says it."""
+        """Return what vectors depend on beside the images, as a features file says it."""
         pixels = self.encoding.settings.pixels
         return {
             "run": self.path.parent.name,
@@ -179,7 +179,7 @@ class ImageEncoder:
         return out[:done], faults
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
-        """What the encoder sees of an image, uint8 [C, S, S].
+        """Return what the encoder sees of an image, uint8 [C, S, S].
 
         Raises:
             UnreadableError: it cannot be decoded.

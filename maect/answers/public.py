@@ -18,7 +18,7 @@ VARIABLE = "MAECT_WEIGHTS"
 
 @dataclass(frozen=True)
 class Public:
-    """How the weights of a name in `CATALOGUE` become an encoder.
+    """Recipe that turns the weights of a name in `CATALOGUE` into an encoder.
 
     Attributes:
         timm: the model's name in timm; none: its layout is found in the file.
@@ -53,7 +53,7 @@ PUBLIC: dict[str, Public] = {
 
 
 def folder() -> Path:
-    """Where weights are, and the runs that they become: $MAECT_WEIGHTS, or `weights` here."""
+    """Return where weights and the runs of them are: $MAECT_WEIGHTS, or `weights` here."""
     return Path(os.environ.get(VARIABLE) or "weights")
 
 

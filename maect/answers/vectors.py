@@ -110,11 +110,11 @@ class Vectors:
 
     @property
     def pixels(self) -> Pixels:
-        """How the images were read."""
+        """Return how the images were read."""
         return Pixels.model_validate(self.about.get("pixels", {}))
 
     def source(self, images: Path | None = None) -> ImageSource:
-        """Where the images are; `images` if they have moved.
+        """Return where the images are; `images` if they have moved.
 
         Raises:
             UserError: they are not there.
@@ -251,7 +251,7 @@ def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file has vectors that `maect embed` wrote; a .parquet may also hold images.
+    """Return whether a file has vectors that `maect embed` wrote; a .parquet may also hold images.
 
     Raises:
         UserError: a damaged .parquet.
@@ -334,7 +334,7 @@ def embed(
 
 @dataclass(frozen=True)
 class Embedded:
-    """What `embed_into` has written.
+    """Result of `embed_into`.
 
     Attributes:
         images: in the file.
@@ -439,7 +439,7 @@ class _Work:
                 self.known[entry.name] = before.values[rows[entry.name]]
 
     def _changed(self, entry: Entry) -> int | None:
-        """When the file that an image lies in was changed last, in ns; None: it cannot be told."""
+        """Return when the file of an image was changed last, in ns; None: it cannot be told."""
         for path in (self.source.root / entry.path, self.source.path):
             if path.is_file():
                 return path.stat().st_mtime_ns

@@ -1,1 +1,1 @@
-"""What every part of the package shares; nothing here imports torch."""
+"""Parts that the whole package shares; nothing here imports torch."""

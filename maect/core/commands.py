@@ -98,7 +98,7 @@ class Command(NamedTuple):
 
     @property
     def passes_words_on(self) -> bool:
-        """Whether words that no option reads are the function's."""
+        """Return whether words that no option reads are the function's."""
         return any(p.kind is p.VAR_POSITIONAL for *_, p in self._parameters())
 
     @property

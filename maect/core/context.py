@@ -22,10 +22,10 @@ class Context(Protocol):
     """Last step that is saved according to the launcher's record, or 0."""
 
     def stop_requested(self) -> bool:
-        """Whether this rank was told to save and return."""
+        """Return whether this rank was told to save and return."""
 
     def is_current(self) -> bool:
-        """Whether the launcher's record still names this job, as far as that can be read."""
+        """Return whether the launcher's record still names this job, as far as that can be read."""
 
     def report(self, progress: dict[str, Any], /) -> None:
         """Show how far the job is."""

@@ -82,7 +82,7 @@ def be_deterministic() -> None:
 
 
 def uses_gpus() -> bool:
-    """Whether ranks compute on GPUs here."""
+    """Return whether ranks compute on GPUs here."""
     return torch.cuda.is_available() and not _cpu_is_asked_for()
 
 
@@ -100,7 +100,7 @@ def driver() -> str:
 
 
 def _no_gpu() -> str:
-    """Why torch can use no GPU, with the versions that decide it, in a line."""
+    """Return why torch can use no GPU, with the versions that decide it, in a line."""
     try:
         torch.cuda.init()
         reason = "no device"
@@ -200,7 +200,7 @@ def memory_told(explain: Callable[[str], str] = _in_general) -> Iterator[None]:
 
 
 def memory_fault(error: RuntimeError) -> str | None:
-    """What an error says of memory that is too small, in one line; None: it says nothing of it.
+    """Return an error's words about memory that is too small, in one line; None: it has none.
 
     Only PyTorch's own allocator raises `torch.OutOfMemoryError`.
     """
@@ -360,7 +360,7 @@ def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether any rank says so; waits for all of them."""
+    """Return whether any rank says so; waits for all of them."""
     if rank_and_size()[1] == 1:
         return flag
     value = torch.tensor([int(flag)], device=_exchange_device())
@@ -410,6 +410,6 @@ def from_all(value: Any) -> list[Any]:
 
 
 def _exchange_device() -> torch.device:
-    """Where a tensor has to be that the ranks exchange: NCCL alone knows only GPUs."""
+    """Return where a tensor has to be that the ranks exchange: NCCL alone knows only GPUs."""
     only_nccl = dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if only_nccl else torch.device("cpu")

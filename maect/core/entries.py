@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def log_interval(steps: int) -> int:
-    """How many steps lie between two entries."""
+    """Return how many steps lie between two entries."""
     return 1 if steps <= LOGGED_EVERY_STEP else 50
 
 
@@ -119,7 +119,7 @@ def finished_entries(run: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def missing(steps: set[int], last: int, total: int) -> str:
-    """Which entries are not among `steps` although `last` of `total` steps are done: `3-5, 9`."""
+    """Return the entries that `steps` lacks although `last` of `total` steps are done: `3-5, 9`."""
     every = log_interval(total)
     wanted = sorted({*range(every, last + 1, every), *([last] if last == total else [])})
     absent = [place for place, step in enumerate(wanted) if step not in steps]

@@ -12,7 +12,7 @@ class UserError(Exception):
 
 
 class NodeError(UserError):
-    """What a setting may be the cause of, or, in a run that has worked elsewhere, a node.
+    """Error caused by a setting or, in a run that has worked elsewhere, by a node.
 
     Attributes:
         ranks: those to blame, as far as this one knows; None: this one itself.
@@ -40,7 +40,7 @@ class SupersededError(Exception):
 
 
 def counted(count: int, thing: str) -> str:
-    """How many of a thing whose plural ends in s: `1 run`, `20 runs`."""
+    """Return how many of a thing whose plural ends in s: `1 run`, `20 runs`."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 

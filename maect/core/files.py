@@ -173,7 +173,7 @@ def sealed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def verified(value: Any) -> Any:
-    """What `write_record` was given; a value without a checksum as it is.
+    """Return what `write_record` was given; a value without a checksum as it is.
 
     Raises:
         ValueError: the checksum differs.

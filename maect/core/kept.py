@@ -106,7 +106,7 @@ def standing(path: Path) -> Path:
 
 
 def missing_encoder(path: Path) -> UserError:
-    """What to say of an encoder's file that is not there: the error, with the likeliest reason."""
+    """Return the error of an encoder's file that is not there, with the likeliest reason."""
     run = path.parent
     if second_name(path).exists():
         return UserError(
@@ -121,6 +121,6 @@ def missing_encoder(path: Path) -> UserError:
 
 
 def _is_second(path: Path, other: Path) -> bool:
-    """Whether another name, or the first, is of the same file as the second name of a path."""
+    """Return whether `other` and the second name of `path` are one file."""
     second = second_name(path)
     return second.exists() and other.samefile(second)

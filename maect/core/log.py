@@ -48,7 +48,7 @@ def rank_log(rank: int) -> None:
 
 
 def is_watched() -> bool:
-    """Whether stderr is a terminal: then progress is drawn in place."""
+    """Return whether stderr is a terminal: then progress is drawn in place."""
     return sys.stderr.isatty()
 
 
@@ -66,7 +66,7 @@ class _Lines(logging.Formatter):
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Whatever stderr is at that moment: rich replaces it while it draws below the messages."""
+    """Writes to stderr as it is then: rich replaces it while it draws below the messages."""
 
     def __init__(self, form: logging.Formatter) -> None:
         logging.Handler.__init__(self)

@@ -1,4 +1,4 @@
-"""Whose files and folders are: what another user of the machine could put his own in the place of.
+"""Owners of files and folders: what another user of the machine could put his own in the place of.
 
 Who may write a folder may rename what lies in it. Root is trusted, and so are the members of a
 group that may write: colleagues share a results folder in this way.
@@ -26,7 +26,7 @@ def owner_name(uid: int) -> str:
 
 
 def is_trusted(uid: int) -> bool:
-    """Whether this is the user of this process, or root."""
+    """Return whether this is the user of this process, or root."""
     return uid in (0, os.geteuid()) or (uid == _overflow() and not _sees_all_users())
 
 
@@ -40,7 +40,7 @@ def _sees_all_users() -> bool:
 
 
 def exposed(path: str | Path) -> str:
-    """Why any user may put something of his own in the place of `path`; "" if none may.
+    """Return why any user may put something of his own in the place of `path`; "" if none may.
 
     Every folder on the way to it counts, also through links, and what it is itself.
     """
@@ -75,7 +75,7 @@ def exposed(path: str | Path) -> str:
 
 
 def is_own(folder: str | Path) -> bool:
-    """Whether a folder is there, and nobody but this user and his groups can write in it."""
+    """Return whether a folder is there, and nobody but this user and his groups can write in it."""
     try:
         found = os.stat(folder)
     except OSError:

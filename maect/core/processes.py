@@ -1,4 +1,4 @@
-"""What the processes that a command starts are told, and what it may find closed itself."""
+"""Environment of the processes that a command starts, and its own streams if they are closed."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""How runs that differ in their seed alone are named: RUN, RUN-s1, RUN-s2 ..."""
+"""Names of runs that differ in their seed alone: RUN, RUN-s1, RUN-s2 ..."""
 
 import re
 

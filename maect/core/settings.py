@@ -32,7 +32,7 @@ class Settings(BaseModel):
 
     @classmethod
     def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What of a dump of such settings, as JSON values, decides the result."""
+        """Return what of a dump of such settings, as JSON values, decides the result."""
         return values
 
 

@@ -12,7 +12,7 @@ def shard_name(split: str, number: int) -> str:
 
 
 def key_of(name: str, taken: bool = False) -> str:
-    """What a sample is called in its tar: as close to its image's name as webdataset allows.
+    """Return what a sample is called in its tar: as close to its image's name as webdataset allows.
 
     Args:
         name: folder, name and extension; a list may leave out the first and the last.

@@ -1,4 +1,4 @@
-"""What the shards of a split are made of: `shards/DATASET/SPLIT/config.yaml`."""
+"""Resolved file of a split's shards: `shards/DATASET/SPLIT/config.yaml`."""
 
 from functools import cache
 from pathlib import Path

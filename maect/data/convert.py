@@ -84,7 +84,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Look:
-    """What somebody should know about an image to say how images like it are read.
+    """Properties of an image that decide how images like it should be read.
 
     Attributes:
         width: of the upright image.
@@ -158,7 +158,7 @@ def look(data: bytes) -> Look:
 
 
 def make_ready(data: bytes, pixels: Pixels) -> Ready:
-    """What goes into a shard of a data set for the bytes of an image.
+    """Return what goes into a shard of a data set for the bytes of an image.
 
     Raises:
         UnreadableError: it cannot be decoded, or not as the data set's pixels.
@@ -220,7 +220,7 @@ def _levels(values: NDArray[np.uint8]) -> int:
 
 
 def _shows_through(image: Image.Image) -> bool:
-    """Whether any pixel of a loaded picture is transparent, if only a little."""
+    """Return whether any pixel of a loaded picture is transparent, if only a little."""
     if not image.has_transparency_data:
         return False
     return int(np.asarray(image.convert("RGBA").getchannel("A")).min()) < 255
@@ -488,7 +488,7 @@ def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned
 
 
 def is_turned(data: bytes) -> bool:
-    """Whether what was made ready has to be turned as it is read."""
+    """Return whether what was made ready has to be turned as it is read."""
     return _orientation_of(data) in _TURNS
 
 

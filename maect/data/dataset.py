@@ -182,7 +182,7 @@ class ShardDataset(Dataset[dict[str, Any]]):
         return len(self)
 
     def _names(self) -> list[str]:
-        """Where each image belongs, without extension.
+        """Return where each image belongs, without extension.
 
         Raises:
             UserError: a name that leads out of the folder, or that two images have.

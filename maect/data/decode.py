@@ -98,7 +98,7 @@ def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says, in one line."""
+    """Return what an error says, in one line."""
     text = " ".join(str(error).split()).partition(" <_io.BytesIO")[0]
     return text or type(error).__name__
 
@@ -116,7 +116,7 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def extension_of(data: bytes) -> str:
-    """What a file is called in a shard, by its header.
+    """Return what a file is called in a shard, by its header.
 
     Raises:
         UnreadableError: of no known format.
@@ -149,7 +149,7 @@ def image_size(data: bytes) -> tuple[int, int]:
 
 
 def halved(data: bytes, extension: str) -> bool:
-    """Whether `open_image` keeps only the upper bytes of a picture in colours of 16 bits."""
+    """Return whether `open_image` keeps only the upper bytes of a picture in colours of 16 bits."""
     if extension not in ("png", "tif") or (extension == "png" and data[24] != 16):
         return False
     with _open(data) as image:
@@ -182,7 +182,7 @@ def lower_half(data: bytes) -> Image.Image:
 
 
 def _raw_mode(args: object) -> str:
-    """How a part of a file has its pixels, of what Pillow tells its decoder."""
+    """Return how a part of a file has its pixels, of what Pillow tells its decoder."""
     first = args[0] if isinstance(args, tuple) and args else args
     return first if isinstance(first, str) else ""
 
@@ -202,7 +202,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def decoder_name() -> str:
-    """Which way JPEGs take on this machine, for a run's record."""
+    """Return which way JPEGs take on this machine, for a run's record."""
     if native.library() is not None:
         return f"native (libjpeg-turbo {native.version()})"
     return f"portable (simplejpeg {simplejpeg.__version__})"

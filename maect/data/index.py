@@ -89,7 +89,7 @@ class Index:
 
     @property
     def pixels(self) -> Pixels:
-        """What was made ready when the images were sharded; ImageNet's and so on by default."""
+        """Return the pixels that the images were sharded with; ImageNet's and so on by default."""
         return Pixels.model_validate(self.record.get("pixels", {}))
 
     @property
@@ -121,12 +121,12 @@ class Index:
 
     @property
     def turned(self) -> bool:
-        """Whether images have to be turned upright as they are read."""
+        """Return whether images have to be turned upright as they are read."""
         return "pixels" in self.record and bool(self.record.get("turned"))
 
     @property
     def plain(self) -> bool:
-        """Whether every image is an RGB picture as it is stored."""
+        """Return whether every image is an RGB picture as it is stored."""
         return "pixels" not in self.record
 
     def render(self, i: int, geometries: NDArray[np.int32], out: Images) -> None:
@@ -199,7 +199,7 @@ class Index:
         return data
 
     def undecodable(self, i: int, error: Exception) -> UserError:
-        """What to tell about a sample that was an image once."""
+        """Return what to tell about a sample that was an image once."""
         return UserError(
             f"{self.directory}: cannot decode sample {i} ({self.key(i)}): {error}; "
             "it could when it was sharded: check the shards with maect shard --verify"

@@ -69,7 +69,7 @@ class Batch:
 
 
 def image_names(sizes: int) -> list[str]:
-    """What images of each size are called in packed memory."""
+    """Return what images of each size are called in packed memory."""
     return ["images", *(f"images.{number}" for number in range(1, sizes))]
 
 
@@ -140,7 +140,7 @@ def train_batches(
 
 
 def layout_of(images: Sequence[tuple[int, ...]], draw: Draw) -> Layout:
-    """How batches lie in memory whose images are uint8 [views, b, C, S, S] of these shapes."""
+    """Return the layout of batches with images uint8 [views, b, C, S, S] of these shapes."""
     none = np.zeros(images[0][1], np.int64)
     values = _numbers(none, none) | draw(none, none)
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}

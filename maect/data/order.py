@@ -34,11 +34,11 @@ class Permutation:
         return cls(n, random.bits(seed, epoch, n, 0, stream, _ROUNDS)[0])
 
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each of `positions` goes."""
+        """Return where each of `positions` goes."""
         return self._walk(positions, self._forward)
 
     def inverse(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each of `values` comes from."""
+        """Return where each of `values` comes from."""
         return self._walk(values, self._backward)
 
     def _walk(self, start: NDArray[np.int64], step) -> NDArray[np.int64]:  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ _ALIGNED = 64
 
 
 class Layout:
-    """Where tensors of some shapes lie.
+    """Places of tensors of some shapes in one block of memory.
 
     Attributes:
         fields: begin, end, type and shape of each, by name.

@@ -115,7 +115,7 @@ def _opened(path: Path, modified: int, size: int) -> NDArray[np.uint8] | None:
 
 
 def pixels_fault(index: Index) -> str | None:
-    """What is wrong with the array of a split, if it has one: every image is compared."""
+    """Return what is wrong with the array of a split, if it has one: every image is compared."""
     path, record = pixels_files(index)
     if not record.exists():
         return None

@@ -119,7 +119,7 @@ def ids_shuffle(
 def lookup_numbers(
     k: int, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
 ) -> "Tensor":
-    """Which of the k nearest neighbours is the positive: uniform below k, int64 [views, b]."""
+    """Draw which of the k nearest neighbours is the positive: below k, int64 [views, b]."""
     import torch
 
     rows = [uniform(seed, epochs, ids, view, LOOKUP, 1) for view in range(views)]
@@ -129,7 +129,7 @@ def lookup_numbers(
 def wrong_lookups(
     right: float, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
 ) -> "Tensor":
-    """Whether each look-up is to be wrong, where a part `right` is not: bool [views, b]."""
+    """Return whether each look-up is to be wrong, where a part `right` is not: bool [views, b]."""
     import torch
 
     rows = [uniform(seed, epochs, ids, view, WRONG, 1) for view in range(views)]

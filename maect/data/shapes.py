@@ -71,7 +71,7 @@ def _coloured(
 
 
 def _inside(kind: int, x: NDArray, y: NDArray, radius: float) -> NDArray[np.bool_]:
-    """Which pixels a shape around 0, 0 covers: disc, square, triangle or cross."""
+    """Return which pixels a shape around 0, 0 covers: disc, square, triangle or cross."""
     if kind == 0:
         return x * x + y * y < radius * radius
     box = np.maximum(abs(x), abs(y)) < radius

@@ -371,7 +371,7 @@ def differing(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entr
 
 
 def _listing_path(out: Path, number: int) -> Path:
-    """What goes into a shard."""
+    """Return what goes into a shard."""
     return out / "parts" / f"{number:06d}.jsonl"
 
 
@@ -432,7 +432,7 @@ class _FaultyError(Exception):
 
 
 def is_finished(out: Path, number: int) -> bool:
-    """Whether a shard of the present plan is complete."""
+    """Return whether a shard of the present plan is complete."""
     plan, path = read_plan(out), _record_path(out, number)
     if not (path.exists() and path.with_suffix(".npz").exists()):
         return False
@@ -510,7 +510,7 @@ def _write(out: Path, number: int, threads: int) -> None:
 
 @dataclass
 class _Found:
-    """What was made ready: turned and transparent images, values of those of more than 8 bits."""
+    """Turned and transparent images, and values of those of more than 8 bits."""
 
     turned: int = 0
     transparent: int = 0
@@ -549,7 +549,7 @@ class _Found:
         return {name: n for name, n in counts.items() if n} | ({"deep": deep} if self.deep else {})
 
     def warning(self) -> str | None:
-        """What is lost of deep and of transparent images, if much is, and what to do."""
+        """Return what is lost of deep and of transparent images, if much is, and what to do."""
         said = []
         levels = self.levels.bit_count()
         if self.deep and levels < FEWEST_LEVELS:
@@ -761,7 +761,7 @@ def _shards(
     rows: NDArray[np.int64],
     content: NDArray[np.uint8],
 ) -> list[dict[str, Any]]:
-    """What the index says of each tar; of one that lies elsewhere, the hash of its samples."""
+    """Return the index's entry of each tar; of one that lies elsewhere, its samples' hash."""
     if "tars" not in plan:
         return [{name: r[name] for name in ("file", "count", "size", "sha256")} for r in records]
     shards = []
@@ -880,7 +880,7 @@ def _shard_faults(index: Index, number: int) -> list[str]:
 
 
 def _content_of(index: Index, rows: NDArray[np.int64]) -> str:
-    """What the index says instead of a checksum of a tar that lies elsewhere."""
+    """Return what the index says instead of a checksum of a tar that lies elsewhere."""
     keys, digest = index.keys(), hashlib.sha256()
     for i, label in zip(rows[:, ID].tolist(), rows[:, LABEL].tolist(), strict=True):
         try:

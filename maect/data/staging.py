@@ -53,7 +53,7 @@ def stage(directory: Path, storage: str) -> Path:
 
 
 def _folder(storage: str) -> Path:
-    """Where to, on this node."""
+    """Return where to, on this node."""
     text = f"${storage}" if "/" not in storage and "$" not in storage else storage
     filled = os.path.expanduser(os.path.expandvars(text))
     if "$" in filled or not filled:
@@ -98,7 +98,7 @@ def _copy(index: Index, out: Path) -> None:
 
 @dataclass(frozen=True)
 class _File:
-    """What is copied.
+    """A file to copy.
 
     Attributes:
         path: of the original.
@@ -113,7 +113,7 @@ class _File:
     is_shard: bool = False
 
     def is_copied(self, out: Path) -> bool:
-        """Whether a copy from before is the same."""
+        """Return whether a copy from before is the same."""
         copy = out / self.name
         if not copy.exists() or copy.stat().st_size != self.path.stat().st_size:
             return False

@@ -199,7 +199,7 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
 
 
 def _agree(key: str, name: str) -> bool:
-    """Whether one of two names is the other with more folders before it."""
+    """Return whether one of two names is the other with more folders before it."""
     short, long = sorted((key, name), key=len)
     return long == short or long.endswith(f"/{short}")
 

@@ -145,7 +145,7 @@ def normalize(images: Tensor, pixels: Pixels) -> Tensor:
 
 @dataclass(frozen=True)
 class Changes:
-    """What happens to the pixels of each of n cropped images.
+    """Changes to the pixels of each of n cropped images.
 
     Attributes:
         flipped, jittered, blurred, grey, solarized: whether, [n].
@@ -368,7 +368,7 @@ def _blur_table(sigma: NDArray[np.float64]) -> Tensor:
 
 @cache
 def _blur_index(size: int, device: torch.device) -> Tensor:
-    """Which number of `_blur_table` each element of a matrix is, [size * size]."""
+    """Return which number of `_blur_table` each element of a matrix is, [size * size]."""
     taps = 2 * _REACH + 1
     outputs, inputs = np.indices((size, size))
     tap, nothing = inputs - outputs + _REACH, 3 * taps
@@ -515,7 +515,7 @@ def rectangle(u: NDArray[np.float64], height: int, width: int) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Mix:
-    """How a batch is mixed.
+    """Mixture of a batch in pairs.
 
     Attributes:
         share: of an image itself in its label; the rest is its partner's.

@@ -118,7 +118,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
 
     @property
     def full_precision(self) -> bool:
-        """Whether the encoder runs in float32."""
+        """Return whether the encoder runs in float32."""
         return self.precision == "fp32"
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
         return "fine_tune" if self.fraction == 1 else fraction_name(self.fraction)
 
     def _name(self, suffix: str) -> str:
-        """How results name a training: `low_shot_2-split1`."""
+        """Return how results name a training: `low_shot_2-split1`."""
         return f"{self._metric(suffix)}-{suffix.rpartition('-')[2]}"
 
 

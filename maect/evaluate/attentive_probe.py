@@ -252,7 +252,7 @@ class Probes(Trainee):
         return self.trial.encoding.all_tokens(images).float()
 
     def _readings(self, tokens: Tensor) -> dict[str, Tensor]:
-        """What the classifiers of each reading are given of tokens."""
+        """Return what the classifiers of each reading are given of tokens."""
         import torch
 
         encoder = self.trial.encoding.encoder

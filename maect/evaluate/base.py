@@ -1,4 +1,4 @@
-"""What a protocol declares (settings, inputs, what it leaves, its cost) and is given; torch-free.
+"""Declaration of a protocol (settings, inputs, outputs, cost), and its job; torch-free.
 
 A protocol is its settings class, in a module of this package. Rules, plan and checks read the
 declaration; `evaluate` does the work, and imports what it needs for that itself.
@@ -98,7 +98,7 @@ class EvaluationJob:
         return self.out.with_name(f".{self.out.stem}.state")
 
     def path(self, name: str) -> Path:
-        """Where the input called `name` is.
+        """Return where the input called `name` is.
 
         Raises:
             UserError: it was not given.
@@ -107,7 +107,7 @@ class EvaluationJob:
         return path
 
     def paths(self, name: str) -> list[Path]:
-        """Where the parts of the input called `name` are, such as several trained runs.
+        """Return where the parts of the input called `name` are, such as several trained runs.
 
         Raises:
             UserError: it was not given.
@@ -187,7 +187,7 @@ class Protocol(Settings):
 
     @property
     def full_precision(self) -> bool:
-        """Whether those operations are in float32."""
+        """Return whether those operations are in float32."""
         return True
 
     @property
@@ -234,7 +234,7 @@ class Encodes(Protocol):
 
     @property
     def full_precision(self) -> bool:
-        """Whether the encoder runs in float32."""
+        """Return whether the encoder runs in float32."""
         return self.precision == "fp32"
 
 

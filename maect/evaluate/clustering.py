@@ -95,7 +95,7 @@ def check(test: FeatureFile, ids: NDArray[np.int64]) -> None:
 
 
 def origin(test: FeatureFile) -> dict[str, str]:
-    """What clusters are of: the encoder and the images."""
+    """Return what clusters are of: the encoder and the images."""
     return {key: test.record[key] for key in ("encoder_sha256", "index_digest")}
 
 
@@ -234,7 +234,7 @@ def scores(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> dict[str, 
 
 
 def contingency(labels: NDArray[np.int64], clusters: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many samples of class i are in cluster j, int64 [k, k] with k the larger number."""
+    """Count the samples of class i in cluster j: int64 [k, k], k the larger number."""
     import numpy as np
 
     size = int(max(labels.max(), clusters.max())) + 1

@@ -1,4 +1,4 @@
-"""What an encoder knows of every pixel: patch tokens, the classes of their pixels, and mIoU.
+"""Dense evaluation: patch tokens, the classes of their pixels, and mIoU.
 
 Images and masks are two splits of a data set, joined by the names of their samples. Whole images
 are squeezed into the encoder's square, as CAPI does (facebookresearch/capi, eval_segmentation.py).
@@ -317,7 +317,7 @@ def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
 
 
 def _drawn(images: Index, one_in: int, seed: int) -> NDArray[np.bool_]:
-    """Whether an image is held out: a drawn part of all, the same for every encoder; [n]."""
+    """Return whether an image is held out: a drawn part of all, the same for every encoder; [n]."""
     import numpy as np
 
     from maect.data import random

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class EffectiveInvariance(Encodes):
-    """How much rotations and colour changes move the probe's prediction (paper, table 15)."""
+    """Change of the probe's prediction by rotations and changed colours (paper, table 15)."""
 
     name: ClassVar[str] = "effective_invariance"
     title: ClassVar[str] = "effective invariance"

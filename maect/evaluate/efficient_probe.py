@@ -98,7 +98,7 @@ class Probe(LarsProbe):
         return self.trial.encoding.tokens(images).float()
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """What the queries see of tokens [b, N, D]: [b, D]."""
+        """Return what the queries see of tokens [b, N, D]: [b, D]."""
         count, width = self.queries.shape
         attention = (tokens @ (self.queries.T * width**-0.5)).softmax(dim=1)  # [b, N, Q]
         seen = attention.transpose(1, 2) @ tokens  # [b, Q, D]

@@ -159,7 +159,7 @@ class Explore(ReadsFeatures):
 
 
 def columns_of(count: int) -> int:
-    """How many pictures are beside each other in an atlas of this many."""
+    """Return how many pictures are beside each other in an atlas of this many."""
     return math.ceil(math.sqrt(count))
 
 

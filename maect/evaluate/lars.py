@@ -1,4 +1,4 @@
-"""What the probes of billpsomas/efficient-probing have in common: BatchNorm, classifier and LARS.
+"""Base of the probes of billpsomas/efficient-probing: BatchNorm, classifier and LARS.
 
 A BatchNorm without parameters and one linear layer, on what may be pooled by trained tensors; LARS
 (You et al. 2017) with the rate of MAE's linear probe.

@@ -99,7 +99,7 @@ REAL = ".real"
 
 
 def representations(encoding: Encoding) -> dict[str, slice]:
-    """Which features each probe reads, by the name of its metric."""
+    """Return which features each probe reads, by the name of its metric."""
     width, blocks = encoding.settings.width, encoding.blocks
     columns = {
         f"concat_{count}": slice((blocks - count) * width, blocks * width)

@@ -177,7 +177,7 @@ def check(train: Index, test: Index, *, labelled: bool = True) -> None:
 
 
 def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
-    """What a state file says about itself, or why a training cannot resume from it.
+    """Return what a state file says about itself, or why a training cannot resume from it.
 
     Raises:
         OSError: it cannot be read at present.

@@ -78,7 +78,7 @@ class RealLabels(Settings):
 
 
 def is_imagenets(key: str) -> bool:
-    """Whether an image is called as those of ImageNet's validation split are."""
+    """Return whether an image is called as those of ImageNet's validation split are."""
     return _NUMBER.search(key) is not None
 
 
@@ -115,7 +115,7 @@ class Real:
             raise UserError(f"{path}: gives no label to any of the test images")
 
     def right(self, predicted: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether the predicted class is among an image's labels, of images that have some.
+        """Return whether the predicted class is among an image's labels, of images that have some.
 
         Args:
             predicted: class of each image, int64 [n].

@@ -120,7 +120,7 @@ class Completion:
         self.identity = digest(resolved.digest, self._encoder, self._sources)
 
     def is_there(self) -> bool:
-        """Whether it is; cheap to ask again."""
+        """Return whether it is; cheap to ask again."""
         if not self._out.exists():
             return False
         result = read_json(self._out)
@@ -170,7 +170,7 @@ def _promised(run: Path) -> str | None:
 
 
 def _features_record(path: Path, kind: Features) -> dict[str, Any]:
-    """What a features file says of itself, if it is what its place in the results says.
+    """Return what a features file says of itself, if it is what its place in the results says.
 
     Raises:
         UserError: made of another split or data set than its name says, of other images than the
@@ -194,7 +194,7 @@ def _features_record(path: Path, kind: Features) -> dict[str, Any]:
 def provenance(
     job: EvaluationJob, protocol: Protocol, world_size: int, encoder_sha256: str | None
 ) -> dict[str, Any]:
-    """Where a result comes from: run, encoder, data and versions."""
+    """Return where a result comes from: run, encoder, data and versions."""
     versions = {"maect": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -167,7 +167,7 @@ def own_name(path: Path) -> str | None:
 
 
 def open_record(path: str | Path) -> dict[str, Any]:
-    """What a features file says about its making, without reading the rest of it.
+    """Return what a features file says about its making, without reading the rest of it.
 
     Raises:
         UserError: it is no features file.

@@ -237,7 +237,7 @@ class Throughput(Protocol):
     def _measured(
         self, encoder: Encoder, file: Path, published: Sequence[Published], device: torch.device
     ) -> Iterator[tuple[str, Steps]]:
-        """What is measured, one by one: its name, and its step for a batch of this size."""
+        """Yield what is measured: its name, and its step for a batch of this size."""
 
         def step_of(stage: Training, **how: Any) -> Steps:
             # Kept by what is yielded alone: another model beside it would take its memory.

@@ -126,7 +126,7 @@ class TrainsProbe(Encodes):
 
 @dataclass(frozen=True)
 class Plan:
-    """How many updates there are.
+    """Number of updates.
 
     Attributes:
         steps: of them in all.
@@ -235,7 +235,7 @@ def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a probe is trained on and scored with: this rank's encoder, and images of two splits."""
+    """Inputs of a probe: this rank's encoder, and images of two splits."""
 
     context: Context
     job: EvaluationJob
@@ -320,7 +320,7 @@ def beside_held(labels: Tensor, batch: Batch, held: Index) -> Tensor:
 
 
 class Trainee(ABC):
-    """What is trained on the encoder, on one rank.
+    """Tensors that are trained on the encoder, on one rank.
 
     Attributes:
         groups: the tensors that are trained, saved together, by a name of each group.

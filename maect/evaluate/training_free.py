@@ -1,4 +1,4 @@
-"""What a frozen encoder knows of a folder of images, without training anything but a regression.
+"""Scores of a frozen encoder on a folder of images; nothing but a regression is trained.
 
 k-NN, logistic regression on few and on all labels, and what can be said without labels. Each
 measure is the mean of a score per test image, so that intervals and differences follow from it.

@@ -1,4 +1,4 @@
-"""What the names in an experiment stand for: its runs, and the lines of its tables and figures."""
+"""Expansion of the names in an experiment: its runs, and the lines of its tables and figures."""
 
 import fnmatch
 import itertools
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def architecture(self) -> str:
-        """How tables name the encoder: its size, with the image size if that is not its own."""
+        """Return the encoder's size, with the image size if that is not its own."""
         if isinstance(self.settings, Import) and self.settings.timm is not None:
             return self.settings.timm.partition(".")[0]
         pixels = self.encoder.image_size
@@ -190,7 +190,7 @@ def run_to_score(run: str, evaluation: str, part: str) -> str:
 
 
 def begins_with(name: str, runs: Mapping[str, Run]) -> Run:
-    """What a run starts from in the end."""
+    """Return what a run starts from in the end."""
     while (source := runs[name].source) is not None:
         name = source
     return runs[name]
@@ -279,7 +279,7 @@ def matching(pattern: str, runs: Mapping[str, Run]) -> list[str]:
 
 
 def may_be_scored(name: str, runs: Mapping[str, Run]) -> bool:
-    """Whether a name is that of a run which an evaluation, if asked for, would have trained."""
+    """Return whether a name is that of a run which an evaluation would have trained."""
     return "." in name and name.split(".")[0] in runs
 
 

@@ -283,7 +283,7 @@ class Experiment:
         return find_shards(self.own_shards(dataset, split), *given, self.images(dataset, split))
 
     def own_shards(self, dataset: str, split: str) -> Path:
-        """Where a split's shards are if no other experiment has them."""
+        """Return where a split's shards are if no other experiment has them."""
         return self.root / "shards" / dataset / split
 
     def shards_config(self, dataset: str, split: str) -> ShardsConfig:
@@ -291,7 +291,7 @@ class Experiment:
         return shards_config(*self._given(dataset, split), self.images(dataset, split))
 
     def said_otherwise(self, dataset: str, split: str) -> str:
-        """Where the file is not what a split's shards were made by; empty: nowhere."""
+        """Return where the file is not what a split's shards were made by; empty: nowhere."""
         return said_otherwise(self.shards(dataset, split), *self._given(dataset, split))
 
     def _given(self, dataset: str, split: str) -> tuple[Split, Pixels]:
@@ -299,7 +299,7 @@ class Experiment:
 
     @cache  # noqa: B019
     def changes(self, dataset: str, split: str) -> Changes | None:
-        """How the images of a split differ from those in its shards, as far as it can be told."""
+        """Return how the images of a split differ from those in its shards."""
         return changes(self.shards(dataset, split), self.images(dataset, split))
 
     def images(self, dataset: str, split: str) -> Path:

@@ -1,4 +1,4 @@
-"""Which results are not what an experiment asks for, by what lies in the results folder alone.
+"""Search for results that are not what an experiment asks for, in the results folder alone.
 
 Results say themselves what they were made by: `run.json`, the headers of features, the JSON of an
 evaluation, `config.yaml` beside shards; a table, figure or page is newer than the resolved file
@@ -35,7 +35,7 @@ def outdated(experiment: Experiment) -> list[Path]:
 
 
 class _Comparison:
-    """What lies in a results folder beside what is asked for; every record is read once."""
+    """A results folder beside what is asked for; every record is read once."""
 
     def __init__(self, experiment: Experiment) -> None:
         self.experiment, self.root = experiment, experiment.root
@@ -176,7 +176,7 @@ class _Comparison:
         return self._read[path]
 
     def header(self, path: Path) -> dict[str, Any]:
-        """What a features file says about its making, likewise."""
+        """Return what a features file says about its making, likewise."""
         if path not in self._read:
             try:
                 self._read[path] = open_record(path) if path.exists() else {}
@@ -199,12 +199,12 @@ class _Comparison:
 
 
 def _differ(made: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
-    """Whether a record says another value than is asked for, where both say one."""
+    """Return whether a record says another value than is asked for, where both say one."""
     return any(made.get(key, value) != value for key, value in asked.items() if value is not None)
 
 
 def _is_made_by(told: SettingsFile, path: Path, outputs: Sequence[Path]) -> bool:
-    """Whether files were made after their resolved file, and that says what is asked for."""
+    """Return whether files were made after their resolved file, and that says what is asked for."""
     try:
         same = type(told).read(path).identity(path) == told.identity(path)
     except UserError:

@@ -63,14 +63,14 @@ class Page:
         return [folder / f"{name}.{ending}" for ending in self.endings]
 
     def label(self, experiment: Experiment, name: str) -> dict[str, str]:
-        """How the report's menu names a page."""
+        """Return how the report's menu names a page."""
         shown = SHOWN.get(self.name)
         if shown is None:
             return {"page": name.capitalize()}
         return shown[name].label(experiment.spec.compare_with_paper)
 
     def caption(self, experiment: Experiment, name: str) -> str:
-        """What the report says below a page."""
+        """Return what the report says below a page."""
         shown = SHOWN.get(self.name)
         if shown is None:
             return CAPTIONS[self.name]
@@ -177,12 +177,12 @@ def _sampled(experiment: Experiment) -> Path | None:
 
 
 def compares(experiment: Experiment) -> bool:
-    """Whether there are claims to decide."""
+    """Return whether there are claims to decide."""
     return bool(experiment.spec.compare_with_paper and tables(experiment))
 
 
 def explored(experiment: Experiment) -> list[Path]:
-    """What the protocol `explore` leaves of each run, for the page to look through images."""
+    """Return the files of `explore` of each run, for the page to look through images."""
     return [
         experiment.root / "evaluations" / run / f"{name}.safetensors"
         for run, name in experiment.evaluations

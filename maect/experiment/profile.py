@@ -89,7 +89,7 @@ def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _found(key: str, value: Any) -> Any:
-    """What a profile says, with the pipeline's own scripts in full, wherever one starts from."""
+    """Return a profile's content, with the pipeline's own scripts by their full paths."""
     if key not in ("setup", "python"):
         return value
 

@@ -90,7 +90,7 @@ def features_file(experiment: Experiment, run: str, dataset: str, split: Feature
 
 
 def ending(features: Features) -> str:
-    """What is behind a split's name in that of its features' file: `.before_norm.last_4`."""
+    """Return what is behind a split's name in that of its features' file: `.before_norm.last_4`."""
     norm = "" if features.norm else WITHOUT_NORM
     return norm + (f"{LAST}{features.blocks}" if features.blocks > 1 else "")
 
@@ -101,7 +101,7 @@ def of_ending(split: str, ending: str) -> Features:
 
 
 def input_path(experiment: Experiment, run: str, name: str, kind: Input) -> Path | list[Path]:
-    """Where an input of an evaluation is: a file, a folder of shards, or folders of runs."""
+    """Return where an input of an evaluation is: a file, a folder of shards, or folders of runs."""
     dataset = experiment.dataset_of(name)
     match kind:
         case Features():

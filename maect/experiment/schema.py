@@ -83,7 +83,7 @@ class Dataset(Settings):
 
     @property
     def bundled(self) -> bool:
-        """Whether its images are written out first."""
+        """Return whether its images are written out first."""
         return self.kind in BUNDLED
 
     @field_validator("kind")
@@ -166,7 +166,7 @@ class RunSpec(Settings):
 
 
 class Evaluations(Settings):
-    """Which protocols on which runs; a run may be a pattern such as `ct_*`."""
+    """Protocols and the runs to evaluate; a run may be a pattern such as `ct_*`."""
 
     runs: list[str]
     protocols: list[str]

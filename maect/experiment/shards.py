@@ -1,4 +1,4 @@
-"""Which shards a split reads: its own, or those that another experiment made of the same images.
+"""Choice of a split's shards: its own, or those that another experiment made of the same images.
 
 `maect.data.sources.shared` says which files of a split's folder tell.
 """
@@ -150,7 +150,7 @@ def last_changes(images: Path) -> str:
 
 
 def _stated(split: Split, pixels: Pixels) -> dict[str, Any]:
-    """What an experiment says of a split's shards, in the names of `ShardsConfig`."""
+    """Return what an experiment says of a split's shards, in the names of `ShardsConfig`."""
     stated = split.model_dump(include={"kind", "shards", "skip_unreadable"})
     given = {name: getattr(split, name) for name in LISTS}
     lists = {name: fill_path(file) if file else None for name, file in given.items()}

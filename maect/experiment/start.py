@@ -35,7 +35,7 @@ LOOKS_FIRST = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is known of a job of Snakemake before it starts.
+    """A job of Snakemake before it starts.
 
     Attributes:
         rule: its rule's name.
@@ -55,7 +55,7 @@ class Job:
 
 
 def faults(experiment: Experiment, jobs: Sequence[Job]) -> list[str]:
-    """What jobs would miss or read wrongly: a sentence each, empty if all is well."""
+    """Return what jobs would miss or read wrongly: a sentence each, empty if all is well."""
     planned = _sharded(jobs, ["plan_shards"])
     evaluations = [
         (job.wildcards["run"], job.wildcards["evaluation"]) for job in jobs if job.rule in PROTOCOLS
@@ -120,7 +120,7 @@ def _sharded(jobs: Iterable[Job], rules: Sequence[str] = SHARDING) -> list[tuple
 def missing_images(
     experiment: Experiment, splits: Iterable[tuple[str, str]] | None = None
 ) -> list[str]:
-    """What a start would not find of the images: a sentence each, empty if all is there.
+    """Return what a start would not find of the images: a sentence each, empty if all is there.
 
     Args:
         experiment: whose.
@@ -267,7 +267,7 @@ def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, s
 
 
 def _is_sharded(experiment: Experiment, name: str, split: str) -> bool:
-    """Whether a split's shards are made of images of the user's."""
+    """Return whether a split's shards are made of images of the user's."""
     given = experiment.datasets[name].splits[split]
     return given.images is not None and given.source.sharded
 

@@ -52,7 +52,7 @@ def check_profiles(words: Sequence[str]) -> None:
 
 
 def notes(pipeline: Path, words: Sequence[str]) -> list[str]:
-    """What is not as somebody who looks at the working folder may believe: a sentence each.
+    """Return what is not as somebody who looks at the working folder may believe: a sentence each.
 
     Args:
         pipeline: folder of the Snakefile that is read.
@@ -66,7 +66,7 @@ def notes(pipeline: Path, words: Sequence[str]) -> list[str]:
 
 
 def _is_bare(words: Sequence[str]) -> bool:
-    """Whether Snakemake was called without `maect`, which tells it to take no profile unasked."""
+    """Return whether Snakemake was called without `maect`, which lets it take no profile."""
     return "snakemake" in (Path(words[0]).name, Path(words[0]).parent.name)
 
 

@@ -73,7 +73,7 @@ def launch(
 
 
 def _is_endangered(folder: Path, identity: str) -> bool:
-    """Whether a job of other settings may still write over what is there."""
+    """Return whether a job of other settings may still write over what is there."""
     try:
         job = record.read_job(folder, own=True)
     except LaunchError:  # damaged: nothing is asked of the job any more
@@ -276,7 +276,7 @@ class _Launch:
             self.line.say(sentence)
 
     def present(self, job: Job, look: Look) -> tuple[str, float | None]:
-        """What to show, and the part of the steps that is done."""
+        """Return what to show, and the part of the steps that is done."""
         if look.phase == "running" and self.asked_at is None:
             report = record.progress(self.folder, job)
             if report.get("slow") not in (None, self.slow):
@@ -328,7 +328,7 @@ class _Launch:
         return "cancelled"
 
     def completes(self, job: Job, end: State, ours: bool) -> bool:
-        """Whether a job that has ended is complete after all."""
+        """Return whether a job that has ended is complete after all."""
         deadline = time.monotonic() + self.clusters[job.cluster].record_patience
         while end.outcome == "done":
             if self.is_done():

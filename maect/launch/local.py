@@ -100,7 +100,7 @@ class Local(Cluster):
 
 
 def _has_restarted_since(job: Job) -> bool:
-    """Whether this is the machine of a job, and its kernel began later than that.
+    """Return whether this is the machine of a job, and its kernel began later than that.
 
     Only outside of containers, of which several machines may have some of one name; Windows runs
     all of Linux in one.

@@ -129,7 +129,7 @@ def this_process() -> str:
 
 
 def _began(pid: int) -> str:
-    """When a process began, in ticks since the machine did: the clock may be set meanwhile.
+    """Return when a process began, in ticks since the machine did: the clock may be set meanwhile.
 
     Raises:
         OSError: there is none.
@@ -184,7 +184,7 @@ class Interruption(AbstractContextManager["Interruption"]):
             signal.signal(number, handler)
 
     def reason_to_leave(self) -> str | None:
-        """Why to leave the job running and end, or None."""
+        """Return why to leave the job running and end, or None."""
         if self._detached:
             return "detached"
         return None if self._ancestors.are_alive() else "Snakemake is gone"

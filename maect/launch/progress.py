@@ -1,4 +1,4 @@
-"""What a launcher shows: epoch, step, loss, images/s, time left."""
+"""Display of a launcher: epoch, step, loss, images/s, time left."""
 
 import logging
 import time
@@ -93,7 +93,7 @@ class Line:
         log.info("%s: %s", self.title, text)
 
     def is_due(self) -> bool:
-        """Whether it is time to show the state again, for the reader's sake."""
+        """Return whether it is time to show the state again, for the reader's sake."""
         now = time.monotonic()
         if self._watched:
             wait = TERMINAL_SECONDS

@@ -46,14 +46,14 @@ COPIED = "others copy the run's folder without `jobs` and `job.json`"
 
 
 def boot() -> str:
-    """What tells the kernel that runs here from any other; "" if it does not say."""
+    """Return what tells the kernel that runs here from any other; "" if it does not say."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
     return ""
 
 
 def namespace() -> str:
-    """What tells the process ids that are seen here from those in other containers."""
+    """Return what tells the process ids that are seen here from those in other containers."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
@@ -122,7 +122,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job failed, as far as its ranks could say.
+    """Cause of a job's failure, as far as its ranks could say.
 
     Attributes:
         rank: which one said so.
@@ -169,13 +169,13 @@ def _is_continued(job: Job, identity: str) -> bool:
 
 
 def where(folder: Path) -> dict[str, Any]:
-    """What a job's record says of the place of its folder."""
+    """Return what a job's record says of the place of its folder."""
     found = folder.stat()
     return {"place": os.path.realpath(folder), "device": found.st_dev, "inode": found.st_ino}
 
 
 def belongs(folder: Path, job: Job) -> Literal["here", "moved", "copy"]:
-    """Whether a job is this folder's, or that of a folder which this is a copy of.
+    """Return whether a job is this folder's, or that of a folder which this is a copy of.
 
     Where a folder was replaced at its place, its job has noticed, and ends.
     """
@@ -318,7 +318,7 @@ def live_ranks(folder: Path, job: Job) -> set[int] | None:
 
 
 def ranks(folder: Path, job: Job) -> dict[int, dict[str, Any]]:
-    """What each rank that has started says."""
+    """Return what each rank that has started says."""
     values = map(read_mapping, job_folder(folder, job.name).glob("rank-*.json"))
     return {int(value["rank"]): value for value in values if "rank" in value}
 
@@ -332,7 +332,7 @@ def progress(folder: Path, job: Job | None) -> dict[str, Any]:
 
 
 def said(folder: Path, job: Job) -> list[str]:
-    """What rank 0 wants people to be told, a sentence each."""
+    """Return what rank 0 wants people to be told, a sentence each."""
     lines = read_mapping(rank_file(folder, job.name, 0)).get("said")
     return lines if isinstance(lines, list) else []
 
@@ -346,7 +346,7 @@ def saved_step(folder: Path, job: Job) -> int:
 
 
 def is_saving(folder: Path, job: Job) -> bool:
-    """Whether rank 0 says that a state is being written."""
+    """Return whether rank 0 says that a state is being written."""
     return read_mapping(rank_file(folder, job.name, 0)).get("saving") is True
 
 
@@ -360,7 +360,7 @@ def held_seconds(folder: Path, job: Job) -> float:
 
 
 def verdict(folder: Path, job: Job) -> str | None:
-    """How this job's function returned ("done", "requeue", "stopped"), or None."""
+    """Return how this job's function returned ("done", "requeue", "stopped"), or None."""
     end = read_mapping(rank_file(folder, job.name, 0)).get("end", job.verdict)
     return end if end in VERDICTS else None
 
@@ -385,7 +385,7 @@ def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
 
 
 def _weight(error: dict[str, Any]) -> tuple[int, bool, float]:
-    """What orders the errors of ranks: less is more likely the cause."""
+    """Return what orders the errors of ranks: less is more likely the cause."""
     kinds = {"UserError": 0, "NodeError": 1}
     return kinds.get(error["kind"], 2), error.get("blames") is not None, error["time"]
 

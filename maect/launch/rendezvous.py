@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet, so that nobody else takes part.
+"""Rendezvous of a job's ranks, in which nobody else takes part.
 
 submitit's `TorchDistributedEnvironment` is not used: it derives the port from the job's id, which
 two local jobs or two clusters may share, gives a requeued job the same one again, knows nothing of
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Meeting:
-    """What rank 0 publishes.
+    """Record that rank 0 publishes.
 
     Attributes:
         address: of the first node: loopback, where there is only one.
@@ -130,7 +130,7 @@ def remove_folder(folder: Path, name: str) -> None:
 
 
 def _file(folder: Path, name: str, attempt: int) -> Path:
-    """Where rank 0 publishes: of each attempt another, since the one before may still be alive."""
+    """Return where rank 0 publishes: another file each attempt, as the last may be alive."""
     return job_folder(folder, name) / f"meeting-{attempt}.json"
 
 

@@ -1,4 +1,4 @@
-"""What to run, and on how many nodes and devices."""
+"""A task to run, and the nodes and devices for it."""
 
 import json
 import os
@@ -225,7 +225,7 @@ def sbatch_arguments(text: str) -> tuple[str, ...]:
 
 
 def visible_devices() -> int | None:
-    """How many devices `CUDA_VISIBLE_DEVICES` names; None if it is not set."""
+    """Return how many devices `CUDA_VISIBLE_DEVICES` names; None if it is not set."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     if names is None:
         return None
@@ -245,7 +245,7 @@ def count_devices(devices: str) -> int:
 
 
 def gpu_here() -> str:
-    """What the first GPU of this machine is, such as NVIDIA A100 SXM4 40GB; "" without one."""
+    """Return this machine's first GPU, such as NVIDIA A100 SXM4 40GB; "" without one."""
     if not gpus_here():
         return ""
     words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]

@@ -108,7 +108,7 @@ class Slurm(Cluster):
         return self._missing(job, answer.time)
 
     def waits(self, folder: Path, job: Job) -> bool:
-        """Whether a job that squeue listed as pending has not begun since."""
+        """Return whether a job that squeue listed as pending has not begun since."""
         look = self._seldom(self._ask_controller, job)
         return look is not None and look.phase == "pending"
 
@@ -201,7 +201,7 @@ class Slurm(Cluster):
         return look
 
     def _word(self, job_id: str, word: str, reason: str, now: float) -> Look:
-        """What a word of SLURM, said at this time, means."""
+        """Return what a word of SLURM, said at this time, means."""
         text = f"{word} ({reason})" if reason not in ("", "None") else word
         if word in MAY_RETURN:
             since = self._may_return_since.setdefault(job_id, now)
@@ -216,7 +216,7 @@ class Slurm(Cluster):
         return Look("unknown", text)
 
     def _ask_sacct(self, job: Job) -> Look | None:
-        """What the accounting says; None if it does not know the job, or is not there."""
+        """Return what the accounting says; None if it does not know the job, or is not there."""
         assert job.id is not None
         code, out, error = command("sacct", "-n", "-X", "-P", "-o", "State,JobName", "-j", job.id)
         rows = [line.partition("|") for line in out.splitlines()]
@@ -231,7 +231,7 @@ class Slurm(Cluster):
         return Look("unknown", "no answer from sacct")
 
     def _ask_controller(self, job: Job) -> Look | None:
-        """What the controller says about this very id; None if it does not answer."""
+        """Return what the controller says about this very id; None if it does not answer."""
         assert job.id is not None
         code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
         shown = dict(word.split("=", 1) for word in out.split() if "=" in word)
@@ -244,7 +244,7 @@ class Slurm(Cluster):
         return Look("ended", "unknown to SLURM", grace=squeue_seconds())
 
     def _is_that_attempt(self, folder: Path, job: Job) -> bool:
-        """Whether the attempt that the log ends with runs: a new one may wait for its prolog."""
+        """Return whether the log's last attempt runs: a new one may wait for its prolog."""
         assert job.id is not None
         _, out, _ = command("scontrol", "--oneliner", "show", "job", job.id)
         restarts = re.search(rf" JobName={re.escape(job.name)} .* Restarts=(\d+)", out)
@@ -252,7 +252,7 @@ class Slurm(Cluster):
         return bool(restarts and attempts and int(restarts[1]) <= int(attempts[-1]))
 
     def _is_its_cluster(self, job: Job) -> bool:
-        """Whether the cluster that does not know a job is the one that took it.
+        """Return whether the cluster that does not know a job is the one that took it.
 
         Raises:
             LaunchError: it is another one.
@@ -267,12 +267,12 @@ class Slurm(Cluster):
 
 
 def passes(error: str) -> bool:
-    """Whether a submission failed for a reason that goes away by itself."""
+    """Return whether a submission failed for a reason that goes away by itself."""
     return any(text in error for text in SUBMISSION_FAILURES_THAT_PASS)
 
 
 def _lost_a_rank(folder: Path, job: Job) -> bool:
-    """Whether srun said that a rank of this attempt ended badly.
+    """Return whether srun said that a rank of this attempt ended badly.
 
     It then asks the controller to end the others, and only once: while the controller is away they
     keep waiting for the lost one.
@@ -292,7 +292,7 @@ def _attempt_log(folder: Path, job: Job) -> bytes:
 
 @dataclass(frozen=True)
 class Answer:
-    """What squeue said.
+    """Answer of squeue.
 
     Attributes:
         time: when it was asked, by this process's clock.
@@ -351,7 +351,7 @@ class Squeue:
         return Answer(self._when(value), jobs, value["queries"])
 
     def _when(self, value: dict[str, Any]) -> float:
-        """When a value was answered, by this process's clock."""
+        """Return when a value was answered, by this process's clock."""
         if value is self._own:
             return self._answered
         return time.monotonic() - max(0, time.time() - value["answered"])

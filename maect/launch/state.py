@@ -1,4 +1,4 @@
-"""What a cluster says about a job, and the one function that says what state the job is in."""
+"""State of a job: what a cluster says about it, and the one function that decides."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ STOPPED = "stopped by the user"
 
 @dataclass(frozen=True)
 class Look:
-    """What a cluster says about a job.
+    """Statement of a cluster about a job.
 
     Attributes:
         phase: "unknown" is no verdict: the question failed, ask again.
@@ -32,14 +32,14 @@ class Look:
 
 
 class Cluster(ABC):
-    """Where jobs run. It may remember what it has seen: one object for as long as one watches."""
+    """Place where jobs run. It may remember what it has seen: keep one while you watch."""
 
     interval: float  # seconds between two looks
     record_patience: float  # seconds for a completion record to cross the file system
     out_of_reach: str  # why a job could not be ended
 
     def site(self) -> str | None:
-        """What the cluster calls itself, if it has a name."""
+        """Return what the cluster calls itself, if it has a name."""
         return None
 
     def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
@@ -51,7 +51,7 @@ class Cluster(ABC):
         """Look at a job."""
 
     def waits(self, folder: Path, job: Job) -> bool:
-        """Whether a job that a look found pending is so now: the look may be old."""
+        """Return whether a job that a look found pending is so now: the look may be old."""
         return self.look(folder, job).phase == "pending"
 
     @abstractmethod
@@ -65,7 +65,7 @@ class Cluster(ABC):
 
 @dataclass(frozen=True)
 class State:
-    """What state a job is in.
+    """State of a job.
 
     Attributes:
         look: what the cluster says; after the end on record, that.
@@ -81,7 +81,7 @@ class State:
 
 
 def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
-    """What state this job of `folder` is in.
+    """Return what state this job of `folder` is in.
 
     The ranks' own word counts first, then that of the cluster: the function returned, or it raised,
     whatever became of the processes. A question that the cluster does not answer is no end.
@@ -97,7 +97,7 @@ def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
 
 
 def meaning(folder: Path, job: Job, look: Look) -> State:
-    """What a look at a job means, with what its ranks say by now."""
+    """Return what a look at a job means, with what its ranks say by now."""
     if look.phase != "ended":
         return State(look)
     failure = record.failure(folder, job, look.rank)

@@ -1,4 +1,4 @@
-"""What a job is submitted with: its request, its environment, the parameters of submitit."""
+"""Submission of a job: its request, its environment, the parameters of submitit."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[str, Any]:
-    """What the ranks and the process that submits them (`__main__.py`) have to know."""
+    """Return what the ranks and the process that submits them (`__main__.py`) have to know."""
     if resources.cluster == "local":
         parameters, gpus = local(resources), gpus_here() > 0
     else:
@@ -57,7 +57,7 @@ def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[st
 
 
 def _asks_for_gpus(parameters: dict[str, Any]) -> bool:
-    """Whether these parameters of sbatch ask for GPUs."""
+    """Return whether these parameters of sbatch ask for GPUs."""
     extra = parameters["additional_parameters"]
     gres = str(extra.get("gres", "")).split(",")
     return any(key.startswith("gpus") for key in extra) or any(
@@ -119,7 +119,7 @@ def environment(name: str, cpus: int) -> dict[str, str]:
 
 
 def of_slurm(key: str) -> bool:
-    """Whether a variable changes what SLURM's commands do, other than where they find SLURM."""
+    """Return whether a variable changes SLURM's commands, but for where they find SLURM."""
     return key.startswith(OF_SLURM) and key not in WHERE_SLURM_IS
 
 

@@ -1,4 +1,4 @@
-"""What runs in every rank: environment, signals, progress, and the verdict at the end."""
+"""Frame of every rank: environment, signals, progress, and the verdict at the end."""
 
 import faulthandler
 import gc
@@ -43,7 +43,7 @@ LOOKS = 4  # at a folder that is gone, until that is believed
 
 
 class RankFile:
-    """What there is to know about one rank, in the file that only this rank writes."""
+    """State of one rank, in the file that only this rank writes."""
 
     def __init__(
         self, folder: Path, name: str, rank: int, job_id: str, held: float, ranks: int
@@ -151,14 +151,14 @@ class Rank:
         return self.rendezvous.store(timeout)
 
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to save and return ("requeue").
+        """Return whether this rank was asked to save and return ("requeue").
 
         The ranks learn of it at different moments: agree on it (all-reduce) at a step boundary.
         """
         return bool(self.reasons)
 
     def is_current(self) -> bool:
-        """Whether the launcher's record still names this job, as far as that can be read."""
+        """Return whether the launcher's record still names this job, as far as that can be read."""
         if not self.is_there():
             return False
         try:
@@ -390,7 +390,7 @@ def _listen(
 
 
 def _is_asked_to_stop(folder: Path, name: str) -> bool:
-    """Whether the launcher asks this job to save and stop."""
+    """Return whether the launcher asks this job to save and stop."""
     try:
         job = record.read_job(folder, own=True)
     except (OSError, LaunchError):  # the launcher that owns the record says so

@@ -188,7 +188,7 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
 
 
 def resembling(checkpoint: Mapping[str, Any]) -> str | None:
-    """What is known of the encoders that a file of no layout seems to be of; None: nothing."""
+    """Return the encoders that a file of no layout resembles; None: none known."""
     parts = [checkpoint, *(v for v in checkpoint.values() if isinstance(v, Mapping))]
     names = [str(name) for part in parts for name in part]
     tokens = [part.get("cls_token") for part in parts]
@@ -206,7 +206,7 @@ def resembling(checkpoint: Mapping[str, Any]) -> str | None:
 
 
 def _described(checkpoint: Mapping[str, Any]) -> str:
-    """What is in a checkpoint of unknown names: its entries, and of each mapping the first names.
+    """Return a checkpoint's entries and, of each mapping, the first names.
 
     With the shapes of tensors, by which their owner recognises the model.
     """

@@ -43,7 +43,7 @@ _ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class Card:
-    """What the model card says beside the model itself.
+    """Contents of the model card beside the model itself.
 
     Attributes:
         labelled: whether the run learnt from labels.
@@ -142,7 +142,7 @@ def _write_classifier(encoder: Path, head: Path, out: Path) -> list[str]:
 
 
 def read_export(folder: Path) -> tuple[Path, str, int]:
-    """What an exported folder holds.
+    """Return what an exported folder holds.
 
     Returns:
         The weights, sha256 of the run's encoder, and the shorter side of images before the centre
@@ -195,7 +195,7 @@ def timm_arguments(encoder: Encoder, pooling: str) -> dict[str, Any]:
 
 
 def crop_fraction(image_size: int, resize: int) -> float:
-    """What timm calls `crop_pct`: it resizes the shorter side to floor(image_size / crop_pct)."""
+    """Return timm's `crop_pct`: it resizes the shorter side to floor(image_size / crop_pct)."""
     fraction = image_size / resize
     exact = math.floor(image_size / fraction) == resize
     return fraction if exact else math.nextafter(fraction, 0)
@@ -366,7 +366,7 @@ file becomes a picture is in no config: they skip it, and only maect does it for
 
 
 def _reading(encoder: Encoder) -> str:
-    """How Pillow makes the picture of a file that the encoder is for, as a part of the card."""
+    """Return the part of the card on how Pillow reads a file for the encoder."""
     pixels = encoder.pixels
     if pixels.channels not in (1, 3):
         size = f"[{pixels.channels}, {encoder.image_size}, {encoder.image_size}]"

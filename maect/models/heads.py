@@ -70,7 +70,7 @@ def as_buffers(module: nn.Module) -> nn.Module:
 
 
 class QueueHead(nn.Module):
-    """What an objective, and the files of a run, ask of a head with a queue; or of several as one.
+    """Interface of a head with a queue, or of several as one, to objectives and a run's files.
 
     Attributes:
         lookups: of a view.
@@ -99,7 +99,7 @@ class QueueHead(nn.Module):
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
 
     def exported(self) -> dict[str, Tensor]:
-        """What a finished run leaves of it."""
+        """Return what a finished run leaves of it."""
         return self.state_dict()
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:

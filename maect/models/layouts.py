@@ -1,4 +1,4 @@
-"""How public checkpoints are laid out; no torch, because an experiment is checked with it."""
+"""Layouts of public checkpoints; no torch, because an experiment is checked with it."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Location:
-    """Where a checkpoint may hold an encoder.
+    """Place where a checkpoint may hold an encoder.
 
     Attributes:
         entry: of the checkpoint, with the state dict; "": the checkpoint is one itself.
@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What it says of an encoder's shape."""
+        """Return what it says of an encoder's shape."""
         return {"class_token": self.class_token, "norm": self.norm}
 
 

@@ -18,7 +18,7 @@ def mixed_precision(device: torch.device, precision: Precision) -> torch.autocas
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16: it then takes half the time or less."""
+    """Return whether this CPU computes in bfloat16: it takes half the time or less."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

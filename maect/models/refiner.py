@@ -253,7 +253,7 @@ class RefinerHeads(QueueHead):
 
 
 def pair_counts(views: int, terms: str) -> list[list[float]]:
-    """How often each pair of a global view and a view is in the loss, global ones first, [G][V].
+    """Count each pair of a global view and a view in the loss, global ones first, [G][V].
 
     `all`: each global view with every other view once. `released`: the authors' loop over L local
     views begins at view 0 of all, so that it takes global views, each with itself too, in place of

@@ -21,7 +21,7 @@ def create(name: str, image_size: int | None = None) -> nn.Module:
 
 
 def takes_size(module: nn.Module) -> bool:
-    """Whether timm builds this kind of model for an image size: one with patches and positions."""
+    """Return whether timm builds this kind of model for an image size."""
     return hasattr(module, "patch_embed")
 
 

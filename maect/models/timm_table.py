@@ -87,7 +87,7 @@ def row(name: str) -> dict[str, Any]:
 
 @cache
 def _shape(name: str, side: int) -> dict[str, Any]:
-    """What does not depend on which weights a model has, at an image size."""
+    """Return what does not depend on which weights a model has, at an image size."""
     with torch.device("meta"):
         module: Any = create(name).eval()
         output = module.forward_features(torch.zeros(1, 3, side, side))
@@ -120,7 +120,7 @@ def _word(value: bool) -> str:
 
 
 def pooling(module: nn.Module, cls: bool, tokens: bool) -> str:
-    """How an encoder's tokens are pooled: what its training's loss read, as far as timm shows it.
+    """Return how an encoder's tokens are pooled, by what its training's loss read.
 
     `head` where timm's head pools by attention or norms the mean, else [CLS] where there is one,
     else the mean of the patches.

@@ -34,7 +34,7 @@ Norm = Literal["last", "none", "all"]
 
 
 class Features(NamedTuple):
-    """What an encoder gives for images. Tokens are [CLS] if there is one, registers, then patches.
+    """Output of an encoder. Tokens are [CLS] if there is one, registers, then patches.
 
     Attributes:
         tokens: of the last block, [b, P + K, D].

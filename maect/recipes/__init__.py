@@ -39,7 +39,7 @@ MOST_CHANNELS = 16
 
 
 class Pixels(Settings):
-    """How images become the values that an encoder sees, beside size and crop (`docs/data.md`).
+    """Conversion of images into an encoder's values, beside size and crop (`docs/data.md`).
 
     Where nothing is said, it is as for the paper: three channels, 8 bits, as they are stored.
     """
@@ -63,7 +63,7 @@ class Pixels(Settings):
 
     @property
     def files(self) -> dict[str, Any]:
-        """What decides how files are read, as far as it is said."""
+        """Return what decides how files are read, as far as it is said."""
         return self.model_dump(mode="json", exclude_defaults=True, exclude={"mean", "std"})
 
     @model_validator(mode="after")
@@ -167,7 +167,7 @@ def visible_patches(patches: int, mask_ratio: float) -> int:
 
 
 class View(Settings):
-    """How one view of an image is made: probabilities of each random change.
+    """One view of an image: probabilities of each random change.
 
     Strengths are those of BYOL; order: crop, flip, jitter, blur, gray, solarize
     (`docs/reference/loader.md`).
@@ -216,7 +216,7 @@ LOCAL: dict[str, View] = {
 
 
 class Look(Settings):
-    """How often a training's encoder is looked at; no part of what the training is."""
+    """Interval of the online evaluation of a training; no part of the training's identity."""
 
     part: ClassVar[float] = 0.02
     """Of the images trained on between two looks, a look reads at most this part: a forward pass
@@ -227,7 +227,7 @@ class Look(Settings):
 
 
 class HeadSettings(Settings):
-    """What heads with a queue have in common: shape, lookup and rates."""
+    """Settings of all heads with a queue: shape, lookup and rates."""
 
     queue_size: int = Field(default=65536, gt=0)
     projector_hidden: int = Field(default=2048, gt=0)
@@ -248,7 +248,7 @@ class HeadSettings(Settings):
 
     @property
     def needs_labels(self) -> bool:
-        """Whether it reads the labels of what it is trained on."""
+        """Return whether it reads the labels of what it is trained on."""
         return False
 
     @property
@@ -257,7 +257,7 @@ class HeadSettings(Settings):
         return 1.0
 
     def cost(self, given: "HeadInputs") -> "Cost":
-        """What it takes on the views of an image that it reads."""
+        """Return what it takes on the views of an image that it reads."""
         raise NotImplementedError
 
 
@@ -286,7 +286,7 @@ class Contrastive(HeadSettings):
         return self.oracle_right
 
     def cost(self, given: "HeadInputs") -> "Cost":
-        """What it takes on the views of an image that it reads."""
+        """Return what it takes on the views of an image that it reads."""
         from maect.recipes.cost import nnclr_cost
 
         return nnclr_cost(self, given)
@@ -337,14 +337,14 @@ class Refiner(HeadSettings):
     to the end."""
 
     def cost(self, given: "HeadInputs") -> "Cost":
-        """What all of them take on the views of an image."""
+        """Return what all of them take on the views of an image."""
         from maect.recipes.cost import refiner_cost
 
         return refiner_cost(self, given)
 
     @property
     def heads(self) -> int:
-        """How many."""
+        """Return how many."""
         return self.blocks if isinstance(self.blocks, int) else len(self.blocks)
 
     def read(self, depth: int) -> tuple[int, ...]:

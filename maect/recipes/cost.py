@@ -1,4 +1,4 @@
-"""What the parts of a training cost: weights, operations and memory; no torch needed.
+"""Cost of the parts of a training: weights, operations and memory; no torch needed.
 
 Each part of an objective (encoder, decoder, head) counts what it takes for one image of a step,
 from its settings; a stage names its parts, and everything else adds them up.
@@ -36,7 +36,7 @@ FLOAT = 4
 
 
 class Computed(Protocol):
-    """How a training is computed."""
+    """Settings that say how a training is computed."""
 
     @property
     def precision(self) -> str:
@@ -44,10 +44,10 @@ class Computed(Protocol):
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether blocks are computed again in the backward pass."""
+        """Return whether blocks are computed again in the backward pass."""
 
     def view_settings(self) -> tuple[View, ...]:
-        """How each view of an image is made."""
+        """Return how each view of an image is made."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part of an objective takes.
+    """Cost of a part of an objective.
 
     Attributes:
         weights: parameters that it holds.

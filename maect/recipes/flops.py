@@ -1,4 +1,4 @@
-"""What devices compute in a second, by the names that their drivers give."""
+"""Rates of devices, by the names that their drivers give."""
 
 # Dense bfloat16 rates of one device in FLOP/s (NVIDIA's data sheets), by words of the name that
 # the driver gives; of several that fit, the first.

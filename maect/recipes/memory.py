@@ -40,7 +40,7 @@ def gpu_memory(name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a rank holds.
+    """Device memory of a rank.
 
     Attributes:
         weights: all parameters.

@@ -62,7 +62,7 @@ class TimmEncoder:
 
     @property
     def resizable(self) -> bool:
-        """Whether it can be built for another image size."""
+        """Return whether it can be built for another image size."""
         return self.architecture not in ("Hiera",)
 
     def resize_for(self, image_size: int) -> int:

@@ -126,7 +126,7 @@ class Unlabelled(Training):
             raise ValueError("mask_ratio: views of several sizes are not masked")
 
     def trained_blocks(self, encoder: Encoder) -> int:
-        """How many of the encoder's last blocks learn."""
+        """Return how many of the encoder's last blocks learn."""
         return encoder.depth
 
     def views_read(self, encoder: Encoder) -> tuple[ViewGroup, ...]:
@@ -134,7 +134,7 @@ class Unlabelled(Training):
         return view_groups(encoder, self.view_settings(), self.mask_ratio)
 
     def costs(self, encoder: Encoder) -> dict[str, Cost]:
-        """What the encoder takes, then what the heads take."""
+        """Return what the encoder takes, then what the heads take."""
         groups = view_groups(encoder, self.view_settings(), self.mask_ratio)
         trained, read = self.trained_blocks(encoder), self.views_read(encoder)
         learns = self.reaches_encoder and trained > 0
@@ -144,7 +144,7 @@ class Unlabelled(Training):
 
     @property
     def reaches_encoder(self) -> bool:
-        """Whether the heads' gradient goes on into the encoder."""
+        """Return whether the heads' gradient goes on into the encoder."""
         return True
 
     def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
@@ -189,7 +189,7 @@ class Unlabelled(Training):
         return objective
 
     def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
-        """How the tokens of the encoder that a run leaves are pooled."""
+        """Return how the tokens of the encoder that a run leaves are pooled."""
         return encoder.ct_pooling
 
     def export(
@@ -312,7 +312,7 @@ class Supervised(Updates, FewLabels):
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed in pairs."""
+        """Return whether images are mixed in pairs."""
         return bool(self.mixup or self.cutmix)
 
     @property

@@ -101,7 +101,7 @@ class Classifier(Objective):
         nn.init.zeros_(self.head.bias)
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
-        """Which residual branches are dropped, as `Examples` has it."""
+        """Return which residual branches are dropped, as `Examples` has it."""
         if not self.stage.drop_path:
             return {}
         rates = np.array(drop_rates(self.stage, self.encoder.settings.depth))
@@ -150,7 +150,7 @@ class Classifier(Objective):
         return {"encoder": self.encoder, "fc_norm": self.fc_norm}
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
-        """What the classifier reads, [b, D]."""
+        """Return what the classifier reads, [b, D]."""
         return self._pooled(cast(VisionEncoder, parts["encoder"]), parts["fc_norm"], images)
 
     def _pooled(self, encoder: VisionEncoder, norm: nn.Module, images: Tensor) -> Tensor:

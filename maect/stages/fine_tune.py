@@ -207,7 +207,7 @@ class FineTune(Supervised, Training):
             )
 
     def costs(self, encoder: Encoder) -> dict[str, Cost]:
-        """What the encoder takes; the classifier is small."""
+        """Return what the encoder takes; the classifier is small."""
         groups = view_groups(encoder, self.view_settings())
         tuned = encoder.depth - self.frozen_blocks
         return {"encoder": encoder_cost(self, encoder, groups, tuned)}

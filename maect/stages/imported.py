@@ -39,7 +39,7 @@ class Import(Stage):
 
     @property
     def shape(self) -> dict[str, Any]:
-        """What the layout says of the encoder's shape, if it is known yet."""
+        """Return what the layout says of the encoder's shape, if it is known yet."""
         return {} if self.layout is None else LAYOUTS[self.layout].shape
 
 
@@ -140,7 +140,7 @@ def import_weights(
 
 
 def is_another_file(weights: Path, imported: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint is there and has other bytes than the one that was imported.
+    """Return whether a checkpoint is there and has other bytes than the one that was imported.
 
     It is read only where its size or time differs.
 
@@ -159,7 +159,7 @@ def is_another_file(weights: Path, imported: Mapping[str, Any]) -> bool:
 
 
 def _timm_record(new: "Converted") -> dict[str, Any]:
-    """What an import says of a model of timm: name, version, arguments, and how it reads images."""
+    """Return the record of timm's model: name, version, arguments, reading of images."""
     from importlib.metadata import version
 
     return {

@@ -78,7 +78,7 @@ class ViewsObjective(Objective):
         return mixed_precision(device, self.stage.precision)
 
     def visible(self, patches: int) -> int:
-        """How many patches the encoder sees."""
+        """Return how many patches the encoder sees."""
         return visible_patches(patches, self.stage.mask_ratio)
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
@@ -293,7 +293,7 @@ class RefinerObjective(ViewsObjective):
         return drawn
 
     def read(self, images: Tensor) -> Tensor:
-        """What each head reads of views [v, b, C, S, S] of one size, [H, v, b, D].
+        """Return what each head reads of views [v, b, C, S, S] of one size, [H, v, b, D].
 
         The raw output of its block; the last one reads the encoder's, behind the final norm.
         """

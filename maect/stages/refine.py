@@ -70,7 +70,7 @@ class RefineHeads(Unlabelled):
         return self.min_lr / self.peak_lr
 
     def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
-        """How heads, and evaluations of what a run leaves, pool the tokens."""
+        """Return how heads, and evaluations of what a run leaves, pool the tokens."""
         return self.pool or super().pooling(encoder)
 
     def view_settings(self) -> tuple[View, ...]:

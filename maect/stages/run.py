@@ -69,7 +69,7 @@ class RunConfig(SettingsFile):
         return self.model_copy(update={"run": path.absolute().parent.name})
 
     def training(self, where: str | Path) -> tuple[Training, Path]:
-        """What to train, and the shards of the images.
+        """Return what to train, and the shards of the images.
 
         Args:
             where: this file, for the message.
@@ -101,7 +101,7 @@ class RunConfig(SettingsFile):
 
 
 def resize_of(run: Path) -> int | None:
-    """What a run says about the resizing of images; none: nothing, as one imported by hand."""
+    """Return a run's resizing of images; none: not said, as of one imported by hand."""
     config = run / "config.yaml"
     return RunConfig.read(config).resize if config.exists() else None
 
@@ -161,7 +161,7 @@ def train(
 
 
 def _too_large(stage: Training, encoder: Encoder, ranks: int, said: str) -> str:
-    """What to do about a device whose memory is too small, as it will be at the next attempt."""
+    """Return advice for a device whose memory is too small, also at the next attempt."""
     share = stage.batch_size // (ranks * stage.accumulation)
     expected = stage.peak_memory(encoder, ranks) / GIB
     return (

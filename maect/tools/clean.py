@@ -38,7 +38,7 @@ def states(root: Path) -> Iterator[State]:
 
 
 def _needed(run: Path) -> str:
-    """Why the states beside what a run left have to stay; empty if they do not."""
+    """Return why the states beside what a run left have to stay; empty if they do not."""
     if not (run / "run.json").exists():
         return "its training is not finished"
     try:

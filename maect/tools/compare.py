@@ -168,7 +168,7 @@ def _encoded(encoder: ImageEncoder, source: ImageSource, entries: list[Entry]) -
 
 @dataclass(frozen=True)
 class Matrix:
-    """What was measured.
+    """Table of measurements.
 
     Attributes:
         encoders: by name.
@@ -257,7 +257,7 @@ def _names(folder: Folder, which: NDArray[np.bool_]) -> list[str]:
 
 
 def _is_imagenets(folder: Folder) -> bool:
-    """Whether a folder's test images are called as those of ImageNet's validation split are."""
+    """Return whether test images are named as those of ImageNet's validation split."""
     names = _names(folder, folder.test)
     return bool(names) and is_imagenets(names[0])
 

@@ -97,7 +97,7 @@ def tables(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _cell(line: Any, measure: str) -> dict[str, Any]:
-    """What a cell shows: its value, interval, deviation, and what was chosen."""
+    """Return what a cell shows: its value, interval, deviation, and what was chosen."""
     if line is None:
         return {"value": "", "more": "", "best": False}
     if measure in WITHOUT_LABELS:

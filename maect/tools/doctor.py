@@ -171,7 +171,7 @@ def software() -> list[Finding]:
 
 
 def driver(said: int | None) -> list[Finding]:
-    """Whether the installed PyTorch runs with the driver that the profile says."""
+    """Check that the installed PyTorch runs with the driver that the profile says."""
     import torch
 
     if torch.version.cuda is None:
@@ -201,7 +201,7 @@ def misspelt(rules: dict[str, dict[str, Any]]) -> list[Finding]:
 
 
 def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Whether the scripts that jobs source exist and end well."""
+    """Check that the scripts that jobs source exist and end well."""
     out = []
     for script in dict.fromkeys(
         str(asked["setup"]) for asked in rules.values() if asked.get("setup")
@@ -223,7 +223,7 @@ def setup_script(rules: dict[str, dict[str, Any]]) -> list[Finding]:
 
 
 def requests(rules: dict[str, dict[str, Any]]) -> list[Finding]:
-    """Whether SLURM would take a job of each kind (`sbatch --test-only`)."""
+    """Check that SLURM would take a job of each kind (`sbatch --test-only`)."""
     if shutil.which("sbatch") is None:
         hint = "run this on a login node of the cluster"
         return [Finding("FAIL", "there is no sbatch on this machine", hint)]
@@ -349,7 +349,7 @@ def run_probe(root: Path, wanted: Resources, driver: int | None = None) -> list[
 
 
 def judge(seen: dict[str, Any], driver: int | None = None) -> list[Finding]:
-    """What the ranks' reports mean, where the profile says a driver."""
+    """Return what the ranks' reports mean, where the profile says a driver."""
     ranks, count = seen["ranks"], len(seen["ranks"])
     versions = ", ".join(f"{name} {value}" for name, value in seen["versions"].items())
     where = counted(len({r["node"] for r in ranks}), "node")

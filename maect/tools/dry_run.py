@@ -1,4 +1,4 @@
-"""What Snakemake makes of words for it, and what is left to run: what it logs of a dry run here.
+"""Dry run of Snakemake in this process: its reading of words, and the jobs left to run.
 
 Imports Snakemake, which only `maect plan`, and `maect run` with words for it, wait for.
 """
@@ -36,7 +36,7 @@ TARGETS = (
 
 
 def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
-    """What `maect run` passes to Snakemake is known there.
+    """Check that Snakemake knows what `maect run` passes to it.
 
     Args:
         words: targets and options.
@@ -116,7 +116,7 @@ _heard = Heard()
 
 @contextmanager
 def listening() -> Iterator[Heard]:
-    """What is logged from here on, complete at the end of the block."""
+    """Yield what is logged from here on, complete at the end of the block."""
     global _heard
     _heard = Heard()
     yield _heard

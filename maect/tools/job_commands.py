@@ -22,7 +22,7 @@ File = TypeVar("File", "RunConfig", "EvaluationConfig")
 
 @dataclass(frozen=True, kw_only=True)
 class Launching:
-    """Where to run.
+    """Place and resources of a job.
 
     Attributes:
         nodes: a number, or a range such as 1..16: a training takes what its batch can use.
@@ -76,7 +76,7 @@ class Launching:
 
 @dataclass(frozen=True)
 class Changed:
-    """What to run.
+    """Config of a job, and its changes.
 
     Attributes:
         config: the resolved file; results go beside it.
@@ -132,6 +132,7 @@ def train(
     convert_world_size: bool = False,
     gpu: str = "",
     stage_to: Annotated[str, Word("DIR")] = "",
+    trace: Annotated[str, Word("FIRST-LAST")] = "",
 ) -> None:
     """Train a run, or resume it.
 
@@ -142,6 +143,7 @@ def train(
             parts, or refused; asked of this machine where the job runs here.
         stage_to: copy the shards to this folder of each node first; or the name of the node's
             environment variable that holds it (TMPDIR).
+        trace: profile these steps, such as 100-105, into the run's folder.
     """
     from maect.stages.run import RunConfig
     from maect.tools import jobs
@@ -159,6 +161,7 @@ def train(
         save_every_minutes=save_every_minutes,
         convert_world_size=convert_world_size,
         stage_to=stage_to,
+        trace=trace,
     )
 
 

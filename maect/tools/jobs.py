@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Where:
-    """Where a job runs; no part of a result's identity.
+    """Place where a job runs; no part of a result's identity.
 
     Attributes:
         resources: of one job, on the fewest nodes that it may have.

@@ -1,4 +1,4 @@
-"""Whether neighbours are good enough for tuning without changed colours, as far as is measured.
+"""Check of the neighbours: are they good enough for tuning without changed colours?
 
 A tuned encoder gets its positives from a look-up, which is as good as the features that look. Where
 most look-ups are of another class, crops and flips alone gain little
@@ -30,7 +30,7 @@ LARGEST = 1 << 30  # bytes of a features file that is read for this
 
 @dataclass(frozen=True)
 class Measured:
-    """How often neighbours are of the right class.
+    """Share of neighbours that are of the right class.
 
     Attributes:
         percent: of look-ups, or of images and their nearest neighbour.
@@ -61,7 +61,7 @@ def warnings(experiment: Experiment) -> list[str]:
 
 
 def measured(experiment: Experiment, name: str) -> Measured | None:
-    """What is known of a tuned run's neighbours.
+    """Return what is known of a tuned run's neighbours.
 
     Its own look-ups and those of the head that it starts from come first, then features of its
     MAE's or a public encoder's training images, then the last online evaluation of its MAE.

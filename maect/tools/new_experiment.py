@@ -84,7 +84,7 @@ def encoder_for(images: Images, public: str | None) -> tuple[str, int, str]:
 
 
 def weights(size: str) -> str:
-    """How large an encoder is, in words."""
+    """Return how large an encoder is, in words."""
     return f"{encoder_weights(load_encoder(size)) / 1e6:.1f} million"
 
 
@@ -122,7 +122,7 @@ def tune_batch(size: str, n: int) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What an experiment trains.
+    """Choice of what an experiment trains.
 
     Attributes:
         size: of the encoder.
@@ -232,7 +232,7 @@ def shortened(
 
 
 def outlook(out: Path, device: Device) -> list[str]:
-    """How long an experiment takes on a device, and what comes out of it: lines."""
+    """Return lines that say how long an experiment takes on a device, and what comes out of it."""
     experiment = load(str(out))
     jobs = make_plan(all_jobs(experiment), experiment, device).jobs
     total, training = wall(jobs), wall(job for job in jobs if job.stage in STAGES)
@@ -247,7 +247,7 @@ def outlook(out: Path, device: Device) -> list[str]:
 
 
 def without_training(out: Path) -> list[str]:
-    """What to try first with few images: lines; none with many, or if public weights are used."""
+    """Return lines to try first with few images; none with many, or if public weights are used."""
     experiment = load(str(out))
     dataset = experiment.default_dataset
     known = listed(experiment, dataset, "train")
@@ -433,7 +433,7 @@ def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list
 
 @dataclass(frozen=True)
 class Written:
-    """What the file says of the images, whatever is trained on them."""
+    """Part of the file about the images, whatever is trained on them."""
 
     images: Images
     val: Images | None

@@ -1,4 +1,4 @@
-"""What somebody's own images are: where the splits lie, whether folders are classes, how large."""
+"""Inspection of somebody's own images: where splits lie, whether folders are classes, sizes."""
 
 import hashlib
 import math
@@ -47,7 +47,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def has_loose(folder: Path) -> bool:
-    """Whether images lie in a folder itself."""
+    """Return whether images lie in a folder itself."""
     return any(
         e.is_file() and os.path.splitext(e.name)[1].lower() in SUFFIXES
         for e in os.scandir(folder)
@@ -70,7 +70,7 @@ Splits = tuple[Path, Path | None, Path | None]
 
 
 def find_splits(folder: Path) -> Splits:
-    """Where the images are to train on, to evaluate on, and to keep aside.
+    """Return where the images are to train on, to evaluate on, and to keep aside.
 
     Without the second some have to be held out; the third there is only beside it: a test split
     that nothing else stands beside is what is evaluated on.
@@ -221,7 +221,7 @@ def look_at(
 
 
 def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
-    """What the images are, and how many lie beside class folders."""
+    """Return what the images are, and how many lie beside class folders."""
     kind = kind_of(folder)
     if kind is not None:
         if ignore_folders:
@@ -235,7 +235,7 @@ def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
 
 
 def _pixels(folder: Path, looks: list[Look]) -> tuple[Pixels, list[str]]:
-    """How images like these are read, and why.
+    """Return how images like these are read, and why.
 
     Raises:
         UserError: images of different numbers of channels.
@@ -278,7 +278,7 @@ STATISTICS = "Mean and deviation are those of the images looked at"
 
 
 def check_same_classes(train: Images, val: Images) -> None:
-    """What is trained on and what is evaluated on have the same classes.
+    """Check that what is trained on and what is evaluated on have the same classes.
 
     Raises:
         UserError: classes on one side only; it says which.

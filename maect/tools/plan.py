@@ -78,7 +78,7 @@ class RuleJob:
 
 @dataclass(frozen=True)
 class Shards:
-    """What is known of a split: an index, a plan, a publication, or nothing (None)."""
+    """Knowledge of a split: an index, a plan, a publication, or nothing (None)."""
 
     images: int | None
     bytes: int | None
@@ -133,7 +133,7 @@ def part_done(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """Device of one rank.
 
     Attributes:
         name: as of the driver, such as A100, or cpu.
@@ -159,7 +159,7 @@ class Device:
 
     @property
     def source(self) -> str:
-        """Where `rate` is from, for people."""
+        """Return where `rate` is from, for people."""
         if self.name == "cpu":
             return f"operations at {CPU_RATE / 1e9:.0f} GFLOP/s a process"
         return f"operations at {self.utilisation:.0%} of an {self.name}'s peak"
@@ -260,7 +260,7 @@ class Plan:
     """Of splits that are not planned yet: their folders, and what was counted."""
 
     def shards(self, folder: Path) -> Shards:
-        """What is known of a split."""
+        """Return what is known of a split."""
         known = shards_of(folder)
         return known if known.images is not None else self.listed.get(folder.absolute(), known)
 
@@ -472,7 +472,7 @@ def _on_devices(
 
 
 def all_here(jobs: Iterable[RuleJob]) -> bool:
-    """Whether there is something to compute, and all of it on this machine."""
+    """Return whether there is something to compute, and all of it on this machine."""
     computing = [
         job
         for job in jobs
@@ -516,7 +516,7 @@ def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
 
 
 def is_here(job: RuleJob) -> bool:
-    """Whether a job runs on this machine."""
+    """Return whether a job runs on this machine."""
     return job.resources.get("cluster") == "local"
 
 
@@ -526,7 +526,7 @@ def devices_of(resources: Mapping[str, Any]) -> int:
 
 
 def _makers(files: Iterable[Path]) -> tuple[Path, ...]:
-    """What the jobs that make these files are known by (`PlannedJob.makes`)."""
+    """Return what the jobs that make these files are known by (`PlannedJob.makes`)."""
     return tuple(
         dict.fromkeys(
             file.parent
@@ -588,7 +588,7 @@ def _cell(text: str, width: int, column: int) -> str:
 
 
 def _fitting(plan: Plan) -> list[str]:
-    """What is changed to fit into GPUs, with the runs, of which many may be alike."""
+    """Return what is changed to fit into GPUs, with the runs, of which many may be alike."""
     names: dict[str, list[str]] = defaultdict(list)
     for job in plan.jobs:
         if job.fitted:

@@ -90,7 +90,7 @@ def _device_ids(torch: Any) -> list[str]:
 
 
 def _files_seen(context: Any, folder: Path) -> int:
-    """How many ranks' files this rank comes to see."""
+    """Return how many ranks' files this rank comes to see."""
     write_json(folder / f"seen-{context.rank}.json", context.rank)
     deadline = time.monotonic() + SEEN
     while True:

@@ -1,4 +1,4 @@
-"""How fast this machine trains: a step or two of each stage, measured when somebody asks."""
+"""Speed of this machine: a step or two of each stage, measured when somebody asks."""
 
 import os
 import time
@@ -35,7 +35,7 @@ class Machine(Device):
 
     @property
     def source(self) -> str:
-        """Where `rate` is from, for people."""
+        """Return where `rate` is from, for people."""
         return "a step measured on this machine's " + ("CPU" if self.name == "cpu" else self.name)
 
     def together(self, processes: int) -> float:
@@ -72,7 +72,7 @@ def busy() -> list[str]:
 
 
 def this_machine() -> Machine:
-    """What trainings would compute on here."""
+    """Return what trainings would compute on here."""
     import torch
 
     return Machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")

@@ -22,7 +22,7 @@ _AT_ONCE = 500
 
 
 class Service(Protocol):
-    """Where a run is copied to."""
+    """Service that a run is copied to."""
 
     id: str
     """What the service calls the copy."""
@@ -145,7 +145,7 @@ def _package(name: str) -> Any:
 
 
 def _told(run: Path) -> dict[str, Any]:
-    """What the run was told, by its resolved file."""
+    """Return what the run was told, by its resolved file."""
     path = run / "config.yaml"
     told: dict[str, Any] = read_yaml(path) if path.exists() else {}
     return told

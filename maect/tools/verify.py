@@ -39,7 +39,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """How the command names it."""
+        """Return how the command names it."""
         return f"{self.table}.{self.row.method}.{self.metric.name}"
 
     @property
@@ -94,7 +94,7 @@ def chosen(found: Sequence[Cell], names: Sequence[str], seed: int | None = None)
 
 
 def tolerance(cell: Cell, same: bool, images: int) -> tuple[float, str]:
-    """What a number may differ by, in its own unit, and why.
+    """Return what a number may differ by, in its own unit, and why.
 
     Args:
         cell: the number.

@@ -1,4 +1,4 @@
-"""What a run is computed by: on record for each attempt, and compared when the run resumes.
+"""Record of what computes each attempt of a run, compared when the run resumes.
 
 `recipe.json` and, once finished, `run.json` have the history: an entry holds from its step on.
 None of it is part of the run's identity. Where all of it is the same, so are the bits.
@@ -26,7 +26,7 @@ VARIABLES = (
 
 
 class Attempt(Settings):
-    """What computes a run from a step on."""
+    """Record of what computes a run from a step on."""
 
     step: int = Field(ge=0)
     """Updates that were done before."""

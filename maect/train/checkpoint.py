@@ -96,7 +96,7 @@ class Saver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a state is on its way; rank 0's is until those of all ranks are complete."""
+        """Return whether a state is being written; rank 0 waits for those of all ranks."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any]) -> None:
@@ -197,7 +197,7 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def is_complete(state: Path) -> bool:
-    """Whether a state's record is there; a folder that cannot be read is no answer."""
+    """Return whether a state's record is there; a folder that cannot be read is no answer."""
     return "state.json" in _names(state)
 
 

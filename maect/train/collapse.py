@@ -1,4 +1,4 @@
-"""Whether the embeddings of a head have become the same, or a line: training is over then."""
+"""Detection of embeddings that have become the same, or a line: training is over then."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ RANK_LIMIT = 1.2
 
 
 def spread(vectors: Tensor) -> dict[str, float]:
-    """How far unit vectors [n, E] spread: `uniformity` and `effective_rank`."""
+    """Return how far unit vectors [n, E] spread: `uniformity` and `effective_rank`."""
     return {"uniformity": uniformity(vectors), "effective_rank": effective_rank(vectors)}
 
 
@@ -27,7 +27,7 @@ def effective_rank(vectors: Tensor) -> float:
 
 
 def collapse(spread: dict[str, float]) -> str | None:
-    """What is wrong with the values of `uniformity` and `effective_rank`, if anything."""
+    """Return what is wrong with the values of `uniformity` and `effective_rank`, if anything."""
     if spread["uniformity"] > UNIFORMITY_LIMIT:
         return f"all embeddings are nearly the same (uniformity {spread['uniformity']:.4f})"
     if spread["effective_rank"] < RANK_LIMIT:

@@ -233,7 +233,7 @@ class Engine(ABC):
         """
 
     def copies(self) -> Iterator[Tensor]:
-        """What layers computed with in place of their parameters, the same on every rank."""
+        """Yield what layers computed with in place of parameters, the same on every rank."""
         return iter(())
 
     def gathered(self, module: nn.Module) -> Any:
@@ -392,7 +392,7 @@ class Partitioned(Engine):
                 self.shards.append(self._shard(name, start, self._flat[group], offset, length))
 
     def _place(self, parameter: Any) -> tuple[int, int, int, int] | None:
-        """Where this rank's part begins in a parameter, its group, where it lies there, its length.
+        """Find this rank's part: its begin in the parameter, group, place there, and length.
 
         None if it has no part of it.
         """

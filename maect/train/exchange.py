@@ -1,4 +1,4 @@
-"""What ranks exchange in an update: gradients while the backward pass runs, then weights.
+"""Exchange between ranks in an update: gradients while the backward pass runs, then weights.
 
 Parameters lie in buckets, the last ones first, because their gradients come first. A bucket whose
 gradients are all there is on its way while the rest of the backward pass computes; buckets go in
@@ -200,7 +200,7 @@ class Exchange:
         return Bucket(parameters, weights, averaged, groups, own, lent, cast)
 
     def _leaves(self, bucket: Bucket) -> Iterator[Tensor]:
-        """What gets the gradients of the parameters of a bucket."""
+        """Yield what gets the gradients of the parameters of a bucket."""
         for number, (_, parameter, _) in enumerate(bucket.parameters):
             lent = bucket.lent.get(number)
             yield parameter if lent is None else lent.weight
@@ -226,7 +226,7 @@ class Exchange:
             yield from bucket.lent.values()
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
-        """What this rank updates of a bucket."""
+        """Yield what this rank updates of a bucket."""
         begin = bucket.own.start if self._sharded else 0
         end = bucket.own.stop if self._sharded else len(bucket.weights)
         first = begin if self._scattered else 0
@@ -308,7 +308,7 @@ class Exchange:
         _wait(buckets)
 
     def copies(self) -> Iterator[Tensor]:
-        """What layers computed with last, the same on every rank."""
+        """Yield what layers computed with last, the same on every rank."""
         yield from (lent.weight for lent in self._frozen)
         yield from (bucket.cast for bucket in self.buckets if bucket.cast is not None)
 

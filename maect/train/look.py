@@ -77,7 +77,7 @@ class Looker:
         """Of the last look, on rank 0: `neighbors` and, of a decoder, `reconstructions`."""
 
     def due(self, before: int, after: int, last: bool) -> bool:
-        """Whether to look, once the images trained on went from `before` to `after`."""
+        """Return whether to look, once the images trained on went from `before` to `after`."""
         return self.every > 0 and (before // self.every < after // self.every or last)
 
     @torch.no_grad()
@@ -179,7 +179,7 @@ def sheet(images: Tensor, columns: int) -> NDArray[np.uint8]:
 
 
 def measures(features: Tensor, pairs: Tensor, labels: Tensor) -> dict[str, float]:
-    """What features say, the first ones as queries and the others as the bank.
+    """Return what features say, the first ones as queries and the others as the bank.
 
     Args:
         features: [n, D].

@@ -1,4 +1,4 @@
-"""What a run logs: one entry per logged step, whatever was interrupted, and its use of a device."""
+"""Log of a run: one entry per logged step, whatever was interrupted, and its use of a device."""
 
 import logging
 import os
@@ -93,7 +93,7 @@ def _repair(path: Path, step: int, steps: int) -> None:
 
 
 def usage(flops: float, precision: str, device: torch.device) -> dict[str, float]:
-    """How much of its device this rank uses.
+    """Return how much of its device this rank uses.
 
     Args:
         flops: model operations a second on this device.

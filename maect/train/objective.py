@@ -1,4 +1,4 @@
-"""What the trainer asks of the module that a stage builds."""
+"""Interface between the trainer and the module that a stage builds."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,11 +24,11 @@ class Objective(nn.Module):
 
     @property
     def has_health(self) -> bool:
-        """Whether `health` has anything to say; to ask it is to wait for the device."""
+        """Return whether `health` has anything to say; to ask it is to wait for the device."""
         return False
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
-        """What is drawn for samples before they reach the device, by name; in a thread."""
+        """Return what is drawn for samples before they reach the device, by name; in a thread."""
         return {}
 
     def prepare(self, batch: Batch, device: torch.device) -> Any:
@@ -48,7 +48,7 @@ class Objective(nn.Module):
         return {"encoder": self.encoder}
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
-        """What an evaluation would read of normalized images [b, C, S, S], [b, D].
+        """Return what an evaluation would read of normalized images [b, C, S, S], [b, D].
 
         Args:
             parts: copies of `parts_read`.
@@ -59,7 +59,7 @@ class Objective(nn.Module):
     def reconstruct(
         self, parts: nn.ModuleDict, images: Tensor, ids_shuffle: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """What is visible of normalized images [b, C, S, S], and what is made of that.
+        """Return what is visible of normalized images [b, C, S, S], and what is made of that.
 
         Args:
             parts: copies of `parts_read`.

@@ -1,4 +1,4 @@
-"""Which parameter learns how fast: groups, layer-wise decay and the schedule."""
+"""Learning rates of parameters: groups, layer-wise decay and the schedule."""
 
 import math
 from collections.abc import Callable

@@ -26,7 +26,7 @@ SHOWN = 8  # of what there may be thousands of
 
 @dataclass
 class Replay:
-    """What the ranks that repeat a step say about it.
+    """Report of the ranks that repeat a step.
 
     Attributes:
         step: which one, from 1.
@@ -98,7 +98,7 @@ def _link(source: str, target: str) -> None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was repeated, beside the log.
+    """Repeated values beside the log.
 
     Attributes:
         first: the first step that was repeated.
@@ -118,7 +118,7 @@ class Comparison:
 
     @property
     def lines(self) -> list[str]:
-        """What a person is told."""
+        """Return what a person is told."""
         step, fault = self.report["step"], self.report["fault"]
         lines = [f"steps {self.first} to {step} repeated: {self.compared} compared with the log"]
         if fault:
@@ -177,6 +177,6 @@ def _listed(values: Mapping[str, str]) -> str:
 
 
 def ranks_of(run: Path, states: Sequence[Path]) -> int | None:
-    """How many ranks computed what follows the newest state, as far as the run says."""
+    """Return how many ranks computed what follows the newest state, as far as the run says."""
     file = states[0] / "state.json" if states else run / "run.json"
     return patiently(read_json, file).get("world_size") if file.exists() else None

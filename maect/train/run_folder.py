@@ -1,4 +1,4 @@
-"""What a run folder says about itself, and when its contents are no longer about this run."""
+"""Records of a run's folder, and whether its contents are still about this run."""
 
 import logging
 import platform
@@ -85,7 +85,7 @@ def source_files(source: Path | None) -> dict[str, str]:
 
 
 def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
-    """Whether the completion record of this very run, and what it promises, is there.
+    """Return whether the completion record of this very run, and what it promises, is there.
 
     Args:
         folder: of the run.
@@ -105,14 +105,14 @@ def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
 
 
 def _is_at(name: str, sha256: str, *folders: Path) -> bool:
-    """Whether a file is in one of the folders: a kill may have interrupted the moving."""
+    """Return whether a file is in one of the folders: a kill may have interrupted the moving."""
     return any(
         (folder / name).exists() and sha256_file(folder / name) == sha256 for folder in folders
     )
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether there is a completion record with all files that it promises."""
+    """Return whether there is a completion record with all files that it promises."""
     if not (folder / "run.json").exists():
         return False
     return all((folder / name).exists() for name in read_json(folder / "run.json")["files"])
@@ -136,7 +136,7 @@ def check_weights(folder: Path) -> None:
 
 
 def replaced(folder: Path, identity: str) -> str | None:
-    """What a start will do to what another recipe left in the folder, in words."""
+    """Return what a start will do to what another recipe left in the folder, in words."""
     known = noted(folder)
     if not known or (other := known.get("fingerprint")) == identity:
         return None
@@ -194,7 +194,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """What a run's `recipe.json` says; {} where there is none.
+    """Return what a run's `recipe.json` says; {} where there is none.
 
     Raises:
         UserError: it is damaged.

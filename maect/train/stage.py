@@ -1,4 +1,4 @@
-"""What a stage declares, which is what the trainer asks of it; no torch at import."""
+"""Declaration of a stage, which the trainer reads; no torch at import."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -53,11 +53,11 @@ class Stage(Settings):
 
     @property
     def needs_source(self) -> bool:
-        """Whether it starts from a run."""
+        """Return whether it starts from a run."""
         return bool(self.starts_from)
 
     def takes(self, source: "Stage") -> tuple[str, ...]:
-        """Which of the files that a run of `source` leaves it reads."""
+        """Return which of the files that a run of `source` leaves it reads."""
         return ("encoder.safetensors",) if self.starts_from else ()
 
     def check_encoder(self, encoder: Encoder) -> None:
@@ -103,7 +103,7 @@ NEVER_DECISIVE = ("deterministic",)
 
 
 class Updates(Settings):
-    """How the updates of a training are computed."""
+    """Settings of the updates of a training."""
 
     epochs: int = Field(gt=0)
     batch_size: int = Field(gt=0)
@@ -173,15 +173,15 @@ class Training(Updates, Stage):
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed in pairs."""
+        """Return whether images are mixed in pairs."""
         return False
 
     @abstractmethod
     def view_settings(self) -> tuple[View, ...]:
-        """How each view of an image is made."""
+        """Return how each view of an image is made."""
 
     def image_change(self, seed: int) -> "Change | None":
-        """What happens to each decoded image before flip and colours, if anything."""
+        """Return what happens to each decoded image before flip and colours, if anything."""
         return None
 
     def training_images(self, index: "Index") -> "Index":

@@ -16,7 +16,7 @@ SHARE = 0.1  # and by this part of a step
 
 @dataclass(frozen=True)
 class Pace:
-    """What a rank's steps took so far: their number, seconds for batches, for forward passes."""
+    """Time of a rank's steps so far: their number, seconds for batches, for forward passes."""
 
     steps: int = 0
     data: float = 0.0
@@ -44,7 +44,7 @@ class Stragglers:
         self._told: set[tuple[int, str]] = set()
 
     def look(self, now: float, paces: Mapping[int, Pace]) -> list[Slow]:
-        """Who has been slow for long by now.
+        """Return who has been slow for long by now.
 
         Args:
             now: when these paces were read.

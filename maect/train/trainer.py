@@ -85,7 +85,7 @@ class ReplicaError(RankError):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is told.
+    """Inputs of a run.
 
     Attributes:
         folder: where it leaves its files, `runs/RUN`.
@@ -388,7 +388,7 @@ class Trainer:
         return _Sums([*means], [*means.values()], marks)
 
     def _prepare(self, batch: Batch) -> Any:
-        """What the objective is called with; a GPU makes it while it computes the step before."""
+        """Return the objective's inputs; a GPU makes them while it computes the step before."""
         if self._beside is None:
             return self.objective.prepare(batch, self.device)
         with torch.cuda.stream(self._beside):
@@ -421,7 +421,7 @@ class Trainer:
         self.clock.step()
 
     def _is_looked_at(self, number: int) -> bool:
-        """Whether the model is to be looked at between this step and the next one."""
+        """Return whether the model is to be looked at between this step and the next one."""
         batch = self.stage.batch_size
         last = number == self.steps
         return (
@@ -477,7 +477,7 @@ class Trainer:
         return stop
 
     def _ends_an_epoch(self, step: int) -> bool:
-        """Whether an update does; the rest of the last epoch is dropped."""
+        """Return whether an update does; the rest of the last epoch is dropped."""
         done = step * self.stage.batch_size
         before = done - self.stage.batch_size
         return step == self.steps or done // self.images > before // self.images
@@ -502,7 +502,7 @@ class Trainer:
         return scores.accuracies[-1]
 
     def _is_due(self) -> bool:
-        """Whether rank 0 wants a state; one that is still being written is not waited for."""
+        """Return whether rank 0 wants a state; one that is being written is not waited for."""
         if self.context.rank or time.monotonic() - self._saved_at <= self.save_seconds:
             return False
         return not (self.save_seconds and self.saver.is_writing)
@@ -534,7 +534,7 @@ class Trainer:
                 raise UserError(error)
 
     def _look(self) -> dict[str, float]:
-        """What a look at the encoder finds, if one is due."""
+        """Return what a look at the encoder finds, if one is due."""
         done = self.step * self.stage.batch_size
         last = self.step == self.steps
         if self.looker is None or not self.looker.due(done - self.stage.batch_size, done, last):
@@ -698,7 +698,7 @@ def _as_before(context: Context, folder: Path, step: int) -> list[str]:
 
 
 def _told(run: Run) -> dict[str, Any]:
-    """What `recipe.json` and `run.json` say about a run's settings."""
+    """Return what `recipe.json` and `run.json` say about a run's settings."""
     return {
         "stage": run.stage.name,
         "recipe": run.stage.model_dump(mode="json"),

@@ -139,7 +139,7 @@ class Watchdog:
             log.warning(self.straggler)
 
     def _fault(self) -> StalledError | None:
-        """Whom this rank has waited for in vain, if it has."""
+        """Return the fault of a rank that this one has waited for in vain, if there is one."""
         now, (step, activity, since) = time.monotonic(), self._doing
         waited = now - max(since, self._resumed)
         limit = max(self.limit, STEPS * (self._longest or 0.0))
@@ -173,7 +173,7 @@ class Watchdog:
         return StalledError(f"{all_of_them}: a device may hang")
 
     def _others(self, now: float) -> dict[int, dict[str, Any]]:
-        """What the other ranks wrote last; `_seen` has when each number was new to us."""
+        """Return what the other ranks wrote last; `_seen` has when each number was new to us."""
         others = {}
         for rank in set(range(self.context.world_size)) - {self.context.rank}:
             value = self._read(rank)

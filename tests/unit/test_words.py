@@ -1,5 +1,6 @@
 """Length of pages and of sentences: README and docs stay short enough to be read."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -64,3 +65,17 @@ def test_what_is_counted() -> None:
     assert [words(sentence) for sentence in sentences(text)] == [3, 4, 3, 1, 5]
     assert mean(text) == 16 / 5
     assert words("[a b](c.md) <!-- no --> | 1.5 --- |") == 3
+
+
+def test_docstrings_say_what_a_thing_does_or_is() -> None:
+    """They begin with a verb or a noun."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    question = re.compile("(Wh(at|ether|ere|ich|y|en|o)|How)")
+    found = [
+        f"{path.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "maect").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, kinds) and (text := ast.get_docstring(node) or "")
+        if question.match(text)
+    ]
+    assert not found

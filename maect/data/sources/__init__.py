@@ -1,4 +1,4 @@
-"""Where images come from: each kind lists and reads its own, all else treats them alike.
+"""Sources of images: each kind lists and reads its own, all else treats them alike.
 
 A new kind is a module here that declares it, and a line in `SOURCES`; experiments, `maect shard`
 and its help know it from there.
@@ -131,12 +131,12 @@ def kind_of(path: Path) -> str | None:
 
 
 def _has_below(folder: Path) -> bool:
-    """Whether there are image files in folders of a folder."""
+    """Return whether there are image files in folders of a folder."""
     return any(is_image and "/" in name for name, is_image in walk_images(folder))
 
 
 def _is_webdataset(tar: Path) -> bool:
-    """Whether the first samples of a tar have classes of their own."""
+    """Return whether the first samples of a tar have classes of their own."""
     try:
         with tarfile.open(tar, "r:") as file:
             names = [member.name for member, _ in zip(file, range(8), strict=False)]

@@ -159,12 +159,12 @@ class WebDataset(ImageSource):
 
 
 def is_image(name: str) -> bool:
-    """Whether a name looks like an image's."""
+    """Return whether a name looks like an image's."""
     return os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def sample_key(name: str) -> str:
-    """What the members of a webdataset's sample share: the name up to its first dot."""
+    """Return what the members of a webdataset's sample share: the name up to its first dot."""
     folder, slash, base = name.rpartition("/")
     return f"{folder}{slash}{base.partition('.')[0]}"
 
@@ -183,7 +183,7 @@ def _shared_folder(names: list[str]) -> str:
 
 
 def _class_of(file: IO[bytes], members: list[tuple[str, int, int]]) -> str | None:
-    """What a sample's .cls says."""
+    """Return what a sample's .cls says."""
     for name, offset, size in members:
         if name.endswith(".cls"):
             text = os.pread(file.fileno(), min(size, 1000), offset)

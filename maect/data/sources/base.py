@@ -1,4 +1,4 @@
-"""What a source is: a declaration, and how its images are listed and read."""
+"""Base of the sources: a declaration, and how its images are listed and read."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ class Listing:
 
     @property
     def ignored_suffixes(self) -> dict[str, int]:
-        """How many files are left out, by the end of their names, most first."""
+        """Return how many files are left out, by the end of their names, most first."""
         counts = Counter(os.path.splitext(name)[1].lower() for name in self.ignored)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
@@ -105,7 +105,7 @@ class ImageSource(Source):
         """
 
     def listing(self) -> Listing:
-        """What `list_images` finds, if it can be sharded.
+        """Return what `list_images` finds, if it can be sharded.
 
         Raises:
             UserError: there is nothing, or a name twice.
@@ -150,7 +150,7 @@ class ImageSource(Source):
 
 
 def is_there(path: Path) -> bool:
-    """Whether there is a file or folder, or any that a pattern such as `train-*.tar` fits."""
+    """Return whether there is a file or folder, or any by a pattern such as `train-*.tar`."""
     return path.exists() or any(path.parent.glob(path.name))
 
 
@@ -206,7 +206,7 @@ def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder, or a link to one."""
+    """Return whether it is a folder, or a link to one."""
     try:
         return entry.is_dir()
     except OSError:  # a link to itself, which leads to no image either
@@ -214,7 +214,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_special(entry: os.DirEntry[str]) -> bool:
-    """Whether reading could wait for ever; a link to nowhere is an image that cannot be read."""
+    """Return whether reading could wait for ever; links to nowhere are unreadable images."""
     if not entry.is_symlink():
         return not entry.is_file()  # without asking the disk
     try:
@@ -224,7 +224,7 @@ def _is_special(entry: os.DirEntry[str]) -> bool:
 
 
 def _leads_back(link: os.DirEntry[str], folder: str, chain: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a link in `folder` leads to one of `chain`, or to what holds the folder itself.
+    """Return whether a link in `folder` leads to one of `chain`, or above the folder.
 
     The second is what `ln -s DATA LINK` leaves inside DATA when LINK exists already.
     """
@@ -271,7 +271,7 @@ def class_folders(source: Path) -> list[str]:
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a file's name can be written to a text file."""
+    """Return whether a file's name can be written to a text file."""
     try:
         name.encode()
     except UnicodeEncodeError:

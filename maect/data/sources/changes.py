@@ -1,4 +1,4 @@
-"""What has happened to images since they were sharded: added, removed, edited, relabelled."""
+"""Changes of images since they were sharded: added, removed, edited, relabelled."""
 
 import json
 import logging
@@ -45,7 +45,7 @@ def _text(name: str) -> str:
 
 
 def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Look]:
-    """How each file looks from outside."""
+    """Return how each file looks from outside."""
     looks = {}
     for name in names:
         try:
@@ -57,7 +57,7 @@ def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Look]:
 
 
 def _noted(out: Path) -> dict[str, Look]:
-    """What `note_files` wrote.
+    """Return what `note_files` wrote.
 
     Raises:
         UserError: it is damaged, which is said: whoever asks may do without.
@@ -72,7 +72,7 @@ def _noted(out: Path) -> dict[str, Look]:
 
 @dataclass(frozen=True)
 class Changes:
-    """How images differ from those in finished shards: names, and where they lay and lie."""
+    """Differences between images and those in finished shards, and their old and new place."""
 
     before: Path
     now: Path
@@ -84,12 +84,12 @@ class Changes:
 
     @property
     def moved(self) -> bool:
-        """Whether they are looked for elsewhere."""
+        """Return whether they are looked for elsewhere."""
         return self.now != self.before
 
     @property
     def others(self) -> bool:
-        """Whether these are other images, and not those of before, some of which have changed."""
+        """Return whether these are other images, not those of before, changed."""
         if self.relabelled or not self.moved:
             return bool(self.relabelled)
         # A folder that was moved as a whole may have grown since.
@@ -109,7 +109,7 @@ class Changes:
 
 
 def changes(out: Path, images: Path | None = None) -> Changes | None:
-    """How the images differ from those in the shards that are made of them.
+    """Return how the images differ from those in the shards that are made of them.
 
     None: in nothing, or it cannot be told, since they were moved away as a whole, or are more than
     `MOST` files. Of those only the class folders are compared, and only if they lie elsewhere now.
@@ -197,7 +197,7 @@ def _relabelled(out: Path, plan: dict[str, Any], listing: Listing) -> list[str]:
 
 
 def may_differ(out: Path, images: Path) -> bool:
-    """Whether the images may be others than those in finished shards, as far as it can be told.
+    """Return whether the images may be others than those in finished shards.
 
     That is more than `changes`, which compares the content of some: any file has another time.
     """
@@ -212,7 +212,7 @@ def may_differ(out: Path, images: Path) -> bool:
 
 
 def advice(out: Path, found: Changes, again: Path | None = None) -> str:
-    """What has changed of the images in finished shards, and what to do.
+    """Return what has changed of the images in finished shards, and what to do.
 
     Args:
         out: the shards.

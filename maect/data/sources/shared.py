@@ -24,7 +24,7 @@ def taken(own: Path) -> Path | None:
 
 
 def index_digest(shards: Path) -> str | None:
-    """What identifies the content of finished shards."""
+    """Return what identifies the content of finished shards."""
     return read_mapping(shards / "index.json").get("digest")
 
 

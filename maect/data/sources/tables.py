@@ -125,7 +125,7 @@ def _renumbered(labels: list[Any], path: Path, own: list[str], known: list[str])
 
 
 def has_images(path: Path) -> bool:
-    """Whether a parquet file has a column of images, and is no list of paths."""
+    """Return whether a parquet file has a column of images, and is no list of paths."""
     try:
         _Table(path)
     except UserError:
