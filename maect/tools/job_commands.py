@@ -92,7 +92,7 @@ class Changed:
 
     @property
     def path(self) -> Path:
-        """Where the file is that describes the job."""
+        """Return where the file is that describes the job."""
         return self.out or self.config
 
     def read(self, kind: type[File]) -> tuple[File, Path]:

@@ -43,7 +43,7 @@ terminal: IO[str] = sys.stderr
 
 @dataclass
 class TimeLeft:
-    """How long a pipeline still takes, by the share of the work that is done.
+    """Time that a pipeline still takes, by the share of the work that is done.
 
     Attributes:
         total: seconds that all its jobs would take on idle cores.
@@ -122,7 +122,7 @@ class LogHandler(LogHandlerBase):
 
 
 def _title(rule: str, message: str | None) -> str:
-    """What is said of a job."""
+    """Return what is said of a job."""
     for title, rules in SHOWN.items():
         if rule in rules:
             return title
