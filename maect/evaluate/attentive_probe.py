@@ -23,8 +23,8 @@ peak once |
 first |
 | precision | float32 | the same (`precision: bf16` changes the encoder's) |
 
-CAPI's global feature is the mean of its predictor's output. That of an imported CAPI encoder is the
-mean of its registers (`docs/weights.md`).
+CAPI's own global feature is the mean of its predictor's output, which an import leaves out: without
+[CLS] token there are two readings. Of several [CLS] tokens the mean is read.
 """
 
 from __future__ import annotations
@@ -258,7 +258,8 @@ class Probes(Trainee):
         encoder = self.trial.encoding.encoder
         given = {"mean": encoder.pool(tokens, "mean")}
         if "cls" in self.groups:
-            given["cls"] = encoder.pool(tokens, "cls")
+            own = self.trial.encoding.pooling
+            given["cls"] = encoder.pool(tokens, own if own == "mean_cls" else "cls")
             given["cls_mean"] = torch.cat([given["cls"], given["mean"]], dim=1)
         return given | {PATCHES: tokens[:, encoder.num_prefix_tokens :]}
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from maect.core.errors import UserError
 from maect.models.layouts import FAMILIES, LAYOUTS, Layout, Location
-from maect.models.timm_encoder import create_for, fit_weights
+from maect.models.timm_encoder import build_foreign, create_for, fit_weights
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
 from maect.recipes import Encoder, Pixels, like, load_encoder, sizes
@@ -193,7 +193,7 @@ def resembling(checkpoint: Mapping[str, Any]) -> str | None:
     names = [str(name) for part in parts for name in part]
     tokens = [part.get("cls_token") for part in parts]
     if any(isinstance(t, Tensor) and t.ndim == 3 and t.shape[1] > 1 for t in tokens):
-        return "several [CLS] tokens, like Pixio, which is not imported"
+        return "several [CLS] tokens, like Pixio: try --layout pixio"
 
     def has(mark: str) -> bool:
         return any(name == mark or name.endswith(f".{mark}") for name in names)
@@ -201,6 +201,7 @@ def resembling(checkpoint: Mapping[str, Any]) -> str | None:
     for family in FAMILIES:
         if all(map(has, family.marks)):
             how = f"try --timm {family.timm}, or its size" if family.timm else "not imported"
+            how = f"try --layout {family.layout}" if family.layout else how
             return f"it resembles {family.title}: {how}"
     return None
 
@@ -245,6 +246,9 @@ def _fits(checkpoint: Mapping[str, Any], layout: Layout) -> bool:
     location, values = located
     named = {location.ours(name): value for name, value in values.items()}
     if ("cls_token" in named) != layout.class_token:
+        return False
+    tokens = named.get("cls_token")
+    if isinstance(tokens, Tensor) and tokens.ndim == 3 and tokens.shape[1] != layout.class_tokens:
         return False
     theirs = [name.removeprefix(location.prefix) for name in values]
     if not all(any(name.startswith(old) for name in theirs) for old, _ in location.renamed):
@@ -353,6 +357,8 @@ def convert(
         width = tensors[PATCHES].shape[0]
         tensors |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
     size = size or find_size(tensors, where)
+    if layout.class_tokens > 1 and isinstance(several := tensors.get("cls_token"), Tensor):
+        tensors |= {"cls_token": several[:, :1], "reg_token": several[:, 1:]}
     own, encoder = _fitted(tensors, size, layout.shape, image_size, pixels, where, prefix)
     shape, pooling = load_encoder(size), layout.pooling
     if pooling == "mae_pooling" or pooling == "ct_pooling":
@@ -406,6 +412,12 @@ def _fitted(
 ) -> tuple[dict[str, Tensor], Encoder]:
     """Tensors of an encoder as ours has them, for an image size and a number of channels."""
     shape = load_encoder(size)
+    if "module" in change:  # without a table of positions
+        _check_names(tensors, shape.model_copy(update=change), f"{where}, size {size}", prefix)
+        encoder = load_encoder(size, image_size, pixels).model_copy(update=change)
+        own = {key: value.float() for key, value in tensors.items()}
+        own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
+        return own, encoder
     positions = tensors.get("pos_embed")
     if isinstance(positions, Tensor) and positions.ndim == 4:  # [1, rows, columns, D]
         positions = tensors["pos_embed"] = positions.flatten(1, 2)
@@ -452,7 +464,9 @@ def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefi
 def _shapes(encoder: Encoder) -> dict[str, list[int]]:
     """Names and shapes of an encoder's state dict."""
     with torch.device("meta"):
-        return {k: list(v.shape) for k, v in build_encoder(encoder).state_dict().items()}
+        foreign = encoder.foreign is not None
+        module = build_foreign(encoder).module if foreign else build_encoder(encoder)
+        return {k: list(v.shape) for k, v in module.state_dict().items()}
 
 
 def _fit_positions(tensors: dict[str, Tensor], encoder: Encoder) -> None:

@@ -96,6 +96,11 @@ def export_run(
             f"{run}: its blocks have their norms behind the sums, which no model of timm has; use "
             f"the run as it is: maect.load({str(run)!r})"
         )
+    if pooling == "mean_cls":
+        raise UserError(
+            f"{run}: its features are the mean of several [CLS] tokens, which no model of timm "
+            f"gives; use the run as it is: maect.load({str(run)!r})"
+        )
     resize = resize or encoder.default_resize
     if resize < encoder.image_size:
         raise UserError(f"{run}: resize {resize} is smaller than image_size {encoder.image_size}")

@@ -50,22 +50,31 @@ class Layout:
             layouts with the same names. None: not looked at.
         norm: of its blocks, before attention and MLP or behind their sums.
         mark: a name that must be there: what tells apart layouts that are alike otherwise.
+        class_tokens: number of [CLS] tokens; all but the first become registers.
+        registers: number of other tokens before the patches, where the layout has some.
+        module: name of a model of ours that is no plain ViT.
         final_norm: whether its blocks have a norm behind them; if not, one that changes nothing but
             mean and variance takes its place.
     """
 
     locations: tuple[Location, ...]
-    pooling: Literal["cls", "mean", "mae_pooling", "ct_pooling"] = "cls"
+    pooling: Literal["cls", "mean", "mean_cls", "mae_pooling", "ct_pooling"] = "cls"
     class_token: bool = True
     mae_positions: bool | None = None
     norm: Literal["pre", "post"] = "pre"
     mark: str | None = None
+    class_tokens: int = 1
+    registers: int = 0
+    module: Literal["capi"] | None = None
     final_norm: bool = True
 
     @property
     def shape(self) -> dict[str, Any]:
         """Return what it says of an encoder's shape."""
-        return {"class_token": self.class_token, "norm": self.norm}
+        shape = {"class_token": self.class_token, "norm": self.norm}
+        registers = self.registers + self.class_tokens - 1
+        more = {"registers": registers, "module": self.module}
+        return shape | {key: value for key, value in more.items() if value}
 
 
 def _moco(kept: str, other: str) -> Location:
@@ -92,17 +101,19 @@ class Family:
     Attributes:
         title: what they are called.
         marks: ends of names of tensors that all must be there.
-        timm: a name of timm that such files are imported by; none: they are not imported.
+        timm: a name of timm that such files are imported by.
+        layout: a layout that they have; neither: they are not imported.
     """
 
     title: str
     marks: tuple[str, ...]
     timm: str | None = None
+    layout: str | None = None
 
 
 # The first that fits is told: special ones come before those that they resemble.
 FAMILIES = (
-    Family("CAPI", ("blocks.0.residual1.norm.weight", "registers")),
+    Family("CAPI", ("blocks.0.residual1.norm.weight", "registers"), layout="capi"),
     Family("DINOv3", ("storage_tokens",), "vit_large_patch16_dinov3.lvd1689m"),
     Family(
         "DINOv2 with registers",
@@ -174,4 +185,23 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "mim_refiner": Layout((Location("state_dict", renamed=_REFINED),)),
     "mim_refiner_mean": Layout((Location("state_dict", renamed=_REFINED),), "mean"),
+    "pixio": Layout(
+        tuple(Location(entry, dropped=("decoder_*", "mask_token")) for entry in ("model", "")),
+        "mean_cls",
+        class_tokens=8,
+    ),
+    "capi": Layout(
+        (
+            Location(
+                "",
+                "backbone.",
+                ("backbone.decoder.*", "backbone.mask_token", "head.*"),
+                (("encoder.blocks.", "blocks."), ("patch_embed.", "patch_embed.proj.")),
+            ),
+        ),
+        "mean",
+        class_token=False,
+        registers=16,
+        module="capi",
+    ),
 }

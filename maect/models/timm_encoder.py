@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from maect.core.errors import UserError
+from maect.models.capi import Capi
 from maect.models.vit import Features, Norm, Pooling
 from maect.recipes import Encoder
 
@@ -27,6 +28,8 @@ def takes_size(module: nn.Module) -> bool:
 
 class TimmEncoder(nn.Module):
     """A model of timm behind the calls of `VisionEncoder`; it is evaluated, never trained.
+
+    Or one of ours that has the parts of such a model.
 
     Attributes:
         module: timm's own; its state dict is what the run's file holds.
@@ -56,7 +59,7 @@ class TimmEncoder(nn.Module):
         if unknown := set(blocks) - set(range(self.settings.depth)):
             raise ValueError(f"no block {min(unknown)} of {self.settings.depth}")
         if ids_keep is not None:
-            name = self.settings.timm
+            name = self.settings.foreign
             raise ValueError(f"{name} encodes all patches; only plain ViTs can leave some out")
         last = self.settings.depth - 1
         raw, grid = self._blocks(images, {*blocks, last})
@@ -107,6 +110,8 @@ class TimmEncoder(nn.Module):
             if not self.settings.class_token:
                 raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
             return tokens[:, 0]
+        if how == "mean_cls":
+            return tokens[:, : self.num_prefix_tokens].mean(dim=1)
         if how == "mean":
             return tokens[:, self.num_prefix_tokens :].mean(dim=1)
         if not takes_size(self.module):  # their heads take an average, or a map of their own size
@@ -119,12 +124,14 @@ class TimmEncoder(nn.Module):
 _NONE = nn.Identity()
 
 
-def build_timm(settings: Encoder) -> TimmEncoder:
-    """The encoder of these settings, with whatever weights.
+def build_foreign(settings: Encoder) -> TimmEncoder:
+    """The encoder of these settings that is no plain ViT, with whatever weights.
 
     Raises:
         UserError: this timm has no model of the name.
     """
+    if settings.module == "capi":
+        return TimmEncoder(settings, Capi(settings))
     assert settings.timm is not None
     try:
         module = create_for(settings.timm, settings.image_size)

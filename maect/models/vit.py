@@ -26,9 +26,10 @@ from timm.models.vision_transformer import (  # noqa: E402
 
 from maect.models.attention import use_attention  # noqa: E402
 
-Pooling = Literal["cls", "mean", "fc_norm", "head"]
-"""How tokens become one vector; with `fc_norm` the final norm follows the mean of the patches, with
-`head` a model of timm pools them as its own head does."""
+Pooling = Literal["cls", "mean", "mean_cls", "fc_norm", "head"]
+"""How tokens become one vector: [CLS], the mean of the patches, or that of all tokens before them,
+where there are several [CLS] tokens. With `fc_norm` the final norm follows the mean of the patches,
+with `head` a model of timm pools them as its own head does."""
 Norm = Literal["last", "none", "all"]
 """Whose output the final norm is applied to: the last block's, none, or that of all blocks."""
 
@@ -220,13 +221,15 @@ class VisionEncoder(VisionTransformer):
 
         Args:
             tokens: [b, P + K, D], of any block.
-            how: "cls", "mean", or "fc_norm" for the norm of the mean.
+            how: "cls", "mean", "mean_cls", or "fc_norm" for the norm of the mean.
 
         Raises:
             UserError: "cls" is asked for and there is none.
         """
         if how == "cls" and self.cls_token is None:
             raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
+        if how == "mean_cls":
+            return tokens[:, : self.num_prefix_tokens].mean(dim=1)
         kind = "token" if how == "cls" else "avg"
         pooled = global_pool_nlc(tokens, kind, self.num_prefix_tokens)
         return self.fc_norm(pooled) if how == "fc_norm" else pooled

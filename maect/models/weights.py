@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from maect.core.arrays import sort_metadata
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, patiently
-from maect.models.timm_encoder import TimmEncoder, build_timm
+from maect.models.timm_encoder import TimmEncoder, build_foreign
 from maect.models.vit import Pooling, Uninitialized, VisionEncoder, build_encoder
 from maect.recipes import Encoder
 
@@ -74,7 +74,7 @@ def save_encoder(
 
 
 def load_any_encoder(path: str | Path) -> tuple[VisionEncoder | TimmEncoder, Encoder, Pooling]:
-    """Build the encoder that a file holds, ours or a module of timm.
+    """Build the encoder that a file holds, a plain ViT or another model.
 
     Returns:
         The module in float32 on the CPU in eval mode, its settings, and how to pool its tokens. A
@@ -93,9 +93,9 @@ def load_any_encoder(path: str | Path) -> tuple[VisionEncoder | TimmEncoder, Enc
         raise UserError(f"{path}: unknown pooling {pooling!r}")
     module: VisionEncoder | TimmEncoder
     holder: nn.Module
-    if settings.timm is not None:
+    if settings.foreign is not None:
         with Uninitialized():
-            module = build_timm(settings)
+            module = build_foreign(settings)
         holder, weights = module.module, tensors
     else:
         with Uninitialized():
@@ -114,9 +114,9 @@ def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pool
     """The same of an encoder that is a plain ViT.
 
     Raises:
-        UserError: it is another model of timm, or not a file that `save_encoder` has written.
+        UserError: it is another model, or not a file that `save_encoder` has written.
     """
     module, settings, pooling = load_any_encoder(path)
     if isinstance(module, TimmEncoder):
-        raise UserError(f"{path}: {settings.timm} of timm, which is no plain ViT")
+        raise UserError(f"{path}: {settings.foreign}, which is no plain ViT")
     return module, settings, pooling

@@ -107,6 +107,8 @@ class Encoder(Settings):
     """Shorter side of images before the centre crop; none: 256/224 of the image size."""
     timm: str | None = later(None)
     """timm's name of a model that is no plain ViT, and that only timm's module computes."""
+    module: Literal["capi"] | None = later(None)
+    """Likewise a module of our own (`maect.models.capi`)."""
     shape: ClassVar[tuple[str, ...]] = (
         "image_size", "patch_size", "width", "depth", "heads", "class_token", "registers", "norm",
     )  # fmt: skip
@@ -128,16 +130,21 @@ class Encoder(Settings):
         return "tf32" if self.width >= 768 else "fp32"
 
     def check_trainable(self) -> None:
-        """Refuse a model that only timm's module computes.
+        """Refuse a model that is no plain ViT.
 
         Raises:
             ValueError: its name.
         """
-        if self.timm is not None:
+        if self.foreign is not None:
             raise ValueError(
-                f"only plain ViTs are trained, and timm's {self.timm} is none: evaluate it, or "
+                f"only plain ViTs are trained, and {self.foreign} is none: evaluate it, or "
                 "start from another encoder"
             )
+
+    @property
+    def foreign(self) -> str | None:
+        """What a model that is no plain ViT is called; None: it is one."""
+        return f"timm's {self.timm}" if self.timm is not None else self.module
 
     @property
     def prefix_tokens(self) -> int:
