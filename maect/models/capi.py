@@ -130,7 +130,7 @@ class Capi(nn.Module):
         return found
 
     def coordinates(self, rows: int, columns: int, like: Tensor) -> Tensor:
-        """Where tokens are, [R + rows * columns, 2] from 0 to 1: row and column.
+        """Return where tokens are, [R + rows * columns, 2] from 0 to 1: row and column.
 
         Registers go around the edge, as many on each side.
         """

@@ -143,7 +143,7 @@ class Encoder(Settings):
 
     @property
     def foreign(self) -> str | None:
-        """What a model that is no plain ViT is called; None: it is one."""
+        """Return the name of a model that is no plain ViT; None: it is one."""
         return f"timm's {self.timm}" if self.timm is not None else self.module
 
     @property
