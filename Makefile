@@ -11,7 +11,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test test-cpus test-faults test-slow check packages gpu-hour gpu-packages lock docs clean
+.PHONY: install squashed moved demo test test-cpus test-faults test-slow check packages gpu-hour gpu-packages lock docs dist clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -110,11 +110,17 @@ lock: install
 	$(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-emit-index-url --no-header --no-annotate --quiet -o $(OUT)
 
+ADDRESS := $(shell sed -n 's/^repository-code: *//p' CITATION.cff)
+
 # graphviz draws the rules (apt install graphviz).
 docs: install
 	mkdir -p docs/images
 	$(BIN)/snakemake --config experiment=digits --rulegraph dot 2> /dev/null | dot -Tsvg > docs/images/pipeline.svg
-	$(BIN)/mkdocs build --quiet --strict
+	MAECT_ADDRESS=$(ADDRESS) $(BIN)/mkdocs build --quiet --strict
+
+# sdist and wheel, which the slow tests install on each version of Python.
+dist: install
+	$(BIN)/uv build --quiet --out-dir dist .
 
 clean:
-	rm -rf $(VENV) .snakemake build *.egg-info
+	rm -rf $(VENV) .snakemake build dist *.egg-info

@@ -1,5 +1,7 @@
 """What a wheel holds beside the modules: the workflow, and the native decoder, if it can be built.
 
+Address and names come from `CITATION.cff`, where the owner fills them in.
+
 A clone has both where they are: `make install` builds the decoder, an editable install nothing.
 """
 
@@ -8,7 +10,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import yaml
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
@@ -49,4 +53,21 @@ class Compiled(Distribution):
         return True
 
 
-setup(distclass=Compiled, cmdclass={"build_py": WithPipeline, "bdist_wheel": ForPlatform})
+def cited(file: Path) -> dict[str, Any]:
+    """Return authors and address as `setup` takes them; without an address there are no links."""
+    told = yaml.safe_load(file.read_text(encoding="utf-8"))
+    names = [
+        author.get("name") or f"{author['given-names']} {author['family-names']}"
+        for author in told["authors"]
+    ]
+    address = told.get("repository-code")
+    links = {"Source": address, "Changelog": f"{address}/blob/main/CHANGELOG.md"} if address else {}
+    return {"author": ", ".join(names), "project_urls": links}
+
+
+if __name__ == "__main__":
+    setup(
+        distclass=Compiled,
+        cmdclass={"build_py": WithPipeline, "bdist_wheel": ForPlatform},
+        **cited(Path(__file__).with_name("CITATION.cff")),
+    )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # they import torch
     from maect.data.dataset import ShardDataset
 
 __all__ = ["evaluate", "load", "shards", "train"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def load(

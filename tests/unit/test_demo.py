@@ -1,7 +1,6 @@
 """`maect demo`: what is seen first, and the few lines of the rest."""
 
 import logging
-import subprocess
 import sys
 from pathlib import Path
 
@@ -81,16 +80,3 @@ def test_a_line_for_what_begins_and_one_time_for_all(
         "  Evaluating                                  a few seconds left",
         "knn failed; see knn.log",
     ]
-
-
-@pytest.mark.slow
-def test_the_whole_demo_is_a_page(tmp_path: Path) -> None:
-    """Of the words of Snakemake and of jobs none is on the terminal; the log has them."""
-    words = [sys.executable, "-P", "-m", "maect", "demo"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = (done.stdout + done.stderr).splitlines()
-    first = next(n for n, line in enumerate(said) if "first_look.png" in line)
-    assert len(said) < 60 and first < 8 and "report.html in a browser" in said[-1]
-    assert not any(word in line for line in said for word in ("jobid", "rule ", "epoch"))
-    assert "Finished jobid" in (tmp_path / "results/digits/logs/demo.log").read_text()

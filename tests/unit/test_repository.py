@@ -1,6 +1,8 @@
 """What is checked in: declared imports, a complete lock file, nothing large."""
 
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -86,5 +88,49 @@ def test_the_version_is_in_one_place() -> None:
     """The package's own; what cites it says the same."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert "version" in project["project"]["dynamic"]
     assert str(citation["version"]) == maect.__version__
+
+
+def test_address_and_names_are_in_one_place(tmp_path: Path) -> None:
+    """In CITATION.cff: the wheel's authors and links, and the documentation's."""
+    text = (ROOT / "CITATION.cff").read_text()
+    filled = text.replace("# repository-code: https://ADDRESS", "repository-code: https://a.org/b")
+    filled = filled.replace("  - name: The maect authors", "  - {family-names: B, given-names: A}")
+    assert filled.count("a.org") == 1
+    (tmp_path / "CITATION.cff").write_text(filled)
+    cited = runpy.run_path(str(ROOT / "setup.py"))["cited"]
+    told = cited(tmp_path / "CITATION.cff")
+    assert told["author"] == "A B" and told["project_urls"]["Source"] == "https://a.org/b"
+    assert cited(ROOT / "CITATION.cff") == {"author": "The maect authors", "project_urls": {}}
+    for needed in ("Makefile", "pyproject.toml", "envs", "maect/data/native"):
+        (tmp_path / needed).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / needed).symlink_to(ROOT / needed)
+    make = ["make", "--dry-run", "--directory", str(tmp_path), "docs"]
+    done = subprocess.run(make, capture_output=True, text=True)
+    assert "MAECT_ADDRESS=https://a.org/b " in done.stdout, done.stderr
+
+
+def test_the_container_is_made_of_what_is_here() -> None:
+    """No builder is needed for that: what it copies is there and not ignored; one lock file."""
+    lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    names = [name for name, _ in steps]
+    assert names[0] == "FROM" and {*names} <= {
+        "FROM",
+        "RUN",
+        "COPY",
+        "WORKDIR",
+        "ENV",
+        "ENTRYPOINT",
+        "CMD",
+    }
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for copied in (words.split()[:-1] for name, words in steps if name == "COPY"):
+        for source in copied:
+            assert (ROOT / source).exists() and source not in ignored
+    installed = [words for name, words in steps if name == "RUN"]
+    assert any("--require-hashes -r envs/requirements.lock" in words for words in installed)
+    for packages in re.findall(r"apt-get install .*?(?=&&|$)", " ".join(installed)):
+        assert "--no-install-recommends" in packages
+    assert ("ENTRYPOINT", '["maect"]') in [tuple(step) for step in steps]

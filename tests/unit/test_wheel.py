@@ -1,13 +1,17 @@
 """What a wheel holds is enough: the pipeline runs where there is no clone."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import maect
+
 ROOT = Path(__file__).parents[2]
+UV = Path(sys.executable).with_name("uv")
 
 
 def run(*words: str | Path, **more: str | Path) -> "subprocess.CompletedProcess[str]":
@@ -41,17 +45,40 @@ for words in (["plan", "--experiment", "digits"], ["doctor", "--experiment", "di
     assert ("JPEG decoder: native" in done.stdout) == built
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the sdist, and of the wheel that is made from it."""
+    out = tmp_path_factory.mktemp("dist")
+    run(UV, "build", "--quiet", "--out-dir", out, ROOT)
+    return out
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version, on the path or of pyenv; without one the test is skipped."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for path in (*pyenv.glob(f"{version}.*/bin/python"), shutil.which(f"python{version}")):
+        if path is not None:
+            return str(path)
+    pytest.skip(f"no Python {version} on this machine")
+
+
 @pytest.mark.slow
-def test_a_wheel_in_a_clean_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_path: Path) -> None:
+    """The wheel runs a pipeline; what is installed from the sdist has the same files."""
     bin = tmp_path / "venv/bin"
-    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT)
-    run(sys.executable, "-m", "pip", *build)
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
-    uv = Path(sys.executable).with_name("uv")
+    run(UV, "venv", "--quiet", "--python", interpreter(version), tmp_path / "venv")
     environment = os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv")}
     environment.pop("PYTHONPATH", None)
-    run(uv, "pip", "sync", ROOT / "envs/requirements.lock", env=environment)
-    run(uv, "pip", "install", "--no-deps", next(tmp_path.glob("*.whl")), env=environment)
+    run(UV, "pip", "sync", ROOT / "envs/requirements.lock", env=environment)
+    files = []
+    for package in (next(built.glob("*.tar.gz")), next(built.glob("*.whl"))):
+        run(UV, "pip", "install", "--reinstall", "--no-deps", package, env=environment)
+        run(bin / "maect", "--help", cwd=tmp_path)
+        assert run(bin / "maect", "--version").stdout == f"maect {maect.__version__}\n"
+        listed = run(UV, "pip", "show", "--files", "maect", env=environment).stdout.splitlines()
+        files.append({line for line in listed if ".dist-info" not in line and ".so" not in line})
+    assert files[0] == files[1]
     away = tmp_path / "elsewhere"
     away.mkdir()
     run(bin / "maect", "run", "digits", "results/digits/shards/digits/val/index.json", cwd=away)
@@ -60,3 +87,20 @@ def test_a_wheel_in_a_clean_environment(tmp_path: Path) -> None:
     run("bash", "-c", told.splitlines()[-1].removeprefix("Next: "), cwd=away)
     run(bin / "maect", "run", "digits", "results/digits/runs/mae_tiny/run.json", cwd=away)
     assert "mae_tiny" in run(bin / "maect", "status", cwd=away).stdout
+
+
+@pytest.mark.slow
+def test_the_demo_without_an_installation(built: Path, tmp_path: Path) -> None:
+    """`uvx --from WHEEL maect demo`, with the newest releases; its lines fit a page."""
+    wheel = next(built.glob("*.whl"))
+    python = ("--python", f"{sys.version_info.major}.{sys.version_info.minor}")
+    done = run(
+        UV, "tool", "run", "--quiet", *python, "--from", wheel, "maect", "demo", cwd=tmp_path
+    )
+    said = (done.stdout + done.stderr).splitlines()
+    first = next(n for n, line in enumerate(said) if "first_look.png" in line)
+    assert first < 8 and len(said) < 60 and "report.html in a browser" in said[-1]
+    # Of the words of Snakemake and of jobs none is on the terminal; the log has them.
+    assert not any(word in line for line in said for word in ("jobid", "rule ", "epoch"))
+    assert "Finished jobid" in (tmp_path / "results/digits/logs/demo.log").read_text()
+    assert (tmp_path / "results/digits/report.html").exists()
