@@ -83,7 +83,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspected:
     """Properties of an image that decide how images like it should be read.
 
     Attributes:
@@ -108,7 +108,7 @@ class Look:
     colors: int
 
 
-def look(data: bytes) -> Look:
+def look(data: bytes) -> Inspected:
     """Look at an image of which nothing is known.
 
     Raises:
@@ -154,7 +154,7 @@ def look(data: bytes) -> Look:
         if channels == 3:
             colors = int(np.ptp(scaled(sample, found).astype(np.int16), axis=1).max())
     size = (height, width) if turned else (width, height)
-    return Look(*size, channels, turned, transparent, found, sample, colors)
+    return Inspected(*size, channels, turned, transparent, found, sample, colors)
 
 
 def make_ready(data: bytes, pixels: Pixels) -> Ready:

@@ -22,7 +22,7 @@ from maect.data.decode import UnreadableError, crops
 from maect.data.index import HEIGHT, ID, LABEL, WIDTH, Index
 from maect.data.native import Images
 from maect.data.order import Order
-from maect.data.packed import Layout, Packed
+from maect.data.packed import Packed, Packing
 from maect.data.pixels import open_pixels
 from maect.data.transforms import Change, center_crops, random_crops, whole_images
 from maect.recipes import View, views_by_size
@@ -139,13 +139,13 @@ def train_batches(
     yield from _decoded(index, jobs(), threads)
 
 
-def layout_of(images: Sequence[tuple[int, ...]], draw: Draw) -> Layout:
+def layout_of(images: Sequence[tuple[int, ...]], draw: Draw) -> Packing:
     """Return the layout of batches with images uint8 [views, b, C, S, S] of these shapes."""
     none = np.zeros(images[0][1], np.int64)
     values = _numbers(none, none) | draw(none, none)
     shapes = {name: (value.dtype, tuple(value.shape)) for name, value in values.items()}
     named = zip(image_names(len(images)), images, strict=True)
-    return Layout({name: (torch.uint8, shape) for name, shape in named} | shapes)
+    return Packing({name: (torch.uint8, shape) for name, shape in named} | shapes)
 
 
 def fill(batch: Batch, draw: Draw) -> None:

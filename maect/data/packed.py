@@ -9,7 +9,7 @@ from torch import Tensor
 _ALIGNED = 64
 
 
-class Layout:
+class Packing:
     """Places of tensors of some shapes in one block of memory.
 
     Attributes:
@@ -33,7 +33,7 @@ class Packed:
         tensors: by name, on the CPU.
     """
 
-    def __init__(self, layout: Layout, pinned: bool) -> None:
+    def __init__(self, layout: Packing, pinned: bool) -> None:
         """Reserve memory, of which a GPU can copy by itself if it is pinned."""
         self._layout = layout
         self._memory = torch.empty(layout.size, dtype=torch.uint8, pin_memory=pinned)

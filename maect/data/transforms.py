@@ -144,8 +144,8 @@ def normalize(images: Tensor, pixels: Pixels) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Changes:
-    """Changes to the pixels of each of n cropped images.
+class PixelChanges:
+    """PixelChanges to the pixels of each of n cropped images.
 
     Attributes:
         flipped, jittered, blurred, grey, solarized: whether, [n].
@@ -166,7 +166,7 @@ class Changes:
 
 def draw_changes(
     views: Mapping[int, View], seed: int, epochs: ArrayLike, ids: ArrayLike
-) -> Changes:
+) -> PixelChanges:
     """The changes of all samples in the first view, then of all in the next one, and so on.
 
     Order and strengths are those of the authors' code (BYOL's strengths).
@@ -190,10 +190,10 @@ def draw_changes(
     jittered, blurred, grey, solarized = (chosen < np.concatenate(likely)).T
     sigma = SIGMA[0] + (SIGMA[1] - SIGMA[0]) * u[:, 10]
     flipped = np.concatenate(flips)
-    return Changes(flipped, jittered, blurred, grey, solarized, u[:, 1:5], u[:, 5:9], sigma)
+    return PixelChanges(flipped, jittered, blurred, grey, solarized, u[:, 1:5], u[:, 5:9], sigma)
 
 
-def apply_changes(images: Tensor, changes: Changes, pixels: Pixels) -> Tensor:
+def apply_changes(images: Tensor, changes: PixelChanges, pixels: Pixels) -> Tensor:
     """Flip, jitter, blur, grey and solarize cropped images, then normalize.
 
     Args:
@@ -387,7 +387,7 @@ def solarize(x: Tensor) -> Tensor:
 # --- RandAugment, erasing and mixing: timm's, but for the draws -----------------------------------
 
 Change = Callable[[Sequence[NDArray[np.uint8]], int, int], None]
-"""Changes a sample's views, uint8 [3, S, S] each, in place, given its epoch and its id."""
+"""PixelChanges a sample's views, uint8 [3, S, S] each, in place, given its epoch and its id."""
 
 # timm's `rand-m9-mstd0.5-inc1`: each operation at even odds, strengths normal around 9 of 10.
 _PROBABILITY, _STRENGTH_STD, _STRONGEST = 0.5, 0.5, 10.0

@@ -15,7 +15,7 @@ from maect.core.imports import make_callable
 from maect.core.settings import LocalPath, SettingsFile, digest, one_line
 from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.attentive_probe import AttentiveProbe
-from maect.evaluate.base import Features, Input, Left, Protocol, Shards, Trained
+from maect.evaluate.base import Features, Input, OutputOf, Protocol, Shards, Trained
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.color_histogram import ColorHistogram
 from maect.evaluate.effective_invariance import EffectiveInvariance
@@ -40,7 +40,7 @@ __all__ = [
     "EvaluationConfig",
     "Features",
     "Input",
-    "Left",
+    "OutputOf",
     "Protocol",
     "Shards",
     "Trained",

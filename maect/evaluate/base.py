@@ -54,7 +54,7 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Left:
+class OutputOf:
     """The tensors that another evaluation of the same run leaves beside its JSON."""
 
     evaluation: str
@@ -67,7 +67,7 @@ class Trained:
     runs: tuple[str, ...]
 
 
-Input = Features | Shards | Left | Trained
+Input = Features | Shards | OutputOf | Trained
 
 
 class Interrupted(Exception):
@@ -141,7 +141,7 @@ class Protocol(Settings):
     """Of the protocol, of its rule and of its module."""
     title: ClassVar[str]
     """For messages."""
-    leaves: ClassVar[bool] = False
+    writes_tensors: ClassVar[bool] = False
     """Whether a safetensors file is left beside the JSON."""
     every_rank: ClassVar[bool] = False
     """Whether all ranks take part; otherwise rank 0 uses the cores of its node."""
@@ -199,7 +199,7 @@ class Protocol(Settings):
     @property
     def needs(self) -> tuple[str, ...]:
         """Evaluations of the same run whose files are read."""
-        return tuple(i.evaluation for i in self.inputs().values() if isinstance(i, Left))
+        return tuple(i.evaluation for i in self.inputs().values() if isinstance(i, OutputOf))
 
 
 class ReadsFeatures(Protocol):

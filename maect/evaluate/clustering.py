@@ -32,7 +32,7 @@ class Clustering(ReadsFeatures):
 
     name: ClassVar[str] = "clustering"
     title: ClassVar[str] = "k-means"
-    leaves: ClassVar[bool] = True
+    writes_tensors: ClassVar[bool] = True
     minutes: ClassVar[float] = 30.0
     test_data: ClassVar[str | None] = (
         "standardised with the test split's own mean and standard deviation, as the paper does"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.core.context import Context
-from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Left, Shards
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, OutputOf, Shards
 from maect.recipes import Encoder, Pixels
 from maect.recipes.cost import encode_flops
 
@@ -41,7 +41,7 @@ class EffectiveInvariance(Encodes):
 
     def inputs(self) -> dict[str, Input]:
         """The probe and the test images."""
-        return {"probe": Left(self.probe), "test": Shards(self.test_split)}
+        return {"probe": OutputOf(self.probe), "test": Shards(self.test_split)}
 
     def flops(self, encoder: Encoder, images: Images) -> float:
         """Encode every test image as it is, turned three times and recoloured."""

@@ -35,7 +35,7 @@ class Explore(ReadsFeatures):
     name: ClassVar[str] = "explore"
     title: ClassVar[str] = "map, groups and look-alikes"
     labelled: ClassVar[bool] = False
-    leaves: ClassVar[bool] = True
+    writes_tensors: ClassVar[bool] = True
     test_data: ClassVar[str | None] = "everything is fitted to the images that are shown"
 
     splits: tuple[str, ...] = Field(default=("val",), min_length=1)

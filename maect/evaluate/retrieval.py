@@ -17,7 +17,7 @@ from maect.core.settings import later
 from maect.evaluate.base import (
     EvaluationJob,
     Input,
-    Left,
+    OutputOf,
     ReadsFeatures,
     Shards,
     idle_cpus,
@@ -41,7 +41,7 @@ class Retrieval(ReadsFeatures):
 
     name: ClassVar[str] = "retrieval"
     title: ClassVar[str] = "nearest images"
-    leaves: ClassVar[bool] = True
+    writes_tensors: ClassVar[bool] = True
     test_data: ClassVar[str | None] = (
         "queries and neighbours are images of the test split, clusters those of its clustering"
     )
@@ -64,7 +64,7 @@ class Retrieval(ReadsFeatures):
         return {
             "test": self.read(self.test_split),
             "images": Shards(self.test_split),
-            "clusters": Left(self.clustering),
+            "clusters": OutputOf(self.clustering),
         }
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:

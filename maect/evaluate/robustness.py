@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Left, Shards
+from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, OutputOf, Shards
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -46,7 +46,7 @@ class Robustness(Encodes):
 
     def inputs(self) -> Mapping[str, Input]:
         """The probe, and the images of every split by its name."""
-        return {"probe": Left(self.probe)} | {name: Shards(name) for name in self.splits}
+        return {"probe": OutputOf(self.probe)} | {name: Shards(name) for name in self.splits}
 
     def flops(self, encoder: Encoder, images: Images) -> float:
         """Encode every image once."""

@@ -19,7 +19,7 @@ from maect.evaluate.base import (
     EvaluationJob,
     Features,
     Interrupted,
-    Left,
+    OutputOf,
     Protocol,
     Shards,
     Trained,
@@ -84,7 +84,7 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
             | {"test_data": protocol.test_data}
             | job.notes,
         }
-        if protocol.leaves:
+        if protocol.writes_tensors:
             result["left_sha256"] = sha256_file(job.out.with_suffix(".safetensors"))
         write_record(job.out, result)
         keep(outputs(job.out, protocol))
@@ -94,7 +94,7 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
 
 def outputs(out: Path, protocol: Protocol) -> list[Path]:
     """The files that an evaluation leaves, the JSON `out` last."""
-    return [out.with_suffix(".safetensors"), out] if protocol.leaves else [out]
+    return [out.with_suffix(".safetensors"), out] if protocol.writes_tensors else [out]
 
 
 class Completion:
@@ -149,7 +149,7 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
     actual = encoder_checksum(job.run) if encoder.exists() else _promised(job.run)
     declared = protocol.inputs().items()
     for name, kind in declared:
-        if isinstance(kind, Left) and name in job.inputs and job.path(name).exists():
+        if isinstance(kind, OutputOf) and name in job.inputs and job.path(name).exists():
             checked_sha256(job.path(name))
     # A file that is missing, or two that do not belong together, the protocol itself refuses.
     made: dict[Path, str] = {
@@ -224,7 +224,7 @@ def _sources(job: EvaluationJob, protocol: Protocol) -> dict[str, dict[str, Any]
             splits[name] = {key: made[key] for key in keep if key in made}
         elif isinstance(kind, Shards) and kind.split not in encoded:
             splits[name] = {"index_digest": open_index(job.path(name)).digest}
-        elif isinstance(kind, Left):
+        elif isinstance(kind, OutputOf):
             inputs[name] = checked_sha256(job.path(name))
         elif isinstance(kind, Trained):
             inputs[name] = [encoder_checksum(run) for run in job.paths(name)]

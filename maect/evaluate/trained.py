@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class TrainsProbe(Encodes):
     """Base of the protocols that train a probe on what the frozen encoder gives."""
 
-    leaves: ClassVar[bool] = True
+    writes_tensors: ClassVar[bool] = True
 
     batch_size: int = Field(default=1024, gt=0)
     seed: int = 0

@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.core.settings import SettingsFile
 from maect.data.sources.view import read_classes
-from maect.evaluate import Features, Left, Shards, Trained
+from maect.evaluate import Features, OutputOf, Shards, Trained
 from maect.evaluate.real import RealLabels
 from maect.evaluate.store import open_record
 from maect.experiment import resolve
@@ -148,7 +148,7 @@ class _Comparison:
             elif isinstance(kind, Shards):
                 if _differ(splits.get(key, {}), {"index_digest": self.index(paths[0])}):
                     return True
-            elif isinstance(kind, Left):
+            elif isinstance(kind, OutputOf):
                 left = self.record(paths[0].with_suffix(".json")).get("left_sha256")
                 if _differ(inputs, {key: left}):
                     return True

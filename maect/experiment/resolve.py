@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maect.core.settings import SettingsFile
-from maect.evaluate import EvaluationConfig, Features, Input, Left, Shards, Trained
+from maect.evaluate import EvaluationConfig, Features, Input, OutputOf, Shards, Trained
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
@@ -108,7 +108,7 @@ def input_path(experiment: Experiment, run: str, name: str, kind: Input) -> Path
             return features_file(experiment, run, dataset, kind)
         case Shards(split):
             return experiment.shards(dataset, split)
-        case Left(evaluation):
+        case OutputOf(evaluation):
             left = experiment.on(evaluation, dataset)
             return experiment.root / "evaluations" / run / f"{left}.safetensors"
         case Trained(parts):
@@ -125,13 +125,13 @@ def read_by_run(experiment: Experiment, name: str) -> list[Path]:
         return shards
     source = experiment.runs[run.source]
     sure = left_by(experiment, source.stage)
-    files = [file for file in run.settings.takes(source.settings) if file in sure]
+    files = [file for file in run.settings.inputs(source.settings) if file in sure]
     return shards + [experiment.folder(run.source) / file for file in (*files, "run.json")]
 
 
 def left_by(experiment: Experiment, stage: str) -> list[str]:
     """Files beside `run.json` that all runs of a stage leave; some pre-trainings have no head."""
-    leave = [experiment.runs[name].settings.leaves for name in experiment.runs_of(stage)]
+    leave = [experiment.runs[name].settings.outputs for name in experiment.runs_of(stage)]
     return [file for file in leave[0] if all(file in other for other in leave)] if leave else []
 
 
@@ -143,7 +143,7 @@ def read_by_evaluation(experiment: Experiment, run: str, name: str) -> list[Path
         path = input_path(experiment, run, name, kind)
         if isinstance(path, list):
             for folder in path:
-                leaves = experiment.runs[folder.name].settings.leaves
+                leaves = experiment.runs[folder.name].settings.outputs
                 files += [folder / file for file in (*leaves, "run.json")]
         else:
             files.append(path / "index.json" if isinstance(kind, Shards) else path)

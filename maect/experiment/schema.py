@@ -13,7 +13,7 @@ from maect.core.yaml_files import parse_yaml
 from maect.data.sources import BUNDLED, SOURCES, Source
 from maect.data.sources.files import Folder
 from maect.data.sources.view import CLASS_LISTS
-from maect.recipes import Look, Pixels
+from maect.recipes import OnlineEvaluation, Pixels
 from maect.report.groups import Groups
 
 NAME = re.compile(r"\w[\w.-]*")
@@ -201,7 +201,7 @@ class ExperimentSpec(Settings):
     """The first one is what runs train on and what is evaluated, unless they say otherwise."""
     seeds: int = Field(default=1, gt=0)
     runs: dict[str, RunSpec]
-    look: Look | None = None
+    look: OnlineEvaluation | None = None
     """How often the encoder of every training is looked at; changing it trains nothing again."""
     features: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     """In which precision encoders compute the features that are stored; `auto`: TF32 from ViT-B's

@@ -14,7 +14,7 @@ from maect.launch.owner import Interruption, own
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError, Resources, Task
 from maect.launch.slurm import Slurm
-from maect.launch.state import STOPPED, Cluster, Look, State, meaning, state_of
+from maect.launch.state import STOPPED, Cluster, Notice, State, meaning, state_of
 
 TICK = 0.5  # seconds between two looks at the files
 ATTEMPTS = 3  # attempts without progress before giving up
@@ -60,7 +60,7 @@ def launch(
     make_folder(folder)
     record.check_folder(folder)
     with own(folder), held(folder) as is_there, Interruption(detach) as interruption:
-        line = progress.Line(describe)
+        line = progress.ProgressLine(describe)
         try:
             done = partial(patiently, is_done)
             _Launch(task, folder, resources, done, line, interruption, is_there).run()
@@ -96,7 +96,7 @@ class _Launch:
     folder: Path
     resources: Resources
     is_done: Callable[[], bool]
-    line: progress.Line
+    line: progress.ProgressLine
     interruption: Interruption
     is_there: Callable[[], bool]  # whether the folder is the one that it was
     asked_at: float | None = field(default=None, init=False)
@@ -242,7 +242,7 @@ class _Launch:
     def watch(self, job: Job) -> tuple[State | None, bool]:
         """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
         cluster = self.clusters[job.cluster]
-        look, seen, next_look, ended = Look("unknown", "waiting"), False, 0.0, float("inf")
+        look, seen, next_look, ended = Notice("unknown", "waiting"), False, 0.0, float("inf")
         self.told = 0
         while True:
             self.check_place()
@@ -275,7 +275,7 @@ class _Launch:
             self.told += 1
             self.line.say(sentence)
 
-    def present(self, job: Job, look: Look) -> tuple[str, float | None]:
+    def present(self, job: Job, look: Notice) -> tuple[str, float | None]:
         """Return what to show, and the part of the steps that is done."""
         if look.phase == "running" and self.asked_at is None:
             report = record.progress(self.folder, job)
@@ -285,7 +285,7 @@ class _Launch:
             return progress.describe(report) or look.text or "running", progress.part(report)
         return "saving and stopping" if self.asked_at else look.text, None
 
-    def obey(self, job: Job, look: Look) -> None:
+    def obey(self, job: Job, look: Notice) -> None:
         """Leave the job running, or stop it, if that was asked for."""
         # A second interrupt cancels, also where Snakemake has gone by the first one.
         reason = self.interruption.reason_to_leave()
@@ -301,7 +301,7 @@ class _Launch:
             self.line.say(f"{how} at step {job.saved}; start again to resume")
             raise SystemExit(130)
 
-    def stop(self, job: Job, look: Look, at_once: bool = False) -> str:
+    def stop(self, job: Job, look: Notice, at_once: bool = False) -> str:
         """Ask a job to save and stop: how it ended, or "" as long as it has not."""
         if self.asked_at is None:
             self.asked_at = time.monotonic()

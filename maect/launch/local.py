@@ -11,7 +11,7 @@ from maect.launch import record
 from maect.launch.record import Job
 from maect.launch.rendezvous import remove_folder
 from maect.launch.resources import LaunchError
-from maect.launch.state import Cluster, Look
+from maect.launch.state import Cluster, Notice
 from maect.launch.submit import MARK
 
 BROKEN_GRACE = 2.0  # seconds for the other ranks to end by themselves once one has died
@@ -37,7 +37,7 @@ class Local(Cluster):
     record_patience = 3.0
     out_of_reach = "its processes are in another container"
 
-    def look(self, folder: Path, job: Job) -> Look:
+    def look(self, folder: Path, job: Job) -> Notice:
         """Look at a local job.
 
         Raises:
@@ -45,13 +45,15 @@ class Local(Cluster):
         """
         if job.boot != record.boot():
             if _has_restarted_since(job):
-                return Look("ended", "the machine was restarted")
+                return Notice("ended", "the machine was restarted")
             raise _elsewhere(folder, job)
         if job.namespace != record.namespace():
             return self._from_outside(folder, job)
         if job.id is None:
             return (
-                Look("unknown", "starting") if marked(job.name) else Look("ended", "never started")
+                Notice("unknown", "starting")
+                if marked(job.name)
+                else Notice("ended", "never started")
             )
         controller = _alive(int(job.id), job.name)
         ranks = record.ranks(folder, job)
@@ -60,18 +62,20 @@ class Local(Cluster):
             if value["end"] == "error" or (value["end"] is None and rank not in live):
                 how = "failed" if value["end"] else "died (killed, or out of memory?)"
                 grace = BROKEN_GRACE if live or controller else 0.0
-                return Look("ended", f"rank {rank} {how}", grace, rank)
+                return Notice("ended", f"rank {rank} {how}", grace, rank)
         if controller is None:
-            return Look("running") if live else Look("ended", "its processes have ended")
+            return Notice("running") if live else Notice("ended", "its processes have ended")
         if 0 < len(ranks) < job.ranks:
             # A rank that died before it could say that it had started.
             gone = sum(value["end"] is not None for value in ranks.values())
             if _children(controller) < job.ranks - gone:
                 missing = min(set(range(job.ranks)) - set(ranks))
-                return Look("ended", f"rank {missing} died at its start", 2 * BROKEN_GRACE, missing)
-        return Look("running" if ranks else "pending", "" if ranks else "starting")
+                return Notice(
+                    "ended", f"rank {missing} died at its start", 2 * BROKEN_GRACE, missing
+                )
+        return Notice("running" if ranks else "pending", "" if ranks else "starting")
 
-    def _from_outside(self, folder: Path, job: Job) -> Look:
+    def _from_outside(self, folder: Path, job: Job) -> Notice:
         """Look at a job of another container: by the locks of its ranks, which one kernel keeps.
 
         Raises:
@@ -81,10 +85,10 @@ class Local(Cluster):
         if live is None:
             raise _elsewhere(folder, job)
         if not live and not ranks and time.time() - job.submitted < START:
-            return Look("unknown", "starting in another container")
+            return Notice("unknown", "starting in another container")
         if not live:
-            return Look("ended", "its processes have ended")
-        return Look("running", "in another container")
+            return Notice("ended", "its processes have ended")
+        return Notice("running", "in another container")
 
     def finish(self, folder: Path, job: Job) -> None:
         """Let the ranks of a job leave that has returned."""

@@ -74,7 +74,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class Line:
+class ProgressLine:
     """Messages of a launcher and its progress: a bar on a terminal, a line now and then in a log.
 
     The messages go through `logging`.

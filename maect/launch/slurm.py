@@ -21,7 +21,7 @@ from maect.launch import record
 from maect.launch.local import marked
 from maect.launch.record import Job
 from maect.launch.resources import LaunchError
-from maect.launch.state import Cluster, Look
+from maect.launch.state import Cluster, Notice
 from maect.launch.submit import ATTEMPT, NO_ANSWER, of_slurm
 
 INTERVAL_VARIABLE = "MAECT_SQUEUE_SECONDS"  # shorter for tests
@@ -71,7 +71,7 @@ class Slurm(Cluster):
         self._missing_since: dict[str, float] = {}
         self._broken_since: dict[str, float] = {}
         self._may_return_since: dict[str, float] = {}
-        self._asked: dict[tuple[str, str], tuple[float, Look | None]] = {}
+        self._asked: dict[tuple[str, str], tuple[float, Notice | None]] = {}
 
     def site(self) -> str | None:
         """Name of the cluster that takes jobs here; None if it does not answer."""
@@ -79,18 +79,18 @@ class Slurm(Cluster):
         match = re.search(r"^ClusterName\s*=\s*(\S+)", out, re.MULTILINE)
         return match[1] if match else None
 
-    def look(self, folder: Path, job: Job) -> Look:
+    def look(self, folder: Path, job: Job) -> Notice:
         """Look at a SLURM job, through the shared answer of squeue."""
         # The submission may still be under way although the launcher that began it was killed.
         if job.id is None and marked(job.name):
-            return Look("unknown", "being submitted")
+            return Notice("unknown", "being submitted")
         # Whoever knows a job's id looks after its submission, whatever the submitter's clock said.
         newer_than = self._first_look.setdefault(job.name, time.monotonic())
         if job.id is not None:
             newer_than = min(newer_than, time.monotonic() - max(0, time.time() - job.submitted))
         answer = self._squeue.ask(newer_than)
         if answer is None:
-            return Look("unknown", "no answer from SLURM")
+            return Notice("unknown", "no answer from SLURM")
         if job.id is None:
             return self._find(job, answer)
         # Patience is measured by what SLURM has said since: while it is silent, nothing gets worse.
@@ -101,7 +101,7 @@ class Slurm(Cluster):
             if word == "RUNNING" and _lost_a_rank(folder, job):
                 since = self._broken_since.setdefault(job.id, time.monotonic())
                 if answer.time - since > BROKEN_GRACE and self._is_that_attempt(folder, job):
-                    return Look("ended", "it lost a rank, and SLURM did not end it")
+                    return Notice("ended", "it lost a rank, and SLURM did not end it")
             else:
                 self._broken_since.pop(job.id, None)
             return self._word(job.id, word, reason, answer.time)
@@ -164,34 +164,34 @@ class Slurm(Cluster):
         code, _, error = command("scancel", f"--name={job.name}", *([job.id] if job.id else []))
         return code == 0 or any(text in error for text in ALREADY_OVER)
 
-    def _find(self, job: Job, answer: "Answer") -> Look:
+    def _find(self, job: Job, answer: "Answer") -> Notice:
         """A job whose launcher died before it learnt the id: its name is unique."""
         rows = {key: row for key, row in answer.jobs.items() if row[2] == job.name}
         if not rows:
             # Not the shared answer, which another cluster's login node may have written.
             code, out, _ = command("squeue", *_all_jobs(), f"--name={job.name}")
             if code:
-                return Look("unknown", "no answer from SLURM")
+                return Notice("unknown", "no answer from SLURM")
             rows = {key: row for key, row in _rows(out).items() if row[2] == job.name}
         if not rows:
             if not self._is_its_cluster(job):
-                return Look("unknown", "no answer from SLURM")
+                return Notice("unknown", "no answer from SLURM")
             # What squeue does not list is not alive, so that submitting again runs nothing twice.
-            return Look("ended", "never submitted", grace=1.0)
+            return Notice("ended", "never submitted", grace=1.0)
         job.id = min(rows)
         word, reason, _ = rows[job.id]
         return self._word(job.id, word, reason, answer.time)
 
-    def _missing(self, job: Job, now: float) -> Look:
+    def _missing(self, job: Job, now: float) -> Notice:
         """A job that squeue does not list: how it ended, as far as SLURM knows."""
         assert job.id is not None
         waited = now - self._missing_since.setdefault(job.id, time.monotonic())
         look = self._seldom(self._ask_sacct, job)
         if look is not None and (look.phase == "ended" or waited <= FORGOTTEN):
             return look
-        return self._seldom(self._ask_controller, job) or Look("unknown", "no answer from SLURM")
+        return self._seldom(self._ask_controller, job) or Notice("unknown", "no answer from SLURM")
 
-    def _seldom(self, question: Callable[[Job], Look | None], job: Job) -> Look | None:
+    def _seldom(self, question: Callable[[Job], Notice | None], job: Job) -> Notice | None:
         """The answer to a question about a job, asked as seldom as squeue."""
         key = (question.__name__, job.name)
         asked, look = self._asked.get(key, (float("-inf"), None))
@@ -200,22 +200,22 @@ class Slurm(Cluster):
             self._asked[key] = (time.monotonic(), look)
         return look
 
-    def _word(self, job_id: str, word: str, reason: str, now: float) -> Look:
+    def _word(self, job_id: str, word: str, reason: str, now: float) -> Notice:
         """Return what a word of SLURM, said at this time, means."""
         text = f"{word} ({reason})" if reason not in ("", "None") else word
         if word in MAY_RETURN:
             since = self._may_return_since.setdefault(job_id, now)
-            return Look("ended" if now - since >= 2 * squeue_seconds() else "unknown", text)
+            return Notice("ended" if now - since >= 2 * squeue_seconds() else "unknown", text)
         self._may_return_since.pop(job_id, None)
         if word in PENDING:
-            return Look("pending", text)
+            return Notice("pending", text)
         if word in RUNNING:
-            return Look("running", text)
+            return Notice("running", text)
         if word in OVER or word in BY_A_PERSON:
-            return Look("ended", text, grace=1.0, final=word in BY_A_PERSON)
-        return Look("unknown", text)
+            return Notice("ended", text, grace=1.0, final=word in BY_A_PERSON)
+        return Notice("unknown", text)
 
-    def _ask_sacct(self, job: Job) -> Look | None:
+    def _ask_sacct(self, job: Job) -> Notice | None:
         """Return what the accounting says; None if it does not know the job, or is not there."""
         assert job.id is not None
         code, out, error = command("sacct", "-n", "-X", "-P", "-o", "State,JobName", "-j", job.id)
@@ -225,12 +225,12 @@ class Slurm(Cluster):
             look = self._word(job.id, words[-1], "sacct", time.monotonic())
             # The two databases contradict each other: one of them is behind.
             lags = look.phase in ("pending", "running")
-            return Look("unknown", "SLURM is catching up") if lags else look
+            return Notice("unknown", "SLURM is catching up") if lags else look
         if code in (0, 127) or "disabled" in error:
             return None
-        return Look("unknown", "no answer from sacct")
+        return Notice("unknown", "no answer from sacct")
 
-    def _ask_controller(self, job: Job) -> Look | None:
+    def _ask_controller(self, job: Job) -> Notice | None:
         """Return what the controller says about this very id; None if it does not answer."""
         assert job.id is not None
         code, out, error = command("scontrol", "--oneliner", "show", "job", job.id)
@@ -241,7 +241,7 @@ class Slurm(Cluster):
             return None
         if not self._is_its_cluster(job):
             return None
-        return Look("ended", "unknown to SLURM", grace=squeue_seconds())
+        return Notice("ended", "unknown to SLURM", grace=squeue_seconds())
 
     def _is_that_attempt(self, folder: Path, job: Job) -> bool:
         """Return whether the log's last attempt runs: a new one may wait for its prolog."""

@@ -13,7 +13,7 @@ STOPPED = "stopped by the user"
 
 
 @dataclass(frozen=True)
-class Look:
+class Notice:
     """Statement of a cluster about a job.
 
     Attributes:
@@ -47,7 +47,7 @@ class Cluster(ABC):
         return []
 
     @abstractmethod
-    def look(self, folder: Path, job: Job) -> Look:
+    def look(self, folder: Path, job: Job) -> Notice:
         """Look at a job."""
 
     def waits(self, folder: Path, job: Job) -> bool:
@@ -75,7 +75,7 @@ class State:
         failure: what a rank of an ended job said, or the last lines of its log.
     """
 
-    look: Look
+    look: Notice
     outcome: Literal["", "done", "saved", "stopped", "failed", "lost"] = ""
     failure: record.Failure | None = None
 
@@ -90,13 +90,13 @@ def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
         LaunchError: the job runs on another machine, where nobody here can look.
     """
     if job.state == "ended":
-        return meaning(folder, job, Look("ended", job.ending or "", final=job.ending == STOPPED))
+        return meaning(folder, job, Notice("ended", job.ending or "", final=job.ending == STOPPED))
     if record.belongs(folder, job) == "copy":
-        return meaning(folder, job, Look("ended", f"a copy of {job.place}, whose job it is"))
+        return meaning(folder, job, Notice("ended", f"a copy of {job.place}, whose job it is"))
     return meaning(folder, job, clusters[job.cluster].look(folder, job))
 
 
-def meaning(folder: Path, job: Job, look: Look) -> State:
+def meaning(folder: Path, job: Job, look: Notice) -> State:
     """Return what a look at a job means, with what its ranks say by now."""
     if look.phase != "ended":
         return State(look)

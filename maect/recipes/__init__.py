@@ -222,7 +222,7 @@ LOCAL: dict[str, View] = {
 }
 
 
-class Look(Settings):
+class OnlineEvaluation(Settings):
     """Interval of the online evaluation of a training; no part of the training's identity."""
 
     part: ClassVar[float] = 0.02

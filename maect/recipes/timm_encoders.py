@@ -20,7 +20,7 @@ TABLE = "timm_encoders.csv"
 
 
 @dataclass(frozen=True)
-class TimmEncoder:
+class TimmEntry:
     """A row of the table.
 
     Attributes:
@@ -105,21 +105,21 @@ class TimmEncoder:
 
 
 @cache
-def timm_encoders() -> dict[str, TimmEncoder]:
+def timm_encoders() -> dict[str, TimmEntry]:
     """All of them by full name, NAME.TAG."""
     text = resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
     return {row["name"]: _typed(row) for row in csv.DictReader(text.splitlines())}
 
 
-def _typed(row: dict[str, str]) -> TimmEncoder:
+def _typed(row: dict[str, str]) -> TimmEntry:
     numbers = ("image_size", "patch_size", "width", "depth", "heads", "registers", "resize")
     values: dict[str, object] = dict(row) | {name: int(row[name]) for name in numbers}
     values |= {name: row[name] == "yes" for name in ("class_token", "plain")}
     values |= {name: tuple(map(float, row[name].split())) for name in ("mean", "std")}
-    return TimmEncoder(**values | {"parameters": float(row["parameters"])})  # type: ignore[arg-type]
+    return TimmEntry(**values | {"parameters": float(row["parameters"])})  # type: ignore[arg-type]
 
 
-def find_timm(name: str) -> TimmEncoder:
+def find_timm(name: str) -> TimmEntry:
     """The encoder of a name; without a tag the first one of timm's list of that name.
 
     Raises:

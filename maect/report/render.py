@@ -63,7 +63,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Source:
+class RowSource:
     """A file behind a table, as JSON."""
 
     name: str
@@ -80,7 +80,7 @@ class Printed:
     legend: str
     columns: list[str]
     lines: list[Line]
-    sources: dict[str, list[Source]] = field(default_factory=dict)
+    sources: dict[str, list[RowSource]] = field(default_factory=dict)
     """Heading -> files."""
 
 
@@ -179,10 +179,10 @@ def _legend(metrics: list[Metric], frame: pd.DataFrame) -> str:
     return f"{text}; {MISSING}: not run."
 
 
-def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, list[Source]]:
+def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, list[RowSource]]:
     """The files behind a table: each result with its settings and provenance, and each run."""
-    results: dict[str, Source] = {}
-    runs: dict[str, Source] = {}
+    results: dict[str, RowSource] = {}
+    runs: dict[str, RowSource] = {}
     for row in rows:
         for run, name in itertools.product(row.runs, table.reads(row.method)):
             path = result_file(evaluations, run, name)
@@ -201,8 +201,8 @@ def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, 
     }
 
 
-def _source(name: str, anchor: str, value: Any) -> Source:
-    return Source(name, anchor, json.dumps(value, indent=1))
+def _source(name: str, anchor: str, value: Any) -> RowSource:
+    return RowSource(name, anchor, json.dumps(value, indent=1))
 
 
 def _by_architecture(lines: Iterable[Line]) -> Iterator[tuple[str, list[Line]]]:

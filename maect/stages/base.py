@@ -78,13 +78,13 @@ class Unlabelled(Training):
         return {}
 
     @property
-    def leaves(self) -> tuple[str, ...]:
+    def outputs(self) -> tuple[str, ...]:
         """The encoder, and a file for each head."""
         return ("encoder.safetensors", *map(head_file, self.heads))
 
-    def takes(self, source: Stage) -> tuple[str, ...]:
+    def inputs(self, source: Stage) -> tuple[str, ...]:
         """The encoder, and the heads of the same names if this stage continues them."""
-        return (*super().takes(source), *map(head_file, self._continued(source)))
+        return (*super().inputs(source), *map(head_file, self._continued(source)))
 
     def _continued(self, source: Stage) -> list[str]:
         """Names of the heads that a run takes over from one of `source`."""

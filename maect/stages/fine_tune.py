@@ -53,7 +53,7 @@ class FineTune(Supervised, Training):
         return self
 
     @property
-    def leaves(self) -> tuple[str, ...]:
+    def outputs(self) -> tuple[str, ...]:
         """The encoder, and its classifier."""
         return ("encoder.safetensors", "head.safetensors")
 

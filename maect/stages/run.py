@@ -9,7 +9,7 @@ from maect.core.context import Context
 from maect.core.errors import UserError, check_names
 from maect.core.files import read_mapping
 from maect.core.settings import LocalPath, SettingsFile, digest, later, validated
-from maect.recipes import Encoder, Look
+from maect.recipes import Encoder, OnlineEvaluation
 from maect.recipes.memory import GIB
 from maect.stages import STAGES, Stage, Training, check_source
 
@@ -40,7 +40,7 @@ class RunConfig(SettingsFile):
     the image size. What is trained does not depend on it."""
     encoder: Encoder
     settings: SerializeAsAny[Stage]
-    look: Look | None = None
+    look: OnlineEvaluation | None = None
     """How often its encoder is looked at while it trains; no part of the run's identity."""
 
     kinds = ("stage", STAGES)
@@ -146,7 +146,7 @@ def train(
     with memory_told(lambda said: _too_large(stage, told.encoder, context.world_size, said)):
         verdict = trainer.train(
             context,
-            trainer.Run(
+            trainer.RunInputs(
                 folder, shards, stage, told.encoder, told.seed, told.source, told.test, told.resize
             ),
             look=told.look,

@@ -12,7 +12,7 @@ from maect.train.run_folder import check_weights, remove_states
 
 
 @dataclass(frozen=True)
-class State:
+class OldStates:
     """Files of a training that may go, or that must stay because `needed` says so."""
 
     folder: Path
@@ -20,7 +20,7 @@ class State:
     needed: str = ""
 
 
-def states(root: Path) -> Iterator[State]:
+def states(root: Path) -> Iterator[OldStates]:
     """The states in a results folder, those of other recipes and damaged ones included.
 
     A state is what an unfinished training resumes from, and what a finished one writes its files
@@ -34,7 +34,7 @@ def states(root: Path) -> Iterator[State]:
             )
             if needed and folder.parent != run:
                 needed = f"of another recipe, {needed}; if it may be lost: rm -r {folder.parent}"
-            yield State(folder, sum(path.stat().st_size for path in files), needed)
+            yield OldStates(folder, sum(path.stat().st_size for path in files), needed)
 
 
 def _needed(run: Path) -> str:

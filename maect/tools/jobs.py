@@ -32,7 +32,7 @@ from maect.train.run_folder import (
 )
 
 if TYPE_CHECKING:
-    from maect.train.replay import Comparison
+    from maect.train.replay import Repetition
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def train(
     identity = fingerprint(
         path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
     )
-    outputs = [path.parent / name for name in (*stage.leaves, "run.json")]
+    outputs = [path.parent / name for name in (*stage.outputs, "run.json")]
     kept.put_back(outputs, lambda: is_finished(path.parent, identity, intact=True))
     finished = is_finished(path.parent, identity)
     devices = where.resources.devices
@@ -211,7 +211,7 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
     )
 
 
-def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Comparison":
+def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repetition":
     """Repeat a step in a copy of the run beside the others, which is deleted again.
 
     Args:

@@ -27,7 +27,7 @@ from maect.evaluate.umap import Umap
 from maect.experiment import load
 from maect.experiment.schema import check_plain, fill_path
 from maect.launch.progress import duration
-from maect.recipes import Look, load_encoder
+from maect.recipes import OnlineEvaluation, load_encoder
 from maect.recipes.cost import encoder_weights
 from maect.stages import STAGES, load_recipe
 from maect.stages.tune import Tune
@@ -265,7 +265,7 @@ def without_training(out: Path) -> list[str]:
 
 def look_every(tuned: int, n: int) -> int:
     """Epochs between two looks: ten in tuning, and enough of them for 50 images to look at."""
-    return max(tuned // 10, math.ceil(50 / Look.part / n))
+    return max(tuned // 10, math.ceil(50 / OnlineEvaluation.part / n))
 
 
 def flow(value: Any) -> str:

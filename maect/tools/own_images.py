@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from maect.core.errors import UserError, counted
-from maect.data.convert import Look, look, scaled
+from maect.data.convert import Inspected, look, scaled
 from maect.data.decode import UnreadableError
 from maect.data.sources import UNLABELLED, Entry, ImageSource, kind_of, open_source
 from maect.data.sources.archives import Archive
@@ -234,7 +234,7 @@ def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
     return (Folder(folder) if sorted_in else Unlabelled(folder)), loose
 
 
-def _pixels(folder: Path, looks: list[Look]) -> tuple[Pixels, list[str]]:
+def _pixels(folder: Path, looks: list[Inspected]) -> tuple[Pixels, list[str]]:
     """Return how images like these are read, and why.
 
     Raises:

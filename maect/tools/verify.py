@@ -28,7 +28,7 @@ IMAGES = 3
 
 
 @dataclass(frozen=True)
-class Cell:
+class Checked:
     """A number of a table: `TABLE.METHOD.METRIC`, of one architecture."""
 
     table: str
@@ -49,7 +49,7 @@ class Cell:
         return [(run, name) for run in self.row.runs for name in names]
 
 
-def cells(published: Path, experiment: Experiment) -> list[Cell]:
+def cells(published: Path, experiment: Experiment) -> list[Checked]:
     """Every number of the published tables that the experiment's runs make.
 
     Where seeds are still missing, a number is that of the seeds whose results are published.
@@ -70,19 +70,21 @@ def cells(published: Path, experiment: Experiment) -> list[Cell]:
                 value, std = (float(frame[f"{metric.name}{part}"][at]) for part in ("", "_std"))
                 names = table.evaluations_of(metric, row.method)
                 seeds = tuple(run for run in row.runs if any((run, n) in there for n in names))
-                cell = Cell(path.stem, replace(row, runs=seeds or row.runs), metric, value, std)
+                cell = Checked(path.stem, replace(row, runs=seeds or row.runs), metric, value, std)
                 if not math.isnan(value) and any(e in experiment.evaluations for e in cell.asked):
                     found.append(cell)
     return found
 
 
-def chosen(found: Sequence[Cell], names: Sequence[str], seed: int | None = None) -> list[Cell]:
+def chosen(
+    found: Sequence[Checked], names: Sequence[str], seed: int | None = None
+) -> list[Checked]:
     """The cells of these names, or some that are drawn.
 
     Raises:
         UserError: a name of none.
     """
-    known: dict[str, Cell] = {cell.name: cell for cell in found}
+    known: dict[str, Checked] = {cell.name: cell for cell in found}
     for name in names:
         if name not in known:
             raise UserError(
@@ -93,7 +95,7 @@ def chosen(found: Sequence[Cell], names: Sequence[str], seed: int | None = None)
     return random.Random(seed).sample(list(found), min(DRAWN, len(found)))
 
 
-def tolerance(cell: Cell, same: bool, images: int) -> tuple[float, str]:
+def tolerance(cell: Checked, same: bool, images: int) -> tuple[float, str]:
     """Return what a number may differ by, in its own unit, and why.
 
     Args:

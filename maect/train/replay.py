@@ -97,7 +97,7 @@ def _link(source: str, target: str) -> None:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Repetition:
     """Repeated values beside the log.
 
     Attributes:
@@ -144,7 +144,7 @@ class Comparison:
         return lines
 
 
-def compare(run: Path, folder: Path) -> Comparison:
+def compare(run: Path, folder: Path) -> Repetition:
     """Compare what was repeated in `folder` with the log of the run."""
     report = read_json(folder / REPORT)
     logged = {entry["step"]: _values(entry) for entry in entries(run / "metrics.jsonl")}
@@ -164,7 +164,7 @@ def compare(run: Path, folder: Path) -> Comparison:
     absent = sorted(({*repeated} | ({report["step"]} if report["fault"] else set())) - {*logged})
     compared = [step for step in repeated if step in logged]
     names = sorted({name for step in compared for name in repeated[step]})
-    return Comparison(first, report, differences, len(compared), absent, tuple(names))
+    return Repetition(first, report, differences, len(compared), absent, tuple(names))
 
 
 def _values(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class Stage(Settings):
     labelled: ClassVar[bool] = False
 
     @property
-    def leaves(self) -> tuple[str, ...]:
+    def outputs(self) -> tuple[str, ...]:
         """Files that a finished run has beside `run.json`."""
         return ("encoder.safetensors",)
 
@@ -56,7 +56,7 @@ class Stage(Settings):
         """Return whether it starts from a run."""
         return bool(self.starts_from)
 
-    def takes(self, source: "Stage") -> tuple[str, ...]:
+    def inputs(self, source: "Stage") -> tuple[str, ...]:
         """Return which of the files that a run of `source` leaves it reads."""
         return ("encoder.safetensors",) if self.starts_from else ()
 

@@ -32,7 +32,7 @@ from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.models.attention import flash_kernel
-from maect.recipes import Encoder, Look
+from maect.recipes import Encoder, OnlineEvaluation
 from maect.train.accuracy import Scores, accuracy
 from maect.train.attempts import Attempt, note_attempt, threads_before
 from maect.train.checkpoint import (
@@ -47,9 +47,9 @@ from maect.train.checkpoint import (
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
 from maect.train.fence import Fence
-from maect.train.look import Looker
 from maect.train.metrics import Metrics, usage
 from maect.train.objective import Objective
+from maect.train.online import OnlineEvaluator
 from maect.train.replay import Replay, part_of
 from maect.train.run_folder import (
     check_not_lost,
@@ -84,7 +84,7 @@ class ReplicaError(RankError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunInputs:
     """Inputs of a run.
 
     Attributes:
@@ -111,12 +111,12 @@ class Run:
 
 def train(
     context: Context,
-    run: Run,
+    run: RunInputs,
     *,
     save_every_minutes: float = 2.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
-    look: Look | None = None,
+    look: OnlineEvaluation | None = None,
     replay: int | None = None,
     trace: str | None = None,
 ) -> Verdict:
@@ -177,7 +177,7 @@ def train(
         objective.restore(reader)
     groups = stage.parameter_groups(objective)
     objective.to(device)
-    looker = Looker(look, images, run.resize, objective, context, device) if look else None
+    looker = OnlineEvaluator(look, images, run.resize, objective, context, device) if look else None
     engine = build_engine(objective, stage, groups, device)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
@@ -277,7 +277,7 @@ def train(
         _finish(run, identity, images, trainer)
         # A Snakemake that starts anew deletes what no rule of it has finished; then the state is
         # all there is, and the launcher removes it in the end.
-        if keep([folder / name for name in (*stage.leaves, "run.json")]) and not stage.keeps_state:
+        if keep([folder / name for name in (*stage.outputs, "run.json")]) and not stage.keeps_state:
             remove_states(folder)
     barrier()
     return "done"
@@ -319,7 +319,7 @@ class Trainer:
     losses: list[tuple[float, int]] | None
     clock: DeviceTime
     scores: Scores | None = None
-    looker: Looker | None = None
+    looker: OnlineEvaluator | None = None
     replay: Replay | None = None
     trace: Trace | None = None
 
@@ -651,7 +651,7 @@ class _Sums:
         return [float(value) for value in self._host.tolist()]
 
 
-def _scores(run: Run, split: Index) -> Scores | None:
+def _scores(run: RunInputs, split: Index) -> Scores | None:
     """No epoch scored yet, on held-out images or the split that the run names.
 
     Raises:
@@ -697,7 +697,7 @@ def _as_before(context: Context, folder: Path, step: int) -> list[str]:
     ]
 
 
-def _told(run: Run) -> dict[str, Any]:
+def _told(run: RunInputs) -> dict[str, Any]:
     """Return what `recipe.json` and `run.json` say about a run's settings."""
     return {
         "stage": run.stage.name,
@@ -709,7 +709,7 @@ def _told(run: Run) -> dict[str, Any]:
 
 
 def _finish(
-    run: Run,
+    run: RunInputs,
     identity: str,
     images: Index,
     trainer: Trainer,
@@ -727,8 +727,8 @@ def _finish(
         "fingerprint": identity,
         **_told(run),
         **exported,
-        "files": list(run.stage.leaves),
-        "sha256": {name: sha256_file(run.folder / name) for name in run.stage.leaves},
+        "files": list(run.stage.outputs),
+        "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},
         "world_size": trainer.context.world_size,
         "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
         "held_hours": held / 3600,

@@ -39,11 +39,11 @@ from maect.data.loader import train_batches
 from maect.data.shards import shard
 from maect.models import decoder, vit
 from maect.models.attention import FusedAttention
-from maect.recipes import Look, load_encoder
+from maect.recipes import OnlineEvaluation, load_encoder
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.train.engine import build_engine
-from maect.train.look import Looker
+from maect.train.online import OnlineEvaluator
 
 SIZE = {"width": 128, "depth": 6, "heads": 4, "decoder_width": 64, "decoder_depth": 1,
         "decoder_heads": 4}  # fmt: skip
@@ -137,7 +137,9 @@ class Training:
             source = source_run(Path(name), shape) if stage.starts_from else None
             self.objective = stage.build(shape, 0, source)
         device, groups = torch.device("cpu"), stage.parameter_groups(self.objective)
-        self.looker = Looker(Look(), index, 32, self.objective, Alone(), device)
+        self.looker = OnlineEvaluator(
+            OnlineEvaluation(), index, 32, self.objective, Alone(), device
+        )
         self.engine = build_engine(self.objective, stage, groups, device)
         self.batches, self.old = batches(index, stage, steps, old), old
         self.losses: list[float] = []

@@ -55,7 +55,7 @@ def train(found: Experiment, name: str, bits: bytes = b"") -> None:
     told, folder = resolve.run_config(found, name), found.folder(name)
     given = told.stage, told.settings, told.encoder, told.seed
     data = read_json(told.shards / "index.json")["digest"]
-    weights = [folder / file for file in told.settings.leaves]
+    weights = [folder / file for file in told.settings.outputs]
     for path in weights:
         path.write_bytes(f"{name} {path.name} ".encode() + bits)
     record = {
@@ -98,7 +98,7 @@ def evaluate(found: Experiment, name: str) -> None:
         "settings": told.settings.model_dump(mode="json") | {"resize": told.resize},
         "provenance": provenance(job_of(told, path), told.settings, 1, encoder),
     }
-    if told.settings.leaves:
+    if told.settings.outputs:
         path.with_suffix(".safetensors").write_bytes(b"left")
     write_record(path.with_suffix(".json"), result)
 

@@ -760,13 +760,13 @@ def jpegs(folder: Path, count: int, side: int) -> Path:
 
 def trained(here: Here, name: str, shards: Path, size: str, stop_at: int = 0) -> Path:
     """A training of MAE of 12 steps on 96 images, or the rest of one."""
-    from maect.train.trainer import Run, train
+    from maect.train.trainer import RunInputs, train
 
     stage, encoder = stage_of(here, "mae", size, 16)
     stage = stage.model_copy(update={"epochs": 2})
     folder = here.folder / name
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    train(Alone(gpus=here.cuda, stop_at=stop_at), Run(folder, shards, stage, encoder, 0))
+    train(Alone(gpus=here.cuda, stop_at=stop_at), RunInputs(folder, shards, stage, encoder, 0))
     return folder
 
 

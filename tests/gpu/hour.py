@@ -151,8 +151,8 @@ def carried(packages: Path | None) -> None:
 def training(options: argparse.Namespace) -> dict[str, Any]:
     """Pre-train on images for so many seconds, or go on with that; k-NN accuracy as it learns."""
     from maect.data.shards import shard
-    from maect.recipes import Look
-    from maect.train.trainer import Run, train
+    from maect.recipes import OnlineEvaluation
+    from maect.train.trainer import RunInputs, train
 
     moment = time.monotonic() + options.training
     work = work_folder(options.out)
@@ -166,8 +166,8 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
     stage = stage.model_copy(update={"epochs": options.epochs})
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     context = Until(here.cuda, moment)
-    run = Run(work / "training", shards, stage, encoder, 0)
-    verdict = train(context, run, look=Look())
+    run = RunInputs(work / "training", shards, stage, encoder, 0)
+    verdict = train(context, run, look=OnlineEvaluation())
     return {"status": "passed" if verdict == "done" else "goes on", "values": context.last}
 
 

@@ -80,7 +80,7 @@ def test_expansion_and_links(tmp_path: Path) -> None:
     )
     assert experiment.behind(["ct_min_tiny"]) == ["ct_min_tiny", "head_min_tiny", "mae_tiny"]
     assert ("mae_tiny-s1", "knn") in experiment.evaluations
-    assert experiment.runs["mae_tiny"].settings.leaves == ("encoder.safetensors",)
+    assert experiment.runs["mae_tiny"].settings.outputs == ("encoder.safetensors",)
 
 
 def test_values_of_each_are_filled_in_and_typed(tmp_path: Path) -> None:

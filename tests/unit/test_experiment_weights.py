@@ -35,11 +35,11 @@ def test_an_import_is_a_run_to_start_from(tmp_path: Path, monkeypatch: pytest.Mo
     found = experiment(tmp_path, evaluate=[{"runs": ["*"], "protocols": ["knn"]}])
     public, ijepa = found.runs["mae_large_public"], found.runs["ijepa_huge448"]
     assert (public.stage, public.method) == ("import", "mae_public")
-    assert public.settings.leaves == ("encoder.safetensors",)
+    assert public.settings.outputs == ("encoder.safetensors",)
     assert public.weights == Path("/public/mae_l.pth")
     assert (ijepa.encoder.image_size, ijepa.encoder.class_token) == (448, False)
     assert ijepa.weights == Path.home() / "ijepa.tar"
-    assert "head.safetensors" in found.runs["ct_min_large"].settings.leaves
+    assert "head.safetensors" in found.runs["ct_min_large"].settings.outputs
     assert found.runs_of("import") == ["mae_large_public", "ijepa_huge448"]
     assert ("ijepa_huge448", "knn") in found.evaluations
 

@@ -17,7 +17,7 @@ from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.experiment.load import load
 from maect.experiment.resolve import resize, run_config
 from maect.launch import Resources
-from maect.recipes import Look, load_encoder
+from maect.recipes import OnlineEvaluation, load_encoder
 from maect.stages import load_recipe
 from maect.stages.run import RunConfig, resize_of, train
 from maect.tools.jobs import Where, _as_saved
@@ -100,7 +100,7 @@ def test_an_oracle_needs_labels(tmp_path: Path) -> None:
 
 def test_looks_are_in_the_file_and_no_part_of_the_run(tmp_path: Path) -> None:
     plain, run = tuning(tmp_path), tmp_path / "runs/ct/config.yaml"
-    looked = plain.model_copy(update={"look": Look(every_epochs=2, images=100)})
+    looked = plain.model_copy(update={"look": OnlineEvaluation(every_epochs=2, images=100)})
     looked.write(run)
     assert RunConfig.read(run) == looked and looked.digest == plain.digest
     with pytest.raises(UserError, match=r"look\.every_epochs: .* greater than 0"):
@@ -325,5 +325,5 @@ def test_an_experiments_looks_are_those_of_its_trainings(tmp_path: Path) -> None
     plain, looked = load(tmp_path / "unseen.yaml"), load(tmp_path / "seen.yaml")
     assert run_config(plain, "mae_tiny").look is None
     config = run_config(looked, "mae_tiny")
-    assert config.look == Look(every_epochs=3)
+    assert config.look == OnlineEvaluation(every_epochs=3)
     assert config.digest == run_config(plain, "mae_tiny").digest

@@ -10,7 +10,7 @@ import pytest
 from maect.core.errors import UserError
 from maect.core.files import write_json
 from maect.experiment import load
-from maect.tools.verify import Cell, cells, chosen, tolerance, verify
+from maect.tools.verify import Checked, cells, chosen, tolerance, verify
 
 PUBLISHED = Path(__file__).parents[2] / "docs/results/digits"
 KNN = "low_shot.mae.knn"
@@ -94,7 +94,7 @@ def test_cells_are_named_or_drawn(published: Path, tmp_path: Path) -> None:
 
 def test_deviations_over_seeds_come_first() -> None:
     (cell,) = (c for c in cells(PUBLISHED, load("digits")) if c.name == KNN)
-    several = Cell(cell.table, cell.row, cell.metric, cell.value, 0.5)
+    several = Checked(cell.table, cell.row, cell.metric, cell.value, 0.5)
     assert tolerance(several, False, 500)[0] == pytest.approx(1.25)
     assert tolerance(several, True, 500)[0] == pytest.approx(0.6)
     assert json.dumps(tolerance(cell, False, 500)[1])  # in words

@@ -45,7 +45,7 @@ for protocol in PROTOCOLS.values():
         input:
             lambda w: resolve.read_by_evaluation(experiment, w.run, w.evaluation),
         output:
-            [f"{EVALUATION}.safetensors"] if protocol.leaves else [],
+            [f"{EVALUATION}.safetensors"] if protocol.writes_tensors else [],
             json=f"{EVALUATION}.json",
         log:
             f"{LOGS}/{{run}}/{{evaluation}}.log",

@@ -22,7 +22,7 @@ MOST = 50_000
 COMPARED = 200
 """Images whose content is compared again, where the time of their file has changed."""
 
-Look = tuple[int, int]
+Stat = tuple[int, int]
 """Bytes of a file and when it was changed, in nanoseconds; -1 and 0 of one that is gone."""
 
 
@@ -44,7 +44,7 @@ def _text(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Look]:
+def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Stat]:
     """Return how each file looks from outside."""
     looks = {}
     for name in names:
@@ -56,7 +56,7 @@ def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Look]:
     return looks
 
 
-def _noted(out: Path) -> dict[str, Look]:
+def _noted(out: Path) -> dict[str, Stat]:
     """Return what `note_files` wrote.
 
     Raises:

@@ -465,7 +465,7 @@ class Person:
         return None
 
 
-class Silent(progress.Line):
+class Silent(progress.ProgressLine):
     """What a launcher says, for who reads a failing history."""
 
     def __init__(self, world: World) -> None:

@@ -7,7 +7,7 @@ import pytest
 from control_plane import BrokenError, Fault, check, draw, fails, many, shrink
 
 from maect.launch import slurm
-from maect.launch.state import Look
+from maect.launch.state import Notice
 
 
 def report(broken: list[tuple[int, str]]) -> str:
@@ -35,12 +35,12 @@ def test_a_history_is_a_function_of_its_seed() -> None:
     assert first.log == second.log and first.now == second.now
 
 
-def believe_the_lists(self: slurm.Slurm, job: object) -> Look:
-    return Look("ended", "unknown to SLURM", grace=30.0)
+def believe_the_lists(self: slurm.Slurm, job: object) -> Notice:
+    return Notice("ended", "unknown to SLURM", grace=30.0)
 
 
-def believe_any_word(self: slurm.Slurm, job_id: str, word: str, reason: str, now: float) -> Look:
-    return Look("running" if word in ("PENDING", "RUNNING") else "ended", word, grace=1.0)
+def believe_any_word(self: slurm.Slurm, job_id: str, word: str, reason: str, now: float) -> Notice:
+    return Notice("running" if word in ("PENDING", "RUNNING") else "ended", word, grace=1.0)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def believe_any_word(self: slurm.Slurm, job_id: str, word: str, reason: str, now
     ],
 )
 def test_a_launcher_that_is_wrong_is_caught(
-    monkeypatch: pytest.MonkeyPatch, method: str, mistake: Callable[..., Look]
+    monkeypatch: pytest.MonkeyPatch, method: str, mistake: Callable[..., Notice]
 ) -> None:
     """Each of these mistakes was once in the launcher; a few faults show it."""
     monkeypatch.setattr(slurm.Slurm, method, mistake)

@@ -110,14 +110,14 @@ def train(
     **options,
 ):  # fmt: skip
     """A training whose parts a test names one by one."""
-    from maect.recipes import Encoder, Look
+    from maect.recipes import Encoder, OnlineEvaluation
     from maect.stages import STAGES
     from maect.train import trainer
 
     if "look" in options:
-        options["look"] = Look.model_validate(options["look"])
+        options["look"] = OnlineEvaluation.model_validate(options["look"])
 
-    run = trainer.Run(
+    run = trainer.RunInputs(
         Path(folder), Path(shards), STAGES[stage].model_validate(settings),
         Encoder.model_validate(encoder), seed, source and Path(source), test and Path(test), resize,
     )  # fmt: skip

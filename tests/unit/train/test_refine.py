@@ -333,7 +333,7 @@ def test_heads_that_a_run_goes_on_from():
     heads = load_recipe("refine_heads", "tiny")
     source = ("heads", heads, encoder)
     refine = load_recipe("refine", "tiny")
-    assert refine.takes(heads) == ("encoder.safetensors", "heads.safetensors")
+    assert refine.inputs(heads) == ("encoder.safetensors", "heads.safetensors")
     for blocks in ([2, 3], [3], 1, 2):
         stage = load_recipe("refine", "tiny", {"head": {"blocks": blocks}})
         check_source("run", stage, encoder, source, "from")
@@ -347,7 +347,7 @@ def test_heads_that_a_run_goes_on_from():
     combined = load_recipe("mae", "tiny", {"contrastive": "combined", "head": {
         "topk": 1, "temperature": 0.2, "projector_ema": 0.0, "head_lr": 1e-3,
         "head_weight_decay": 0.0, "embedding": 32}})  # fmt: skip
-    assert refine.takes(combined) == ("encoder.safetensors",)
+    assert refine.inputs(combined) == ("encoder.safetensors",)
     check_source("run", refine, encoder, ("combined", combined, encoder), "from")
 
 

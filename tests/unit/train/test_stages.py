@@ -101,7 +101,7 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
     for kind in starts_from(name):
         source = STAGES[kind]() if not STAGES[kind].trains else settings(kind)
         stage.check_source(ENCODER, source, ENCODER)
-        assert {*stage.takes(source)} <= {*source.leaves}
+        assert {*stage.inputs(source)} <= {*source.outputs}
         sources[kind] = finished(kind)
     sources = sources or {"nothing": None}
     whole, broken = (
@@ -118,9 +118,9 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
         one, two = first_losses(tmp_path / "ranks" / kind, write, stage, source, log)
         np.testing.assert_allclose(one, two, rtol=1e-4)
         assert metrics(folder) == metrics(other)
-        assert {path.name for path in folder.glob("*.safetensors")} == set(stage.leaves)
-        left = {file: (folder / file).read_bytes() for file in stage.leaves}
-        assert left == {file: (other / file).read_bytes() for file in stage.leaves}
+        assert {path.name for path in folder.glob("*.safetensors")} == set(stage.outputs)
+        left = {file: (folder / file).read_bytes() for file in stage.outputs}
+        assert left == {file: (other / file).read_bytes() for file in stage.outputs}
         old = [path.read_bytes() for path in source.glob("*.safetensors")] if source else []
         assert {*left.values()} - {*old}  # something was learnt
         _, shape, pooling = load_encoder_weights(folder / "encoder.safetensors")

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from maect.measures import alignment, knn, rank_me, uniformity
-from maect.recipes import Look
-from maect.train.look import measures
+from maect.recipes import OnlineEvaluation
+from maect.train.online import measures
 
 LOOK = {"every_epochs": 2, "images": 500}
 FEW = {"batch_size": 32}  # four epochs of 12.5 steps
@@ -96,7 +96,7 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
     from maect.data.loader import evaluation_batches
     from maect.data.transforms import PAPER, normalize
     from maect.models.weights import load_encoder_weights
-    from maect.train.look import Looker
+    from maect.train.online import OnlineEvaluator
 
     index = open_index(shards)
     for recipe in ("mae", "ct_min"):
@@ -108,7 +108,9 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
                 return {"encoder": encoder}
 
         Parts.encoder = encoder
-        chosen = Looker(Look(**LOOK), index, None, Parts(), None, torch.device("cpu")).index
+        chosen = OnlineEvaluator(
+            OnlineEvaluation(**LOOK), index, None, Parts(), None, torch.device("cpu")
+        ).index
         assert len(set(chosen.rows[:, ID].tolist())) == 16
         batches = evaluation_batches(
             chosen, image_size=16, rows=range(16), batch_size=16, threads=1
@@ -130,7 +132,7 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
     from maect.recipes import load_encoder
     from maect.stages import load_recipe
     from maect.stages.objectives import MaskedAutoencoder
-    from maect.train.look import sheet
+    from maect.train.online import sheet
 
     torch.manual_seed(0)
     settings, stage = load_encoder("tiny"), load_recipe("mae", "tiny")
@@ -192,13 +194,13 @@ def clear(queries, bank, bank_labels):
 
 def looked_clearly(context, **job):
     """A training whose looks hang on no last bit."""
-    from maect.train import look
+    from maect.train import online
 
     def checked(queries, bank, labels, bank_labels):
         clear(queries, bank, bank_labels)
         return knn(queries, bank, labels, bank_labels)
 
-    look.knn = checked
+    online.knn = checked
     return train(context, **job)
 
 
@@ -228,13 +230,13 @@ def test_a_classifier_is_looked_at_as_it_pools(shards, pooling):
     from maect.stages.classifier import Classifier
     from maect.stages.fine_tune import FineTune
     from maect.train.checkpoint import PARAM, Shard
-    from maect.train.look import Looker
+    from maect.train.online import OnlineEvaluator
 
     with seeded(0):
         encoder = build_encoder(load_encoder("tiny"))
     objective = Classifier(FineTune(pooling=pooling, precision="fp32"), encoder, 4, pooling, 0)
-    arguments = Look(**LOOK), open_index(shards), None, objective, Place(0, 0, 1)
-    looker = Looker(*arguments, torch.device("cpu"))
+    arguments = OnlineEvaluation(**LOOK), open_index(shards), None, objective, Place(0, 0, 1)
+    looker = OnlineEvaluator(*arguments, torch.device("cpu"))
     for parameter in objective.parameters():
         parameter.data += 0.01  # it trains, and drops
     for drop_path in objective.drop_paths:

@@ -22,7 +22,7 @@ from maect.data.index import ID, LABEL, Index
 from maect.data.loader import evaluation_parts, view_parts
 from maect.data.transforms import augment, denormalize, normalize
 from maect.measures import alignment, knn, rank_me, same_class, uniformity
-from maect.recipes import AUGMENTATIONS, Look
+from maect.recipes import AUGMENTATIONS, OnlineEvaluation
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.objective import Objective
 
@@ -36,12 +36,12 @@ PICTURED, NEAREST = 8, 5  # images in pictures, and neighbours of each
 SIDE = 96  # pixels of an image in a picture, at most
 
 
-class Looker:
+class OnlineEvaluator:
     """Looks at the encoder that a training would leave if it ended now; on all ranks together."""
 
     def __init__(
         self,
-        look: Look,
+        look: OnlineEvaluation,
         index: Index,
         resize: int | None,
         objective: Objective,
