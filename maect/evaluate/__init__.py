@@ -28,6 +28,7 @@ from maect.evaluate.linear_probe import LinearProbe
 from maect.evaluate.logistic import Logistic
 from maect.evaluate.low_shot import LowShot
 from maect.evaluate.patch_knn import PatchKnn
+from maect.evaluate.patch_linear import PatchLinear
 from maect.evaluate.patch_logistic import PatchLogistic
 from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.robustness import Robustness
@@ -62,6 +63,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {
         AttentiveProbe,
         PatchKnn,
         PatchLogistic,
+        PatchLinear,
         Accuracy,
         ColorHistogram,
         KnnPerBlock,

@@ -252,6 +252,15 @@ class MaskSplit:
         except UnreadableError as error:
             raise self.masks.undecodable(row, error) from None
 
+    def numbers(self, threads: int) -> list[int]:
+        """The numbers that occur in the masks, in order."""
+        import numpy as np
+
+        with ThreadPoolExecutor(max(1, threads)) as pool:
+            found = list(pool.map(lambda n: np.unique(self.read(n)), range(len(self.rows))))
+        numbers: list[int] = np.unique(np.concatenate(found)).tolist()
+        return numbers
+
     def patches(self, size: int, patches: int, threads: int) -> NDArray[np.uint8]:
         """Masks squeezed into `size` pixels and cut into patches, uint8 [images, patches, p].
 
@@ -356,13 +365,29 @@ def miou(
     Raises:
         UserError: no pixel counts.
     """
+    return iou_of(pairs_of(truth, predicted, ignore), ignore)
+
+
+def pairs_of(
+    truth: NDArray[np.uint8], predicted: NDArray[np.uint8], ignore: tuple[int, ...]
+) -> NDArray[np.int64]:
+    """Return how many pixels that count have each true and predicted number, int64 [256 * 256]."""
     import numpy as np
 
     counted = ~np.isin(truth, ignore)
     pairs = truth[counted].astype(np.int64) * CLASSES + predicted[counted]
-    if not len(pairs):
+    return np.bincount(pairs, minlength=CLASSES**2)
+
+
+def iou_of(
+    pairs: NDArray[np.int64], ignore: tuple[int, ...]
+) -> tuple[float, dict[str, float], float]:
+    """`miou` of counted pairs, [256 * 256]."""
+    import numpy as np
+
+    if not pairs.any():
         raise UserError(f"all test masks hold only the numbers {[*ignore]}, which are ignored")
-    table = np.bincount(pairs, minlength=CLASSES**2).reshape(CLASSES, CLASSES)
+    table = pairs.reshape(CLASSES, CLASSES)
     both = table.diagonal()
     union = table.sum(axis=0) + table.sum(axis=1) - both
     present = np.flatnonzero(union)

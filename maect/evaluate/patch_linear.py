@@ -1,0 +1,405 @@
+"""A linear head on patch tokens, for segmentation, in the settings of DINOv3.
+
+A BatchNorm and one linear layer on the tokens of the last block behind the final norm, upsampled to
+the pixels. Test images are read in overlapping windows, whose outputs are averaged.
+
+Compared with DINOv3's code (facebookresearch/dinov3, `dinov3/eval/segmentation`, its configuration
+`config-ade20k-linear-training.yaml`):
+
+| | there | here |
+| --- | --- | --- |
+| images | shorter side 512 x 0.5 to 2, crop of 512 whose largest class has at most 75 %, flip, \
+brightness, contrast, saturation, hue; padded with 0 behind normalization | the same |
+| resizing | images bilinear by Pillow, masks by PyTorch's nearest | the same |
+| head | dropout of channels 0.1, BatchNorm over all GPUs, linear; N(0, 0.01), bias 0 | the same |
+| outputs | ADE20K's 150 classes, 0 ignored | the numbers in the training masks without `ignore` |
+| loss | cross-entropy, summed over the pixels that count, divided by all | the same |
+| optimizer | AdamW 0.9 and 0.999, rate and decay 1e-3, all decayed; 40,000 updates of 16 | \
+the same |
+| rate | up in 1,500 updates, times a falling line; then a cosine over all updates | the same |
+| test | shorter side 512, windows of 512 every 341, averaged, then bilinear to the mask's size | \
+the same |
+| number | the best of the scores every 5,000 updates on the test split | `patch_linear`; \
+`patch_linear_last` is the last |
+| precision | float32 | the same |
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from maect.core.errors import UserError
+from maect.core.settings import later
+from maect.evaluate.base import Images
+from maect.evaluate.dense import CLASSES, Masked, MaskSplit, iou_of, pairs_of
+from maect.evaluate.trained import ByUpdates, Plan, Trainee, Trial
+from maect.recipes import Encoder
+from maect.recipes.cost import encode_flops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from maect.data.index import Index
+
+BN_EPS, BN_MOMENTUM, STD, BETAS = 1e-5, 0.1, 0.01, (0.9, 0.999)
+START = 1e-6  # of the peak rate, in the first updates
+_AT_ONCE = 16
+
+
+class PatchLinear(Masked, ByUpdates):
+    """Segmentation by a linear head on patch tokens."""
+
+    name: ClassVar[str] = "patch_linear"
+    title: ClassVar[str] = "linear head on patches"
+    test_data: ClassVar[str | None] = (
+        "patch_linear is the best of the scores during the training on the test split, as the "
+        "authors report it; patch_linear_last is the last one, patch_linear_held_out chooses on "
+        "training images"
+    )
+
+    updates: int = Field(default=40_000, gt=0)
+    warmup_updates: int = Field(default=1500, ge=0)
+    period: int = Field(default=5000, gt=0)
+    """After how many updates the test images are scored and the state is saved."""
+    batch_size: int = Field(default=16, gt=0)
+    size: int = Field(default=512, gt=0)
+    """Of crops and windows, and of the shorter side of images."""
+    stride: int = Field(default=341, gt=0)
+    """Between windows."""
+    ratios: tuple[float, float] = (0.5, 2.0)
+    """That the shorter side of training images is multiplied by."""
+    flip: float = Field(default=0.5, ge=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    weight_decay: float = Field(default=1e-3, ge=0)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    held_out: float = later(0.0, ge=0, lt=1)
+    """Train the head a second time without this part of the training images, and choose on them
+    when to stop."""
+
+    def flops(self, encoder: Encoder, images: Images) -> float:
+        """Encode the crops, and the test images after each period, as if they were square."""
+        seen = encoder.model_copy(update={"image_size": self.size})
+        scored = -(-self.updates // self.period) * images(self.test_split)
+        return encode_flops(seen) * (self.updates * self.batch_size + scored)
+
+    def rate(self, step: int, plan: Plan) -> float:
+        """Return the fraction of the peak rate: the first two updates have the same."""
+        number, total = max(0, step - 1), plan.steps
+        if number < plan.warmup:
+            rising = 1 - (1 - number / plan.warmup) * (1 - START)
+            return rising * (1 - number / total)
+        return (1 + math.cos(math.pi * (number + 1) / total)) / 2
+
+    def probe(self, trial: Trial) -> Trainee:
+        """mIoU in percent: `patch_linear` (best), `patch_linear_last`, and after each period.
+
+        Beside each its `_accuracy` of pixels and IoU of `_classes`. With `held_out` also
+        `patch_linear_held_out`. The best head is kept.
+
+        Raises:
+            UserError: masks that do not fit the images or hold one class, images of other than
+                three channels, or an encoder that cannot read crops of `size` pixels.
+        """
+        encoder = trial.encoding.settings
+        trial.train.check_channels(3)
+        trial.test.check_channels(3)
+        if beyond := self.size % encoder.patch_size:
+            raise UserError(
+                f"{trial.job.out.stem}: size {self.size} is no multiple of the patches' "
+                f"{encoder.patch_size} pixels; set size={self.size - beyond}"
+            )
+        if encoder.timm is not None and encoder.image_size != self.size:
+            raise UserError(
+                f"{trial.job.run}: {encoder.timm} was imported for {encoder.image_size} pixels; "
+                f"import it with --image-size {self.size}, or set size={encoder.image_size}"
+            )
+        return Segmenter(trial, self)
+
+    def batches(
+        self, trial: Trial, probe: Trainee, start: int, steps: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield crops, and what `Segmenter.step` is given beside their tokens."""
+        from maect.core import distributed
+        from maect.data.transforms import normalize
+        from maect.evaluate.segments import crops
+
+        assert isinstance(probe, Segmenter)
+        context, device = trial.context, trial.encoding.device
+        for found in crops(
+            probe.train,
+            probe.places,
+            batch=self.batch_size,
+            rank=context.rank,
+            ranks=context.world_size,
+            seed=self.seed,
+            size=self.size,
+            ratios=self.ratios,
+            flip=self.flip,
+            start=start,
+            steps=steps,
+            threads=context.cpus,
+        ):
+            images = normalize(distributed.moved(found.images, device), probe.pixels)
+            for image, (height, width) in zip(images, found.sides.tolist(), strict=True):
+                image[:, height:], image[:, :, width:] = 0, 0
+            probe.drawn(found.epochs, found.ids)
+            yield images, distributed.moved(found.targets, device)
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a number of processes that does not divide the batch."""
+        if self.batch_size % ranks:
+            raise UserError(f"batch_size {self.batch_size} is not a multiple of {ranks} ranks")
+
+
+class Head:
+    """BatchNorm and linear layer with AdamW, the same on every rank.
+
+    Attributes:
+        gain, shift: of the BatchNorm, [D]; weight: [C, D]; offset: [C].
+        mean, var: running statistics, [D].
+    """
+
+    SPLIT: tuple[str, ...] = ()
+    rows = slice(0)
+    total = 0
+    NAMES = ("gain", "shift", "weight", "offset")
+
+    gain: Tensor
+    shift: Tensor
+    weight: Tensor
+    offset: Tensor
+
+    def __init__(
+        self, width: int, classes: int, settings: PatchLinear, device: torch.device
+    ) -> None:
+        """Set the initial values."""
+        import torch
+
+        from maect.models.vit import seeded
+
+        with seeded(settings.seed):
+            weight = torch.nn.init.normal_(torch.empty(classes, width), std=STD)
+        values = torch.ones(width), torch.zeros(width), weight, torch.zeros(classes)
+        moments = [f"{name}_{moment}" for name in self.NAMES for moment in ("first", "second")]
+        self.SHARED = (*self.NAMES, *moments, "mean", "var", "count")
+        self.mean, self.var = torch.zeros(width, device=device), torch.ones(width, device=device)
+        self.count = torch.zeros(len(values))
+        tensors = [value.to(device).requires_grad_() for value in values]
+        self.optimizer = torch.optim.AdamW(
+            tensors, lr=settings.learning_rate, betas=BETAS, weight_decay=settings.weight_decay
+        )
+        self.peak = settings.learning_rate
+        for number, (name, tensor) in enumerate(zip(self.NAMES, tensors, strict=True)):
+            first, second = torch.zeros_like(tensor), torch.zeros_like(tensor)
+            setattr(self, name, tensor)
+            setattr(self, f"{name}_first", first.detach())
+            setattr(self, f"{name}_second", second.detach())
+            state = {"step": self.count[number], "exp_avg": first, "exp_avg_sq": second}
+            self.optimizer.state[tensor] = state
+
+    def learn(self, x: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+        """Update once on all ranks' crops; return this rank's part of the loss before, [1].
+
+        Args:
+            x: this rank's tokens after dropout, [b, N, D].
+            targets: places of classes, or `NOTHING`, int64 [b, S, S].
+            lr_multiplier: of the peak rate.
+        """
+        import torch
+        from torch.nn import functional as F
+
+        from maect.core import distributed
+        from maect.evaluate.segments import NOTHING
+
+        told = torch.tensor([x[..., 0].numel(), targets.numel()], device=x.device).double()
+        tokens, pixels = distributed.sum_over_ranks(told).tolist()
+        if not tokens:
+            return torch.zeros(1, device=x.device)
+        mean = distributed.sum_over_ranks(x.sum(dim=(0, 1))) / tokens
+        var = distributed.sum_over_ranks((x - mean).square().sum(dim=(0, 1))) / tokens
+        self.mean.lerp_(mean, BN_MOMENTUM)
+        self.var.lerp_(var * tokens / max(tokens - 1, 1), BN_MOMENTUM)
+        outputs = self._outputs((x - mean) * torch.rsqrt(var + BN_EPS), targets.shape[-1])
+        loss = F.cross_entropy(outputs, targets, ignore_index=NOTHING, reduction="sum") / pixels
+        loss.backward()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.peak * lr_multiplier
+        for name in self.NAMES:
+            distributed.sum_over_ranks(getattr(self, name).grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()[None]
+
+    def outputs(self, tokens: Tensor, size: int) -> Tensor:
+        """Of every pixel, by the running statistics: tokens [b, N, D] to [b, C, size, size]."""
+        import torch
+
+        with torch.no_grad():
+            return self._outputs((tokens - self.mean) * torch.rsqrt(self.var + BN_EPS), size)
+
+    def _outputs(self, normal: Tensor, size: int) -> Tensor:
+        from torch.nn import functional as F
+
+        grid = math.isqrt(normal.shape[1])
+        logits = F.linear(normal * self.gain + self.shift, self.weight, self.offset)
+        image = logits.transpose(1, 2).unflatten(2, (grid, grid))
+        return F.interpolate(image, size=(size, size), mode="bilinear", align_corners=False)
+
+
+class Segmenter(Trainee):
+    """The head, and with `held_out` its twin, which learns from the other images alone."""
+
+    groups: dict[str, Head]
+
+    def __init__(self, trial: Trial, settings: PatchLinear) -> None:
+        import numpy as np
+
+        from maect.data.index import open_index
+        from maect.evaluate.segments import NOTHING
+
+        super().__init__(trial)
+        self.settings, self.pixels = settings, trial.encoding.settings.pixels
+        masks = {split: open_index(trial.job.path(f"{split}_masks")) for split in ("train", "test")}
+        self.forms = tuple(index.digest for index in masks.values())
+        self.train = MaskSplit(trial.train, masks["train"])
+        self.test = MaskSplit(trial.test, masks["test"])
+        numbers = self.train.numbers(trial.context.cpus)
+        self.classes = np.array([n for n in numbers if n not in settings.ignore], np.uint8)
+        if len(self.classes) < 2:
+            raise UserError(f"{masks['train'].directory}: masks of one class only")
+        self.places = np.full(CLASSES, NOTHING, np.uint8)
+        self.places[self.classes] = np.arange(len(self.classes))
+        self.held: Index | None = None
+        names = ["head"]
+        if settings.held_out:
+            self.held = trial.held_out(settings.held_out, settings.seed)
+            names.append("twin")
+        width, device = trial.encoding.settings.width, trial.encoding.device
+        self.groups = {name: Head(width, len(self.classes), settings, device) for name in names}
+
+    def drawn(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+        """Draw which channels of each of the next crops are dropped, and which are held out."""
+        import numpy as np
+        import torch
+
+        from maect.data import random
+        from maect.data.index import ID
+
+        settings, width = self.settings, self.trial.encoding.settings.width
+        u = random.uniform(settings.seed, epochs, ids, 0, random.DROP_CHANNELS, width)
+        kept = torch.from_numpy((u >= settings.dropout) / (1 - settings.dropout))
+        self._kept = kept.float()[:, None].to(self.trial.encoding.device)
+        if self.held is not None:
+            self._others = torch.from_numpy(~np.isin(ids, self.held.rows[:, ID]))
+
+    def read(self, images: Tensor) -> Tensor:
+        """Return the patch tokens behind the final norm, float32 [b, N, D]."""
+        return self.trial.encoding.tokens(images, norm="last").float()
+
+    def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
+        """Update head and twin; return the loss of each, [1] or [2]."""
+        import torch
+
+        from maect.core import distributed
+
+        x, y = features * self._kept, targets.long()
+        losses = [self.groups["head"].learn(x, y, lr_multiplier)]
+        if "twin" in self.groups:
+            others = self._others.to(x.device)
+            losses.append(self.groups["twin"].learn(x[others], y[others], lr_multiplier))
+        return distributed.sum_over_ranks(torch.cat(losses))
+
+    def score(self) -> None:
+        """Segment the test images, and by the twin the held-out ones."""
+        mean, each, accuracy = self._iou("head", self.test, range(self.trial.test.n))
+        history = self.record.setdefault("miou", [])
+        history.append(mean)
+        details = self.record.setdefault("details", {})
+        details["last"] = {"classes": each, "accuracy": accuracy}
+        if mean > max(history[:-1], default=-1.0):
+            details["best"] = details["last"]
+            head = self.groups["head"]
+            names = (*Head.NAMES, "mean", "var")
+            self.kept = {name: getattr(head, name).detach().clone() for name in names}
+        if self.held is not None:
+            import numpy as np
+
+            from maect.data.index import ID
+
+            held = np.isin(self.trial.train.rows[:, ID], self.held.rows[:, ID])
+            found = self._iou("twin", self.train, np.flatnonzero(held).tolist())[0]
+            self.record.setdefault("held_out", []).append(found)
+
+    def _iou(
+        self, group: str, split: MaskSplit, rows: range | list[int]
+    ) -> tuple[float, dict[str, float], float]:
+        """mIoU, IoU of each class and accuracy of a head on images, which the ranks share."""
+        import torch
+
+        from maect.core import distributed
+
+        rank, ranks = distributed.rank_and_size()
+        table = torch.zeros(CLASSES * CLASSES, dtype=torch.int64)
+        for row in rows[rank::ranks]:
+            truth = split.read(row)
+            predicted = self.segmented(self.groups[group], split, row, truth.shape)
+            table += torch.from_numpy(pairs_of(truth, predicted, self.settings.ignore))
+        return iou_of(distributed.sum_over_ranks(table).numpy(), self.settings.ignore)
+
+    def segmented(
+        self, head: Head, split: MaskSplit, row: int, shape: tuple[int, ...]
+    ) -> NDArray[np.uint8]:
+        """The predicted number of each pixel of an image, uint8 [height, width]."""
+        import numpy as np
+        import torch
+        from torch.nn import functional as F
+
+        from maect.data.transforms import normalize
+        from maect.evaluate.segments import picture, resized, windows
+
+        size, device = self.settings.size, self.trial.encoding.device
+        pixels = np.array(resized(picture(split, row), size)).transpose(2, 0, 1)
+        image = torch.from_numpy(pixels).to(device)
+        height, width = image.shape[1:]
+        corners = windows(height, width, size, self.settings.stride)
+        canvas = torch.zeros(len(self.classes), *image.shape[1:], device=device)
+        count = torch.zeros(image.shape[1:], device=device)
+        for start in range(0, len(corners), _AT_ONCE):
+            some = corners[start : start + _AT_ONCE]
+            parts = torch.stack([image[:, y : y + size, x : x + size] for y, x in some])
+            tokens = self.trial.checked(self.read(normalize(parts, self.pixels)))
+            for output, (y, x) in zip(head.outputs(tokens, size), some, strict=True):
+                canvas[:, y : y + size, x : x + size] += output
+                count[y : y + size, x : x + size] += 1
+        whole = F.interpolate((canvas / count)[None], size=shape, mode="bilinear")[0]
+        return self.classes[whole.argmax(dim=0).cpu().numpy()]
+
+    def metrics(self) -> dict[str, Any]:
+        """Return mIoU of the best score, the last and all."""
+        name, history, details = PatchLinear.name, self.record["miou"], self.record["details"]
+        chosen: dict[str, Any] = {}
+        if self.held is not None:
+            scores = self.record["held_out"]
+            best = scores.index(max(scores))
+            chosen = {f"{name}_held_out": history[best], "held_out": scores}
+        return {
+            name: max(history),
+            f"{name}_last": history[-1],
+            f"{name}_accuracy": details["best"]["accuracy"],
+            f"{name}_classes": details["best"]["classes"],
+            "by_period": history,
+            **chosen,
+        }
+
+    def texts(self) -> dict[str, str]:
+        """Return the encoder's checksum and the numbers of the classes."""
+        numbers = " ".join(map(str, self.classes.tolist()))
+        return {"encoder_sha256": self.trial.sha256, "classes": numbers}

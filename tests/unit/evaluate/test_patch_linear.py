@@ -1,0 +1,327 @@
+"""DINOv3's linear head: its settings, and its parts a second time as its code writes them."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from torchvision import transforms as T
+from torchvision.transforms import functional as Fv
+
+from maect.core.errors import UserError
+from maect.data.index import ID, open_index
+from maect.data.transforms import normalize
+from maect.evaluate.base import Interrupted
+from maect.evaluate.dense import MaskSplit, miou
+from maect.evaluate.features import Encoding
+from maect.evaluate.patch_linear import Head, PatchLinear, Segmenter
+from maect.evaluate.segments import (
+    NOTHING,
+    crop,
+    crops,
+    distorted,
+    picture,
+    resized,
+    resized_mask,
+    windows,
+)
+from maect.evaluate.trained import Trial
+
+from .conftest import Rank
+from .test_dense import drawn, job_of, result
+
+__all__ = ["drawn"]  # a fixture
+
+CPU = torch.device("cpu")
+SETTINGS = PatchLinear(
+    updates=14, warmup_updates=3, period=5, batch_size=4, size=32, stride=20, learning_rate=0.05
+)
+ZEROS = 1 + 22 + 1 + 9  # draws of a sample
+
+
+def test_the_settings_are_those_of_dinov3s_configuration():
+    """config-ade20k-linear-training.yaml, and config.py for what that leaves out."""
+    settings = PatchLinear()
+    assert settings.batch_size == 2 * 8  # bs, n_gpus
+    assert (settings.updates, settings.warmup_updates) == (40_000, 1500)
+    assert (settings.learning_rate, settings.weight_decay) == (1e-3, 1e-3)
+    assert (settings.size, settings.stride) == (512, 341)
+    assert (settings.ratios, settings.flip) == ((0.5, 2.0), 0.5)
+    assert (settings.period, settings.dropout) == (5000, 0.1)
+    assert settings.ignore == (0, 255)  # reduce_zero_label, ignore_index
+    assert settings.precision == "fp32"  # model_dtype
+    assert settings.held_out == 0
+
+
+def test_rates_are_those_of_its_schedule():
+    settings = PatchLinear(updates=50, warmup_updates=8)
+    plan = settings.plan(None)
+    assert plan.ends == [50]
+    number, theirs = 0, []
+    for update in range(50):
+        if number < 8:
+            k = (1 - number / 8) * (1 - 1e-6)
+            theirs.append((1 - k) * (1 - number / 50))
+        else:  # annealed from the peak to 0
+            theirs.append((math.cos(math.pi * (number + 1) / 50) + 1) / 2)
+        if update > 0:  # there the first update makes no step of the schedule
+            number += 1
+    assert [settings.rate(update, plan) for update in range(50)] == pytest.approx(theirs)
+    assert theirs[0] == theirs[1] == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40), (50, 50)])
+def test_images_and_masks_are_resized_as_by_torchvision(shape):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
+    mask = rng.integers(0, 200, shape, dtype=np.uint8)
+    for short in (17, 32, 75):
+        image = resized(Image.fromarray(pixels), short)
+        height, width = image.size[::-1]
+        assert min(image.size) == short
+        assert max(image.size) == int(short * max(shape) / min(shape) + 0.5)
+        theirs = T.Resize((height, width), T.InterpolationMode.BILINEAR)(Image.fromarray(pixels))
+        assert np.array_equal(np.asarray(image), np.asarray(theirs))
+        nearest = F.interpolate(torch.from_numpy(mask)[None, None].float(), size=(height, width))
+        assert np.array_equal(resized_mask(mask, image.size), nearest[0, 0].numpy())
+
+
+def test_colours_are_distorted_as_there():
+    rng = np.random.default_rng(1)
+    pixels = rng.integers(0, 256, (24, 20, 3), dtype=np.uint8)
+
+    def plain(draws):
+        x = pixels.astype(np.float32)
+        early, (b, c, s, h) = draws[0] >= 0.5, draws[1:].reshape(4, 2)
+
+        def contrast(x):
+            return np.floor(np.clip(x * (0.5 + c[1]), 0, 255)) if c[0] >= 0.5 else x
+
+        if b[0] >= 0.5:
+            x = np.floor(np.clip(x + 32 * (2 * b[1] - 1), 0, 255))
+        x = contrast(x) if early else x
+        y = torch.from_numpy(x.astype(np.uint8)).permute(2, 0, 1)
+        y = Fv.adjust_saturation(y, 0.5 + s[1]) if s[0] >= 0.5 else y
+        y = Fv.adjust_hue(y, h[1] - 0.5) if h[0] >= 0.5 else y
+        x = y.permute(1, 2, 0).numpy().astype(np.float32)
+        return x if early else contrast(x)
+
+    changed = 0
+    for _ in range(40):
+        draws = rng.random(9)
+        ours = distorted(pixels, draws)
+        off = np.abs(ours.astype(float) - plain(draws))
+        # A level where a channel lies on the border of two: contrast may then double it.
+        assert off.max() <= 3 and (off > 0).mean() < 0.02
+        changed += not np.array_equal(ours, pixels)
+    assert changed > 30
+    assert np.array_equal(distorted(pixels, np.zeros(9)), pixels)
+
+
+def test_crops_show_more_than_one_class_if_that_can_be_found():
+    mask = np.full((60, 60), 3, np.uint8)
+    mask[40:, 40:] = 7
+    image = Image.fromarray(np.stack([mask * 20] * 3, 2))
+    draws = np.zeros(ZEROS)
+    draws[0] = 0.5  # between 1 and 1: the crop's size
+    draws[1:23] = np.tile([0.0, 0.0], 11)
+    draws[1 + 2 * 4 : 3 + 2 * 4] = 0.999  # the fifth try shows a corner of the other class
+    pixels, part = crop(image.resize((60, 60)), mask, draws, 30, (2.0, 2.0), 0.0)
+    counts = np.bincount(part.ravel(), minlength=8)
+    assert part.shape == (30, 30) and counts[7] and counts.max() < 0.75 * counts.sum()
+    assert np.array_equal(pixels[..., 0] > 100, part == 7)
+    mirrored, other = crop(image, mask, draws, 30, (2.0, 2.0), 1.0)
+    assert np.array_equal(mirrored[:, ::-1], pixels) and np.array_equal(other[:, ::-1], part)
+    # Never found: the last try. What does not count is no class.
+    mask[:] = np.where(mask == 7, NOTHING, mask)
+    draws[1 + 2 * 10 :][:2] = 0.999
+    _, part = crop(image, mask, draws, 30, (2.0, 2.0), 0.0)
+    assert (part[10:, 10:] == NOTHING).all()
+
+
+def test_small_images_are_padded_and_draws_do_not_depend_on_ranks(drawn):
+    index = open_index(drawn / "shards/train")
+    split = MaskSplit(index, open_index(drawn / "shards/train_masks"))
+    places = np.arange(256, dtype=np.uint8)
+
+    def made(rank, ranks, start, steps):
+        return list(
+            crops(
+                split, places, batch=4, rank=rank, ranks=ranks, seed=3, size=48,
+                ratios=(0.5, 2.0), flip=0.5, start=start, steps=steps, threads=2,
+            )
+        )  # fmt: skip
+
+    whole = made(0, 1, 0, 4)
+    for step, both in enumerate(zip(made(0, 2, 0, 4), made(1, 2, 0, 4), strict=True)):
+        for name in ("images", "targets"):
+            joined = torch.cat([getattr(part, name) for part in both])
+            assert torch.equal(joined, getattr(whole[step], name))
+    (later,) = made(0, 1, 3, 1)
+    assert torch.equal(later.images, whole[3].images)
+    padded = [
+        (out, number)
+        for out in whole
+        for number, sides in enumerate(out.sides.tolist())
+        if min(sides) < 48
+    ]
+    assert padded
+    for out, number in padded:
+        height, width = out.sides[number]
+        assert (out.targets[number, height:] == NOTHING).all()
+        assert not out.images[number, :, :, width:].any()
+
+
+def test_the_head_learns_as_modules_of_torch():
+    settings = SETTINGS.model_copy(update={"dropout": 0.0})
+    torch.set_default_dtype(torch.float64)
+    try:
+        head = Head(12, 3, settings, CPU)
+        norm, conv = nn.BatchNorm2d(12), nn.Conv2d(12, 3, 1)
+        conv.weight.data = head.weight.detach().clone()[:, :, None, None]
+        conv.bias.data.zero_()
+        assert float(head.weight.detach().std()) == pytest.approx(0.01, rel=0.3)
+        model = nn.Sequential(norm, conv)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=1e-3)
+        rng = torch.Generator().manual_seed(0)
+        for step in range(5):
+            tokens = 2 * torch.randn(4, 16, 12, generator=rng) + 1
+            targets = torch.randint(0, 4, (4, 32, 32), generator=rng)
+            targets[targets == 3] = NOTHING
+            image = tokens.transpose(1, 2).unflatten(2, (4, 4))
+            pred = F.interpolate(model(image), size=(32, 32), mode="bilinear", align_corners=False)
+            # Averaged over all pixels, also those that do not count.
+            loss = F.cross_entropy(pred, targets, reduction="none", ignore_index=NOTHING).mean()
+            optimizer.param_groups[0]["lr"] = 0.05 / (1 + step)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            own = head.learn(tokens, targets, 1 / (1 + step))
+            assert own.item() == pytest.approx(loss.item(), rel=1e-9)
+        torch.testing.assert_close(head.weight.detach(), conv.weight.detach()[:, :, 0, 0])
+        torch.testing.assert_close(head.offset, conv.bias)
+        torch.testing.assert_close(head.gain, norm.weight)
+        torch.testing.assert_close(head.shift, norm.bias)
+        torch.testing.assert_close(head.mean, norm.running_mean)
+        torch.testing.assert_close(head.var, norm.running_var)
+        model.eval()
+        with torch.no_grad():
+            pred = F.interpolate(model(image), size=(32, 32), mode="bilinear")
+        torch.testing.assert_close(head.outputs(tokens, 32), pred)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def segmenter_of(drawn, tmp_path, settings=SETTINGS):
+    job = job_of(drawn, tmp_path / "a.json")
+    encoding = Encoding(job.run / "encoder.safetensors", CPU)
+    train, test = open_index(job.path("train")), open_index(job.path("test"))
+    return Segmenter(Trial(Rank(), job, encoding, train, test, ""), settings)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (32, 70), (53, 32), (40, 90)])
+def test_windows_cover_an_image_as_there(height, width):
+    size, stride = 32, 20
+    theirs = []
+    for row in range(max(height - size + stride - 1, 0) // stride + 1):
+        for column in range(max(width - size + stride - 1, 0) // stride + 1):
+            bottom = min(row * stride + size, height)
+            right = min(column * stride + size, width)
+            theirs.append((max(bottom - size, 0), max(right - size, 0)))
+    assert windows(height, width, size, stride) == theirs
+    seen = np.zeros((height, width), bool)
+    for top, left in theirs:
+        seen[top : top + size, left : left + size] = True
+    assert seen.all()
+
+
+def test_images_are_segmented_by_windows(drawn, tmp_path):
+    probe = segmenter_of(drawn, tmp_path, SETTINGS.model_copy(update={"size": 16, "stride": 10}))
+    head = probe.groups["head"]
+    rng = torch.Generator().manual_seed(0)
+    head.weight.data = torch.randn(head.weight.shape, generator=rng)
+    row, encoder = 3, probe.trial.encoding
+    truth = probe.test.read(row)
+    found = probe.segmented(head, probe.test, row, truth.shape)
+    image = np.asarray(resized(picture(probe.test, row), 16)).copy()
+    x = normalize(torch.from_numpy(image).permute(2, 0, 1)[None], encoder.settings.pixels)
+    height, width = x.shape[2:]
+    total, count = torch.zeros(1, len(probe.classes), height, width), torch.zeros(height, width)
+    for top, left in windows(height, width, 16, 10):
+        tokens = encoder.encoder(x[:, :, top : top + 16, left : left + 16]).patch_tokens()
+        out = (tokens - head.mean) / (head.var + 1e-5).sqrt() * head.gain + head.shift
+        out = (out @ head.weight.T + head.offset).transpose(1, 2).unflatten(2, (4, 4))
+        out = F.interpolate(out, size=(16, 16), mode="bilinear")
+        right, bottom = width - left - 16, height - top - 16
+        total += F.pad(out, (left, right, top, bottom)).detach()
+        count[top : top + 16, left : left + 16] += 1
+    whole = F.interpolate(total / count, size=truth.shape, mode="bilinear").softmax(1)
+    expected = probe.classes[whole.argmax(1)[0].numpy()]
+    assert (found == expected).mean() > 0.999  # a pixel may lie between two classes
+
+
+def test_it_learns_shapes_and_survives_a_kill(drawn, tmp_path):
+    settings = SETTINGS.model_copy(update={"updates": 60, "period": 20, "held_out": 0.2})
+    metrics = result(drawn, tmp_path / "whole", settings)
+    job = job_of(drawn, tmp_path / "patch_linear.json")
+    with pytest.raises(Interrupted):
+        settings.evaluate(Rank(patience=33), job)
+    again = settings.evaluate(Rank(), job)
+    assert again == metrics
+    assert len(metrics["by_period"]) == len(metrics["held_out"]) == 3
+    assert metrics["patch_linear"] == max(metrics["by_period"])
+    assert metrics["patch_linear_last"] == metrics["by_period"][-1]
+    best = metrics["held_out"].index(max(metrics["held_out"]))
+    assert metrics["patch_linear_held_out"] == metrics["by_period"][best]
+    # More than the most frequent class everywhere.
+    probe = segmenter_of(drawn, tmp_path, settings)
+    truth = np.concatenate([probe.test.read(row).ravel() for row in range(20)])
+    most = np.bincount(truth[~np.isin(truth, (0, 255))]).argmax()
+    assert metrics["patch_linear"] > miou(truth, np.full_like(truth, most), (0, 255))[0]
+    # What is kept scores as the result says.
+    head, kept = probe.groups["head"], load_file(job.out.with_suffix(".safetensors"))
+    for name, value in kept.items():
+        getattr(head, name).data.copy_(value)
+    predicted = [
+        probe.segmented(head, probe.test, row, probe.test.read(row).shape).ravel()
+        for row in range(20)
+    ]
+    mean, _, accuracy = miou(truth, np.concatenate(predicted), (0, 255))
+    assert mean == pytest.approx(metrics["patch_linear"])
+    assert accuracy == pytest.approx(metrics["patch_linear_accuracy"])
+
+
+def test_the_twin_learns_nothing_of_held_out_images(drawn, tmp_path):
+    probe = segmenter_of(drawn, tmp_path, SETTINGS.model_copy(update={"held_out": 0.2}))
+    held = probe.held.rows[:, ID]
+    everything = probe.trial.train.rows[:, ID]
+    ids, epochs = np.array([held[0], everything[~np.isin(everything, held)][0]]), np.zeros(2, int)
+    probe.drawn(epochs, ids)
+    width = probe.trial.encoding.settings.width
+    features, targets = torch.randn(2, 64, width), torch.zeros(2, 32, 32)
+    probe.step(features, targets, 1.0)
+    alone = segmenter_of(drawn, tmp_path, SETTINGS)
+    alone.drawn(epochs[1:], ids[1:])
+    alone.step(features[1:], targets[1:], 1.0)
+    twin, other = probe.groups["twin"], alone.groups["head"]
+    for name in (*Head.NAMES, "mean", "var"):
+        torch.testing.assert_close(getattr(twin, name), getattr(other, name))
+    assert not torch.equal(probe.groups["head"].mean, twin.mean)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"size": 30}, "size 30 is no multiple of the patches' 4 pixels; set size=28"),
+        ({"ignore": (0, 1, 2, 3, 4, 5, 255)}, "masks of one class only"),
+    ],
+)
+def test_what_cannot_be_trained_is_said(drawn, tmp_path, change, message):
+    with pytest.raises(UserError, match=message):
+        SETTINGS.model_copy(update=change).evaluate(Rank(), job_of(drawn, tmp_path / "a.json"))
+    with pytest.raises(UserError, match="batch_size 4 is not a multiple of 3 ranks"):
+        SETTINGS.check_ranks(3)
