@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lookups import clear
 from torch.nn import functional as F
 
 from maect.data.index import open_index
@@ -112,7 +113,9 @@ def nnclr(views, w, queue):
         for row, own in enumerate(views.ids):
             similarity = queue["vectors"] @ anchors[view][row]
             similarity[queue["ids"] == own] = -1
-            nearest = similarity.argsort(descending=True)[int(views.neighbors[view, row])]
+            place = views.neighbors[view, row]
+            clear(similarity, int(place) + 1, place, least=1e-9)
+            nearest = similarity.argsort(descending=True)[int(place)]
             logits = predicted[1 - view] @ queue["vectors"][nearest].clone() / 0.15
             others = (views.ids != own) | (torch.arange(len(views.ids)) == row)
             loss = loss + logits[others].logsumexp(0) - logits[row]

@@ -110,6 +110,12 @@ def test_a_stage_trains_resumes_and_leaves_what_it_says(name, write, finished, t
     )
     assert run(2, *whole.values(), log=log) == ["done"] * len(sources)
     assert run(2, *broken.values(), log=log, stop_at=3) == ["requeue"] * len(sources)
+    if len({view.size for view in stage.view_settings()}) > 1:
+        with pytest.raises(RuntimeError, match="no rank answered"):
+            run(2, *broken.values(), log=log, kill_at=4)
+        assert all(
+            not (Path(job["config"]).parent / "run.json").exists() for job in broken.values()
+        )
     assert run(2, *broken.values(), log=log) == ["done"] * len(sources)
     for kind, source in sources.items():
         folder, other = (tmp_path / how / kind for how in ("whole", "broken"))
