@@ -1,8 +1,12 @@
 # Sourced by the script of each site, on login and compute nodes.
-venv="$(dirname "${BASH_SOURCE[0]}")/../.venv"
-if [ -e "$venv/bin/activate" ]; then # not yet there before `make install`
-    . "$venv/bin/activate"
-fi
+# That of a clone, not yet there before `make install`; or that in which the wheel is.
+here="$(dirname "${BASH_SOURCE[0]}")"
+for venv in "$here/../.venv" "$here/../../../../../.."; do
+    if [ -e "$venv/bin/activate" ]; then
+        . "$venv/bin/activate"
+        break
+    fi
+done
 # NCCL and gloo look for each other over InfiniBand where there is one.
 if [ -e /sys/class/net/ib0 ]; then
     export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0

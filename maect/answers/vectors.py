@@ -406,9 +406,7 @@ class _Work:
         self.source, kind = open_images(images, kind, encoder.encoding.settings.pixels)
         listing = self.source.listing()
         if listing.ignored:
-            ends = listing.ignored_suffixes.items()
-            counts = ", ".join(f"{n} {end or 'without'}" for end, n in ends)
-            log.info("%s: files left out, by suffix: %s", images, counts)
+            log.info("%s: files left out, by suffix: %s", images, listing.left_out)
         self.entries = [entry for entry in listing.entries if is_utf8(entry.name)]
         names = [entry.name for entry in listing.entries]
         self.left_out = {name: "its name is not UTF-8" for name in names if not is_utf8(name)}

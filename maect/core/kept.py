@@ -95,6 +95,19 @@ def forget(paths: Sequence[Path]) -> None:
         second_name(path).unlink(missing_ok=True)
 
 
+def set_aside(paths: Sequence[Path]) -> None:
+    """Link finished files into `before-forcerun` beside them, as they are made again from nothing.
+
+    What is there of an earlier time is replaced.
+    """
+    for path in filter(Path.is_file, paths):
+        folder = path.parent / "before-forcerun"
+        folder.mkdir(exist_ok=True)
+        (folder / path.name).unlink(missing_ok=True)
+        with suppress(OSError):  # a file system without hard links
+            os.link(path, folder / path.name)
+
+
 def second_name(path: Path) -> Path:
     """The second name of a file."""
     return path.with_name(f".{path.name}{SUFFIX}")

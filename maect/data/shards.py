@@ -238,8 +238,7 @@ def planned(
     images = open_source(kind, source, labels, pixels)
     listing = images.listing()
     if listing.ignored:
-        counts = ", ".join(f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items())
-        log.info("%s: files left out, by suffix: %s", source, counts)
+        log.info("%s: files left out, by suffix: %s", source, listing.left_out)
     wanted, missing = _named(listing.entries, only, skip_unreadable)
     unwanted, gone = _named(listing.entries, exclude, skip_unreadable)
     entries = [entry for entry in listing.entries if entry.name not in unwanted]

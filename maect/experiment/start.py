@@ -9,7 +9,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import read_mapping
-from maect.core.kept import forget, keep, tidy
+from maect.core.kept import forget, keep, set_aside, tidy
 from maect.core.settings import SettingsFile
 from maect.data.config import CONFIG
 from maect.data.sources.base import is_there
@@ -85,6 +85,8 @@ def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
             _told(experiment, job).write(job.config)
         # What Snakemake deletes now, the job may find to be what it is asked for.
         if job.rule in LOOKS_FIRST:
+            if job.forced and job.rule in STAGES:
+                set_aside(job.outputs)
             (forget if job.forced else keep)(job.outputs)
     planned = _sharded(jobs, ["plan_shards"])
     for pair in _sharded(jobs):

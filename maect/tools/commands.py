@@ -169,11 +169,12 @@ def page(config: Path) -> None:
 
 
 @command(example="status results/digits")
-def status(root: Sequence[Path] = ()) -> None:
+def status(root: Sequence[Path] = (), *, every: bool = False) -> None:
     """Show the state of every run.
 
     Args:
         root: results folder; default: results/*.
+        every: also runs of the experiment that have not started, where others have.
     """
     from maect.tools.status import show as show_status
 
@@ -182,7 +183,7 @@ def status(root: Sequence[Path] = ()) -> None:
         raise UserError("results: no experiment has started here; name its results folder")
     for folder in roots:
         try:
-            show_status(folder)
+            show_status(folder, every)
         except UserError:
             if root:
                 raise

@@ -6,6 +6,7 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ VAL = ("val", "valid", "validation", "val_set", "validation_set")
 TEST = ("test", "testing", "test_set")
 LOOKED_AT = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
+HEADER = 4096  # bytes of a PNG, in which its kind is and what is before its pixels
 FEWEST, FEWEST_VAL = 200, 20
 HELD_OUT = (10, 5, 3, 2)  # one image in this many, the first of them that gives enough
 
@@ -192,7 +194,8 @@ def look_at(
         others = counted(len(faults) - 1, "other")
         more = f", nor can {others} of the {len(chosen)} opened" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}; repair or remove it, or pass --skip-unreadable")
-    pixels, remarks = _pixels(folder, looks)
+    through = any(one.transparent for one in looks) or _shows_through(source, entries)
+    pixels, remarks = _pixels(folder, looks, through)
     if faults:
         remarks.append(f"{len(faults)} of {len(chosen)} images looked at cannot be read: left out")
     if len(chosen) < len(entries):
@@ -201,11 +204,7 @@ def look_at(
             "and names those that cannot be read"
         )
     if listing.ignored:
-        ends = ", ".join(
-            f"{n} {end if end.isprintable() else ascii(end)}" if end else f"{n} without"
-            for end, n in listing.ignored_suffixes.items()
-        )
-        remarks.append(f"Files left out, by suffix: {ends}")
+        remarks.append(f"Files left out, by suffix: {listing.left_out}")
     return Images(
         folder=folder,
         kind=source.kind,
@@ -234,8 +233,22 @@ def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
     return (Folder(folder) if sorted_in else Unlabelled(folder)), loose
 
 
-def _pixels(folder: Path, looks: list[Inspected]) -> tuple[Pixels, list[str]]:
-    """Return how images like these are read, and why.
+def _shows_through(source: ImageSource, entries: list[Entry]) -> bool:
+    """Whether something shows through any PNG of a folder, as its header or its pixels say."""
+    for entry in entries:
+        if entry.offset >= 0 or not entry.path.lower().endswith(".png"):
+            continue
+        with suppress(OSError, UnreadableError), open(source.root / entry.path, "rb") as file:
+            head = file.read(HEADER)
+            # Kind of colours (ISO/IEC 15948): 4 and 6 have alpha; others may have a chunk.
+            may = head[25:26] in (b"\4", b"\6") or b"tRNS" in head
+            if may and look(head + file.read()).transparent:
+                return True
+    return False
+
+
+def _pixels(folder: Path, looks: list[Inspected], through: bool) -> tuple[Pixels, list[str]]:
+    """Return how images like these are read, and why; `through`: something shows through.
 
     Raises:
         UserError: images of different numbers of channels.
@@ -253,7 +266,7 @@ def _pixels(folder: Path, looks: list[Inspected]) -> tuple[Pixels, list[str]]:
     if turned := sum(one.turned for one in looks):
         are = "is turned, as its" if turned == 1 else "are turned, as their"
         remarks.append(f"{turned} of {len(looks)} images looked at {are} EXIF says")
-    if any(one.transparent for one in looks):
+    if through:
         made["background"] = (255, 255, 255)
         remarks.append("What is transparent gets a white background")
     if deep := [one.values for one in looks if one.values is not None]:

@@ -18,6 +18,7 @@ from maect.launch.progress import duration, part, seconds_left
 from maect.launch.record import Job
 from maect.launch.state import STOPPED, Cluster, state_of
 
+NOT_STARTED = "not started"
 BAR = 10
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
 TITLES = (
@@ -53,13 +54,21 @@ class Status:
     note: str = ""
 
 
-def show(root: Path) -> None:
-    """Print what every run of a results folder is doing: a table where a person watches.
+def show(root: Path, every: bool = False) -> None:
+    """Print what the runs of a results folder are doing: a table where a person watches.
+
+    Args:
+        root: the folder.
+        every: also runs that have not started, where others have.
 
     Raises:
         UserError: there is nothing of an experiment in it.
     """
     head, lines = status(root)
+    begun = [line for line in lines if line.state != NOT_STARTED]
+    if begun and not every:
+        lines = begun
+        head = head.replace(NOT_STARTED, f"{NOT_STARTED} (--every lists them)")
     if not sys.stdout.isatty():
         print(head, *columns(lines), sep="\n")
         return
@@ -101,7 +110,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
     lines = [
         look(runs[name], name, standing(runs[name] / "run.json").exists(), seen)
         if name in runs
-        else Status(name, known[name], "not started")
+        else Status(name, known[name], NOT_STARTED)
         for name in order
     ]
     jobs = list(evaluations(root, seen))

@@ -12,6 +12,7 @@ from maect.core.kept import (
     missing_encoder,
     put_back,
     second_name,
+    set_aside,
     standing,
     tidy,
 )
@@ -148,3 +149,14 @@ def test_readers_know_what_was_put_aside(tmp_path: Path) -> None:
     assert standing(paths[1]).read_text() == '{"stage": "tune"}'
     (line,) = status(tmp_path)[1]
     assert (line.name, line.stage, line.state) == ("ct_min_tiny", "tune", "done")
+
+
+def test_weights_are_set_aside_before_a_forced_training(tmp_path: Path) -> None:
+    paths = made(tmp_path)
+    for _ in range(2):
+        set_aside([*paths, tmp_path / "head"])
+    for path in paths:
+        path.unlink()
+    kept = tmp_path / "before-forcerun"
+    assert sorted(path.name for path in kept.iterdir()) == sorted(path.name for path in paths)
+    assert all((kept / path.name).read_text() == "first" for path in paths)

@@ -45,6 +45,26 @@ for words in (["plan", "--experiment", "digits"], ["doctor", "--experiment", "di
     assert ("JPEG decoder: native" in done.stdout) == built
 
 
+def test_profiles_find_their_scripts_in_a_wheel(package: Path, tmp_path: Path) -> None:
+    """`--profile juwels` of an installed wheel: its script is there, and enters the environment."""
+    site = tmp_path / "venv/lib/python3.12/site-packages"
+    shutil.copytree(package, site)
+    (tmp_path / "venv/bin").mkdir()
+    (tmp_path / "venv/bin/activate").write_text("export ENTERED=yes\n")
+    script = """
+from maect.experiment.profile import find_profile
+from maect.tools.doctor import read_profile, setup_script
+(found,) = setup_script(read_profile(find_profile("juwels")))
+print(found.kind, found.what)
+"""
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    done = run(sys.executable, "-c", script, cwd=tmp_path, env=environment)
+    envs = site / "maect/pipeline/envs"
+    assert done.stdout == f"ok setup script {envs}/juwels.sh\n"
+    sourced = run("bash", "-c", f"source {envs}/juwels.sh && echo $ENTERED")
+    assert sourced.stdout == "yes\n"
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the sdist, and of the wheel that is made from it."""

@@ -39,6 +39,13 @@ class Entry:
     size: int = -1
 
 
+RAW = {
+    ".3fr", ".arw", ".cr2", ".cr3", ".dng", ".erf", ".iiq", ".kdc", ".mrw", ".nef", ".nrw", ".orf",
+    ".pef", ".raf", ".rw2", ".srw", ".x3f",
+}  # fmt: skip
+"""Suffixes of cameras' raw files, of which no picture is read."""
+
+
 @dataclass(frozen=True)
 class Listing:
     """Everything a source holds; `ignored` are files that do not look like images."""
@@ -52,6 +59,16 @@ class Listing:
         """Return how many files are left out, by the end of their names, most first."""
         counts = Counter(os.path.splitext(name)[1].lower() for name in self.ignored)
         return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def left_out(self) -> str:
+        """Say how many files are left out, by suffix, and what to do about cameras' raw files."""
+        ends = self.ignored_suffixes
+        shown = [f"{n} {e if e.isprintable() else ascii(e)}" if e else f"{n} without"
+                 for e, n in ends.items()]  # fmt: skip
+        raw = sorted(ends.keys() & RAW)
+        cure = f" ({', '.join(raw)}: a camera's raw files; export them as JPEG or TIFF)"
+        return ", ".join(shown) + (cure if raw else "")
 
 
 class Source(ABC):
@@ -114,10 +131,7 @@ class ImageSource(Source):
             raise UserError(f"{self.path}: no such file or folder; the images are expected there")
         listing = self.list_images()
         if not listing.entries:
-            others = ", ".join(
-                f"{n} {end or 'without'}" for end, n in listing.ignored_suffixes.items()
-            )
-            others = f"; files with other suffixes: {others}" if others else ""
+            others = f"; files with other suffixes: {listing.left_out}" if listing.ignored else ""
             raise UserError(f"{self.path}: no images found (kind {self.kind}){others}")
         names = Counter(entry.name for entry in listing.entries)
         name, times = names.most_common(1)[0]

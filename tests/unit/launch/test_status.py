@@ -14,7 +14,7 @@ from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.experiment import load
 from maect.launch import record
-from maect.tools.status import Status, columns, status
+from maect.tools.status import Status, columns, show, status
 
 
 @pytest.fixture
@@ -66,6 +66,17 @@ def test_runs_that_have_not_begun_and_evaluations(tmp_path):
     assert f"{count} runs: {count} not started; 1 evaluation done" in head
     assert len(lines) == count
     assert any((line.name, line.stage) == ("ct_min_tiny", "tune") for line in lines)
+
+
+def test_runs_that_nobody_asked_for_are_a_number(tmp_path, capsys):
+    run = tmp_path / "digits/runs/mae_tiny"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"stage": "pretrain", "images_per_second": 9.0}))
+    show(tmp_path / "digits")
+    head, _, line = capsys.readouterr().out.splitlines()
+    assert "not started (--every lists them)" in head and line.startswith("mae_tiny")
+    show(tmp_path / "digits", every=True)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(load("digits").runs)
 
 
 def test_names_and_notes_are_whole_for_programs():
