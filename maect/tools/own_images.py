@@ -234,7 +234,7 @@ def _source_of(folder: Path, ignore_folders: bool) -> tuple[ImageSource, int]:
 
 
 def _shows_through(source: ImageSource, entries: list[Entry]) -> bool:
-    """Whether something shows through any PNG of a folder, as its header or its pixels say."""
+    """Return whether something shows through any PNG of a folder, by headers and pixels."""
     for entry in entries:
         if entry.offset >= 0 or not entry.path.lower().endswith(".png"):
             continue
