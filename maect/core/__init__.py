@@ -1,1 +1,1 @@
-"""Parts that the whole package shares; nothing here imports torch."""
+"""Parts that the whole package shares; only `distributed` imports torch."""

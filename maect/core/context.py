@@ -14,6 +14,7 @@ class Context(Protocol):
     local_rank: int
     world_size: int
     local_world_size: int
+    node: int
     cpus: int
     gpus: bool
     """Whether the job was given GPUs: then it does not go on without."""
@@ -61,7 +62,7 @@ class SingleRank:
         patience: how often it may ask before it is told to stop; none: it never is.
     """
 
-    rank = local_rank = 0
+    rank = local_rank = node = 0
     world_size = local_world_size = 1
     saved_before = 0
 

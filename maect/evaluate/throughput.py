@@ -17,12 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, Input, Protocol
-from maect.recipes import Encoder, visible_patches
+from maect.recipes import Encoder, paper_values, visible_patches
 from maect.stages import Training, load_recipe
 from maect.stages.base import SelfSupervised
 
@@ -67,26 +67,6 @@ class Passes:
     """Share of patches that are left out of the views learnt from."""
 
 
-# From the methods' code (default arguments and commands), NNCLR's and CMAE's from the paper's table
-# 17, as all mask ratios.
-METHODS = {
-    "moco_v3": Passes(2, 0, 2),
-    "dino": Passes(2, 10, 2),
-    # Masked patches become mask tokens: nothing is left out.
-    "ibot": Passes(2, 10, 2),
-    # Local views are not masked.
-    "msn": Passes(1, 10, 1, 0.7),
-    # Context blocks are cut to the smallest of a batch, by their geometry about a quarter. Its
-    # narrow predictor is not counted, nor are the heads of the others.
-    "i_jepa": Passes(1, 0, 1, 0.75),
-    # Masked patches are tokens here, too.
-    "simmim": Passes(1, 0, 0),
-    "nnclr": Passes(2, 0, 0),
-    # Without its decoders.
-    "cmae": Passes(1, 0, 1, 0.75),
-}
-
-
 @dataclass(frozen=True)
 class Published:
     """A model of others as it was trained."""
@@ -100,43 +80,15 @@ class Published:
     """What differs from the benchmark's encoder."""
 
 
-_MAE = {"mae": 1600}
-_GRAFTED = _MAE | {"moco_v3": 300}
-# Epochs: the paper's table 17, but for MoCo v3 with ViT-B, of which it says 600: the public file,
-# which is what is probed here, is one of 300. Models with batch norm are timed with layer norm, as
-# in the paper. MSN's settings for other sizes are not published.
-PUBLISHED = {
-    "base": (
-        Published("base", "mae_public", _MAE),
-        Published("base", "moco_v3", {"moco_v3": 300}),
-        Published("base", "dino", {"dino": 400}),
-        Published("base8", "dino", {"dino": 400}, {"patch_size": 8}),
-        Published("small8", "dino", {"dino": 400}, {"patch_size": 8, "width": 384, "heads": 6}),
-        Published("base", "ibot", {"ibot": 400}),
-        Published("base", "i_jepa", {"i_jepa": 600}),
-        Published("base", "layer_grafting", _GRAFTED),
-        Published("base", "simmim", {"simmim": 800}),
-        Published("base", "nnclr", {"nnclr": 1000}),
-        Published("base", "cmae", {"cmae": 1600}),
-    ),
-    "large": (
-        Published("large", "mae_public", _MAE),
-        Published("large", "moco_v3", {"moco_v3": 300}),
-        Published("large7_bn", "moco_v3", {"moco_v3": 300}, {"patch_size": 7}),
-        Published("large", "ibot", {"ibot": 250}),
-        Published("large7", "msn", {"msn": 200}, {"patch_size": 7}),
-        Published("large", "i_jepa", {"i_jepa": 600}),
-        Published("large", "layer_grafting", _GRAFTED),
-    ),
-    "huge": (
-        Published("huge14", "mae_public", _MAE, {"patch_size": 14}),
-        Published("huge14", "moco_v3", {"moco_v3": 300}, {"patch_size": 14}),
-        Published("huge14_bn", "moco_v3", {"moco_v3": 300}, {"patch_size": 14}),
-        Published("huge14", "i_jepa", {"i_jepa": 300}, {"patch_size": 14}),
-        Published("huge_448", "i_jepa", {"i_jepa": 300}, {"image_size": 448}),
-    ),
-}
-"""Models whose cost is compared, by the size of the run that they are measured with."""
+@dataclass(frozen=True)
+class _Others:
+    methods: dict[str, Passes]
+    models: dict[str, tuple[Published, ...]]
+    """By the size of the run that they are measured with."""
+
+
+_OTHERS = TypeAdapter(_Others).validate_python(paper_values("others"))
+METHODS, PUBLISHED = _OTHERS.methods, _OTHERS.models
 
 
 class Throughput(Protocol):

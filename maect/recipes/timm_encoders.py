@@ -1,6 +1,6 @@
 """Encoders that timm builds by name: their shapes and what they are given, as data; no torch.
 
-`timm_encoders.csv` is written by `python -m maect.models.timm_table`, which builds each of them.
+`tests/unit/models/timm_table.py` writes `timm_encoders.csv`, and builds each of them for that.
 """
 
 import csv

@@ -489,7 +489,7 @@ class Written:
         pixels_as = images.pixels.model_dump(mode="json", exclude_defaults=True)
         name = "".join(c if c.isalnum() else "_" for c in self.folder.name) or "images"
         lines = [
-            "# Written by `maect new-experiment`; change what you know better.",
+            "# Written by `maect new-experiment`; edit it as you like.",
             # Not all of them have been opened.
             f"# {'Up to ' if self.skip_unreadable else ''}{n:,} {' '.join(described)}.",
         ]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from maect.core.context import Context
 from maect.core.distributed import driver, left_in_peace
 from maect.core.files import write_json
 from maect.stages import load_recipe
@@ -20,7 +21,7 @@ ROUNDS = 5  # copies that are timed
 OUTSIDE = ("www.python.org", 443)
 
 
-def probe(context: Any, folder: str) -> str:
+def probe(context: Context, folder: str) -> str:
     """On every rank; rank 0 writes what all have seen to `probe.json`."""
     import torch
     import torch.distributed as dist
@@ -49,7 +50,7 @@ def probe(context: Any, folder: str) -> str:
     return "done"
 
 
-def _trained(context: Any, device: Any) -> float:
+def _trained(context: Context, device: Any) -> float:
     """Sum of a layer's weights after a step of the engine that trainings use, under ZeRO 1.
 
     The same on all ranks if the step has worked.
@@ -89,7 +90,7 @@ def _device_ids(torch: Any) -> list[str]:
     return [str(getattr(device, "uuid", number)) for number, device in enumerate(devices)]
 
 
-def _files_seen(context: Any, folder: Path) -> int:
+def _files_seen(context: Context, folder: Path) -> int:
     """Return how many ranks' files this rank comes to see."""
     write_json(folder / f"seen-{context.rank}.json", context.rank)
     deadline = time.monotonic() + SEEN

@@ -1,4 +1,4 @@
-"""The training engine: the three stages, exactly resumable on any number of ranks."""
+"""Training that resumes exactly, on any number of ranks."""
 
 from maect.core.imports import make_callable
 

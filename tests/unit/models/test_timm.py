@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import timm
+import timm_table
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -15,7 +16,6 @@ from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.evaluate.features import Encoding
-from maect.models import timm_table
 from maect.models.layouts import FAMILIES
 from maect.models.timm_encoder import create
 from maect.models.vit import Uninitialized

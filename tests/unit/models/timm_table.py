@@ -1,4 +1,4 @@
-"""Writes the table of timm's encoders: `python -m maect.models.timm_table`.
+"""Writes the table of timm's encoders: `python tests/unit/models/timm_table.py`.
 
 Every model is built on the meta device, and its first block runs once there, which takes neither
 weights nor memory.
@@ -24,7 +24,7 @@ from maect.models.vit import Uninitialized, build_encoder
 from maect.recipes import load_encoder, sizes
 from maect.recipes import timm_encoders as data
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CSV = Path(data.__file__).with_name(data.TABLE)
 PAGE = ROOT / "docs/reference/timm_encoders.md"
 
@@ -200,7 +200,7 @@ def page(made: list[dict[str, Any]]) -> str:
 of [timm](https://github.com/huggingface/pytorch-image-models). [Public weights](../weights.md)
 says how. `maect/recipes/{data.TABLE}` lists them with image size, patch size, width, blocks,
 pooling, mean, standard deviation and licence. This page sums it up.
-`python -m maect.models.timm_table` builds every model on torch's meta device, and writes both.
+`python tests/unit/models/timm_table.py` builds every model on torch's meta device, and writes both.
 
 | family | encoders | parameters (10⁶) | image size | pooling | plain | the smallest |
 | --- | ---: | ---: | ---: | --- | ---: | --- |
