@@ -1,8 +1,8 @@
-"""Finished files that Snakemake deletes before a job starts, kept under a second name.
+"""Finished files that Snakemake deletes before a job starts, kept as backups.
 
 A job runs when its inputs are newer, its arguments changed, or Snakemake was killed while it ran.
 What it is asked for may be what was there all the same: it is put back then, and hours of computing
-are not repeated. The second name, `.NAME.kept`, lies beside the first: some file systems link files
+are not repeated. The backup, `.NAME.kept`, lies beside the first: some file systems link files
 within a folder only.
 """
 
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def keep(paths: Sequence[Path]) -> bool:
-    """Give a job's files second names, if all of them are there; whether all of them have one."""
+    """Give a job's files backups, if all of them are there; whether all of them have one."""
     if not all(path.is_file() for path in paths):
         return False  # what was kept before is still the last whole set
     for path in paths:
-        second_name(path).unlink(missing_ok=True)
+        backup_of(path).unlink(missing_ok=True)
         with suppress(OSError):  # a file system without hard links: the job computes it again
-            os.link(path, second_name(path))
-    return all(second_name(path).exists() for path in paths)
+            os.link(path, backup_of(path))
+    return all(backup_of(path).exists() for path in paths)
 
 
 def kept(folder: Path) -> list[Path]:
@@ -48,13 +48,13 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
     """
     gone = [path for path in paths if not path.exists()]
     here = [path for path in paths if path not in gone]
-    if not gone or not all(second_name(path).exists() for path in gone):
+    if not gone or not all(backup_of(path).exists() for path in gone):
         return
-    if any(second_name(path).exists() and not _is_second(path, path) for path in here):
+    if any(backup_of(path).exists() and not _is_backup(path, path) for path in here):
         return
     for path in gone:
         with suppress(FileExistsError):  # by a job that nobody watched
-            os.link(second_name(path), path)
+            os.link(backup_of(path), path)
     try:
         if is_finished():
             return
@@ -73,26 +73,26 @@ def _take_back(path: Path) -> None:
     """Remove a file that was put back, and not what a job has written there since."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     os.rename(path, aside)
-    if _is_second(path, aside):
+    if _is_backup(path, aside):
         aside.unlink()
     else:
         os.rename(aside, path)
 
 
 def tidy(root: Path) -> None:
-    """Give up, in a results folder, the second names of files that Snakemake did not delete."""
+    """Give up, in a results folder, the backups of files that Snakemake did not delete."""
     for pattern in ("runs/*", "features/*", "evaluations/*", "shards/*/*"):
         for folder in {second.parent for second in root.glob(f"{pattern}/.*{SUFFIX}")}:
             for path in kept(folder):
                 with suppress(OSError):  # gone, or its job is at work on it
-                    if _is_second(path, path):
+                    if _is_backup(path, path):
                         forget([path])
 
 
 def forget(paths: Sequence[Path]) -> None:
-    """Give up the second names of files that are finished."""
+    """Give up the backups of files that are finished."""
     for path in paths:
-        second_name(path).unlink(missing_ok=True)
+        backup_of(path).unlink(missing_ok=True)
 
 
 def set_aside(paths: Sequence[Path]) -> None:
@@ -108,20 +108,20 @@ def set_aside(paths: Sequence[Path]) -> None:
             os.link(path, folder / path.name)
 
 
-def second_name(path: Path) -> Path:
-    """The second name of a file."""
+def backup_of(path: Path) -> Path:
+    """The backup of a file."""
     return path.with_name(f".{path.name}{SUFFIX}")
 
 
 def standing(path: Path) -> Path:
-    """The file under the name that it has now: its second one while Snakemake asks for it anew."""
-    return path if path.exists() or not second_name(path).exists() else second_name(path)
+    """The file under the name that it has now: its backup while Snakemake asks for it anew."""
+    return path if path.exists() or not backup_of(path).exists() else backup_of(path)
 
 
 def missing_encoder(path: Path) -> UserError:
     """Return the error of an encoder's file that is not there, with the likeliest reason."""
     run = path.parent
-    if second_name(path).exists():
+    if backup_of(path).exists():
         return UserError(
             f"{path}: put aside when its pipeline was interrupted; start that again, and it is "
             "back at once"
@@ -133,7 +133,7 @@ def missing_encoder(path: Path) -> UserError:
     return UserError(f"{path}: no such encoder; train or import the run first")
 
 
-def _is_second(path: Path, other: Path) -> bool:
-    """Return whether `other` and the second name of `path` are one file."""
-    second = second_name(path)
-    return second.exists() and other.samefile(second)
+def _is_backup(path: Path, other: Path) -> bool:
+    """Return whether `other` and the backup of `path` are one file."""
+    backup = backup_of(path)
+    return backup.exists() and other.samefile(backup)

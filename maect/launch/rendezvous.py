@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Record that rank 0 publishes.
+class Address:
+    """Address and secret that rank 0 publishes.
 
     Attributes:
         address: of the first node: loopback, where there is only one.
@@ -104,17 +104,17 @@ class Rendezvous:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _open(self, hosts: list[str]) -> Meeting:
+    def _open(self, hosts: list[str]) -> Address:
         secret = secrets.token_hex(16)
         if len(hosts) == 1:
             if self.size > 1:
                 _check_loopback()
             self._folder = tempfile.mkdtemp(prefix="maect-")  # for this user alone
-            return Meeting("127.0.0.1", secret, file=f"{self._folder}/store")
+            return Address("127.0.0.1", secret, file=f"{self._folder}/store")
         # A site's script may name the fast interface.
         address = os.environ.get("MASTER_ADDR") or hosts[0]
         self._listener = _listen(address)
-        return Meeting(address, secret, port=self._listener.getsockname()[1])
+        return Address(address, secret, port=self._listener.getsockname()[1])
 
 
 def remove_folder(folder: Path, name: str) -> None:
@@ -166,11 +166,11 @@ def _listen(address: str) -> socket.socket:
     return listener
 
 
-def _find(file: Path) -> Meeting:
+def _find(file: Path) -> Address:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if meeting := read_mapping(file):
-            return Meeting(**meeting)
+            return Address(**meeting)
         time.sleep(0.05)
     raise NodeError(
         f"waited {PATIENCE:.0f} s for rank 0 ({file}): "

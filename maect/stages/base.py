@@ -11,7 +11,7 @@ from maect.core.settings import later
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
 from maect.recipes.cost import Cost, HeadInputs, ViewGroup, encoder_cost, view_groups
 from maect.recipes.few_labels import FewLabels
-from maect.train.stage import Stage, Training, Updates
+from maect.train.stage import RunInputs, Stage, Training, Updates
 
 if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
@@ -192,24 +192,18 @@ class Unlabelled(Training):
         """Return how the tokens of the encoder that a run leaves are pooled."""
         return encoder.ct_pooling
 
-    def export(
-        self,
-        folder: Path,
-        encoder: Encoder,
-        reader: "StateReader",
-        source: Path | None,
-        index: "Index",
-    ) -> dict[str, Any]:
+    def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
         """Write the encoder, or its running average, and each head."""
         from maect.stages.weights import copy_encoder, export_encoder, export_head
         from maect.train.checkpoint import AVERAGE, PARAM
 
         for name, head in self.heads.items():
-            export_head(folder / head_file(name), name, head, encoder, reader)
+            export_head(run.folder / head_file(name), name, head, run.encoder, reader)
         if not self.trains_encoder:
-            return {"pooling": copy_encoder(self.need(source), folder)}
-        pooling, kind = self.pooling(encoder), PARAM if self.encoder_average is None else AVERAGE
-        export_encoder(folder, encoder, reader, source, pooling, kind)
+            return {"pooling": copy_encoder(self.need(run.source), run.folder)}
+        pooling = self.pooling(run.encoder)
+        kind = PARAM if self.encoder_average is None else AVERAGE
+        export_encoder(run.folder, run.encoder, reader, run.source, pooling, kind)
         return {"pooling": pooling}
 
     def scaled_lr(self, base_lr: float) -> float:

@@ -14,7 +14,7 @@ from maect.recipes import Encoder
 from maect.recipes.cost import Cost, encoder_cost, view_groups
 from maect.recipes.few_labels import fraction_list, shots_list
 from maect.stages.base import Supervised
-from maect.train.stage import EVERY_OTHER, Training
+from maect.train.stage import EVERY_OTHER, RunInputs, Training
 
 if TYPE_CHECKING:  # these import torch
     import numpy as np
@@ -167,29 +167,23 @@ class FineTune(Supervised, Training):
 
         return grouped(objective, rates)
 
-    def export(
-        self,
-        folder: Path,
-        encoder: Encoder,
-        reader: "StateReader",
-        source: Path | None,
-        index: "Index",
-    ) -> dict[str, Any]:
+    def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
         """Write the encoder and its classifier; `run.json` says which images were labelled."""
         from maect.data.subsets import subset_record
         from maect.models.weights import save_encoder, save_tensors
         from maect.train.checkpoint import PARAM
 
-        objective = self.build(encoder, 0, source, index.class_names)
+        objective = self.build(run.encoder, 0, run.source, index.class_names)
         weights = objective.encoder.state_dict() | reader.part(
             PARAM, "encoder.", objective.encoder.state_dict()
         )
         norm = reader.part(PARAM, "fc_norm.", objective.fc_norm.state_dict())
         weights |= {f"fc_norm.{name}": value for name, value in norm.items()}
-        save_encoder(folder / "encoder.safetensors", weights, encoder, objective.pooling)
+        path = run.folder / "encoder.safetensors"
+        save_encoder(path, weights, run.encoder, objective.pooling)
         classifier = reader.part(PARAM, "head.", objective.head.state_dict())
         save_tensors(
-            folder / "head.safetensors", classifier, {"classes": json.dumps(index.class_names)}
+            run.folder / "head.safetensors", classifier, {"classes": json.dumps(index.class_names)}
         )
         return {"pooling": objective.pooling, "subset": subset_record(index)}
 

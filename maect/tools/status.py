@@ -10,7 +10,7 @@ from typing import Any, Literal
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
 from maect.core.files import read_json
-from maect.core.kept import second_name, standing
+from maect.core.kept import backup_of, standing
 from maect.core.yaml_files import read_yaml
 from maect.experiment import load
 from maect.launch import clusters, record
@@ -98,7 +98,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
     """
     marks = [
         path
-        for name in ("job.json", "run.json", second_name(Path("run.json")).name)
+        for name in ("job.json", "run.json", backup_of(Path("run.json")).name)
         for path in root.glob(f"runs/*/{name}")
     ]
     runs = {path.parent.name: path.parent for path in marks}

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -312,21 +313,12 @@ class Training(Updates, Stage):
         """Trainable parameters for AdamW (`maect.train.optimizer.grouped`)."""
 
     @abstractmethod
-    def export(
-        self,
-        folder: Path,
-        encoder: Encoder,
-        reader: "StateReader",
-        source: Path | None,
-        index: "Index",
-    ) -> dict[str, Any]:
+    def export(self, run: "RunInputs", reader: "StateReader", index: "Index") -> dict[str, Any]:
         """Write the files that a run leaves, from its final state.
 
         Args:
-            folder: of the run.
-            encoder: its shape.
+            run: its folder, encoder and source.
             reader: of the state.
-            source: folder of the run that it started from.
             index: the images that it was trained on.
 
         Returns:
@@ -342,3 +334,29 @@ class Training(Updates, Stage):
         if source is None:
             raise UserError(f"stage {self.name} needs a run to start from: none given")
         return source
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """Inputs of a run.
+
+    Attributes:
+        folder: where it leaves its files, `runs/RUN`.
+        shards: shard folder of the train split.
+        stage: what to train, with its settings.
+        encoder: its shape.
+        seed: of everything random.
+        source: folder of the run to start from.
+        test: shard folder of the split that a classifier is scored on after every epoch.
+        resize: of images that are scored or looked at: shorter side before the centre crop; none:
+            256/224 of their size.
+    """
+
+    folder: Path
+    shards: Path
+    stage: Training
+    encoder: Encoder
+    seed: int
+    source: Path | None = None
+    test: Path | None = None
+    resize: int | None = None

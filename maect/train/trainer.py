@@ -60,7 +60,7 @@ from maect.train.run_folder import (
     origin,
     remove_states,
 )
-from maect.train.stage import Training
+from maect.train.stage import RunInputs, Training
 from maect.train.trace import Trace, steps_of
 from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog
 
@@ -81,32 +81,6 @@ class TrainingFault(UserError):
 
 class ReplicaError(RankError):
     """Ranks disagree; another attempt from the last state may succeed."""
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """Inputs of a run.
-
-    Attributes:
-        folder: where it leaves its files, `runs/RUN`.
-        shards: shard folder of the train split.
-        stage: what to train, with its settings.
-        encoder: its shape.
-        seed: of everything random.
-        source: folder of the run to start from.
-        test: shard folder of the split that a classifier is scored on after every epoch.
-        resize: of images that are scored or looked at: shorter side before the centre crop; none:
-            256/224 of their size.
-    """
-
-    folder: Path
-    shards: Path
-    stage: Training
-    encoder: Encoder
-    seed: int
-    source: Path | None = None
-    test: Path | None = None
-    resize: int | None = None
 
 
 def train(
@@ -717,7 +691,7 @@ def _finish(
     """Export the weights and write the completion record, last."""
     state = saved(run.folder / "state")[0]
     reader = StateReader(state, read_record(state, identity))
-    exported = run.stage.export(run.folder, run.encoder, reader, run.source, images)
+    exported = run.stage.export(run, reader, images)
     logged = entries(run.folder / "metrics.jsonl")
     timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)

@@ -6,12 +6,12 @@ import pytest
 
 from maect.core.errors import UserError
 from maect.core.kept import (
+    backup_of,
     forget,
     keep,
     kept,
     missing_encoder,
     put_back,
-    second_name,
     set_aside,
     standing,
     tidy,
@@ -48,10 +48,10 @@ def test_only_a_whole_set_is_kept(tmp_path: Path) -> None:
     paths[0].unlink()
     paths[0].write_text("half of a second one")
     assert not keep(paths)  # killed before its record was written
-    assert second_name(paths[0]).read_text() == "first"
+    assert backup_of(paths[0]).read_text() == "first"
     made(tmp_path, "second")
     assert keep(paths)
-    assert second_name(paths[0]).read_text() == "second"
+    assert backup_of(paths[0]).read_text() == "second"
 
 
 def test_a_file_system_without_links_keeps_nothing(
@@ -89,7 +89,7 @@ def test_what_was_not_deleted_has_one_name_again(tmp_path: Path) -> None:
     keep(paths)
     paths[1].unlink()
     tidy(tmp_path)
-    assert sorted(folder.iterdir()) == [second_name(paths[1]), paths[0]]
+    assert sorted(folder.iterdir()) == [backup_of(paths[1]), paths[0]]
     put_back(paths[1:], lambda: True)
     tidy(tmp_path)
     assert sorted(folder.iterdir()) == sorted(paths)
