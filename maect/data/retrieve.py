@@ -20,10 +20,12 @@ import zipfile
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import fsync_path, sha256_file, write_text
+from maect.core.yaml_files import parse_yaml
 from maect.recipes.few_labels import OFFICIAL
 
 _ATTEMPTS = 5
@@ -32,18 +34,6 @@ _PIECE = 1 << 20
 # No name service or no route: waiting will not help.
 _HOPELESS = ("Name or service", "name resolution", "unreachable", "refused")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-_MSN = "https://raw.githubusercontent.com/facebookresearch/msn/main"
-_SIMCLR = "https://raw.githubusercontent.com/google-research/simclr/master/imagenet_subsets"
-_V2 = "https://huggingface.co/datasets/vaishaal/ImageNetV2/resolve/main"
-_SKETCH = "https://huggingface.co/datasets/songweig/imagenet_sketch/resolve/main/data"
-_REAL = "https://raw.githubusercontent.com/google-research/reassessed-imagenet/master"
-_BERKELEY = "https://people.eecs.berkeley.edu/~hendrycks"
-_META = "https://dl.fbaipublicfiles.com"
-_HUB = "https://huggingface.co/timm"
-_JKU = "https://ml.jku.at/research/maect/download"
-_DROPBOX = "https://www.dropbox.com/sh"
-_IBOT = "https://lf3-nlp-opensource.bytetos.com/obj/nlp-opensource/archive/2022/ibot"
 
 
 @dataclass(frozen=True)
@@ -56,111 +46,16 @@ class Remote:
     unpacks_to: str | None = None
 
 
-# The third 5-shot list is called 3imgs_class.txt at its source; it holds five names per class.
-_LISTS = {
-    "simclr_1percent.txt": f"{_SIMCLR}/1percent.txt",
-    "simclr_10percent.txt": f"{_SIMCLR}/10percent.txt",
-    "msn_1shot_split1.txt": f"{_MSN}/imagenet_subsets1/1imgs_class.txt",
-    "msn_1shot_split2.txt": f"{_MSN}/imagenet_subsets2/1imgs_class.txt",
-    "msn_1shot_split3.txt": f"{_MSN}/imagenet_subsets3/1imgs_class.txt",
-    "msn_2shot_split1.txt": f"{_MSN}/imagenet_subsets1/2imgs_class.txt",
-    "msn_2shot_split2.txt": f"{_MSN}/imagenet_subsets2/2imgs_class.txt",
-    "msn_2shot_split3.txt": f"{_MSN}/imagenet_subsets3/2imgs_class.txt",
-    "msn_5shot_split1.txt": f"{_MSN}/imagenet_subsets1/5imgs_class.txt",
-    "msn_5shot_split2.txt": f"{_MSN}/imagenet_subsets2/5imgs_class.txt",
-    "msn_5shot_split3.txt": f"{_MSN}/imagenet_subsets3/3imgs_class.txt",
-}
+def _remote(url: str, name: str = "", **more: str) -> Remote:
+    name = name or url.rpartition("/")[2]
+    return Remote(url, name, **{"sha256": OFFICIAL.get(name), **more})
 
 
-def _archive(url: str, folder: str) -> tuple[Remote, ...]:
-    return (Remote(url, url.rpartition("/")[2], unpacks_to=folder),)
-
-
-def _weights(url: str, name: str | None = None) -> tuple[Remote, ...]:
-    return (Remote(url, name or url.rpartition("/")[2]),)
-
-
+_TEXT = resources.files(__package__).joinpath("catalogue.yaml").read_text(encoding="utf-8")
 CATALOGUE: dict[str, tuple[Remote, ...]] = {
-    "low_shot_lists": tuple(Remote(url, name, OFFICIAL[name]) for name, url in _LISTS.items()),
-    # The hash is of its newest commit, bcd006f.
-    "imagenet_real": (
-        Remote(
-            f"{_REAL}/real.json",
-            "real.json",
-            "d83e9bff374c631aae8439eb064c7019acc56e1b3bc3f56b8380c2a710b0220b",
-        ),
-    ),
-    "imagenet_v2_matched_frequency": _archive(
-        f"{_V2}/imagenetv2-matched-frequency.tar.gz", "imagenetv2-matched-frequency-format-val"
-    ),
-    "imagenet_v2_threshold": _archive(
-        f"{_V2}/imagenetv2-threshold0.7.tar.gz", "imagenetv2-threshold0.7-format-val"
-    ),
-    "imagenet_v2_top_images": _archive(
-        f"{_V2}/imagenetv2-top-images.tar.gz", "imagenetv2-top-images-format-val"
-    ),
-    "imagenet_r": _archive(f"{_BERKELEY}/imagenet-r.tar", "imagenet-r"),
-    "imagenet_a": _archive(f"{_BERKELEY}/imagenet-a.tar", "imagenet-a"),
-    "imagenet_sketch": _archive(f"{_SKETCH}/ImageNet-Sketch.zip", "sketch"),
-    "mae_base": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_base.pth"),
-    "mae_large": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_large.pth"),
-    "mae_huge14": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_huge.pth"),
-    "mae_base_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_base_full.pth"),
-    "mae_large_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_large_full.pth"),
-    "mae_huge14_full": _weights(f"{_META}/mae/pretrain/mae_pretrain_vit_huge_full.pth"),
-    "moco_v3_base": _weights(f"{_META}/moco-v3/vit-b-300ep/linear-vit-b-300ep.pth.tar"),
-    "moco_v3_base_full": _weights(f"{_META}/moco-v3/vit-b-300ep/vit-b-300ep.pth.tar"),
-    "msn_base": _weights(f"{_META}/msn/vitb16_600ep.pth.tar"),
-    "msn_large": _weights(f"{_META}/msn/vitl16_600ep.pth.tar"),
-    "dino_base": _weights(f"{_META}/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth"),
-    "dino_small": _weights(
-        f"{_META}/dino/dino_deitsmall16_pretrain/dino_deitsmall16_pretrain.pth"
-    ),
-    **{
-        f"dinov2_{size}{more}": _weights(
-            f"{_META}/dinov2/dinov2_{short}/dinov2_{short}{end}_pretrain.pth"
-        )
-        for size, short in (("small", "vits14"), ("base", "vitb14"), ("large", "vitl14"))
-        for more, end in (("", ""), ("_registers", "_reg4"))
-    },
-    **{
-        name: _weights(f"{_HUB}/{model}/resolve/main/model.safetensors", f"{name}.safetensors")
-        for name, model in {
-            "dinov3_small": "vit_small_patch16_dinov3.lvd1689m",
-            "dinov3_base": "vit_base_patch16_dinov3.lvd1689m",
-            "dinov3_large": "vit_large_patch16_dinov3.lvd1689m",
-            "siglip2_base": "vit_base_patch16_siglip_224.v2_webli",
-            "siglip2_large": "vit_large_patch16_siglip_256.v2_webli",
-            "clip_base": "vit_base_patch16_clip_quickgelu_224.openai",
-        }.items()
-    },
-    "ibot_base": _weights(f"{_IBOT}/vitb_16/checkpoint_teacher.pth", "ibot_vitb16_teacher.pth"),
-    "ibot_large": _weights(f"{_IBOT}/vitl_16/checkpoint_teacher.pth", "ibot_vitl16_teacher.pth"),
-    "ibot_base_rand_mask": _weights(
-        f"{_IBOT}/vitb_16_rand_mask/checkpoint_teacher.pth", "ibot_vitb16_rand_mask_teacher.pth"
-    ),
-    "ibot_large_rand_mask": _weights(
-        f"{_IBOT}/vitl_16_rand_mask/checkpoint_teacher.pth", "ibot_vitl16_rand_mask_teacher.pth"
-    ),
-    "layer_grafting_base": _weights(
-        f"{_DROPBOX}/e9czo0xtivdqvff/AAC730kZx8Bj6pEIhFswpvVla/checkpoint_final.pth.tar?dl=1",
-        "layer_grafting_base.pth.tar",
-    ),
-    "layer_grafting_large": _weights(
-        f"{_DROPBOX}/fk92wphgu8fq772/AABklx8vjQmDZgz8vg6BbTPWa/checkpoint_final.pth.tar?dl=1",
-        "layer_grafting_large.pth.tar",
-    ),
-    "ijepa_huge14": _weights(f"{_META}/ijepa/IN1K-vit.h.14-300e.pth.tar"),
-    "ijepa_huge16_448": _weights(f"{_META}/ijepa/IN1K-vit.h.16-448px-300e.pth.tar"),
-} | {
-    f"{name}_{size}": _weights(f"{_JKU}/{name}_{size}.th")
-    for name, sizes in {
-        "mae_reimpl": ("base16", "large16", "huge16"),
-        "maect": ("base16", "large16", "huge16", "huge14"),
-        "maectaug": ("base16", "large16", "huge16", "huge14"),
-    }.items()
-    for size in sizes
-}  # fmt: skip
+    name: tuple(_remote(**file) for file in files)
+    for name, files in parse_yaml(_TEXT, "catalogue").items()
+}
 
 
 def retrieve(what: str, out: Path) -> list[Path]:
