@@ -275,9 +275,11 @@ tables: [low_shot]
     weights.write_bytes(whole)
     assert tmp_path / "runs/it/run.json" not in outdated(experiment.load(str(file)))
 
-    file.write_text(text.format(root=tmp_path, more="  ct: {recipe: ct_min, size: base, from: it}"))
-    with pytest.raises(UserError, match=r"ct: only plain ViTs are trained.*of it$"):
-        experiment.load(str(file))
+    for recipe in ("ct_min", "ct_aug", "head_min", "head_aug", "refine", "refine_heads"):
+        more = f"  ct: {{recipe: {recipe}, size: base, from: it}}"
+        file.write_text(text.format(root=tmp_path, more=more))
+        with pytest.raises(UserError, match=r"ct: only plain ViTs are trained.*of it$"):
+            experiment.load(str(file))
     file.write_text(text.format(root=tmp_path, more="").replace("timm:", "size: base, timm:"))
     with pytest.raises(UserError, match="a run with it takes no `size`"):
         experiment.load(str(file))
