@@ -1,7 +1,10 @@
 """Exceptions that say whose fault it is, the user's or a node's, and words of their messages."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(Exception):
@@ -49,6 +52,17 @@ def did_you_mean(name: str, known: Iterable[str], label: str = "known") -> str:
     known = list(dict.fromkeys(known))
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"{label}: {', '.join(known) or 'none'}"
+
+
+def entry(name: str, known: Mapping[str, T], kind: str) -> T:
+    """Return the entry of a name.
+
+    Raises:
+        UserError: there is none of this `kind`, with a hint.
+    """
+    if name not in known:
+        raise UserError(f"unknown {kind} {name!r}; {did_you_mean(name, known)}")
+    return known[name]
 
 
 def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:

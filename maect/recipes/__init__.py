@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from maect.core.errors import UserError, did_you_mean
+from maect.core.errors import UserError, did_you_mean, entry
 from maect.core.settings import Settings, later, one_line
 from maect.core.yaml_files import parse_yaml
 
@@ -422,9 +422,7 @@ def recipe_values(name: str, size: str) -> dict[str, Any]:
     Raises:
         UserError: unknown recipe or size.
     """
-    if name not in _recipes():
-        raise UserError(f"unknown recipe {name!r}; {did_you_mean(name, _recipes())}")
-    return _at_size(_recipes()[name], size, f"recipe {name}")
+    return _at_size(entry(name, _recipes(), "recipe"), size, f"recipe {name}")
 
 
 def variant_values(name: str, size: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from dataclasses import field
 
 from pydantic.dataclasses import dataclass
 
-from maect.core.errors import UserError, did_you_mean
 from maect.report.configs import Row
 from maect.report.paper import STRICT, read_paper
 from maect.report.titles import PUBLISHED
@@ -219,25 +218,3 @@ TABLES = read_paper("tables", dict[str, Table])
 FIGURES = read_paper("figures", dict[str, Figure])
 TABLE_NAMES = tuple(name for name in TABLES if name not in FIGURES)
 """Tables that an experiment may ask for: one of a figure's name is made with the figure."""
-
-
-def named_table(name: str) -> Table:
-    """The table of a name.
-
-    Raises:
-        UserError: no such table.
-    """
-    if name not in TABLES:
-        raise UserError(f"unknown table {name!r}; {did_you_mean(name, TABLES)}")
-    return TABLES[name]
-
-
-def named_figure(name: str) -> Figure:
-    """The figure of a name.
-
-    Raises:
-        UserError: no such figure.
-    """
-    if name not in FIGURES:
-        raise UserError(f"unknown figure {name!r}; {did_you_mean(name, FIGURES)}")
-    return FIGURES[name]

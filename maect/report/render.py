@@ -20,10 +20,10 @@ from rich.console import Console, Group
 from rich.table import Table as Grid
 from rich.text import Text
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, entry
 from maect.core.files import read_json, write_text
 from maect.report.configs import Row, ShownConfig
-from maect.report.registry import Detail, Metric, Table, named_table
+from maect.report.registry import TABLES, Detail, Metric, Table
 from maect.report.tables import build_table, read_table, result_file, result_of, write_table
 from maect.report.titles import GLOSSARY, architecture_title, method_title
 
@@ -133,7 +133,7 @@ def printed(
     Raises:
         UserError: unknown table, or a result or completion record that cannot be read.
     """
-    table = named_table(name)
+    table = entry(name, TABLES, "table")
     metrics = columns_shown(frame, table)
     details = [
         detail

@@ -12,11 +12,11 @@ import pandas as pd
 from PIL import Image
 
 from maect.core.entries import entries
-from maect.core.errors import counted
+from maect.core.errors import counted, entry
 from maect.core.files import read_mapping, read_table_text, write_text
 from maect.report.configs import Row, ShownConfig, SummaryConfig
 from maect.report.images import Explored
-from maect.report.registry import named_figure, named_table
+from maect.report.registry import FIGURES, TABLES
 from maect.report.render import printed, render_page, verdicts
 from maect.report.tables import read_table
 from maect.report.titles import method_title
@@ -52,7 +52,7 @@ def summary_page(config: SummaryConfig) -> str:
         samples=samples(config.shards) if config.shards else [],
         MISSING="",
         picture=data_uri(config.figure.read_bytes(), "png") if config.figure else "",
-        picture_title=named_figure(config.figure.stem).title if config.figure else "",
+        picture_title=entry(config.figure.stem, FIGURES, "figure").title if config.figure else "",
         groups=_groups(config.explored) if config.explored else [],
         **({"summary": ""} if claims is None else verdicts(claims)),
         steps=next_steps(config),
@@ -90,7 +90,7 @@ def meaning(frame: pd.DataFrame) -> str:
 def equal_rows(table: Path) -> list[str]:
     """A sentence for each model of a table with the very numbers of the one it was tuned from."""
     frame, remarks = read_table(table), []
-    shown = named_table(table.stem).metrics
+    shown = entry(table.stem, TABLES, "table").metrics
     columns = [metric.name for metric in shown if metric.name in frame]
     runs = {(row.architecture, row.method): row.runs for row in _rows(table)}
     for _, same in frame.groupby("architecture", sort=False):

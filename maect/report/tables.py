@@ -15,11 +15,11 @@ import pandas as pd
 from pydantic import ValidationError
 
 from maect.core.entries import finished_entries
-from maect.core.errors import UserError
+from maect.core.errors import UserError, entry
 from maect.core.files import read_json, read_mapping, read_table_text, write_table_text
 from maect.recipes import Encoder
 from maect.report.configs import Row
-from maect.report.registry import TABLES, Metric, Table, named_table
+from maect.report.registry import TABLES, Metric, Table
 from maect.stages import STAGES
 
 KEYS = ["architecture", "method"]
@@ -141,7 +141,7 @@ def paper_table(name: str) -> pd.DataFrame:
     Raises:
         UserError: no such table.
     """
-    named_table(name)
+    entry(name, TABLES, "table")
     text = PAPER / f"{name}.csv"
     if not text.is_file():
         return pd.DataFrame(columns=KEYS).set_index(KEYS)
@@ -213,7 +213,7 @@ def build_table(
     Raises:
         UserError: unknown table, a model twice, or a result that cannot be read.
     """
-    table, rows = named_table(name), list(rows)
+    table, rows = entry(name, TABLES, "table"), list(rows)
     of_models = _of_models(table, rows, evaluations)
     source = table.printed or name
     metrics = [*table.metrics, *_others(table, rows, evaluations)]

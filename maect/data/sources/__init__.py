@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maect.core.errors import UserError, did_you_mean
+from maect.core.errors import UserError, entry
 from maect.data.sources.archives import Archive, WebDataset
 from maect.data.sources.base import (
     SUFFIXES,
@@ -79,9 +79,7 @@ def find_source(kind: str) -> type[Source]:
     Raises:
         UserError: there is none.
     """
-    if kind not in SOURCES:
-        raise UserError(f"unknown kind of source {kind!r}; {did_you_mean(kind, SOURCES)}")
-    return SOURCES[kind]
+    return entry(kind, SOURCES, "kind of source")
 
 
 def open_source(

@@ -17,9 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from maect.core.errors import entry
 from maect.core.files import atomic_write
 from maect.report.configs import ShownConfig
-from maect.report.registry import named_figure
+from maect.report.registry import FIGURES
 
 # Okabe and Ito's palette, told apart with any kind of colour vision; yellow last (faint on white).
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
@@ -109,6 +110,6 @@ def make_figure(path: Path) -> None:
 
 def draw(shown: ShownConfig, pdf: Path, png: Path) -> None:
     """Draw a figure to two files; raises as `make_figure`."""
-    function = resolve_name(f"maect.report.figures.{named_figure(shown.name).draw}")
+    function = resolve_name(f"maect.report.figures.{entry(shown.name, FIGURES, 'figure').draw}")
     with styled():
         save(function(shown), pdf, png)

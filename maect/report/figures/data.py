@@ -12,11 +12,11 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, entry
 from maect.core.files import checked_sha256, read_json
 from maect.report.configs import Row, ShownConfig
 from maect.report.groups import group_names, group_numbers
-from maect.report.registry import named_figure
+from maect.report.registry import FIGURES
 from maect.report.tables import chain, result_file
 from maect.report.titles import architecture_title, method_title
 from maect.stages import STAGES
@@ -39,7 +39,7 @@ def result_files(shown: ShownConfig, ending: str) -> dict[str, Path]:
     Of the evaluations that the figure's entry needs, the first that any row has.
     """
     runs = {row_title(row, shown.rows): row.runs[0] for row in shown.rows if row.runs}
-    for name in named_figure(shown.name).needs:
+    for name in entry(shown.name, FIGURES, "figure").needs:
         found = {
             title: result_file(shown.evaluations, run, name, ending) for title, run in runs.items()
         }

@@ -13,11 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.textpath import TextPath
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, entry
 from maect.report.configs import Row, ShownConfig
 from maect.report.figures import CLASS_COLORS, WIDTH, blank, class_style, panels
 from maect.report.figures.data import Classes, read_tensors, result_files, row_title, setting
-from maect.report.registry import named_figure
+from maect.report.registry import FIGURES
 from maect.report.tables import measured, paper_value
 
 LEGEND_CLASSES = 32  # as many as have a look of their own
@@ -193,7 +193,7 @@ def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
 
 def _panel(shown: ShownConfig, row: Row, points: Path) -> Panel:
     """A row's embedding, with the accuracy of k-means on its classes, if that was evaluated."""
-    (clustering,) = named_figure(shown.name).besides
+    (clustering,) = entry(shown.name, FIGURES, "figure").besides
     classes = setting(points.with_suffix(".json"), "classes") or []
     subsets = setting(points.with_name(f"{clustering}.json"), "subsets") or {}
     names = [name for name, subset in subsets.items() if subset == classes] if classes else [""]
