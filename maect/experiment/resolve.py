@@ -115,7 +115,7 @@ def input_path(experiment: Experiment, run: str, name: str, kind: Input) -> Path
             return [experiment.folder(run_to_score(run, name, part)) for part in parts]
 
 
-def read_by_run(experiment: Experiment, name: str) -> list[Path]:
+def inputs_of_run(experiment: Experiment, name: str) -> list[Path]:
     """Files that a training needs before it can start."""
     run = experiment.runs[name]
     shards = [experiment.shards(run.dataset, run.split) / "index.json"]
@@ -124,18 +124,18 @@ def read_by_run(experiment: Experiment, name: str) -> list[Path]:
     if run.source is None:
         return shards
     source = experiment.runs[run.source]
-    sure = left_by(experiment, source.stage)
+    sure = outputs_of(experiment, source.stage)
     files = [file for file in run.settings.inputs(source.settings) if file in sure]
     return shards + [experiment.folder(run.source) / file for file in (*files, "run.json")]
 
 
-def left_by(experiment: Experiment, stage: str) -> list[str]:
+def outputs_of(experiment: Experiment, stage: str) -> list[str]:
     """Files beside `run.json` that all runs of a stage leave; some pre-trainings have no head."""
     leave = [experiment.runs[name].settings.outputs for name in experiment.runs_of(stage)]
     return [file for file in leave[0] if all(file in other for other in leave)] if leave else []
 
 
-def read_by_evaluation(experiment: Experiment, run: str, name: str) -> list[Path]:
+def inputs_of_evaluation(experiment: Experiment, run: str, name: str) -> list[Path]:
     """Files that an evaluation needs before it can start."""
     settings = experiment.evaluation(run, name)
     files = [experiment.folder(run) / "encoder.safetensors"] if settings.encoder_input else []

@@ -228,7 +228,7 @@ def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
     read: set[Path] = set()
     for run, about in experiment.runs.items():
         if about.settings.trains and (experiment.folder(run) / "run.json").exists():
-            read.update(resolve.read_by_run(experiment, run))
+            read.update(resolve.inputs_of_run(experiment, run))
     for run, name in experiment.evaluations:
         evaluated = experiment.dataset_of(name)
         result = experiment.root / "evaluations" / run / f"{name}.json"

@@ -15,10 +15,10 @@ from maect.experiment import Experiment
 from maect.experiment.resolve import (
     ending,
     features_file,
+    inputs_of_evaluation,
+    inputs_of_run,
     of_ending,
     precision,
-    read_by_evaluation,
-    read_by_run,
     run_config,
 )
 from maect.experiment.start import (
@@ -391,7 +391,7 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
             source = device.source
     return PlannedJob(
         stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
-        makes=experiment.folder(run.name), needs=_makers(read_by_run(experiment, run.name)),
+        makes=experiment.folder(run.name), needs=_makers(inputs_of_run(experiment, run.name)),
         bytes=stage.state_bytes(encoder), here=is_here(job), fitted=fitted,
         memory=stage.peak_memory(encoder, nodes * devices),
     )  # fmt: skip
@@ -440,7 +440,7 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
 
     more = {
         "makes": experiment.root / "evaluations" / run / f"{name}.json",
-        "needs": (experiment.folder(run), *_makers(read_by_evaluation(experiment, run, name))),
+        "needs": (experiment.folder(run), *_makers(inputs_of_evaluation(experiment, run, name))),
     }
     flops, title, exact = None, f"{run} {name}", settings.full_precision
     try:

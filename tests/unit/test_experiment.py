@@ -120,7 +120,7 @@ def test_what_a_job_reads(tmp_path: Path) -> None:
     found = load(write(tmp_path, evaluate=asked, protocols=protocols, storage="r"))
 
     def files(name: str) -> list[str]:
-        return list(map(str, resolve.read_by_evaluation(found, "ct_min_tiny", name)))
+        return list(map(str, resolve.inputs_of_evaluation(found, "ct_min_tiny", name)))
 
     features = "r/features/ct_min_tiny/mine-{}.safetensors"
     assert files("knn") == [features.format("train"), features.format("val")]
@@ -129,7 +129,7 @@ def test_what_a_job_reads(tmp_path: Path) -> None:
     probe = "r/evaluations/ct_min_tiny/linear_probe.safetensors"
     assert files("robustness") == [encoder, probe, val]
     source = [f"r/runs/head_min_tiny/{n}" for n in ("encoder.safetensors", "head.safetensors")]
-    assert list(map(str, resolve.read_by_run(found, "ct_min_tiny"))) == [
+    assert list(map(str, resolve.inputs_of_run(found, "ct_min_tiny"))) == [
         "r/shards/mine/train/index.json", *source, "r/runs/head_min_tiny/run.json",
     ]  # fmt: skip
 
@@ -577,13 +577,13 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
     dataset = found.default_dataset
     assert told.test == Path(f"r/shards/{dataset}/val").absolute()
     assert told.resize == found.datasets[dataset].resize
-    assert found.shards(dataset, "val") / "index.json" in resolve.read_by_run(found, last.name)
+    assert found.shards(dataset, "val") / "index.json" in resolve.inputs_of_run(found, last.name)
     assert "test" not in resolve.run_config(found, "mae_tiny").model_dump(mode="json")
     # `mae_*` is the file's run alone.
     assert {run for run, name in found.evaluations if name == "knn"} == {"mae_tiny", last.name}
     told = run_config(found, last.name)
     assert told.source == found.folder("mae_tiny").absolute() and told.seed == 2
-    reads = list(map(str, resolve.read_by_evaluation(found, "mae_tiny", "fine_tune")))
+    reads = list(map(str, resolve.inputs_of_evaluation(found, "mae_tiny", "fine_tune")))
     for seed in range(3):
         folder = f"r/runs/mae_tiny.fine_tune.seed{seed}"
         assert {f"{folder}/run.json", f"{folder}/encoder.safetensors"} <= set(reads)
@@ -624,7 +624,7 @@ def test_fine_tunings_are_trained_on_what_is_evaluated(tmp_path: Path) -> None:
     for name, split in (("fine_tune.seed0", "small"), ("fine_tune_low_shot.1shot-split1", "train")):
         told = run_config(found, f"mae_tiny.{name}")
         assert told.shards == Path(f"r/shards/mine/{split}").absolute()
-        assert Path(f"r/shards/mine/{split}/index.json") in resolve.read_by_run(found, told.run)
+        assert Path(f"r/shards/mine/{split}/index.json") in resolve.inputs_of_run(found, told.run)
         # Its epochs are scored as its evaluation asks.
         asked = resolve.evaluation_config(found, "mae_tiny", name.split(".")[0])
         assert told.resize == asked.resize == 20

@@ -43,7 +43,7 @@ for protocol in PROTOCOLS.values():
         name:
             protocol.name
         input:
-            lambda w: resolve.read_by_evaluation(experiment, w.run, w.evaluation),
+            lambda w: resolve.inputs_of_evaluation(experiment, w.run, w.evaluation),
         output:
             [f"{EVALUATION}.safetensors"] if protocol.writes_tensors else [],
             json=f"{EVALUATION}.json",

@@ -4,9 +4,9 @@ for stage in filter(lambda stage: stage.trains, STAGES.values()):
         name:
             stage.name
         input:
-            lambda w: resolve.read_by_run(experiment, w.run),
+            lambda w: resolve.inputs_of_run(experiment, w.run),
         output:
-            [f"{RUN}/{file}" for file in resolve.left_by(experiment, stage.name)],
+            [f"{RUN}/{file}" for file in resolve.outputs_of(experiment, stage.name)],
             record=f"{RUN}/run.json",
         log:
             f"{LOGS}/{{run}}/{stage.name}.log",
@@ -35,7 +35,7 @@ for stage in filter(lambda stage: not stage.trains, STAGES.values()):
         name:
             stage.name
         output:
-            [f"{RUN}/{file}" for file in resolve.left_by(experiment, stage.name)],
+            [f"{RUN}/{file}" for file in resolve.outputs_of(experiment, stage.name)],
             record=f"{RUN}/run.json",
         log:
             f"{LOGS}/{{run}}/{stage.name}.log",
