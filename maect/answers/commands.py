@@ -244,20 +244,30 @@ def predict(
 
 
 @command(example="export results/digits/runs/ct_min_tiny exported")
-def export(run: Path, out: Path, *, resize: Resize = None, licence: str | None = None) -> None:
+def export(
+    run: Path,
+    out: Path,
+    *,
+    resize: Resize = None,
+    licence: str | None = None,
+    onnx: bool = False,
+) -> None:
     """Write an encoder for timm, transformers and the Hugging Face hub.
 
     Args:
         run: folder of the run.
         out: folder to write to.
         licence: of the weights, for the model card, such as cc-by-4.0.
+        onnx: also write model.onnx, for programs without PyTorch (needs maect[onnx]).
     """
     from maect.answers.card import card_of
-    from maect.models.export import export_run
+    from maect.models.export import export_onnx, export_run
     from maect.stages.run import resize_of
 
     need(run / "run.json", "finished run")
     print(export_run(run, out, resize or resize_of(run), card_of(run, licence)))
+    if onnx:
+        print(f"{export_onnx(out)}: images, normalised as config.json says, to vectors")
 
 
 @command(example="publish results/digits/runs/ct_min_tiny repository --repository USER/NAME")

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,8 @@ from maect.recipes import IMAGENET, Encoder
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-MODEL = "model.safetensors"
+MODEL, ONNX = "model.safetensors", "model.onnx"
+ONNX_BYTES = 2_000_000_000  # what one file may hold (Protocol Buffers)
 TRANSFORM = "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
 
 _READ = ("input_size", "crop_pct")
@@ -144,6 +147,44 @@ def _write_classifier(encoder: Path, head: Path, out: Path) -> list[str]:
     save_tensors(out, tensors, metadata)
     names: list[str] = json.loads(texts["classes"])
     return names
+
+
+def export_onnx(folder: Path) -> Path:
+    """Write `model.onnx` of an exported folder: `images` [n, C, S, S], normalised, to `vectors`.
+
+    A model of more than 2 GB has its weights in `model.onnx.data` beside it.
+
+    Raises:
+        UserError: the packages that write ONNX are not installed.
+    """
+    import timm
+    import torch
+
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "--onnx needs the packages onnx and onnxscript: install maect[onnx]"
+        ) from None
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True, exportable=True).eval()
+    told = read_json(folder / "config.json")["pretrained_cfg"]
+    # A size of 1 would be taken for the only one.
+    images = torch.zeros(2, *told["input_size"])
+    shapes = ({0: torch.export.Dim("n")},)
+    program = torch.onnx.export(
+        model, (images,), dynamo=True, dynamic_shapes=shapes, verbose=False,
+        input_names=["images"], output_names=["vectors"],
+    )  # fmt: skip
+    assert program is not None
+    program.model.metadata_props.update(
+        {key: json.dumps(told[key]) for key in (*_READ, "mean", "std")}
+    )
+    large = sum(value.nbytes for value in model.state_dict().values()) > ONNX_BYTES
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".onnx-") as place:
+        program.save(f"{place}/{ONNX}", external_data=large)
+        for file in Path(place).iterdir():
+            os.replace(file, folder / file.name)
+    return folder / ONNX
 
 
 def read_export(folder: Path) -> tuple[Path, str, int]:

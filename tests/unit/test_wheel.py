@@ -83,6 +83,7 @@ def interpreter(version: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_path: Path) -> None:
     """The wheel runs a pipeline; what is installed from the sdist has the same files."""
@@ -110,6 +111,7 @@ def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_the_demo_without_an_installation(built: Path, tmp_path: Path) -> None:
     """`uvx --from WHEEL maect demo`, with the newest releases; its lines fit a page."""
     wheel = next(built.glob("*.whl"))

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -117,6 +118,31 @@ def test_the_papers_sizes_are_timms(size, name):
         theirs = timm.create_model(name, num_classes=0).state_dict()
         ours = build_encoder(encoder).state_dict()
     assert {k: v.shape for k, v in theirs.items()} == {k: v.shape for k, v in ours.items()}
+
+
+def test_onnx_gives_the_same_vectors(tmp_path, capsys, monkeypatch):
+    """By onnxruntime, for any number of images; without what writes it, a line says what to do."""
+    finished_run(tmp_path / "ct", load_encoder("tiny"), "mean")
+    words = ["export", str(tmp_path / "ct"), str(tmp_path / "out"), "--onnx"]
+    runtime = pytest.importorskip("onnxruntime")
+    assert main(words) == 0
+    session = runtime.InferenceSession(
+        tmp_path / "out/model.onnx", providers=["CPUExecutionProvider"]
+    )
+    told = session.get_modelmeta().custom_metadata_map
+    assert json.loads(told["input_size"]) == [3, 16, 16] and len(json.loads(told["mean"])) == 3
+    model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    for n in (1, 3):
+        images = torch.randn(n, 3, 16, 16, generator=torch.Generator().manual_seed(n))
+        (vectors,) = session.run(["vectors"], {"images": images.numpy()})
+        with torch.inference_mode():
+            np.testing.assert_allclose(vectors, model(images), rtol=1e-4, atol=1e-4)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "config.json", "model.onnx", "model.safetensors", "README.md",
+    }  # fmt: skip
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert main(words) == 2
+    assert "install maect[onnx]" in capsys.readouterr().err
 
 
 def test_the_model_card_says_where_it_comes_from(tmp_path):
