@@ -56,7 +56,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Split:
+class AuditedSplit:
     """A split's shards and the features of its images, in one order."""
 
     name: str
@@ -64,7 +64,7 @@ class Split:
     features: FeatureFile
 
 
-def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
+def open_splits(run: Path, dataset: str | None = None) -> list[AuditedSplit]:
     """The splits of a data set whose features a run's folder has beside it, by name.
 
     Args:
@@ -76,7 +76,7 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
             another encoder.
     """
     root, folder = run.absolute().parents[1], run.name
-    splits: dict[str, dict[str, Split]] = defaultdict(dict)
+    splits: dict[str, dict[str, AuditedSplit]] = defaultdict(dict)
     for own in sorted(root.glob("shards/*/*")):
         name, split = own.parent.name, own.name
         shards = _shards(own)
@@ -87,7 +87,7 @@ def open_splits(run: Path, dataset: str | None = None) -> list[Split]:
                 raise UserError(f"{file}: made of other images than {shards}; delete it")
             if features.record["encoder_sha256"] != encoder_checksum(run):
                 raise UserError(f"{file}: made with another encoder than {run} has; delete it")
-            splits[name][split] = Split(split, index, features)
+            splits[name][split] = AuditedSplit(split, index, features)
     if len(splits) > 1:
         raise UserError(f"{run}: features of {', '.join(splits)}; choose one with --dataset")
     found = next(iter(splits.values()), {})
@@ -116,7 +116,9 @@ def _shards(own: Path) -> Path | None:
     return taken(own)
 
 
-def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = False) -> list[Pair]:
+def audit(
+    splits: list[AuditedSplit], threshold: float = THRESHOLD, within: bool = False
+) -> list[Pair]:
     """Pairs of images that are alike, the most alike first.
 
     Equal files are found by their checksums; each is paired with the first of every split. Others
@@ -165,7 +167,7 @@ def audit(splits: list[Split], threshold: float = THRESHOLD, within: bool = Fals
     return sorted(pairs.values(), key=lambda pair: (-pair.similarity, not pair.exact, pair.a))
 
 
-def _equal_files(splits: list[Split]) -> list[list[tuple[int, int]]]:
+def _equal_files(splits: list[AuditedSplit]) -> list[list[tuple[int, int]]]:
     """Groups of (split, row) with the same bytes; only files of a size that recurs are read."""
     sizes: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for number, split in enumerate(splits):
@@ -178,7 +180,7 @@ def _equal_files(splits: list[Split]) -> list[list[tuple[int, int]]]:
     return [images for images in same.values() if len(images) > 1]
 
 
-def _standardised(splits: list[Split]) -> list[Array]:
+def _standardised(splits: list[AuditedSplit]) -> list[Array]:
     """Unit vectors of each split."""
     features = [split.features.all() for split in splits]
     scale = scale_of(np.concatenate(features))
@@ -195,7 +197,7 @@ def _near(a: Array, b: Array, threshold: float) -> Iterator[tuple[int, int, floa
 
 
 def write_audit(
-    run: str, pairs: list[Pair], splits: list[Split], threshold: float, out: Path
+    run: str, pairs: list[Pair], splits: list[AuditedSplit], threshold: float, out: Path
 ) -> None:
     """Write `pairs.json`, `pairs.csv` and a page with the pictures, `index.html`.
 

@@ -23,7 +23,7 @@ Array = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Classifier:
+class VectorClassifier:
     """A linear classifier on vectors.
 
     Attributes:
@@ -89,7 +89,7 @@ def classifier_of(run: Path) -> Path:
     return run.parent.parent / "evaluations" / run.name / "linear_probe.safetensors"
 
 
-def read_classifier(path: Path) -> Classifier:
+def read_classifier(path: Path) -> VectorClassifier:
     """A linear probe or the head of a fine-tuned run as they were left, or of `fit_classifier`.
 
     Raises:
@@ -111,17 +111,17 @@ def read_classifier(path: Path) -> Classifier:
     if fitted:
         weight, bias = tensors["weight"].numpy(), tensors["bias"].numpy()
         names = json.loads(texts["class_names"])
-        return Classifier(weight, bias, names, texts["encoder_sha256"], True, resize)
+        return VectorClassifier(weight, bias, names, texts["encoder_sha256"], True, resize)
     if "classes" in texts:
         weight, bias = tensors["weight"].double().numpy().T, tensors["bias"].double().numpy()
         encoder = encoder_checksum(path.parent)
-        return Classifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
+        return VectorClassifier(weight, bias, json.loads(texts["classes"]), encoder, prepared=False)
     slope, offset, names, sha256 = read_probe(path)
     weight, bias = slope.double().numpy().T, offset.double().numpy()
-    return Classifier(weight, bias, names, sha256, False, resize)
+    return VectorClassifier(weight, bias, names, sha256, False, resize)
 
 
-def fit_classifier(labelled: Path) -> Classifier:
+def fit_classifier(labelled: Path) -> VectorClassifier:
     """Logistic regression as the protocol `low_shot` fits it, on all labelled vectors of a file.
 
     Args:
@@ -146,10 +146,10 @@ def fit_classifier(labelled: Path) -> Classifier:
     penalty = LowShot().l2 / len(labels)
     weight, _ = fit(prepare(values), labels, len(class_names), penalty, LowShot().solver)
     bias, made_by = np.zeros(len(class_names)), about["encoder_sha256"]
-    return Classifier(weight, bias, class_names, made_by, True, about.get("resize"))
+    return VectorClassifier(weight, bias, class_names, made_by, True, about.get("resize"))
 
 
-def write_classes(vectors: Vectors, classifier: Classifier, path: Path) -> None:
+def write_classes(vectors: Vectors, classifier: VectorClassifier, path: Path) -> None:
     """Write a table of each image's most probable class: file, class, probability."""
     probabilities = classifier.probabilities(vectors.values)
     best = probabilities.argmax(axis=1)

@@ -28,7 +28,7 @@ from maect.data.transforms import normalize
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import own_name, write_features
 from maect.models.precision import Precision, mixed_precision
-from maect.models.vit import Features
+from maect.models.vit import EncoderOutput
 from maect.models.weights import load_any_encoder
 from maect.train.accuracy import BATCH
 
@@ -136,12 +136,12 @@ class Encoding:
         """The same behind the final norm, of all tokens: [b, prefixes + patches, width]."""
         return self._encoded(images, "last").tokens
 
-    def _encoded(self, images: Tensor, norm: Literal["last", "none"]) -> Features:
+    def _encoded(self, images: Tensor, norm: Literal["last", "none"]) -> EncoderOutput:
         images = distributed.moved(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
         with mixed_precision(self.device, self.precision):
-            features: Features = self.encoder(images, norm=norm)
+            features: EncoderOutput = self.encoder(images, norm=norm)
         return features
 
 

@@ -35,7 +35,7 @@ from maect.core.errors import UserError
 from maect.core.settings import later
 from maect.evaluate.base import Images
 from maect.evaluate.dense import CLASSES, Masked, MaskSplit, iou_of, pairs_of
-from maect.evaluate.trained import ByUpdates, Plan, Trainee, Trial
+from maect.evaluate.trained import ByUpdates, Course, Trainee, Trial
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -90,7 +90,7 @@ class PatchLinear(Masked, ByUpdates):
         scored = -(-self.updates // self.period) * images(self.test_split)
         return encode_flops(seen) * (self.updates * self.batch_size + scored)
 
-    def rate(self, step: int, plan: Plan) -> float:
+    def rate(self, step: int, plan: Course) -> float:
         """Return the fraction of the peak rate: the first two updates have the same."""
         number, total = max(0, step - 1), plan.steps
         if number < plan.warmup:

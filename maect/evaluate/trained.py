@@ -49,7 +49,7 @@ class TrainsProbe(Encodes):
         return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
 
     @abstractmethod
-    def plan(self, train: Index) -> Plan:
+    def plan(self, train: Index) -> Course:
         """Return how many updates there are.
 
         Args:
@@ -72,7 +72,7 @@ class TrainsProbe(Encodes):
             steps: how many.
         """
 
-    def rate(self, step: int, plan: Plan) -> float:
+    def rate(self, step: int, plan: Course) -> float:
         """Return the fraction of the peak learning rates in an update, from 0."""
         from maect.train.optimizer import schedule
 
@@ -125,7 +125,7 @@ class TrainsProbe(Encodes):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Course:
     """Number of updates.
 
     Attributes:
@@ -188,7 +188,7 @@ class ByEpochs(OnCrops):
         seen = self.epochs * images(self.train_split) + tests * images(self.test_split)
         return encode_flops(encoder) * seen
 
-    def plan(self, train: Index) -> Plan:
+    def plan(self, train: Index) -> Course:
         """Return the updates of whole batches.
 
         Raises:
@@ -200,7 +200,7 @@ class ByEpochs(OnCrops):
                 f"batch of {self.batch_size}; lower batch_size"
             )
         steps, ends = updates(train.n, self.batch_size, self.epochs)
-        return Plan(steps, ends, self.warmup_epochs * train.n / self.batch_size)
+        return Course(steps, ends, self.warmup_epochs * train.n / self.batch_size)
 
 
 class ByUpdates(TrainsProbe):
@@ -217,10 +217,10 @@ class ByUpdates(TrainsProbe):
             raise ValueError(f"warmup_updates {self.warmup_updates} of {self.updates} updates")
         return self
 
-    def plan(self, train: Index) -> Plan:
+    def plan(self, train: Index) -> Course:
         """Return the updates, an end after each period and after the last."""
         ends = [*range(self.period, self.updates, self.period), self.updates]
-        return Plan(self.updates, ends, self.warmup_updates)
+        return Course(self.updates, ends, self.warmup_updates)
 
 
 def updates(images: int, batch: int, epochs: int) -> tuple[int, list[int]]:

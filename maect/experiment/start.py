@@ -34,7 +34,7 @@ LOOKS_FIRST = {
 
 
 @dataclass(frozen=True)
-class Job:
+class PendingJob:
     """A job of Snakemake before it starts.
 
     Attributes:
@@ -54,7 +54,7 @@ class Job:
     forced: bool
 
 
-def faults(experiment: Experiment, jobs: Sequence[Job]) -> list[str]:
+def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
     """Return what jobs would miss or read wrongly: a sentence each, empty if all is well."""
     planned = _sharded(jobs, ["plan_shards"])
     evaluations = [
@@ -76,7 +76,7 @@ def faults(experiment: Experiment, jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
+def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
     """Write what jobs are told, and keep what they may find to be done; for the folder's owner."""
     refresh_runs(experiment)
     tidy(experiment.root)
@@ -102,7 +102,7 @@ def prepare(experiment: Experiment, jobs: Sequence[Job]) -> None:
             note_taken(experiment.own_shards(dataset, split), folder)
 
 
-def _told(experiment: Experiment, job: Job) -> SettingsFile:
+def _told(experiment: Experiment, job: PendingJob) -> SettingsFile:
     """All that a job is told."""
     rule, given = job.rule, job.wildcards
     if rule in PROTOCOLS:
@@ -112,7 +112,7 @@ def _told(experiment: Experiment, job: Job) -> SettingsFile:
     return next(told for path, told, _ in pages(experiment) if path == job.config)
 
 
-def _sharded(jobs: Iterable[Job], rules: Sequence[str] = SHARDING) -> list[tuple[str, str]]:
+def _sharded(jobs: Iterable[PendingJob], rules: Sequence[str] = SHARDING) -> list[tuple[str, str]]:
     """(dataset, split) that are to be sharded, or go through some of the steps."""
     return sorted(
         {(job.wildcards["dataset"], job.wildcards["split"]) for job in jobs if job.rule in rules}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from maect.core.errors import UserError
 from maect.models.capi import Capi
-from maect.models.vit import Features, Norm, Pooling
+from maect.models.vit import EncoderOutput, Norm, Pooling
 from maect.recipes import Encoder
 
 
@@ -50,7 +50,7 @@ class TimmEncoder(nn.Module):
         blocks: Collection[int] = (),
         norm: Norm = "last",
         pooling: Pooling | None = None,
-    ) -> Features:
+    ) -> EncoderOutput:
         """Encode images (arguments: `VisionEncoder.forward`).
 
         Raises:
@@ -68,7 +68,7 @@ class TimmEncoder(nn.Module):
         for number in blocks:
             x = self.norm(raw[number]) if norm == "all" else raw[number]
             kept[number] = x if pooling is None else self.pool(x, pooling)
-        return Features(tokens, kept, self.num_prefix_tokens, grid)
+        return EncoderOutput(tokens, kept, self.num_prefix_tokens, grid)
 
     def _blocks(
         self, images: Tensor, numbers: Collection[int]

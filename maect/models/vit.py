@@ -34,7 +34,7 @@ Norm = Literal["last", "none", "all"]
 """Whose output the final norm is applied to: the last block's, none, or that of all blocks."""
 
 
-class Features(NamedTuple):
+class EncoderOutput(NamedTuple):
     """Output of an encoder. Tokens are [CLS] if there is one, registers, then patches.
 
     Attributes:
@@ -133,7 +133,7 @@ class VisionEncoder(VisionTransformer):
         blocks: Collection[int] = (),
         norm: Norm = "last",
         pooling: Pooling | None = None,
-    ) -> Features:
+    ) -> EncoderOutput:
         """Encode images of any height and width that patches tile.
 
         Args:
@@ -176,7 +176,7 @@ class VisionEncoder(VisionTransformer):
             x = run_block(self.blocks[number], x, self.checkpointing)
             keep(number, x)
         x = x if norm == "none" else self.norm(x)
-        return Features(x, kept, self.num_prefix_tokens, grid)
+        return EncoderOutput(x, kept, self.num_prefix_tokens, grid)
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:
         """Rows and columns of patches of images [b, C, H, W].

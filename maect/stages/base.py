@@ -42,7 +42,7 @@ def head_file(name: str) -> str:
     return f"{name}.safetensors"
 
 
-class Unlabelled(Training):
+class WithoutLabels(Training):
     """Settings of the stages that learn without labels, from views of images.
 
     Their objective has named parts: `encoder`, whatever else a stage adds, and any number of
@@ -88,7 +88,7 @@ class Unlabelled(Training):
 
     def _continued(self, source: Stage) -> list[str]:
         """Names of the heads that a run takes over from one of `source`."""
-        if not (self.continues_heads and isinstance(source, Unlabelled)):
+        if not (self.continues_heads and isinstance(source, WithoutLabels)):
             return []
         return [name for name in self.heads if name in source.heads]
 
@@ -96,7 +96,7 @@ class Unlabelled(Training):
         """Refuse another encoder, and heads of other shapes."""
         super().check_source(encoder, source, source_encoder)
         for name in self._continued(source):
-            ours, theirs = self.heads[name], cast(Unlabelled, source).heads[name]
+            ours, theirs = self.heads[name], cast(WithoutLabels, source).heads[name]
             for key in ours.shape:
                 if getattr(ours, key) != getattr(theirs, key, None):
                     here, there = getattr(ours, key), getattr(theirs, key, None)
@@ -250,7 +250,7 @@ class Unlabelled(Training):
         return self
 
 
-class SelfSupervised(Unlabelled):
+class SelfSupervised(WithoutLabels):
     """Settings of the stages with the paper's schedule and, if any, an NNCLR head."""
 
     warmup_fraction: float = Field(ge=0, lt=1)

@@ -20,7 +20,7 @@ from maect.models.precision import mixed_precision
 from maect.models.refiner import RefinerHeads, head_weights
 from maect.models.vit import Pooling, VisionEncoder
 from maect.recipes import views_by_size, visible_patches
-from maect.stages.base import SelfSupervised, Unlabelled
+from maect.stages.base import SelfSupervised, WithoutLabels
 from maect.train.collapse import collapse, spread
 from maect.train.objective import Gathered, Objective
 
@@ -52,7 +52,7 @@ class Views:
 class ViewsObjective(Objective):
     """Base of the objectives on views, with any number of heads with a queue among its parts."""
 
-    def __init__(self, stage: Unlabelled, encoder: VisionEncoder, seed: int) -> None:
+    def __init__(self, stage: WithoutLabels, encoder: VisionEncoder, seed: int) -> None:
         """Hold what every such objective has.
 
         Args:
@@ -272,7 +272,7 @@ class RefinerObjective(ViewsObjective):
 
     def __init__(
         self,
-        stage: Unlabelled,
+        stage: WithoutLabels,
         encoder: VisionEncoder,
         heads: RefinerHeads,
         seed: int,

@@ -7,14 +7,14 @@ from pydantic import Field, model_validator
 
 from maect.core.settings import later
 from maect.recipes import LOCAL, Encoder, Refiner, View
-from maect.stages.base import Unlabelled
+from maect.stages.base import WithoutLabels
 from maect.train.stage import Stage
 
 if TYPE_CHECKING:  # these import torch
     from maect.stages.objectives import RefinerObjective
 
 
-class RefineHeads(Unlabelled):
+class RefineHeads(WithoutLabels):
     """Initialisation of MIM-Refiner's heads on the frozen encoder (Alkin et al. 2025)."""
 
     name: ClassVar[str] = "refine_heads"

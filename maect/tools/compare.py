@@ -34,7 +34,7 @@ ONE_IN = 5
 
 
 @dataclass(frozen=True)
-class Folder:
+class ImageFolder:
     """The images of a folder.
 
     Attributes:
@@ -77,7 +77,7 @@ def named(given: Sequence[str], what: str) -> dict[str, Path]:
     return found
 
 
-def open_folder(name: str, path: Path) -> Folder:
+def open_folder(name: str, path: Path) -> ImageFolder:
     """Find the images, classes and splits of a folder, and read every file once for its checksum.
 
     Training and test images are found as `maect new-experiment` finds them; without such a split
@@ -99,7 +99,7 @@ def open_folder(name: str, path: Path) -> Folder:
             lie = "image lies" if parts[0].loose == 1 else "images lie"
             remarks.append(f"{parts[0].loose} {lie} beside class folders: no labels")
         remarks.append("No classes: only what needs no labels")
-        return Folder(name, path, parts, contents, None, np.zeros(n, bool), tuple(remarks))
+        return ImageFolder(name, path, parts, contents, None, np.zeros(n, bool), tuple(remarks))
     if labels.min() < 0:
         row = int(labels.argmin())
         entries = [entry for part in parts for entry in part.entries]
@@ -115,7 +115,7 @@ def open_folder(name: str, path: Path) -> Folder:
         if both:
             are = "image is" if both == 1 else "images are"
             remarks.append(f"{both} test {are} also among the training images")
-    return Folder(name, path, parts, contents, labels, test, tuple(remarks))
+    return ImageFolder(name, path, parts, contents, labels, test, tuple(remarks))
 
 
 def _contents(images: Images) -> list[str]:
@@ -125,7 +125,7 @@ def _contents(images: Images) -> list[str]:
     return [hashlib.sha256(source.read(entry)).hexdigest() for entry in images.entries]
 
 
-def vectors(encoder: ImageEncoder, folder: Folder, kept: Path) -> Array:
+def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
     """Return vectors of all images of a folder, float32 [n, width]; of unreadable ones NaN.
 
     Every 1,024 are kept as a file named after the encoder, how images are prepared and the images'
@@ -178,7 +178,7 @@ class Matrix:
     """
 
     encoders: dict[str, ImageEncoder]
-    folders: list[Folder]
+    folders: list[ImageFolder]
     scores: dict[tuple[str, str], dict[str, Score]]
     readable: dict[str, tuple[int, int]]
 
@@ -250,19 +250,19 @@ def compare(
     return Matrix(loaded, folders, scores, readable)
 
 
-def _names(folder: Folder, which: NDArray[np.bool_]) -> list[str]:
+def _names(folder: ImageFolder, which: NDArray[np.bool_]) -> list[str]:
     """Names of some images of a folder."""
     names = [entry.name for part in folder.parts for entry in part.entries]
     return [names[row] for row in np.flatnonzero(which)]
 
 
-def _is_imagenets(folder: Folder) -> bool:
+def _is_imagenets(folder: ImageFolder) -> bool:
     """Return whether test images are named as those of ImageNet's validation split."""
     names = _names(folder, folder.test)
     return bool(names) and is_imagenets(names[0])
 
 
-def real_of(folder: Folder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
+def real_of(folder: ImageFolder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
     """ReaL's labels of some images of a folder.
 
     Raises:
@@ -272,7 +272,7 @@ def real_of(folder: Folder, which: NDArray[np.bool_], labels: RealLabels) -> Rea
 
 
 def measured(
-    folder: Folder,
+    folder: ImageFolder,
     features: Array,
     good: NDArray[np.bool_],
     threads: int,

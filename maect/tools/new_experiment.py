@@ -41,7 +41,7 @@ from maect.tools.own_images import (
     held_out,
     look_at,
 )
-from maect.tools.plan import Device, PlannedJob, Shards, all_jobs, listed, make_plan, wall
+from maect.tools.plan import Device, PlannedJob, SplitFacts, all_jobs, listed, make_plan, wall
 from maect.tools.speed import busy
 
 log = logging.getLogger(__name__)
@@ -454,7 +454,9 @@ class Written:
             experiment = load(str(file))
         classes = len(self.images.classes) or 1000
         known = {
-            experiment.shards(experiment.default_dataset, split): Shards(n, None, False, classes)
+            experiment.shards(experiment.default_dataset, split): SplitFacts(
+                n, None, False, classes
+            )
             for split, n in self.counts.items()
         }
         return make_plan(all_jobs(experiment), experiment, device, known).jobs

@@ -77,7 +77,7 @@ class RuleJob:
 
 
 @dataclass(frozen=True)
-class Shards:
+class SplitFacts:
     """Knowledge of a split: an index, a plan, a publication, or nothing (None)."""
 
     images: int | None
@@ -87,18 +87,18 @@ class Shards:
     """ImageNet's, where they are not known."""
 
 
-def shards_of(folder: Path) -> Shards:
+def shards_of(folder: Path) -> SplitFacts:
     """Look at `shards/DATASET/SPLIT`."""
     index, plan = read_mapping(folder / "index.json"), read_mapping(folder / "plan.json")
     if index:
         size = sum(shard["size"] for shard in index.get("shards", []))
-        return Shards(index["n"], size, True, len(index.get("class_names", [])) or 1000)
+        return SplitFacts(index["n"], size, True, len(index.get("class_names", [])) or 1000)
     dataset, split = folder.parent.name, folder.name
     images = plan.get("n") or KNOWN_IMAGES.get(dataset, {}).get(split)
-    return Shards(images, KNOWN_BYTES.get(dataset, {}).get(split), False)
+    return SplitFacts(images, KNOWN_BYTES.get(dataset, {}).get(split), False)
 
 
-def listed(experiment: Experiment, dataset: str, split: str) -> Shards | None:
+def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | None:
     """Count the images of a split that is not planned yet; its bytes by some of them.
 
     Returns:
@@ -118,7 +118,7 @@ def listed(experiment: Experiment, dataset: str, split: str) -> Shards | None:
     except (UserError, OSError):
         return None
     size = plan["n"] * sum(some) // len(some)
-    return Shards(plan["n"], size, False, len(plan["class_names"]) or 1000)
+    return SplitFacts(plan["n"], size, False, len(plan["class_names"]) or 1000)
 
 
 def feature_bytes(encoder: Encoder, images: int, blocks: int = 1) -> int:
@@ -256,10 +256,10 @@ class Plan:
     unknown: set[str] = field(default_factory=set)
     others: int = 0
     """Commands on the login node: shards, tables, figures."""
-    listed: dict[Path, Shards] = field(default_factory=dict)
+    listed: dict[Path, SplitFacts] = field(default_factory=dict)
     """Of splits that are not planned yet: their folders, and what was counted."""
 
-    def shards(self, folder: Path) -> Shards:
+    def shards(self, folder: Path) -> SplitFacts:
         """Return what is known of a split."""
         known = shards_of(folder)
         return known if known.images is not None else self.listed.get(folder.absolute(), known)
@@ -297,7 +297,7 @@ def make_plan(
     jobs: Iterable[RuleJob],
     experiment: Experiment,
     device: Device,
-    known: Mapping[Path, Shards] | None = None,
+    known: Mapping[Path, SplitFacts] | None = None,
 ) -> Plan:
     """Price the jobs of an experiment that Snakemake would run.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from maect.core.errors import counted
 from maect.recipes import Encoder, load_encoder
 from maect.stages import Training, load_recipe
-from maect.stages.base import Unlabelled
+from maect.stages.base import WithoutLabels
 from maect.tools.plan import Device
 
 SECONDS = 1.0
@@ -44,12 +44,12 @@ class Machine(Device):
 
     def images_per_second(self, stage: Training, encoder: Encoder, processes: int = 1) -> float:
         """Speed of a training on this many processes; by its operations if it needs labels."""
-        if not isinstance(stage, Unlabelled):
+        if not isinstance(stage, WithoutLabels):
             return super().images_per_second(stage, encoder, processes)
         speed = self._measured(stage, encoder)[0]
         return speed * (1 if self.name == "cpu" else processes)
 
-    def _measured(self, stage: Unlabelled, encoder: Encoder) -> tuple[float, float]:
+    def _measured(self, stage: WithoutLabels, encoder: Encoder) -> tuple[float, float]:
         key = stage.name, encoder
         if key not in self._speeds:
             flops = stage.flops_per_image(encoder)
@@ -78,7 +78,7 @@ def this_machine() -> Machine:
     return Machine(torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
 
 
-def measure(stage: Unlabelled, encoder: Encoder, batch: int) -> float:
+def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     """Images per second of one rank's training step with random weights and images.
 
     A CPU's rank has its share of the cores, as in a training: with all of them, and others at work

@@ -38,7 +38,7 @@ from maect.models.decoder import Decoder
 from maect.recipes import Encoder, load_encoder, views_by_size
 from maect.recipes.memory import GIB
 from maect.stages import load_recipe
-from maect.stages.base import Unlabelled
+from maect.stages.base import WithoutLabels
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
 from maect.train.exchange import CAST
@@ -275,7 +275,7 @@ def count(
 
 def build(stage: Training, encoder: Encoder, classes: int) -> Any:
     """The objective of a stage with weights of no value."""
-    if isinstance(stage, Unlabelled):
+    if isinstance(stage, WithoutLabels):
         return stage.objective(encoder, 0)
     assert isinstance(stage, FineTune)
     return Classifier(stage, vit.build_encoder(encoder), classes, "mean", 0)

@@ -600,7 +600,7 @@ def test_a_job_that_the_file_does_not_list_is_told_as_well(
     assert ("head_min_tiny", "knn") not in found.asked
     config = Path("r/evaluations/head_min_tiny/knn.yaml")
     wildcards = {"run": "head_min_tiny", "evaluation": "knn"}
-    start.prepare(found, [start.Job("knn", wildcards, [], [], config, False)])
+    start.prepare(found, [start.PendingJob("knn", wildcards, [], [], config, False)])
     told = resolve.evaluation_config(found, "head_min_tiny", "knn")
     assert EvaluationConfig.read(config).digest == told.digest
 

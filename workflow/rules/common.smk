@@ -284,7 +284,7 @@ def start():
         if account.startswith("$") and os.path.expandvars(account) == account:
             stop(f"the profile's account is {account}, which is not set: export it")
     jobs = [
-        starting.Job(
+        starting.PendingJob(
             job.rule.name,
             dict(job.wildcards.items()),
             [*job.input, *job.output] if job.rule.shellcmd else [],
