@@ -159,7 +159,7 @@ class PatchLinear(Masked, ByUpdates):
             raise UserError(f"batch_size {self.batch_size} is not a multiple of {ranks} ranks")
 
 
-class Head:
+class PatchHead:
     """BatchNorm and linear layer with AdamW, the same on every rank.
 
     Attributes:
@@ -257,7 +257,7 @@ class Head:
 class Segmenter(Trainee):
     """The head, and with `held_out` its twin, which learns from the other images alone."""
 
-    groups: dict[str, Head]
+    groups: dict[str, PatchHead]
 
     def __init__(self, trial: Trial, settings: PatchLinear) -> None:
         import numpy as np
@@ -283,7 +283,9 @@ class Segmenter(Trainee):
             self.held = trial.held_out(settings.held_out, settings.seed)
             names.append("twin")
         width, device = trial.encoding.settings.width, trial.encoding.device
-        self.groups = {name: Head(width, len(self.classes), settings, device) for name in names}
+        self.groups = {
+            name: PatchHead(width, len(self.classes), settings, device) for name in names
+        }
 
     def drawn(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
         """Draw which channels of each of the next crops are dropped, and which are held out."""
@@ -327,7 +329,7 @@ class Segmenter(Trainee):
         if mean > max(history[:-1], default=-1.0):
             details["best"] = details["last"]
             head = self.groups["head"]
-            names = (*Head.NAMES, "mean", "var")
+            names = (*PatchHead.NAMES, "mean", "var")
             self.kept = {name: getattr(head, name).detach().clone() for name in names}
         if self.held is not None:
             import numpy as np
@@ -355,7 +357,7 @@ class Segmenter(Trainee):
         return iou_of(distributed.sum_over_ranks(table).numpy(), self.settings.ignore)
 
     def segmented(
-        self, head: Head, split: MaskSplit, row: int, shape: tuple[int, ...]
+        self, head: PatchHead, split: MaskSplit, row: int, shape: tuple[int, ...]
     ) -> NDArray[np.uint8]:
         """The predicted number of each pixel of an image, uint8 [height, width]."""
         import numpy as np

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,14 @@ def test_docstrings_say_what_a_thing_does_or_is() -> None:
         if question.match(text)
     ]
     assert not found
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    theirs = {"LogHandler"}  # Snakemake finds a plugin's class by this name
+    classes = Counter(
+        node.name
+        for path in (ROOT / "maect").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert {name for name, count in classes.items() if count > 1} <= theirs

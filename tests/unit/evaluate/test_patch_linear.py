@@ -18,7 +18,7 @@ from maect.data.transforms import normalize
 from maect.evaluate.base import Interrupted
 from maect.evaluate.dense import MaskSplit, miou
 from maect.evaluate.features import Encoding
-from maect.evaluate.patch_linear import Head, PatchLinear, Segmenter
+from maect.evaluate.patch_linear import PatchHead, PatchLinear, Segmenter
 from maect.evaluate.segments import (
     NOTHING,
     crop,
@@ -180,7 +180,7 @@ def test_the_head_learns_as_modules_of_torch():
     settings = SETTINGS.model_copy(update={"dropout": 0.0})
     torch.set_default_dtype(torch.float64)
     try:
-        head = Head(12, 3, settings, CPU)
+        head = PatchHead(12, 3, settings, CPU)
         norm, conv = nn.BatchNorm2d(12), nn.Conv2d(12, 3, 1)
         conv.weight.data = head.weight.detach().clone()[:, :, None, None]
         conv.bias.data.zero_()
@@ -308,7 +308,7 @@ def test_the_twin_learns_nothing_of_held_out_images(drawn, tmp_path):
     alone.drawn(epochs[1:], ids[1:])
     alone.step(features[1:], targets[1:], 1.0)
     twin, other = probe.groups["twin"], alone.groups["head"]
-    for name in (*Head.NAMES, "mean", "var"):
+    for name in (*PatchHead.NAMES, "mean", "var"):
         torch.testing.assert_close(getattr(twin, name), getattr(other, name))
     assert not torch.equal(probe.groups["head"].mean, twin.mean)
 
