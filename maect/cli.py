@@ -8,13 +8,15 @@ import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
 
 import maect.answers.commands
 import maect.data.commands
 import maect.tools.commands
 import maect.tools.job_commands
 from maect import __version__
-from maect.core.commands import Command, Parser
+from maect.core.commands import Command, Parser, command
 from maect.core.errors import UserError
 from maect.core.log import command_log
 from maect.core.processes import open_closed_streams
@@ -27,6 +29,26 @@ OF_THE_SYSTEM = {
     errno.ENOSPC, errno.ENOTDIR, errno.ENOTEMPTY, errno.EPERM, errno.EROFS, errno.ESTALE,
 }  # fmt: skip
 """What a disk, a path or its rights may refuse: a line, and no traceback."""
+
+
+@command(example="completion bash > ~/.local/share/bash-completion/completions/maect")
+def completion(shell: Literal["bash", "zsh", "tcsh"]) -> None:
+    """Print what completes commands and options in a shell."""
+    import shtab
+
+    parser = build_parser()
+    (action,) = (one for one in parser._actions if isinstance(one, argparse._SubParsersAction))
+    for name, sub in action.choices.items():
+        sub.fill()
+        # Those without a help are hidden; the help lists all in groups of its own.
+        about = COMMANDS[name].about.split(". ")[0]
+        action._choices_actions.append(action._ChoicesPseudoAction(name, (), about))
+        for word in sub._actions:
+            if word.type is Path:
+                word.complete = shtab.FILE
+    print(shtab.complete(parser, shell=shell))
+
+
 MODULES = (
     maect.tools.commands,
     maect.tools.job_commands,
@@ -39,7 +61,7 @@ COMMANDS = {
     for module in MODULES
     for thing in vars(module).values()
     if isinstance(thing, Command)
-}
+} | {completion.name: completion}
 GROUPS = {
     "first steps": ("demo", "new-experiment", "run", "plan", "status", "show"),
     "use an encoder on images": (
@@ -48,7 +70,7 @@ GROUPS = {
     "public weights and sharing": (
         "retrieve", "import", "export", "publish", "leaderboard", "sync",
     ),
-    "clusters and upkeep": ("doctor", "clean", "verify", "replay"),
+    "clusters and upkeep": ("doctor", "clean", "verify", "replay", "completion", "schema"),
 }  # fmt: skip
 """Commands by what they are for; the others are single jobs of a pipeline."""
 
@@ -108,8 +130,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"maect {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        subparsers.add_parser(name, of=command)
+    for name, of in COMMANDS.items():
+        subparsers.add_parser(name, of=of)
     return parser
 
 

@@ -205,14 +205,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options | {"allow_abbrev": False})
         self._of, self._listed, self._filled = of, listed, of is None
 
-    def _fill(self) -> None:
+    def fill(self) -> None:
+        """Add the words of the command."""
         if not self._filled and self._of is not None:
             self._filled = True
             self._of.fill(self)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, as argparse does."""
-        self._fill()
+        self.fill()
         return super().parse_known_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -225,7 +226,7 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help, as printed: for all commands their list, for one names and example."""
-        self._fill()
+        self.fill()
         self.epilog = self._listed() or None
         if self._of is None:
             return super().format_help()

@@ -175,7 +175,7 @@ class Evaluations(Settings):
     seeds: int | None = Field(default=None, gt=0)
     """At most this many seeds of each run."""
 
-    @field_validator("runs", mode="before")
+    @field_validator("runs", mode="before", json_schema_input_type=list[str | list[Any]])
     @classmethod
     def _runs(cls, value: Any) -> Any:
         return _flat(value)
@@ -183,6 +183,7 @@ class Evaluations(Settings):
 
 # The lines of a table or figure: runs by name or pattern; METHOD: RUN gives the line another name.
 Rows = list[str | dict[str, str]]
+WrittenRows = list[str | dict[str, str] | list[Any]]
 
 
 def _flat(value: Any) -> Any:
@@ -215,7 +216,12 @@ class ExperimentSpec(Settings):
     tables: dict[str, Rows] = Field(default_factory=dict)
     figures: dict[str, Rows] = Field(default_factory=dict)
 
-    @field_validator("tables", "figures", mode="before")
+    @field_validator(
+        "tables",
+        "figures",
+        mode="before",
+        json_schema_input_type=list[str] | dict[str, WrittenRows | None],
+    )
     @classmethod
     def _rows(cls, value: Any) -> Any:
         """A list of names, or a name without rows, means every evaluated run."""

@@ -387,3 +387,13 @@ def clean(root: Root, *, remove: bool = False) -> None:
     from maect.tools.clean import clean as free
 
     free(need(root, "results folder"), remove)
+
+
+@command(example="schema > experiment.schema.json")
+def schema() -> None:
+    """Print the JSON schema of experiment files, for editors."""
+    import json
+
+    from maect.experiment.editors import json_schema
+
+    print(json.dumps(json_schema(), indent=2))

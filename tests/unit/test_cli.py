@@ -244,3 +244,18 @@ def test_the_nearest_name_is_said(arguments, words, tmp_path, monkeypatch, capsy
         assert end.code == 2
     said = capsys.readouterr().err
     assert words in said and len(said.splitlines()) <= 2
+
+
+def test_a_shell_completes_commands_and_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    (tmp_path / "maect.bash").write_text(capsys.readouterr().out)
+    (tmp_path / "photos").mkdir()
+    asked = """source maect.bash
+for line in "maect exp" "maect export --li" "maect embed --precision b" "maect embed pho"; do
+    COMP_WORDS=($line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+    _shtab_maect; echo "${COMPREPLY[@]}"
+done"""
+    done = subprocess.run(["bash", "-c", asked], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["export", "--licence", "bf16", "photos"], done.stderr

@@ -1,5 +1,8 @@
 """The experiment file: expansion, links, and one clear message for each mistake."""
 
+import copy
+import functools
+import json
 import os
 import re
 import subprocess
@@ -10,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import write_record
+from maect.core.yaml_files import read_yaml
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load, pages, resolve, start
@@ -845,3 +850,25 @@ def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path: Path) -> None:
     evaluate = [{"runs": ["mae_tiny"], "protocols": ["clustering"]}, alone]
     with pytest.raises(UserError, match="reads what clustering leaves"):
         load(write(tmp_path, datasets=datasets, evaluate=evaluate))
+
+
+def test_editors_accept_all_experiments_and_no_misspelt_key(tmp_path, capsys):
+    """By the JSON schema that `maect schema` prints."""
+    jsonschema = pytest.importorskip("jsonschema")
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    check = jsonschema.Draft202012Validator(schema)
+    files = sorted(EXPERIMENTS.glob("*.yaml"))
+    for file in files:
+        assert not list(check.iter_errors(read_yaml(file))), file
+    told = read_yaml(EXPERIMENTS / "digits.yaml")
+    for path, key, value in (
+        (("runs", "mae_tiny"), "sise", "tiny"),
+        (("datasets", "digits"), "kinds", "digits"),
+        ((), "tables", ["low_shots"]),
+        (("look",), "every_epochs", "five"),
+    ):
+        wrong = copy.deepcopy(told)
+        functools.reduce(dict.__getitem__, path, wrong)[key] = value
+        assert list(check.iter_errors(wrong)), key
