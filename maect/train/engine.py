@@ -284,13 +284,13 @@ class Replicated(Engine):
             groups,
             settings.zero_stage == 1,
             _cast_by_autocast(module, settings, device),
-            [part for part in module.modules() if isinstance(part, Block | QueueHead)],
+            list(readers(module, self.compiled)),
             self._in_parts,
         )
         self._wrap(_as_updated(groups, self._exchange), settings, {"stage": 0})
         self._engine.enable_backward_allreduce = False
         self._create_moments(piece.weights for piece in self._exchange.pieces)
-        self._replicas: list[Shard] = []  # updated here too, but saved by another rank: ZeRO 0
+        self._replicas: list[Shard] = []  # updated here too, but saved by another rank
         for piece in self._exchange.pieces:
             self._share_out(piece)
 
@@ -428,6 +428,19 @@ class Partitioned(Engine):
         parameters = list(module.parameters())
         return deepspeed.zero.GatheredParameters(parameters, enabled=not self._whole)
 
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks, and empty what its closures hold, which autograd keeps."""
+        super().close()
+        if self._whole:
+            return
+        parameters: Iterable[Any] = self.module.parameters()
+        for parameter in parameters:
+            for tensor in (parameter, parameter.ds_tensor):
+                tensor.data = tensor.new_empty(0)
+        self._engine.optimizer = None
+        vars(self._zero).clear()
+        self._adam.state.clear()
+
 
 def build_engine(
     module: nn.Module, settings: Training, groups: list[dict[str, Any]], device: torch.device
@@ -461,7 +474,25 @@ def _cast_by_autocast(
     """Parts in which autocast casts layers' weights."""
     if not mixed_precision(device, settings.precision)._enabled:
         return []
-    return [part for part in module.modules() if isinstance(part, VisionEncoder | Decoder)]
+    return list(cast_parts(module))
+
+
+def cast_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Parts whose layers compute in bfloat16 under autocast."""
+    return (part for part in module.modules() if isinstance(part, VisionEncoder | Decoder))
+
+
+def readers(module: nn.Module, compiled: bool = False) -> Iterator[nn.Module]:
+    """Yield what reads parameters only while it is called: layers, `compiled` blocks, heads."""
+    if isinstance(module, QueueHead) or (compiled and isinstance(module, Block)):
+        yield module
+    elif isinstance(module, Block):
+        yield from (part for part in module.modules() if part._parameters)
+    elif isinstance(module, nn.Linear | nn.LayerNorm):
+        yield module
+    else:
+        for child in module.children():
+            yield from readers(child, compiled)
 
 
 def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[str, Any]]:

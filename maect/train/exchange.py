@@ -13,13 +13,14 @@ Autocast takes a kernel to cast each weight, and one for each of their gradients
 block's. Here all weights of a bucket are cast at once, frozen ones once for all, and lent to their
 layers for a forward and backward pass; the bits are the same.
 
-Under ZeRO 1 these bfloat16 copies are gathered, half the bytes of the weights. Parameters that
-nobody casts (norms, heads) have buckets of their own and are gathered in float32. All of it travels
-while the next forward pass computes: the first buckets that it needs go first, and each part waits
-for its own. `complete` gathers the weights themselves, for whoever reads them elsewhere.
+Under ZeRO 1 these bfloat16 copies are gathered, half the bytes of the weights. Heads, which nobody
+casts, have buckets of their own and are gathered in float32. All of it travels while the next
+forward pass computes: the first buckets that it needs go first, and each part waits for its own.
+Every rank updates all norms, tokens and the first layer, which are few weights: the forward pass
+begins without a wait. `complete` gathers the weights themselves, for whoever reads them elsewhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,12 @@ ALIGNED = 32
 SMALLEST = 5
 """What part of a full bucket is room for the parameters that are read first, whose gradients come
 last: hardly anything is computed meanwhile."""
+FIRST = 25
+"""What part of a full bucket the weights of the first layers may be that every rank updates."""
 CAST = (nn.Linear, nn.Conv2d)
 """Layers whose parameters autocast casts."""
+Entry = tuple[str, nn.Parameter, int]
+"""A trained parameter with its name, and its group's number or where it begins in a bucket."""
 
 
 @dataclass
@@ -45,7 +50,8 @@ class Bucket:
     Attributes:
         parameters: each with its name and where it begins.
         weights: of all of them, [n]; the parameters are views of it.
-        averaged: gradients over all ranks: of this rank's slice (ZeRO 1), or of all.
+        scattered: a rank updates its own slice alone, and the others' are gathered.
+        averaged: gradients over all ranks: of this rank's slice if it is scattered, or of all.
         runs: number of a parameter group and where its parameters begin and end; no gaps between.
         own: this rank's slice.
         lent: what layers compute with in place of parameters, by the parameters' numbers.
@@ -56,8 +62,9 @@ class Bucket:
         whole: whether `weights` has all ranks' slices, once they have come.
     """
 
-    parameters: list[tuple[str, nn.Parameter, int]]
+    parameters: list[Entry]
     weights: Tensor
+    scattered: bool
     averaged: Tensor
     runs: list[tuple[int, int, int]]
     own: slice
@@ -137,15 +144,13 @@ class Exchange:
         self._frozen = list(_frozen(cast))
         cast, models = ([], ()) if adds_up else (cast, models)
         self._owners = {id(p): (m, name) for m in cast for name, p in m._parameters.items()}
-        self._sharded, self._ranks = sharded, dist.get_world_size()
+        self._ranks = dist.get_world_size()
         self._scattered = sharded and self._ranks > 1
         self._next: int | None = None  # bucket to exchange; None: gradients only add up
         self._gathered = False  # the copies are up to date, or will be
         number = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         trained = [(n, p, number[id(p)]) for n, p in module.named_parameters() if id(p) in number]
-        beside = {id(p) for model in models for p in model.parameters()} - self._owners.keys()
-        bundles = _bundles(trained, lambda p: (id(p) in self._owners, id(p) in beside))
-        self.buckets = [self._bucket(sorted(b, key=lambda entry: entry[2])) for b in bundles]
+        self.buckets = [self._bucket(*bundle) for bundle in bundles(trained, models)]
         self.pieces = [piece for bucket in self.buckets for piece in self._pieces(bucket)]
         self._of = {id(p): bucket for bucket in self.buckets for _, p, _ in bucket.parameters}
         self._hooks = [
@@ -168,9 +173,10 @@ class Exchange:
         return lambda *_: _wait(buckets)
 
     @torch.no_grad()
-    def _bucket(self, entries: list[tuple[str, nn.Parameter, int]]) -> Bucket:
-        """Move parameters, given with their names and groups, into a bucket."""
-        parameters: list[tuple[str, nn.Parameter, int]] = []
+    def _bucket(self, entries: list[Entry], everywhere: bool) -> Bucket:
+        """Move parameters, given with their groups, into a bucket; `everywhere`: not scattered."""
+        entries = sorted(entries, key=lambda entry: entry[2])
+        parameters: list[Entry] = []
         runs: list[list[int]] = []
         length = 0
         for name, parameter, group in entries:
@@ -186,7 +192,8 @@ class Exchange:
             where = slice(start, start + parameter.numel())
             weights[where] = parameter.reshape(-1)
             parameter.data = weights[where].view(parameter.shape)
-        averaged = weights.new_zeros(part if self._scattered else len(weights))
+        scattered = self._scattered and not everywhere
+        averaged = weights.new_zeros(part if scattered else len(weights))
         own = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
         groups = [(group, start, end) for group, start, end in runs]
         cast = None
@@ -197,7 +204,7 @@ class Exchange:
             if cast is not None and id(parameter) in self._owners:
                 view = cast[start : start + parameter.numel()].view(parameter.shape).detach()
                 lent[number] = Lent(*self._owners[id(parameter)], view.requires_grad_())
-        return Bucket(parameters, weights, averaged, groups, own, lent, cast)
+        return Bucket(parameters, weights, scattered, averaged, groups, own, lent, cast)
 
     def _leaves(self, bucket: Bucket) -> Iterator[Tensor]:
         """Yield what gets the gradients of the parameters of a bucket."""
@@ -209,7 +216,7 @@ class Exchange:
         """Let layers compute with copies of their weights, which come when they are needed."""
         _wait(self._first)
         for bucket in self.buckets:
-            if bucket.cast is not None and not self._gathered:
+            if bucket.cast is not None and not (bucket.scattered and self._gathered):
                 bucket.cast.copy_(bucket.weights)
         for lent in self._lent():
             # Found before the parameter, which stays what it is for everyone else.
@@ -227,13 +234,12 @@ class Exchange:
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """Yield what this rank updates of a bucket."""
-        begin = bucket.own.start if self._sharded else 0
-        end = bucket.own.stop if self._sharded else len(bucket.weights)
-        first = begin if self._scattered else 0
+        begin = bucket.own.start if bucket.scattered else 0
+        end = bucket.own.stop if bucket.scattered else len(bucket.weights)
         for group, low, high in bucket.runs:
             low, high = max(low, begin), min(high, end)
             if low < high:
-                gradients = bucket.averaged[low - first : high - first]
+                gradients = bucket.averaged[low - begin : high - begin]
                 weights = bucket.weights[low:high]
                 yield Piece(group, bucket, low, high, weights, gradients)
 
@@ -251,7 +257,7 @@ class Exchange:
         """The same by parameter: its name, and what of its gradient lies in this rank's slices."""
         for bucket in self.buckets:
             own = bucket.own
-            first = own.start if self._scattered else 0
+            first = own.start if bucket.scattered else 0
             for name, parameter, start in bucket.parameters:
                 low, high = max(start, own.start), min(start + parameter.numel(), own.stop)
                 if low < high:
@@ -281,14 +287,15 @@ class Exchange:
         """Start to get what layers need of the other ranks' slices, what they read first first."""
         if not self._scattered:
             return
-        copies = [(bucket.cast, bucket) for bucket in self.buckets if bucket.cast is not None]
+        scattered = [bucket for bucket in self.buckets if bucket.scattered]
+        copies = [(bucket.cast, bucket) for bucket in scattered if bucket.cast is not None]
         if copies:
             torch._foreach_copy_(
                 [cast[bucket.own] for cast, bucket in copies],
                 [bucket.weights[bucket.own] for _, bucket in copies],
             )
         self._gathered = True
-        for bucket in reversed(self.buckets):
+        for bucket in reversed(scattered):
             bucket.whole = bucket.cast is None
             whole = bucket.weights if bucket.cast is None else bucket.cast
             bucket.coming = dist.all_gather_into_tensor(whole, whole[bucket.own], async_op=True)
@@ -337,7 +344,7 @@ class Exchange:
         """Join gradients, and start their exchange."""
         # Let go of once it is exchanged, by NCCL once that is waited for: of other ranks' slices no
         # gradients are kept.
-        gradients = torch.empty_like(bucket.weights) if self._scattered else bucket.averaged
+        gradients = torch.empty_like(bucket.weights) if bucket.scattered else bucket.averaged
         starts = [start for *_, start in bucket.parameters[1:]]
         empty: list[Tensor] = []
         # Tensors of one type and where they go: a kernel each.
@@ -356,7 +363,7 @@ class Exchange:
             torch._foreach_zero_(empty)
         for given, places in found.values():
             torch._foreach_copy_(places, given)
-        if self._scattered:
+        if bucket.scattered:
             bucket.work = dist.reduce_scatter_tensor(bucket.averaged, gradients, async_op=True)
         elif self._ranks > 1:
             bucket.work = dist.all_reduce(bucket.averaged, async_op=True)
@@ -371,28 +378,45 @@ def _frozen(layers: Iterable[nn.Module]) -> Iterator[Lent]:
                 yield Lent(layer, name, value.bfloat16())
 
 
-def _bundles(
-    trained: list[tuple[str, nn.Parameter, int]], kind: Callable[[Tensor], Any]
-) -> list[list[tuple[str, nn.Parameter, int]]]:
-    """Parameters of one kind that fill a bucket, the last ones first.
+def bundles(
+    trained: list[Entry], models: Iterable[nn.Module] = ()
+) -> list[tuple[list[Entry], bool]]:
+    """Parameters of each bucket, the last ones first, and whether every rank updates all of it.
 
     A bucket is complete with the first of its parameters; those that are so sooner come first. What
-    is left to compute hides its exchange: it is no larger than what lies in front of it.
+    is left to compute hides its exchange: it has at most two thirds of the weights in front of it.
+    What autocast casts and what it does not have buckets of their own. One more, of which every
+    rank updates all, has the first layers that are cast, and whatever the models have beside those.
+
+    Args:
+        trained: in the order in which a forward pass reads them.
+        models: parts in which autocast casts.
     """
-    bundles: list[list[tuple[str, nn.Parameter, int]]] = []
-    open_ones: dict[Any, tuple[list[tuple[str, nn.Parameter, int]], int]] = {}
-    place, front = {}, 0
+    inside = {id(p) for model in models for p in model.parameters()}
+    layers = [m for model in models for m in model.modules() if isinstance(m, CAST)]
+    cast = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+    everywhere: list[Entry] = []
+    found: list[tuple[int, list[Entry], bool]] = []
+    open_ones: dict[bool, tuple[list[Entry], int]] = {}
+    front, first = 0, BUCKET // FIRST
     for entry in trained:
-        length = entry[1].numel()
-        bundle, room = open_ones.get(kind(entry[1]), ([], 0))
-        if not bundle or length > room:
-            bundle, room = [], min(BUCKET, max(BUCKET // SMALLEST, front))
-            place[len(bundles)] = front
-            bundles.append(bundle)
+        key, length = id(entry[1]), entry[1].numel()
+        if key in cast:
+            first -= length
+        if key in inside and (key not in cast or first >= 0):
+            bundle, room = everywhere, length
+            if not bundle:
+                found.append((front, bundle, True))
+        else:
+            bundle, room = open_ones.get(key in cast, ([], 0))
+            if not bundle or length > room:
+                bundle, room = [], min(BUCKET, max(BUCKET // SMALLEST, front * 2 // 3))
+                found.append((front, bundle, False))
+            open_ones[key in cast] = bundle, room - length
         bundle.append(entry)
-        open_ones[kind(entry[1])] = bundle, room - length
         front += length
-    return [bundles[number] for number in sorted(place, key=place.__getitem__, reverse=True)]
+    found.sort(key=lambda each: each[0], reverse=True)
+    return [(bundle, alike) for _, bundle, alike in found]
 
 
 def _wait(buckets: Iterable[Bucket]) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -303,7 +304,7 @@ class Trainer:
         # As the last two forward passes found them.
         self._before, self._earlier = ([b.clone() for b in self._changing] for _ in range(2))
         self._forwarded = False  # a forward pass has run since the last update
-        self._beside = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self._beside = _side_stream() if self.device.type == "cuda" else None
         self._flags = torch.arange(2, dtype=torch.float64, device=self.device)
         self._unread: _Sums | None = None
         self._knn: float | None = None
@@ -593,6 +594,16 @@ class Trainer:
             squares[part_of(name)] = squares.get(part_of(name), 0.0) + square
         total = sum_scalars(list(squares.values()), self.device)
         return {name: math.sqrt(square) for name, square in zip(squares, total, strict=True)}
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """On which inputs are made, one for all trainings of a process.
+
+    PyTorch keeps cuBLAS' workspace of each stream that multiplies matrices for as long as a process
+    lives, and the blur of an augmentation does.
+    """
+    return torch.cuda.Stream()
 
 
 class _Sums:

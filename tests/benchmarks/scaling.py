@@ -15,19 +15,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
 from fake_gpu import GPUS, build, count
+from torch import Tensor
 
 from maect.recipes import Encoder, load_encoder
 from maect.stages import Stage, load_recipe
 from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
 from maect.stages.run import RunConfig
-from maect.train.exchange import _bundles
+from maect.train.engine import cast_parts, readers
+from maect.train.exchange import CAST, bundles
 
 RECIPES = {"pretrain": "mae", "head": "head_min", "tune": "ct_min"}
 GLOO, GLOO_LATENCY = 0.4e9, 200e-6  # bytes/s and seconds of gloo here, from `maect doctor`
@@ -64,18 +67,59 @@ class Machine:
     shared: float = 200e9
 
 
+@dataclass(frozen=True)
+class Part:
+    """A bucket.
+
+    Attributes:
+        size: weights of it.
+        front: what part of the weights that learn lies in front of the first of them.
+        everywhere: whether every rank updates all of it.
+        cast: whether layers read copies in bfloat16.
+        read: what part of all weights lies in front of the first that a pass waits for; below 0: it
+            does so at its start.
+    """
+
+    size: int
+    front: float
+    everywhere: bool
+    cast: bool
+    read: float
+
+
 @cache
-def buckets(stage: Stage, encoder: Encoder) -> list[tuple[int, int]]:
-    """Weights of each bucket and in front of it, the first to be read first."""
+def buckets(stage: Stage, encoder: Encoder) -> tuple[list[Part], int]:
+    """Buckets as an engine makes them, the first gradients' first, and the number of weights."""
     with torch.device("meta"):
-        named = list(build(stage, encoder, 1000).named_parameters())
-    learning = [(name, weight, 0) for name, weight in named if weight.requires_grad]
-    front, fronts = 0, {}
-    for name, weight, _ in learning:
-        fronts[name] = front
-        front += weight.numel()
-    bundles = reversed(_bundles(learning, lambda weight: weight.ndim > 1))
-    return [(sum(w.numel() for _, w, _ in each), fronts[each[0][0]]) for each in bundles]
+        objective = build(stage, encoder, 1000)
+    learning = [(n, w, 0) for n, w in objective.named_parameters() if w.requires_grad]
+    adds_up = stage.precision != "bf16" or stage.accumulation > 1
+    models = () if adds_up else list(cast_parts(objective))
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, CAST)]
+    cast = {id(w) for layer in layers for w in layer.parameters(recurse=False)}
+    fronts, weights = in_front(objective.parameters())
+    learnt, _ = in_front(weight for _, weight, _ in learning)
+    # A reader waits for its buckets when it is called: with the first of its weights.
+    waited = dict.fromkeys(fronts, -1.0)
+    for reader in readers(objective, stage.compile):
+        own = [id(weight) for weight in reader.parameters()]
+        waited.update(dict.fromkeys(own, min((fronts[key] for key in own), default=0.0)))
+    found = []
+    for entries, everywhere in bundles(learning, models):
+        keys = [id(weight) for _, weight, _ in entries]
+        size = sum(weight.numel() for _, weight, _ in entries)
+        read = min(waited[key] for key in keys)
+        found.append(Part(size, learnt[keys[0]], everywhere, keys[0] in cast, read))
+    return found, weights
+
+
+def in_front(weights: Iterable[Tensor]) -> tuple[dict[int, float], int]:
+    """What part of tensors lies in front of each, and how much all have."""
+    fronts, total = dict[int, int](), 0
+    for weight in weights:
+        fronts[id(weight)] = total
+        total += weight.numel()
+    return {key: front / total for key, front in fronts.items()}, total
 
 
 def exposed(
@@ -85,23 +129,22 @@ def exposed(
 
     Args:
         stage, encoder: of ZeRO 0 or 1.
-        seconds: of the passes, spread evenly over the weights that learn.
+        seconds: of the passes, spread evenly: over all weights, and twice over those that learn.
         byte: seconds of each that is reduced to slices, or gathered from them.
         latency: seconds of a collective beside that.
     """
-    parts = buckets(stage, encoder)
-    weights = sum(size for size, _ in parts)
-    forward, backward = seconds / 3, seconds * 2 / 3
+    parts, weights = buckets(stage, encoder)
+    backward = seconds / (1 + weights / 2 / sum(part.size for part in parts))
+    forward = seconds - backward
     sent = arrived = stalled = 0.0
-    for size, front in reversed(parts):
-        bytes_there_and_back = 4 * (2 - stage.zero_stage) * size
-        ready = backward * (1 - front / weights)
-        sent = max(sent, ready) + bytes_there_and_back * byte + latency
-    # In bfloat16, but where gradients of several passes add up.
-    cast = 2 if stage.precision == "bf16" and stage.accumulation == 1 else 4
-    for size, front in parts if stage.zero_stage else ():
-        arrived += cast * size * byte + latency
-        stalled = max(stalled, arrived - forward * front / weights)
+    for part in parts:
+        there_and_back = part.everywhere or not stage.zero_stage
+        sent = max(sent, backward * (1 - part.front))
+        sent += (8 if there_and_back else 4) * part.size * byte + latency
+    for part in reversed(parts):
+        if stage.zero_stage and not part.everywhere:
+            arrived += (2 if part.cast else 4) * part.size * byte + latency
+            stalled = max(stalled, arrived - forward * max(part.read, 0))
     return sent - backward, stalled
 
 
@@ -134,7 +177,7 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
     bus = m.inside if ranks <= m.node else m.between
     latency = m.latency * math.log2(ranks) if ranks > 1 else 0.0
     launches = m.launch * kernels
-    trained = sum(size for size, _ in buckets(stage, encoder))
+    trained = sum(part.size for part in buckets(stage, encoder)[0])
     exchange = 4 * trained * others / bus
     work = max(compute, launches)
     if ranks == 1:
@@ -144,6 +187,7 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
         late += m.beside * min((2 - stage.zero_stage) * exchange, 2 / 3 * work)
     else:
         late = 3 * (exchange + 2 * latency)
+    late += latency  # loss, norm and flags are summed before an update
     own = ranks if stage.zero_stage else 1
     # Gradients into buckets, 6 bytes each; of a slice their mean, AdamW and the cast: 8 + 28 + 6.
     update = trained * (6 + 42 / own) / bandwidth

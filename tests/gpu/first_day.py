@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,6 +169,8 @@ def stage_of(here: Here, recipe: str, size: str, batch: int, **changes: Any) -> 
 
     size = here.size(size)
     if recipe == "fine_tune":
+        if find_spec("scipy") is None:  # which mixing draws with
+            changes = {"mixup": 0, "cutmix": 0, **changes}
         stage: Any = FineTune.model_validate(changes)
     else:
         stage = load_recipe(recipe, size, changes)

@@ -63,13 +63,12 @@ def test_compiled_blocks_compute_the_same(frozen):
 def test_blocks_are_compiled_for_more_shapes_than_eight(monkeypatch):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiler(f, backend="eager", **how))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     objective = Bare()
-    assert compile_blocks(objective, torch.device("cpu")) == ""
     block = objective.encoder.blocks[0]
-    with torch.no_grad():
+    with torch._dynamo.config.patch(recompile_limit=8), torch.no_grad():
+        assert compile_blocks(objective, torch.device("cpu")) == ""
         for tokens in range(2, 12):
             block(torch.zeros(1, tokens, objective.encoder.settings.width))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 + 10

@@ -79,7 +79,7 @@ def kept(context, zero_stage, planned):
     return seen
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_an_engine_keeps_no_memory_once_it_is_closed(zero_stage, tmp_path):
     weights = WIDTH**2 + WIDTH
     footprint = Footprint(weights, weights, 0, 0, 0, 0, 0)

@@ -1,0 +1,27 @@
+"""The model of a step on many GPUs: what `docs/gpu.md` and `docs/scaling.md` say of it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from maect.recipes import load_encoder
+from maect.stages import load_recipe
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "benchmarks")]
+
+
+@pytest.mark.parametrize(("gpu", "least"), [("A100", 0.42), ("H100", 0.33)])
+def test_what_16_gpus_reach_in_pretraining(gpu, least):
+    """Of the peak of a data sheet, with the buckets and waits of the engine."""
+    from fake_gpu import GPUS
+    from scaling import Machine, buckets, step, terms
+
+    stage, encoder = load_recipe("mae", "large", {}), load_encoder("large")
+    assert (stage.zero_stage, stage.batch_size) == (1, 1024)
+    parts, _ = buckets(stage, encoder)
+    # What is waited for before anything is computed, no rank has to get from another.
+    assert [part.everywhere for part in parts if part.read < 0] == [True]
+    seconds = step(terms(stage, encoder, 16, Machine(gpu)))
+    flops = stage.flops_per_image(encoder) * stage.batch_size / 16
+    assert flops / seconds / GPUS[gpu].peak >= least
