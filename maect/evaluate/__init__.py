@@ -6,16 +6,16 @@ An evaluation is a protocol, or a variant of one with settings of its own; its r
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, SerializeAsAny, ValidationError
+from pydantic import Field, SerializeAsAny, ValidationError, model_validator
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.imports import make_callable
 from maect.core.settings import LocalPath, SettingsFile, digest, one_line
 from maect.evaluate.accuracy import Accuracy
 from maect.evaluate.attentive_probe import AttentiveProbe
-from maect.evaluate.base import Features, Input, OutputOf, Protocol, Shards, Trained
+from maect.evaluate.base import Features, Input, OutputOf, Protocol, Shards, Trained, check_blocks
 from maect.evaluate.clustering import Clustering
 from maect.evaluate.color_histogram import ColorHistogram
 from maect.evaluate.effective_invariance import EffectiveInvariance
@@ -40,6 +40,7 @@ __all__ = [
     "PROTOCOLS",
     "EvaluationConfig",
     "Features",
+    "FeaturesConfig",
     "Input",
     "OutputOf",
     "Protocol",
@@ -110,6 +111,33 @@ def load_evaluation(
         return protocol, PROTOCOLS[protocol].model_validate(values)
     except ValidationError as error:
         raise one_line(error, name) from None
+
+
+class FeaturesConfig(SettingsFile):
+    """Features of a split. They go beside the file, as `.safetensors`."""
+
+    run: LocalPath
+    """Folder of the run whose encoder makes them."""
+    shards: LocalPath
+    """Folder of the split."""
+    precision: Literal["fp32", "tf32", "bf16"]
+    """Of the encoder's products."""
+    resize: int = Field(gt=0)
+    """Shorter side of images before the centre crop."""
+    norm: bool = True
+    """Whether the encoder's final norm is applied."""
+    blocks: int = Field(default=1, gt=0)
+    """The raw output of this many last blocks, side by side."""
+
+    @model_validator(mode="after")
+    def _raw(self) -> Self:
+        check_blocks(self.blocks, self.norm)
+        return self
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Everything but the encoder and the images, as the header of the features says it."""
+        return self.model_dump(exclude={"run", "shards"})
 
 
 class EvaluationConfig(SettingsFile):

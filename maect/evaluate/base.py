@@ -202,6 +202,16 @@ class Protocol(Settings):
         return tuple(i.evaluation for i in self.inputs().values() if isinstance(i, OutputOf))
 
 
+def check_blocks(blocks: int, norm: bool) -> None:
+    """Refuse the outputs of several blocks behind the encoder's final norm.
+
+    Raises:
+        ValueError: with the numbers.
+    """
+    if blocks > 1 and norm:
+        raise ValueError(f"blocks {blocks} are read before the final norm: set norm: false")
+
+
 class ReadsFeatures(Protocol):
     """Base of the protocols on stored features."""
 
@@ -212,10 +222,7 @@ class ReadsFeatures(Protocol):
 
     @model_validator(mode="after")
     def _raw(self) -> "ReadsFeatures":
-        if self.blocks > 1 and self.norm:
-            raise ValueError(
-                f"blocks {self.blocks} are read before the final norm: set norm: false"
-            )
+        check_blocks(self.blocks, self.norm)
         return self
 
     def read(self, split: str) -> Features:

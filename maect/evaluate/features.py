@@ -25,6 +25,7 @@ from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
 from maect.data.transforms import normalize
+from maect.evaluate import FeaturesConfig
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.store import own_name, write_features
 from maect.models.precision import Precision, mixed_precision
@@ -190,6 +191,22 @@ def finite(features: Tensor, run: Path) -> None:
         raise UserError(
             f"{run}: the features are not finite; the encoder diverged or its weights are damaged"
         )
+
+
+def features(context: Context, *, config: str | Path, digest: str | None = None) -> str:
+    """Write the features that a resolved file describes beside it; called on every rank.
+
+    Args:
+        context: this rank.
+        config: `features/RUN/DATASET-SPLIT.yaml`, a `FeaturesConfig`.
+        digest: of the file when the job was submitted.
+
+    Returns:
+        "done" or "requeue", as `extract`.
+    """
+    read = FeaturesConfig.read(config, submitted=digest)
+    encoder, out = read.run / "encoder.safetensors", Path(config).with_suffix(".safetensors")
+    return extract(context, encoder=encoder, shards=read.shards, out=out, **read.how)
 
 
 @distributed.memory_told()

@@ -111,15 +111,10 @@ class _Comparison:
             ):
                 kind = resolve.of_ending(split, ending)
                 path = resolve.features_file(self.experiment, run, dataset, kind)
-                asked = {
-                    "norm": kind.norm,
-                    "blocks": kind.blocks,
-                    "encoder_sha256": self.encoder(run),
-                    "index_digest": self.index(self.experiment.shards(dataset, split)),
-                    "precision": resolve.precision(self.experiment, run),
-                    "resize": resolve.resize_stated(self.experiment, run, dataset),
-                }
-                if _differ(self.header(path), asked):
+                config = resolve.features_config(self.experiment, run, dataset, kind)
+                made_of = {"encoder_sha256": self.encoder(run)}
+                made_of["index_digest"] = self.index(config.shards)
+                if _differ(self.header(path), config.how | made_of):
                     yield path
 
     def evaluations(self) -> Iterator[Path]:

@@ -2,9 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from maect.core.settings import SettingsFile
-from maect.evaluate import EvaluationConfig, Features, Input, OutputOf, Shards, Trained
+from maect.evaluate import (
+    EvaluationConfig,
+    Features,
+    FeaturesConfig,
+    Input,
+    OutputOf,
+    Shards,
+    Trained,
+)
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
@@ -65,16 +74,25 @@ def resize(experiment: Experiment, run: str, dataset: str) -> int | None:
     return experiment.datasets[dataset].resize or own
 
 
-def resize_stated(experiment: Experiment, run: str, dataset: str) -> int:
-    """The same as a number, also where neither says one."""
-    default = experiment.runs[run].encoder.default_resize
-    return resize(experiment, run, dataset) or default
-
-
-def precision(experiment: Experiment, run: str) -> str:
+def precision(experiment: Experiment, run: str) -> Literal["fp32", "tf32", "bf16"]:
     """In which precision a run's features are computed: "fp32", "tf32" or "bf16"."""
     stated = experiment.spec.features
     return experiment.runs[run].encoder.features_precision if stated == "auto" else stated
+
+
+def features_config(
+    experiment: Experiment, run: str, dataset: str, kind: Features
+) -> FeaturesConfig:
+    """All that features of a split are made by."""
+    usual = experiment.runs[run].encoder.default_resize
+    return FeaturesConfig(
+        run=experiment.folder(run),
+        shards=experiment.shards(dataset, kind.split),
+        precision=precision(experiment, run),
+        resize=resize(experiment, run, dataset) or usual,
+        norm=kind.norm,
+        blocks=kind.blocks,
+    )
 
 
 WITHOUT_NORM = ".before_norm"
@@ -151,11 +169,18 @@ def inputs_of_evaluation(experiment: Experiment, run: str, name: str) -> list[Pa
 
 
 def files(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile]]:
-    """The resolved file of every run, evaluation, table, figure and page, by path."""
+    """The resolved file of every run, evaluation, page and features that are read, by path."""
     for run in experiment.runs:
         yield experiment.folder(run) / "config.yaml", run_config(experiment, run)
+    read: dict[Path, FeaturesConfig] = {}
     for run, name in experiment.evaluations:
         path = experiment.root / "evaluations" / run / f"{name}.yaml"
         yield path, evaluation_config(experiment, run, name)
+        dataset = experiment.dataset_of(name)
+        for kind in experiment.evaluation(run, name).inputs().values():
+            if isinstance(kind, Features):
+                made = features_file(experiment, run, dataset, kind).with_suffix(".yaml")
+                read[made] = features_config(experiment, run, dataset, kind)
+    yield from read.items()
     for path, config, _ in pages(experiment):
         yield path, config

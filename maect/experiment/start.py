@@ -109,6 +109,9 @@ def _told(experiment: Experiment, job: PendingJob) -> SettingsFile:
         return resolve.evaluation_config(experiment, given["run"], given["evaluation"])
     if rule in STAGES:
         return resolve.run_config(experiment, given["run"])
+    if rule == "features":
+        kind = resolve.of_ending(given["split"], given["norm"])
+        return resolve.features_config(experiment, given["run"], given["dataset"], kind)
     return next(told for path, told, _ in pages(experiment) if path == job.config)
 
 
@@ -259,11 +262,14 @@ def shards_of(experiment: Experiment, files: Iterable[str]) -> list[tuple[str, s
     """
     paths = [Path(file) for file in files]
     folders = {folder for path in paths for folder in path.parents}
-    features = {path.name for path in paths if experiment.root / "features" in path.parents}
+    features = {
+        path.name.removesuffix(".safetensors").partition(resolve.WITHOUT_NORM)[0]
+        for path in paths
+        if experiment.root / "features" in path.parents
+    }
     found: dict[tuple[str, str], None] = {}
     for dataset, split in experiment.splits:
-        made = {f"{dataset}-{split}{end}.safetensors" for end in ("", resolve.WITHOUT_NORM)}
-        if made & features or experiment.shards(dataset, split) in folders:
+        if f"{dataset}-{split}" in features or experiment.shards(dataset, split) in folders:
             found[dataset, experiment.datasets[dataset].splits[split].of or split] = None
     return list(found)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 from maect.answers.commands import Resize
 from maect.core.commands import Log, Positive, Word, command
 from maect.core.errors import UserError, check_names
+from maect.core.files import need
 
 if TYPE_CHECKING:
     from maect.evaluate import EvaluationConfig
@@ -237,8 +238,8 @@ def features(
     launching: Launching,
     run: Path,
     *,
-    shards: Path,
-    out: Path,
+    shards: Path | None = None,
+    out: Path | None = None,
     resize: Resize = None,
     precision: Literal["fp32", "tf32", "bf16"] | None = None,
     before_norm: bool = False,
@@ -247,26 +248,42 @@ def features(
     """Compute an encoder's features of a split.
 
     Args:
-        run: folder of the run.
-        shards: folder of a split's shards.
-        out: the file to write.
+        run: folder of the run; or the resolved file of features, which says everything else.
+        shards: folder of a split's shards, for a run.
+        out: the file to write, X.safetensors, for a run; X.yaml beside it says what it was made by.
         precision: of the encoder's products; by default tf32 from ViT-B's width on, which takes a
             GPU about an eighth of the time of fp32.
         before_norm: leave out the encoder's final norm.
         blocks: with --before-norm: what the last N blocks give, side by side.
     """
+    from maect.core.settings import validated
+    from maect.evaluate import FeaturesConfig
+    from maect.evaluate.base import encoder_settings
+    from maect.stages.run import resize_of
     from maect.tools import jobs
 
-    jobs.extract_features(
-        run,
-        shards,
-        out,
-        launching.where(),
-        precision=precision,
-        resize=resize,
-        norm=not before_norm,
-        blocks=blocks,
-    )
+    if run.suffix == ".yaml":
+        config, path = FeaturesConfig.read(run), run
+    elif shards is None or out is None:
+        raise UserError(f"{run}: name the shards with --shards and the file to write with --out")
+    elif out.suffix != ".safetensors":
+        raise UserError(
+            f"{out}: features are written as .safetensors; "
+            "maect embed writes tables of vectors as .parquet, .csv or .npy"
+        )
+    else:
+        need(run / "encoder.safetensors", "encoder")
+        encoder, path = encoder_settings(run), out.with_suffix(".yaml")
+        given = {
+            "run": run,
+            "shards": shards,
+            "precision": precision or encoder.features_precision,
+            "resize": resize or resize_of(run) or encoder.default_resize,
+            "norm": not before_norm,
+            "blocks": blocks,
+        }
+        config = validated(FeaturesConfig, given, "maect features")
+    jobs.extract_features(config, path, launching.where())
 
 
 @command(

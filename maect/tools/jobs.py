@@ -12,8 +12,7 @@ from maect.core.errors import UserError, counted
 from maect.core.files import need, read_json, sha256_file, write_json
 from maect.core.settings import digest
 from maect.data.index import open_index
-from maect.evaluate import EvaluationConfig
-from maect.evaluate.base import encoder_settings
+from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.run import Completion, outputs
 from maect.launch import Resources, Task, launch
 from maect.launch.launcher import clusters
@@ -21,7 +20,7 @@ from maect.launch.record import belongs, read_job
 from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
 from maect.recipes.flops import relative_speed
 from maect.recipes.memory import gpu_memory
-from maect.stages.run import RunConfig, resize_of
+from maect.stages.run import RunConfig
 from maect.train.run_folder import (
     check_not_lost,
     check_weights,
@@ -281,72 +280,40 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
     return result
 
 
-def extract_features(
-    run: Path,
-    shards: Path,
-    out: Path,
-    where: Where,
-    *,
-    precision: str | None,
-    resize: int | None,
-    norm: bool = True,
-    blocks: int = 1,
-) -> None:
-    """Write the features of all images of a split.
+def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
+    """Write the features of all images of a split beside their resolved file.
 
     Args:
-        run: folder with an `encoder.safetensors`.
-        shards: folder of the split.
-        out: the `.safetensors` file.
+        config: the file, which is written, too.
+        path: its path.
         where: devices, on a fixed number of nodes.
-        precision: "fp32", "tf32" or "bf16"; by default the encoder's own.
-        resize: shorter side before the centre crop; by default the run's, or its encoder's.
-        norm: whether the encoder's final norm is applied.
-        blocks: the raw output of this many last blocks side by side.
 
     Raises:
-        UserError: no encoder or shards, another suffix, or several blocks behind the norm.
+        UserError: no encoder or no shards.
     """
-    if blocks < 1 or (blocks > 1 and norm):
-        raise UserError(f"--blocks {blocks}: 1, or with --before-norm a larger number")
-    if out.suffix != ".safetensors":
-        raise UserError(
-            f"{out}: features are written as .safetensors; "
-            "maect embed writes tables of vectors as .parquet, .csv or .npy"
-        )
-    encoder = need(run / "encoder.safetensors", "encoder")
-    settings = encoder_settings(run)
-    resize = resize or resize_of(run) or settings.default_resize
-    precision = precision or settings.features_precision
-    wanted = {
+    encoder = need(config.run / "encoder.safetensors", "encoder")
+    out = path.with_suffix(".safetensors")
+    wanted = config.how | {
         "encoder_sha256": sha256_file(encoder),
-        "index_digest": need_shards(shards),
-        "precision": precision,
-        "resize": resize,
-        "norm": norm,
-        "blocks": blocks,
+        "index_digest": need_shards(config.shards),
     }
 
     def is_done() -> bool:
         from maect.evaluate.store import open_record
 
-        return out.exists() and wanted.items() <= ({"blocks": 1} | open_record(out)).items()
+        return out.exists() and wanted.items() <= open_record(out).items()
 
+    config.write(path)
     where.run(
         "features",
         out.with_suffix(".job"),
-        "maect.evaluate.features:extract",
+        "maect.evaluate.features:features",
         is_done,
         fixed_nodes(where.nodes),
         digest(wanted),
         [out],
-        encoder=str(encoder.absolute()),
-        shards=str(shards.absolute()),
-        out=str(out.absolute()),
-        precision=precision,
-        resize=resize,
-        norm=norm,
-        blocks=blocks,
+        config=str(path.absolute()),
+        digest=config.digest,
     )
 
 

@@ -75,9 +75,7 @@ def extract(found: Experiment, split: str) -> None:
     record = {
         "encoder_sha256": sha256_file(found.folder("mae") / "encoder.safetensors"),
         "index_digest": read_json(found.shards("mine", split) / "index.json")["digest"],
-        "norm": kind.norm,
-        "precision": resolve.precision(found, "mae"),
-        "resize": resolve.resize_stated(found, "mae", "mine"),
+        **resolve.features_config(found, "mae", "mine", kind).how,
         "class_names": ["a", "b"],
     }
     path = resolve.features_file(found, "mae", "mine", kind)

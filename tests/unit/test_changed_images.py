@@ -16,8 +16,9 @@ from maect.data.config import CONFIG
 from maect.data.shards import plan_shards, shard
 from maect.data.sources import changes
 from maect.data.sources.shared import index_digest
+from maect.evaluate import Features
 from maect.experiment import Experiment, load
-from maect.experiment.resolve import resize_stated, run_config
+from maect.experiment.resolve import features_config, run_config
 from maect.experiment.shards import note_own, note_taken
 from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
 from maect.stages.run import resize_of
@@ -235,7 +236,7 @@ def test_a_start_says_to_every_run_how_images_are_resized() -> None:
         shutil.rmtree(found.own_shards("fruit", "val"))
         done = start("shards")
         assert done.returncode == 0 and resize_of(config.parent) == resize, done.stderr
-        stated = resize_stated(load("mine.yaml"), "mae_tiny", "fruit")
+        stated = features_config(load("mine.yaml"), "mae_tiny", "fruit", Features("val")).resize
         assert stated == resize or (resize is None and stated == 18)
     # Another run, which is to be trained first, is left as it was.
     Path("mine.yaml").write_text(

@@ -17,7 +17,7 @@ from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import write_record
 from maect.core.yaml_files import read_yaml
-from maect.evaluate import EvaluationConfig
+from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load, pages, resolve, start
 from maect.experiment.expand import names
@@ -117,6 +117,20 @@ def test_every_resolved_file_is_read_back_as_it_was(tmp_path: Path) -> None:
         file = tmp_path / path.relative_to(found.root)
         told.write(file)
         assert type(told).read(file).digest == told.digest, path
+
+
+def test_features_say_how_images_are_resized(tmp_path: Path) -> None:
+    """Also where the experiment does not: what a run's file says may be of before."""
+    files = dict(resolve.files(load("digits")))
+    found = {path: made for path, made in files.items() if isinstance(made, FeaturesConfig)}
+    assert found and {config.resize for config in found.values()} == {16}
+    assert {config.precision for config in found.values()} == {"fp32"}
+    assert Path("results/digits/features/ct_min_tiny/digits-val.yaml") in found
+    asked = [{"runs": ["ct_min_*"], "protocols": ["knn_last_4"]}]
+    files = dict(resolve.files(load(write(tmp_path, evaluate=asked, storage="r"))))
+    config = files[Path("r/features/ct_min_tiny/mine-val.before_norm.last_4.yaml")]
+    assert isinstance(config, FeaturesConfig)
+    assert config.how == {"precision": "fp32", "resize": 18, "norm": False, "blocks": 4}
 
 
 def test_what_a_job_reads(tmp_path: Path) -> None:

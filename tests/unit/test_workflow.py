@@ -41,13 +41,5 @@ def test_where_a_job_runs_is_no_part_of_what_it_is() -> None:
             assert all(moved["resources"][key] == str(value) for key, value in elsewhere.items())
 
 
-def test_features_are_told_how_images_are_resized() -> None:
-    """Also where the experiment does not say it: what a run's file says may be of before."""
-    workflow = parsed()
-    assert "--resize {resources.resize}" in workflow["rules"]["features"]["command"]
-    jobs = [job for name, job in workflow["jobs"].items() if name.startswith("features ")]
-    assert jobs and {job["resources"]["resize"] for job in jobs} == {"16"}
-
-
 def test_reading_an_experiment_imports_no_torch() -> None:
     assert "snakemake" in parsed()["modules"] and "torch" not in parsed()["modules"]

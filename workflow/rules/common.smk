@@ -226,24 +226,6 @@ def evaluation_file(wildcards):
     return f"{ROOT}/evaluations/{wildcards.run}/{wildcards.evaluation}.yaml"
 
 
-def resize_of(wildcards):
-    """How evaluations resize a dataset's images, as an argument."""
-    resize = resolve.resize(experiment, wildcards.run, wildcards.dataset)
-    return f"--resize {resize}" if resize else ""
-
-
-def stated_resize(wildcards):
-    """The number itself, passed as a resource: where nothing says one, features are not made again."""
-    return resolve.resize_stated(experiment, wildcards.run, wildcards.dataset)
-
-
-def precision_of(wildcards):
-    """In which precision features are computed, as an argument."""
-    precision = resolve.precision(experiment, wildcards.run)
-    usual = experiment.runs[wildcards.run].encoder.features_precision
-    return "" if precision == usual else f"--precision {precision}"
-
-
 def interrupt(*_):
     """Ctrl-C: jobs save and end with an error, which is nothing to explain on three pages."""
     logger.addFilter(lambda record: False)

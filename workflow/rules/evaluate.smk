@@ -18,23 +18,12 @@ rule features:
         ENVIRONMENT
     resources:
         **CLUSTER,
-        resize=stated_resize,
     params:
-        shards=lambda w: experiment.shards(w.dataset, w.split),
-        resize=resize_of,
-        precision=precision_of,
-        norm=lambda w: (
-            f"--before-norm --blocks {resolve.of_ending(w.split, w.norm).blocks}"
-            if w.norm
-            else ""
-        ),
+        config=f"{ROOT}/features/{{run}}/{{dataset}}-{{split}}{{norm}}.yaml",
     message:
         "Features of {wildcards.run} on {wildcards.dataset} {wildcards.split}"
     shell:
-        on_devices(
-            "maect features $(dirname {input.encoder:q}) --shards {params.shards:q}"
-            " --out {output:q} --resize {resources.resize} {params.precision} {params.norm}"
-        )
+        on_devices("maect features {params.config:q}")
 
 
 for protocol in PROTOCOLS.values():

@@ -53,7 +53,11 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_vectors_are_the_bits_of_the_features_file(
-    run: Path, photographs: Path, vectors: NDArray[np.float32], tmp_path: Path
+    run: Path,
+    photographs: Path,
+    vectors: NDArray[np.float32],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     shards, out = tmp_path / "shards", tmp_path / "ct.safetensors"
     assert main(["shard", str(photographs), str(shards), "--kind", "unlabelled"]) == 0
@@ -64,6 +68,16 @@ def test_vectors_are_the_bits_of_the_features_file(
     for file, vector in zip(files_of(photographs), vectors, strict=True):
         key = f"{file.parent.name}/{file.stem.replace('.', '_')}"
         np.testing.assert_array_equal(vector, by_key[key])
+    # Their resolved file makes the same, and refuses what cannot be.
+    resolved, before = out.with_suffix(".yaml"), out.read_bytes()
+    out.unlink()
+    assert main(["features", str(resolved)]) == 0
+    assert out.read_bytes() == before
+    resolved.write_text(resolved.read_text().replace("blocks: 1", "blocks: 2"))
+    assert main(["features", str(resolved)]) == 2
+    assert "blocks 2 are read before the final norm: set norm: false" in caplog.text
+    assert main(["features", str(run)]) == 2
+    assert f"{run}: name the shards with --shards" in caplog.text
 
 
 def test_a_precision_that_there_is_not(run: Path) -> None:
