@@ -18,7 +18,7 @@ from maect.core.entries import line_of
 from maect.core.errors import UserError
 from maect.core.files import read_mapping, write_json, write_text
 from maect.core.settings import digest
-from maect.evaluate import Left, Trained
+from maect.evaluate import OutputOf, Trained
 from maect.experiment import Experiment
 from maect.experiment.resolve import evaluation_config, input_path, run_config
 from maect.stages.run import RunConfig
@@ -107,7 +107,7 @@ def what_is_here(experiment: Experiment) -> Here:
             return {}
         for name, kind in now.settings.inputs().items():
             given = about.get("inputs", {}).get(name)
-            if isinstance(kind, Left):
+            if isinstance(kind, OutputOf):
                 made = result((pair[0], kind.evaluation))
                 if not made or given != left(made):
                     return {}
