@@ -11,7 +11,7 @@ LOCK := envs/requirements.lock
 OUT := $(LOCK)
 DECODER := maect/data/native/libmaect_jpeg.so
 
-.PHONY: install squashed moved demo test test-cpus test-faults test-slow check packages gpu-hour gpu-packages lock docs dist clean
+.PHONY: install squashed moved demo test tests test-cpus test-faults test-slow check packages gpu-hour gpu-packages lock docs dist clean
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.installed $(VENV)/.compiled $(DECODER)
@@ -51,11 +51,14 @@ $(VENV)/.compiled: $(VENV)/.installed
 demo: install
 	$(BIN)/maect demo
 
-# Four workers on two cores: many tests wait for processes, time limits or SLURM.
+# Four workers on two cores: many tests wait for processes, time limits or SLURM. The checks run beside them.
 WORKERS ?= 4
 PYTEST := $(BIN)/pytest -n $(WORKERS) --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"
 test:
-	@$(MAKE) --no-print-directory --jobs=3 install check packages
+	@$(MAKE) --no-print-directory --jobs=2 install packages
+	@$(MAKE) --no-print-directory --jobs=2 check tests
+
+tests:
 	$(PYTEST) tests
 
 # PyTorch's kernels for processors below this one; its own are `make test`'s. Processes that tests

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_json
+from maect.launch import worker
 
 
 def count(
@@ -28,6 +29,7 @@ def count(
     Each file STEP.closed in the folder `gates` holds the count after that step until it is gone,
     or until the count is asked to stop. The file `saving` is there while a state is written.
     """
+    worker.REPORT_SECONDS = 0.1
     root = Path(folder)
     if complain:
         raise UserError(complain)

@@ -1,6 +1,6 @@
 """Whole trainings of MIM-Refiner on digits against a second writing of the authors' procedure.
 
-Both stages of 30 updates each, the second from the first, in float64. Shared are the first weights
+Both stages of 20 updates each, the second from the first, in float64. Shared are the first weights
 and what is drawn: views, and which of the nearest neighbours. Files of the authors that are named
 are those of ml-jku/MIM-Refiner.
 """
@@ -21,10 +21,10 @@ from maect.data.shards import shard
 from maect.recipes import load_encoder
 from maect.stages import load_recipe
 
-BATCH, STEPS, WARMUP = 50, 30, 5
+BATCH, STEPS, WARMUP = 50, 20, 5
 PEAK, LOWEST, MOMENTUM, TEMPERATURE = 4e-3 * BATCH / 256, 1e-6, 0.99, 0.2
 SETTINGS = {
-    "batch_size": BATCH, "epochs": 3, "warmup_epochs": 0.5, "flip": 0.0, "precision": "fp32",
+    "batch_size": BATCH, "epochs": 2, "warmup_epochs": 0.5, "flip": 0.0, "precision": "fp32",
     "head": {"head_lr": 4e-3, "queue_size": 250},
 }  # fmt: skip
 DEPTH, READ = 4, (2, 3)
