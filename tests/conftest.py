@@ -11,14 +11,14 @@ from fault_audit import FaultAudit
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-FIRST = (
-    "tests/end_to_end",
+FIRST = (  # what takes longest on one worker leads
+    "tests/unit/train",
     "tests/cluster",
+    "tests/end_to_end",
     "tests/unit/launch/test_launch_local.py",
     "tests/unit/launch/test_slurm_states.py",
     "tests/unit/test_extending.py",
     "tests/unit/answers/test_notebooks.py",
-    "tests/unit/train",
 )
 TOGETHER = {
     "the test cluster": ("tests/cluster/",),
@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
+    items.sort(key=lambda item: [not item.nodeid.startswith(first) for first in FIRST])
     for item in (item for item in items if item.nodeid.startswith(APART)):
         found = (defs[-1] for defs in item._fixtureinfo.name2fixturedefs.values())  # type: ignore[attr-defined]
         shared = [each.argname for each in found if each.baseid and each.scope != "function"]
