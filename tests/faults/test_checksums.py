@@ -139,7 +139,7 @@ def test_a_flipped_label_of_a_large_index(
 
     told = RunConfig.read(pipeline / "results/runs/mae_tiny/config.yaml")
     stage, _ = told.training("mae_tiny")
-    run = trainer.Run(tmp_path / "run", shards, stage, told.encoder, told.seed)
+    run = trainer.RunInputs(tmp_path / "run", shards, stage, told.encoder, told.seed)
     with pytest.raises(UserError, match=r"index\.npy: changed since it was written"):
         trainer.train(SingleRank(cpus=2), run)
     assert not (tmp_path / "run").exists()

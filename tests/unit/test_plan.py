@@ -25,7 +25,7 @@ from maect.tools.plan import (
     Plan,
     PlannedJob,
     RuleJob,
-    Shards,
+    SplitFacts,
     all_here,
     critical_path,
     lines,
@@ -181,10 +181,10 @@ def unknown_images(folder: Path, runs: dict[str, Any] | None = None) -> Experime
 def test_samples_that_nobody_knows_are_said_and_not_guessed(here: Path) -> None:
     assert shards_of(Path("shards/mine/train")).images is None
     folder = here / "shards/imagenet/train"
-    assert shards_of(folder) == Shards(1_281_167, 147_897_477_120, False)
+    assert shards_of(folder) == SplitFacts(1_281_167, 147_897_477_120, False)
     folder.mkdir(parents=True)
     (folder / "index.json").write_text('{"n": 10, "shards": [{"size": 3}, {"size": 4}]}')
-    assert shards_of(folder) == Shards(10, 7, True)
+    assert shards_of(folder) == SplitFacts(10, 7, True)
     plan = plan_of(unknown_images(here), Device("A100"), "pretrain", run="mae_tiny")
     assert plan.jobs[0].seconds is None
     text = "\n".join(lines(plan))
@@ -202,7 +202,7 @@ def test_images_are_counted_before_they_are_sharded(here: Path) -> None:
     jobs = [RuleJob("plan_shards", split, {}), RuleJob("index_shards", split, {})]
     jobs += [RuleJob("pretrain", {"run": "mae_tiny"}, HERE)]
     plan = make_plan(jobs, experiment, Device("cpu"))
-    assert plan.shards(experiment.shards("mine", "train")) == Shards(12, 1200, False, 2)
+    assert plan.shards(experiment.shards("mine", "train")) == SplitFacts(12, 1200, False, 2)
     stage, encoder = load_recipe("mae", "tiny"), load_encoder("tiny")
     flops = 12 * stage.epochs * stage.flops_per_image(encoder)
     assert plan.jobs[0].seconds == pytest.approx(flops / (2 * CPU_RATE))
