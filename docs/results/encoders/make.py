@@ -4,7 +4,8 @@
     python docs/results/encoders/make.py CIFAR10 results
 
 CIFAR10 is the folder with train/CLASS/IMAGE and test/CLASS/IMAGE. RESULTS holds the experiments, of
-which only the five runs in `ENCODERS` need to be finished. The sixth encoder is untrained.
+which only the five runs in `ENCODERS` need to be finished. The sixth encoder is untrained, and the
+seventh passes the pixels on: what is above it, an encoder has added.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
 from maect.data.digits import write_digits
@@ -66,6 +68,25 @@ def make_untrained(run: Path) -> Path:
     return run
 
 
+def make_pixels(run: Path) -> Path:
+    """Make an encoder whose features are 16 x 16 pixels, at mean 0 and deviation 1 of each image.
+
+    One patch covers the image, its embedding is the identity, and the only block adds nothing. The
+    final norm is what shifts and scales.
+    """
+    side, width = 16, 3 * 16 * 16
+    settings = load_encoder("tiny").model_copy(
+        update={"image_size": side, "patch_size": side, "width": width, "depth": 1, "heads": 1}
+    )
+    weights = build_encoder(settings).state_dict()
+    weights = {name: torch.zeros_like(value) for name, value in weights.items()}
+    weights["patch_embed.proj.weight"] = torch.eye(width).view(width, 3, side, side)
+    weights["norm.weight"] += 1
+    run.mkdir(parents=True)
+    save_encoder(run / "encoder.safetensors", weights, settings, "mean")
+    return run
+
+
 def main() -> None:
     """Make folders and encoders, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -77,6 +98,7 @@ def main() -> None:
     folders = make_folders(options.work / "images", options.cifar10)
     encoders = {name: options.results / run for name, run in ENCODERS.items()}
     encoders["untrained"] = make_untrained(options.work / "untrained")
+    encoders["pixels"] = make_pixels(options.work / "pixels")
     subprocess.run(
         [
             Path(sys.executable).parent / "maect", "compare",
