@@ -17,7 +17,7 @@ Encoder = Annotated[Path, Word(help=ENCODER)]
 Images = Annotated[Path, Word(help="a folder, or a .csv or .tsv table with a column path")]
 Kind = Annotated[str | None, Word(help="what IMAGES is, if something else (docs/data.md)")]
 BatchSize = Annotated[
-    int | None, Word(read=positive, help="on the device (default 32 on a CPU, else 256)")
+    int | None, Word(read=positive, help="on the device (default: as many as suit it, at most 256)")
 ]
 Device = Annotated[
     str | None, Word(help="such as cpu or cuda:1; by default a GPU where there is one")

@@ -30,8 +30,6 @@ from maect.recipes import Pixels
 from maect.stages.run import resize_of
 
 ENCODER = "encoder.safetensors"
-ON_CPU = 32
-"""Images of a batch on a CPU."""
 MANY, WIDE = 100, 384
 """Images, and numbers of a vector, from which on bfloat16 saves a CPU noticeable time."""
 ImageLike = str | PathLike[str] | bytes | Image.Image | NDArray[Any]
@@ -80,8 +78,7 @@ class ImageEncoder:
         if self.resize < self.image_size:
             raise UserError(f"resize {self.resize} is smaller than image_size {self.image_size}")
         self.pooling, self.width = self.encoding.pooling, self.encoding.width
-        # On a CPU larger batches leave its caches.
-        self.batch_size = ON_CPU if self.encoding.device.type == "cpu" else BATCH
+        self.batch_size = self.encoding.batch_size
 
     def could_be_faster(self, images: int) -> bool:
         """Return whether bfloat16, which this CPU has and is not used, would be worth it."""

@@ -33,6 +33,8 @@ from maect.models.vit import EncoderOutput
 from maect.models.weights import load_any_encoder
 from maect.train.accuracy import BATCH
 
+ON_CPU, CACHED = 32, 80_000_000
+"""Images of a batch on a CPU at least, and bytes of what its widest layers give."""
 PART_ROWS = 8192
 LEAST_PARTS = 16
 
@@ -89,6 +91,15 @@ class Encoding:
         if other_pooling and self.settings.class_token:
             self.other = "mean" if self.pooling == "cls" else "cls"
         self.width = self.settings.width * (self.blocks + (self.other is not None))
+
+    @property
+    def batch_size(self) -> int:
+        """Images at once that suit the device: on a CPU, larger ones leave its caches."""
+        if self.device.type != "cpu":
+            return BATCH
+        shape = self.settings
+        widest = 4 * 4 * (1 + shape.patches) * shape.width  # bytes of an image's hidden layer
+        return max(ON_CPU, min(BATCH, CACHED // widest))
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
@@ -308,11 +319,11 @@ def _encode(
     missing: int,
 ) -> bool:
     """Encode and write some of the missing parts; False if told to stop before the last."""
-    ranges = part_ranges(index.n)
+    ranges, batch = part_ranges(index.n), model.batch_size
     pieces = [
-        (number, start, ranges[number][start : start + BATCH])
+        (number, start, ranges[number][start : start + batch])
         for number in numbers
-        for start in range(0, len(ranges[number]), BATCH)
+        for start in range(0, len(ranges[number]), batch)
     ]
     ours = sum(len(rows) for _, _, rows in pieces)
     started, done = time.monotonic(), 0

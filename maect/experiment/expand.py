@@ -10,6 +10,7 @@ from typing import Any
 
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.seeds import of_seed, seedless
+from maect.core.settings import validated
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, load_encoder
@@ -56,9 +57,14 @@ class Run:
         """Return the encoder's size, with the image size if that is not its own."""
         if isinstance(self.settings, Import) and self.settings.timm is not None:
             return self.settings.timm.partition(".")[0]
-        pixels = self.encoder.image_size
-        own = pixels == load_encoder(self.size).image_size
-        return self.size if own else f"{self.size}_{pixels}"
+        usual, shape = load_encoder(self.size), self.encoder
+        own = [
+            f"{name}{getattr(shape, key)}"
+            for name, key in (("w", "width"), ("d", "depth"), ("p", "patch_size"))
+            if getattr(shape, key) != getattr(usual, key)
+        ]
+        pixels = [] if shape.image_size == usual.image_size else [str(shape.image_size)]
+        return "_".join([self.size, *own, *pixels])
 
 
 def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
@@ -107,6 +113,8 @@ def _run(
         if recipe:
             settings = load_recipe(recipe, size, filled(spec.overrides, fill))
             encoder = load_encoder(size, spec.image_size, pixels)
+            if spec.encoder:
+                encoder = validated(Encoder, encoder.model_dump() | spec.encoder, "encoder")
         else:
             layout = fill(spec.layout) if spec.layout else None
             timm = find_timm(fill(spec.timm)) if spec.timm else None

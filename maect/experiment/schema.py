@@ -132,6 +132,8 @@ class RunSpec(Settings):
     dataset: str | None = None
     source: str | None = Field(default=None, alias="from")
     image_size: int | None = Field(default=None, gt=0)
+    encoder: dict[str, int | bool | str] = Field(default_factory=dict)
+    """What of the size's shape is another: `width`, `depth`, `heads`, `patch_size` and so on."""
     method: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
     each: dict[str, list[str | int | float]] = Field(default_factory=dict)
@@ -149,7 +151,7 @@ class RunSpec(Settings):
                     raise ValueError(f"`timm` says everything: a run with it takes no `{name}`")
         elif not self.size:
             raise ValueError("size: Field required")
-        trained = {"dataset", "source", "overrides", "public"}
+        trained = {"dataset", "source", "overrides", "public", "encoder"}
         foreign = {"layout", "timm"} if self.weights is None else trained
         for name in sorted(foreign & given):
             key = type(self).model_fields[name].alias or name

@@ -17,7 +17,7 @@ from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError, counted
 from maect.core.settings import digest
 from maect.data.sources import Entry, ImageSource, open_source
-from maect.evaluate.features import BATCH, read_part, write_part
+from maect.evaluate.features import read_part, write_part
 from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array
@@ -158,7 +158,7 @@ def _encoded(encoder: ImageEncoder, source: ImageSource, entries: list[Entry]) -
     """Vectors of some images, float32 [n, width]; NaN where one cannot be read, which is said."""
     out = np.full((len(entries), encoder.width), np.nan, np.float32)
     values, faults = encoder.readable(
-        lambda number: source.read(entries[number]), len(entries), BATCH
+        lambda number: source.read(entries[number]), len(entries), encoder.batch_size
     )
     out[[number for number in range(len(entries)) if number not in faults]] = values
     for number, why in faults.items():

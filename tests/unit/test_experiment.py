@@ -74,6 +74,23 @@ def test_precision_of_features(
     assert resolve.precision(experiment, "mae_base") == base
 
 
+def test_a_run_has_a_shape_of_its_own(tmp_path: Path) -> None:
+    """Without an entry in the package; what starts from it has the same one, or is refused."""
+    shape = {"width": 96, "heads": 4, "depth": 5}
+    runs = {name: run | {"encoder": shape} for name, run in TINY["runs"].items()}
+    experiment = load(write(tmp_path, runs=runs, tables=["low_shot"]))
+    run = experiment.runs["ct_min_tiny"]
+    assert run.architecture == "tiny_w96_d5" and run.encoder.heads == 4
+    told = run_config(experiment, "ct_min_tiny").encoder
+    assert (told.width, told.depth, told.image_size) == (96, 5, 16)
+    with pytest.raises(UserError, match="head_min_tiny"):
+        load(write(tmp_path, runs=runs | {"mae_tiny": TINY["runs"]["mae_tiny"]}))
+    for wrong, said in (({"widht": 96}, "did you mean 'width'"), ({"heads": 7}, "heads")):
+        own = TINY["runs"]["mae_tiny"] | {"encoder": wrong}
+        with pytest.raises(UserError, match=said):
+            load(write(tmp_path, runs=TINY["runs"] | {"mae_tiny": own}))
+
+
 def test_expansion_and_links(tmp_path: Path) -> None:
     experiment = load(write(tmp_path, seeds=2, tables=["low_shot"]))
     assert len(experiment.runs) == 10
