@@ -110,7 +110,7 @@ check: $(VENV)/.installed $(DECODER)
 	$(BIN)/snakemake --lint --config experiment=digits
 
 lock: install
-	$(BIN)/uv pip compile pyproject.toml --group dev --universal --python-version 3.11 \
+	$(BIN)/uv $(if $(PINS),--no-config) pip compile pyproject.toml $(PINS:%=--override %) --group dev --universal --python-version 3.11 \
 		--generate-hashes --no-emit-index-url --no-header --no-annotate --quiet -o $(OUT)
 
 ADDRESS := $(shell sed -n 's/^repository-code: *//p' CITATION.cff)

@@ -39,8 +39,8 @@ def device_of(context: Context) -> torch.device:
     """This rank's GPU, or the CPU with this rank's threads; float32 means float32 on both.
 
     Raises:
-        NodeError: the job was given GPUs, and torch can use none. `DS_ACCELERATOR=cpu`, which is
-            DeepSpeed's, asks for the CPU all the same.
+        NodeError: the job was given GPUs, and torch can use none, or another process has it alone.
+            `DS_ACCELERATOR=cpu`, which is DeepSpeed's, asks for the CPU all the same.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -48,7 +48,16 @@ def device_of(context: Context) -> torch.device:
         raise NodeError(_no_gpu())
     if uses_gpus():
         device = torch.device("cuda", context.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+        try:
+            torch.cuda.set_device(device)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            if "busy or unavailable" not in str(error):
+                raise
+            raise NodeError(
+                f"{device} is busy: another process has it, and its compute mode lets only one "
+                "(nvidia-smi -q -d COMPUTE); try again when that has ended"
+            ) from None
         return device
     torch.set_num_threads(max(1, context.cpus))
     return torch.device("cpu")

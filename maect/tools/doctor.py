@@ -180,7 +180,7 @@ def driver(said: int | None) -> list[Finding]:
     what = f"torch for CUDA {torch.version.cuda} needs NVIDIA driver {needed}"
     if said is None:
         hint = "`nvidia-smi` on a compute node shows it: write the number as `driver` there"
-        return [Finding("note", f"{what}; the profile does not say the site's", hint)]
+        return [Finding("note", f"{what}; the site's is unknown", hint)]
     if said < needed:
         hint = "install wheels of an older CUDA: docs/gpu.md, Drivers"
         return [Finding("FAIL", f"{what}; the site has {said}", hint)]

@@ -69,7 +69,7 @@ def test_a_device_bound_to_each_rank() -> None:
         ("13.0", 590, "ok", "torch for CUDA 13.0 needs NVIDIA driver 580; the site has 590"),
         ("13.0", 575, "FAIL", "torch for CUDA 13.0 needs NVIDIA driver 580; the site has 575"),
         ("12.6", 535, "ok", "torch for CUDA 12.6 needs NVIDIA driver 525; the site has 535"),
-        ("13.0", None, "note", "the profile does not say the site's"),
+        ("13.0", None, "note", "the site's is unknown"),
         (None, None, "note", "is built without CUDA"),
     ],
 )

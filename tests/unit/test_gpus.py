@@ -45,6 +45,7 @@ os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "3"  # as below mpirun
 with (patch.object(distributed, "uses_gpus", lambda: True),
       patch.object(torch.cuda, "device_count", lambda: 1),
       patch.object(torch.cuda, "set_device", lambda device: None),
+      patch.object(torch.cuda, "synchronize", lambda: None),
       patch.object(engine, "join", lambda context, backend, timeout:
                    distributed.join(context, "gloo", timeout))):
     device = engine.start(rank)
@@ -197,6 +198,25 @@ TOO_SMALL = {
         "CUDA error: out of memory;",
     ),
 }
+
+
+def test_a_gpu_that_another_process_has_alone_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `maect doctor` meets it beside a job, where the compute mode is exclusive."""
+
+    def taken() -> None:
+        raise torch.AcceleratorError(
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with ..."
+        )
+
+    monkeypatch.setattr(distributed, "uses_gpus", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", taken)
+    with pytest.raises(NodeError, match=r"^cuda:0 is busy: .*; try again when that has ended$"):
+        distributed.device_of(context())
 
 
 @pytest.mark.parametrize("whose", TOO_SMALL)
