@@ -170,9 +170,10 @@ def _look_up(tables: Tables, key: Key, suffix: str) -> float:
     name, architecture, method, metric = key
     if name not in tables or f"{metric}{suffix}" not in tables[name]:
         return math.nan
-    frame = tables[name]
-    line = frame[(frame["architecture"] == architecture) & (frame["method"] == method)]
-    return float(line[f"{metric}{suffix}"].iloc[0]) if len(line) else math.nan
+    # Not by masks of pandas: there are thousands of questions, each about a dozen lines.
+    columns = (tables[name][column] for column in ("architecture", "method", f"{metric}{suffix}"))
+    lines = zip(*columns, strict=True)
+    return next((float(value) for *of, value in lines if of == [architecture, method]), math.nan)
 
 
 def _deviation(tables: Tables, key: Key) -> float | None:
@@ -188,10 +189,13 @@ def _deviation(tables: Tables, key: Key) -> float | None:
         return None
     column = f"{metric}_std"
     known = [
-        f.loc[f["architecture"] == architecture, column] for f in tables.values() if column in f
+        (of, spread)
+        for frame in tables.values()
+        if column in frame
+        for of, spread in zip(frame["architecture"], frame[column], strict=True)
     ]
     # What is the same for all seeds says nothing of others.
-    return float(pd.concat(known).replace(0.0, math.nan).max()) if known else math.nan
+    return max((float(x) for of, x in known if of == architecture and x > 0), default=math.nan)
 
 
 def _is_trained(tables: Tables, key: Key) -> bool:
@@ -202,7 +206,10 @@ def _is_trained(tables: Tables, key: Key) -> bool:
 
 def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
     """Methods for which a table has a row of an architecture."""
-    return () if frame is None else set(frame.loc[frame["architecture"] == architecture, "method"])
+    if frame is None:
+        return ()
+    lines = zip(frame["architecture"], frame["method"], strict=True)
+    return {method for of, method in lines if of == architecture}
 
 
 def beyond_chance(differences: Sequence[float]) -> bool:
@@ -380,8 +387,8 @@ def _architectures(tables: Tables, table: str, method: str) -> list[str]:
     """Architectures for which a table has a row of a method, in its order."""
     if table not in tables:
         return []
-    frame = tables[table]
-    return list(dict.fromkeys(frame.loc[frame["method"] == method, "architecture"]))
+    lines = zip(tables[table]["architecture"], tables[table]["method"], strict=True)
+    return list(dict.fromkeys(architecture for architecture, of in lines if of == method))
 
 
 def judge(
