@@ -86,7 +86,7 @@ def interpreter(version: str) -> str:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_path: Path) -> None:
-    """The wheel runs a pipeline; what is installed from the sdist has the same files."""
+    """The wheel runs a pipeline's first rules; what is installed from the sdist has its files."""
     bin = tmp_path / "venv/bin"
     run(UV, "venv", "--quiet", "--python", interpreter(version), tmp_path / "venv")
     environment = os.environ | {"VIRTUAL_ENV": str(tmp_path / "venv")}
@@ -103,6 +103,8 @@ def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_p
     away = tmp_path / "elsewhere"
     away.mkdir()
     run(bin / "maect", "run", "digits", "results/digits/shards/digits/val/index.json", cwd=away)
+    if version != f"{sys.version_info.major}.{sys.version_info.minor}":
+        return  # the rest is the same for all, and takes minutes
     told = run(bin / "maect", "new-experiment", "--images", "results/digits/images/digits",
                "--out", "mine.yaml", cwd=away).stdout  # fmt: skip
     run("bash", "-c", told.splitlines()[-1].removeprefix("Next: "), cwd=away)
