@@ -14,6 +14,10 @@ class UserError(Exception):
     """
 
 
+class OtherFormatError(ValueError):
+    """A record that another version of maect wrote."""
+
+
 class NodeError(UserError):
     """Error caused by a setting or, in a run that has worked elsewhere, by a node.
 

@@ -13,7 +13,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maect.core.errors import UserError
+from maect.core.errors import OtherFormatError, UserError
 
 T = TypeVar("T")
 
@@ -21,6 +21,8 @@ _PACKAGE = Path(__file__).parents[1]
 PIPELINE = _PACKAGE / "pipeline" if (_PACKAGE / "pipeline").is_dir() else _PACKAGE.parent
 """Folder of Snakefile, workflow/, cluster_profiles/ and envs/: of the clone, or in the wheel."""
 
+FORMAT = 1
+"""Of all records and resolved files. It is read for as long as a major version of maect lives."""
 CHECKSUM = "checksum"
 """The last key of a record: sha256 of the rest as JSON with sorted keys."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -163,13 +165,29 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def write_record(path: str | Path, value: dict[str, Any]) -> None:
-    """Write a mapping that decides something: as `write_json`, with its own checksum."""
+    """Write a mapping that decides something: as `write_json`, with format and own checksum."""
     write_json(path, sealed(value))
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """`value` with its own checksum."""
+    """Return `value` with its format and its own checksum."""
+    value = {"format": FORMAT} | value
     return value | {CHECKSUM: checksum(value)}
+
+
+def check_format(value: dict[str, Any]) -> dict[str, Any]:
+    """Return what was read without its format, if that is the one that is read.
+
+    Raises:
+        OtherFormatError: it is another one.
+    """
+    rest = dict(value)
+    if str(written := rest.pop("format", FORMAT)) != str(FORMAT):
+        raise OtherFormatError(
+            f"format {written}, and this version of maect reads {FORMAT}: use the version that "
+            "wrote it, or delete it and start again"
+        )
+    return rest
 
 
 def verified(value: Any) -> Any:
@@ -177,6 +195,7 @@ def verified(value: Any) -> Any:
 
     Raises:
         ValueError: the checksum differs.
+        OtherFormatError: it is of another format.
     """
     if not isinstance(value, dict) or not value:
         return value
@@ -187,7 +206,7 @@ def verified(value: Any) -> Any:
         return value
     if last != CHECKSUM or value[last] != checksum(rest):
         raise ValueError("its checksum differs")
-    return rest
+    return check_format(rest)
 
 
 def checksum(value: dict[str, Any]) -> str:
@@ -211,7 +230,7 @@ def read_json(path: str | Path) -> Any:
     """Read a JSON file; a record without its checksum.
 
     Raises:
-        UserError: the file is missing or damaged.
+        UserError: the file is missing, damaged or of another format.
     """
     try:
         value = parsed(read_text(path))
@@ -225,6 +244,8 @@ def read_json(path: str | Path) -> Any:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     try:
         return verified(value)
+    except OtherFormatError as error:
+        raise UserError(f"{path}: {error}") from None
     except ValueError as error:
         raise UserError(
             f"{path}: damaged ({error}); delete it and start again: it is made again"

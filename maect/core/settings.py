@@ -20,8 +20,8 @@ from pydantic import (
     ValidationInfo,
 )
 
-from maect.core.errors import UserError, check_names, did_you_mean
-from maect.core.files import read_text, write_text
+from maect.core.errors import OtherFormatError, UserError, check_names, did_you_mean
+from maect.core.files import FORMAT, check_format, read_text, write_text
 from maect.core.yaml_files import DUMPER, parse_yaml, read_yaml_text, shortened
 
 
@@ -162,6 +162,10 @@ class SettingsFile(Settings):
         changes = tuple(changes)
         for change in changes:
             _change(values, change)
+        try:
+            values = check_format(values)
+        except OtherFormatError as error:
+            raise UserError(f"{path}: {error}") from None
         settings = cls.parse(values, str(path), {"folder": Path(os.path.abspath(path)).parent})
         if submitted not in (None, settings.digest):
             raise UserError(f"{path}: changed since this job was submitted; start again")
@@ -210,7 +214,7 @@ class SettingsFile(Settings):
         """The content of the file at `path`."""
         values = self.model_dump(mode="json", context=self._context(path))
         values = {key: value for key, value in values.items() if value is not None}
-        text = yaml.dump(values, Dumper=DUMPER, sort_keys=False, width=100)
+        text = yaml.dump({"format": FORMAT} | values, Dumper=DUMPER, sort_keys=False, width=100)
         return STAMP.format(digest(text)) + text
 
     def write(self, path: str | Path) -> bool:

@@ -20,7 +20,6 @@ from maect.data.decode import render
 from maect.data.native import Images
 from maect.recipes import Pixels
 
-FORMAT = 1
 CHECKSUMS = "crc32.npy"
 COLUMNS = ("id", "shard", "offset", "size", "label", "width", "height")
 ID, SHARD, OFFSET, SIZE, LABEL, WIDTH, HEIGHT = range(len(COLUMNS))
@@ -231,8 +230,6 @@ def open_index(directory: str | Path) -> Index:
     if not (directory / "index.json").exists():
         raise UserError(f"{directory}: no index.json; make it with maect shard")
     record = read_json(directory / "index.json")
-    if record.get("format") != FORMAT:
-        raise UserError(f"{directory}/index.json: format {record.get('format')}, not {FORMAT}")
     path = directory / "index.npy"
     try:
         if path.stat().st_size <= _HASHED_ON_OPEN:

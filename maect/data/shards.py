@@ -42,7 +42,6 @@ from maect.data.decode import UnreadableError
 from maect.data.index import (
     CHECKSUMS,
     COLUMNS,
-    FORMAT,
     HEIGHT,
     ID,
     LABEL,
@@ -736,7 +735,6 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
     write_record(
         out / "index.json",
         {
-            "format": FORMAT,
             "digest": digest.hexdigest(),
             "index_sha256": sha256_file(out / "index.npy"),
             "keys_sha256": sha256_file(out / "keys.txt"),

@@ -70,7 +70,6 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     write_record(
         out / "index.json",
         {
-            "format": index.record["format"],
             "digest": identity,
             "index_sha256": sha256_file(out / "index.npy"),
             "keys_sha256": sha256_file(out / "keys.txt"),

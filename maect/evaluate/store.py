@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, check_file, parsed, sealed, verified
 
-FORMAT = "1"
 _CHUNK = 16384
 
 Array = NDArray[np.float32]
@@ -146,8 +145,6 @@ def open_features(path: str | Path) -> FeatureFile:
         check_file(path)
         with safe_open(path, framework="numpy") as file:
             record = verified(parsed((file.metadata() or {})["maect"]))
-            if record["format"] != FORMAT:
-                raise UserError(f"{path}: format {record['format']}, not {FORMAT}; extract again")
             labels = file.get_tensor("labels")
             names = file.get_tensor("keys")
             n, width = file.get_slice("features").get_shape()
@@ -281,7 +278,7 @@ def write_features(
         width: features per sample.
         labels: int64 [n].
         keys: names of the samples.
-        record: what to say about the file's making; `format` and `sha256` are added.
+        record: what to say about the file's making; `sha256` is added.
     """
     names = np.frombuffer("\n".join(keys).encode(), np.uint8)
     sizes = {"features": 4 * width * len(labels), "labels": 8 * len(labels), "keys": len(names)}
@@ -297,7 +294,7 @@ def write_features(
         offset += size
 
     def header(sha256: str) -> bytes:
-        about = {**record, "format": FORMAT, "sha256": sha256}
+        about = {**record, "sha256": sha256}
         text = json.dumps(sealed(dict(sorted(about.items()))))
         data = json.dumps({"__metadata__": {"maect": text}, **tensors}).encode()
         data += b" " * (-len(data) % 8)  # the format aligns its data

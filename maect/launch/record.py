@@ -32,7 +32,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maect.core.errors import UserError
-from maect.core.files import checksum, make_folder, patiently, read_mapping, write_json
+from maect.core.files import (
+    FORMAT,
+    check_format,
+    checksum,
+    make_folder,
+    patiently,
+    read_mapping,
+    write_json,
+)
 from maect.core.owners import exposed, is_trusted, owner_name, private_folder, read_own
 from maect.launch.resources import LaunchError
 
@@ -205,7 +213,7 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
         value = json.loads(patiently(read_own, path, not own))
         if value.pop(CHECKSUM, None) != checksum(value):
             raise ValueError("its checksum differs")
-        job = Job(**value)
+        job = Job(**check_format(value))
         if not (isinstance(job.name, str) and job.state in STATES and isinstance(job.step, int)):
             raise ValueError("it has no name, state or step")
         if not isinstance(job.earlier, list):
@@ -225,7 +233,7 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
 
 def write_job(folder: Path, job: Job) -> None:
     """Write `job.json`, atomically; for the launcher that owns the folder."""
-    value = asdict(job)
+    value = {"format": FORMAT} | asdict(job)
     patiently(write_json, folder / "job.json", value | {CHECKSUM: checksum(value)})
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from maect.core.files import sha256_file, write_json
-from maect.data.index import COLUMNS, FORMAT, open_index
+from maect.data.index import COLUMNS, open_index
 from maect.data.order import Order
 
 SIZES = (10**4, 10**5, 1_281_167, 10**7, 10**8, 10**9)
@@ -33,7 +33,6 @@ def simulate(folder: Path, n: int) -> None:
     (folder / "train-000000.tar").touch()
     small = n <= 2_000_000
     record = {
-        "format": FORMAT,
         "n": n,
         "class_names": [],
         "digest": "simulated",

@@ -1,5 +1,6 @@
 """Files are complete or not there, and readable by those whom the umask lets."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,15 @@ from safetensors.numpy import save_file
 
 from maect.core.entries import entries, finished_entries, line_of
 from maect.core.errors import UserError
-from maect.core.files import UMASK, atomic_write, checked_sha256, write_json
+from maect.core.files import (
+    UMASK,
+    atomic_write,
+    checked_sha256,
+    read_json,
+    read_mapping,
+    write_json,
+    write_record,
+)
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
@@ -54,3 +63,22 @@ def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:
     path.write_bytes(b"y")
     with pytest.raises(UserError, match="damaged"):
         checked_sha256(path)
+
+
+def test_a_record_has_a_format_and_another_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.json"
+    write_record(path, {"a": 1})
+    assert list(json.loads(path.read_text())) == ["format", "a", "checksum"]
+    assert read_json(path) == {"a": 1}
+    monkeypatch.setattr("maect.core.files.FORMAT", 2)
+    write_record(path, {"a": 1})
+    monkeypatch.undo()
+    with pytest.raises(UserError) as refused:
+        read_json(path)
+    assert str(refused.value) == (
+        f"{path}: format 2, and this version of maect reads 1: use the version that wrote it, or "
+        "delete it and start again"
+    )
+    assert read_mapping(path) == {}

@@ -53,6 +53,17 @@ def test_round_trip(tmp_path: Path) -> None:
     assert EvaluationConfig.read(evaluation) == probe(tmp_path)
 
 
+def test_a_file_of_another_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, _ = written(tmp_path)
+    assert run.read_text().splitlines()[1] == "format: 1"
+    edit(run, "format: 1", "format: 2")
+    assert main(["train", str(run)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"maect train: {run}: format 2, and this version of maect reads 1: use")
+
+
 @pytest.mark.parametrize("lookup", ["topk", "none"])
 @pytest.mark.parametrize("stop", [None, True, False])
 def test_what_the_positive_passes_on_is_read_back(

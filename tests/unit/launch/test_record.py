@@ -65,6 +65,15 @@ def test_what_is_no_record_is_refused(tmp_path: Path, value: object) -> None:
         read_job(tmp_path)
 
 
+def test_another_format_is_refused(
+    tmp_path: Path, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maect.launch.record.FORMAT", 2)
+    write_job(tmp_path, job)
+    with pytest.raises(UserError, match=r"job\.json: .*format 2, and this version"):
+        read_job(tmp_path)
+
+
 def test_only_a_saved_step_is_progress(tmp_path: Path, job: Job) -> None:
     make_job_folder(tmp_path, job.name)
     file = rank_file(tmp_path, job.name, 0)
