@@ -1,0 +1,72 @@
+"""Results of every released format are read: each has a small folder here, without weights.
+
+A folder of a new format: `python tests/faults/make_results.py FOLDER`, less weights, states and
+images. The one of a format is made once and never again.
+"""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from maect.core.files import FORMAT, read_json
+from maect.data.config import ShardsConfig
+from maect.data.index import open_index
+from maect.evaluate import EvaluationConfig, FeaturesConfig
+from maect.evaluate.store import open_features
+from maect.experiment import load
+from maect.experiment.outdated import outdated
+from maect.launch.record import read_job
+from maect.stages.run import RunConfig
+from maect.tools.status import show
+from maect.train.run_folder import is_finished, noted
+
+FOLDERS = Path(__file__).with_name("formats")
+CONFIGS = {
+    "runs/*/config.yaml": RunConfig,
+    "features/*/*.yaml": FeaturesConfig,
+    "evaluations/*/*.yaml": EvaluationConfig,
+    "shards/*/*/config.yaml": ShardsConfig,
+}
+
+
+@pytest.fixture(params=range(1, FORMAT + 1))
+def results(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    with tarfile.open(FOLDERS / f"{request.param}.tar.gz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    return Path("results")
+
+
+def test_each_file_is_read(results: Path) -> None:
+    for pattern, kind in CONFIGS.items():
+        paths = list(results.glob(pattern))
+        assert paths and all(kind.read(path).digest for path in paths)
+    for path in results.rglob("*.json"):
+        written = json.loads(path.read_text())
+        assert written["format"] <= FORMAT, path
+        assert path.name == "job.json" or {*read_json(path)} == {*written} - {"format", "checksum"}
+    for run in results.glob("runs/*"):
+        job = read_job(run)
+        assert job is not None and job.verdict == "done"
+        assert noted(run)["fingerprint"] == read_json(run / "run.json")["fingerprint"]
+    for split, n in (("train", 60), ("val", 40)):
+        index = open_index(results / f"shards/digits/{split}")
+        features = open_features(results / f"features/mae_tiny/digits-{split}.safetensors")
+        assert index.n == features.n == n
+        assert features.record["index_digest"] == index.digest
+
+
+def test_nothing_would_be_made_again(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is asked for has the same identity as it had when it was made."""
+    assert outdated(load("mini.yaml")) == []
+    text = Path("mini.yaml").read_text()
+    Path("other.yaml").write_text(text.replace("epochs: 3", "epochs: 4"))
+    assert outdated(load("other.yaml")) == [results / "runs/mae_tiny/run.json"]
+    for run in results.glob("runs/*"):
+        for name in read_json(run / "run.json")["files"]:
+            (run / name).touch()  # weights are not kept here
+        assert is_finished(run, noted(run)["fingerprint"])
+    show(results)
+    assert "3 runs" in capsys.readouterr().out
