@@ -1,0 +1,134 @@
+"""Measures what tuning does to the patches of digits and of CIFAR-10, without training encoders.
+
+Patches are classified one by one (dense), and all patches of an image together (attentive probe).
+
+    maect run digits_law --cores 2; maect run cifar10_refined --cores 2
+    python docs/results/patches/make.py CIFAR10 results
+
+CIFAR10 is the folder with train/CLASS/IMAGE and test/CLASS/IMAGE. RESULTS holds the experiments, of
+which only the runs in `ENCODERS` need to be finished. Of a digit, the ink has the digit's class and
+all else is background; of a photograph of CIFAR-10, which has no masks, every pixel has its class.
+"""
+
+import argparse
+import csv
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from maect.data.digits import write_digits
+
+HERE = Path(__file__).parent
+ENCODERS = {
+    "digits": {
+        "mae_tiny": "digits_law/runs/mae_tiny",
+        "ct_min_tiny": "digits_law/runs/ct_min_tiny",
+        "ct_aug_tiny": "digits_law/runs/ct_aug_tiny",
+    },
+    "cifar10": {
+        "mae_tiny8": "cifar10_refined/runs/mae_tiny8",
+        "ct_aug_tiny8": "cifar10_refined/runs/ct_aug_tiny8",
+        "refine_tiny8": "cifar10_refined/runs/refine_tiny8",
+    },
+}
+ENCODER = "encoder.safetensors"
+PHOTOS = {"train": 200, "val": 50}  # of each class
+FORMS = ("mean", "cls", "cls_mean")  # that linear probes read
+INK = 64  # of 255 levels
+EVALUATED = {
+    "digits": ["patch_knn", "patch_logistic", "patch_linear", "attentive_probe"],
+    "cifar10": ["patch_knn", "patch_logistic"],
+}
+SETTINGS = {
+    "patch_logistic": {"max_iterations": 100},
+    "attentive_probe": {"updates": 200, "warmup_updates": 20},
+    "patch_linear": {"held_out": 0.1, "flip": 0.0},  # a mirrored digit is no digit
+}
+
+
+def make_images(work: Path, cifar10: Path) -> None:
+    """Write NAME/SPLIT/CLASS/IMAGE and NAME/SPLIT_masks/CLASS/IMAGE of both data sets."""
+    write_digits(work / "digits")
+    for split, count in PHOTOS.items():
+        for folder in sorted((cifar10 / ("test" if split == "val" else split)).iterdir()):
+            out = work / "cifar10" / split / folder.name
+            out.mkdir(parents=True)
+            for image in sorted(folder.iterdir())[:count]:
+                shutil.copy(image, out / image.name)
+    for name in ENCODERS:
+        for split in PHOTOS:
+            for number, folder in enumerate(sorted((work / name / split).iterdir())):
+                out = work / name / f"{split}_masks" / folder.name
+                out.mkdir(parents=True)
+                for file in folder.iterdir():
+                    grey = np.asarray(Image.open(file).convert("L"))
+                    ink = grey >= INK if name == "digits" else np.ones(grey.shape, bool)
+                    mask = np.where(ink, 2 + number, 1).astype(np.uint8)
+                    Image.fromarray(mask, "L").save(out / f"{file.stem}.png")
+
+
+def write_experiment(name: str, work: Path, results: Path) -> Path:
+    """Write an experiment that imports the encoders and classifies their patches."""
+    images = {
+        split: {"images": str(work / "images" / name / split), "kind": kind}
+        for part in PHOTOS
+        for split, kind in ((part, "folder"), (f"{part}_masks", "masks"))
+    }
+    size = "tiny" if name == "digits" else "tiny8"
+    told = {
+        "description": f"patches of {name}",
+        "storage": str(work / "results" / name),
+        "datasets": {name: {"splits": images}},
+        "runs": {
+            run: {"weights": str(results / path / ENCODER), "layout": "mae", "size": size}
+            for run, path in ENCODERS[name].items()
+        },
+        "protocols": {key: value for key, value in SETTINGS.items() if key in EVALUATED[name]},
+        "evaluate": [{"runs": [*ENCODERS[name]], "protocols": EVALUATED[name]}],
+        "tables": ["dense"],
+    }  # fmt: skip
+    path = work / f"patches_{name}.yaml"
+    path.write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def copy_results(name: str, results: Path) -> None:
+    """Copy the table of patches, and write what the attentive probes found, beside this file."""
+    shutil.copy(results / "tables/dense.csv", HERE / f"{name}_dense.csv")
+    if "attentive_probe" not in EVALUATED[name]:
+        return
+    with (HERE / f"{name}_attentive_probe.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        readings = ["attentive_probe", *(f"attentive_probe_{form}" for form in FORMS)]
+        writer.writerow(["run", *readings])
+        for run in ENCODERS[name]:
+            path = results / "evaluations" / run / "attentive_probe.json"
+            metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+            writer.writerow([run, *(f"{metrics[reading]:.1f}" for reading in readings)])
+
+
+def main() -> None:
+    """Make images and masks, evaluate, and copy the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cifar10", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("patches"))
+    options = parser.parse_args()
+    work = options.work.absolute()
+    shutil.rmtree(work, ignore_errors=True)
+    make_images(work / "images", options.cifar10)
+    maect = Path(sys.executable).parent / "maect"
+    for name in ENCODERS:
+        experiment = write_experiment(name, work, options.results.absolute())
+        subprocess.run([maect, "run", experiment, "--cores", "2"], check=True)
+        copy_results(name, work / "results" / name)
+
+
+if __name__ == "__main__":
+    main()
