@@ -117,7 +117,7 @@ def test_wheel_and_sdist_in_a_clean_environment(version: str, built: Path, tmp_p
 def test_the_demo_without_an_installation(built: Path, tmp_path: Path) -> None:
     """`uvx --from WHEEL maect demo`, with the newest releases; its lines fit a page."""
     wheel = next(built.glob("*.whl"))
-    python = ("--python", f"{sys.version_info.major}.{sys.version_info.minor}")
+    python = ("--no-python-downloads", "--python", sys.executable)
     done = run(
         UV, "tool", "run", "--quiet", *python, "--from", wheel, "maect", "demo", cwd=tmp_path
     )
