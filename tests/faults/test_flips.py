@@ -157,7 +157,7 @@ IMAGES = command("page", "{root}/images.yaml", leaves=("images.html",))
 SUMMARY = command("page", "{root}/summary.yaml", leaves=("summary.html",))
 CLEAN = command("clean", "{root}")
 AUDIT = command("audit", "{root}/runs/" + RUN, "--threshold", "0.9", "--out", "{out}", out="audit")
-PUBLISH = command("publish", "{root}/runs/" + RUN, "{out}", out="hub")
+PUBLISH = command("publish", "{root}/runs/" + RUN, "{out}", "--repository", "me/birds", out="hub")
 EXPORT = command("export", "{root}/runs/" + RUN, "{out}", out="export")
 PREDICT = command(
     "predict", "{root}/runs/" + RUN, "{root}/../images/val", "--out", "{out}", out="c.csv"

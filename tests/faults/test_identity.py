@@ -96,7 +96,7 @@ def evaluate(found: Experiment, name: str) -> None:
         "settings": told.settings.model_dump(mode="json") | {"resize": told.resize},
         "provenance": provenance(job_of(told, path), told.settings, 1, encoder),
     }
-    if told.settings.outputs:
+    if told.settings.writes_tensors:
         path.with_suffix(".safetensors").write_bytes(b"left")
     write_record(path.with_suffix(".json"), result)
 
