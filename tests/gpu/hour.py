@@ -12,6 +12,7 @@ ends. Exit status 1: a check failed that must hold. On a CPU, and with `--small`
 import argparse
 import json
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,15 @@ def do(options: argparse.Namespace) -> dict[str, Any]:
         return {"status": "error", "error": text[-1500:]}
 
 
+def versions() -> dict[str, str]:
+    """What the checks run with, known before any of them has run."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "timm", "deepspeed"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 class Report:
     """Lines of all calls so far; one without a status was killed, or is under way."""
 
@@ -199,7 +210,14 @@ class Report:
         self.file = file
         self.lines: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
         for line in self.lines:
-            line.setdefault("status", "killed")
+            if "status" not in line:
+                line |= {"status": "killed", "seconds": self._until_the_last_words()}
+
+    def _until_the_last_words(self) -> float:
+        """Seconds from a check's beginning, when the report was written, to what was said last."""
+        log = self.file.with_name("log.txt")
+        last = log.stat().st_mtime if log.exists() else 0.0
+        return max(0.0, last - self.file.stat().st_mtime)
 
     @property
     def spent(self) -> float:
@@ -208,13 +226,15 @@ class Report:
 
     def run(self, step: Step, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
         """Run a step, with a line in the report before and after."""
-        self.lines.append({"name": step.name})
+        # The first check may be killed; what all run with is known without it.
+        told = {} if self.lines else {"with": versions()}
+        self.lines.append({"name": step.name, **told})
         first_day.write(self.file, self.lines)
         environment = first_day.surroundings(options.packages, options.device)
         command = [sys.executable, "-u", *step.command]
         found = first_day.result(command, options.out, environment, seconds)
         found.pop("check", None)
-        self.lines[-1] = {"status": "passed", **found, "name": step.name}
+        self.lines[-1] = {"status": "passed", **found, "name": step.name, **told}
         if "values" not in found and "images_per_second" in found:
             self.lines[-1]["values"] = {"images_per_second": found["images_per_second"]}
         first_day.write(self.file, self.lines)
@@ -246,8 +266,10 @@ def call(options: argparse.Namespace) -> int:
             need = now
         # A CPU is slow, and only shows that it works.
         report.run(step, options, min(now, max(need, first_day.limit(0, options.device))))
-    trainings = [line for line in report.lines if line["name"] == "training"]
-    if not trainings or trainings[-1]["status"] == "goes on":
+    trainings = [line["status"] for line in report.lines if line["name"] == "training"]
+    # One that was killed goes on from its last state, unless it was killed twice in a row.
+    killed = trainings[-1:] == ["killed"] != trainings[-2:-1]
+    if not trainings or trainings[-1] == "goes on" or killed:
         now, ever = left()
         seconds = min(now, ever) - START - 30
         if seconds < LEAST_TRAINING < ever - START - 30:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,25 @@ def test_a_minute_on_a_cpu_and_then_the_rest(hour_words, tmp_path):
     assert again.returncode in (0, 3), again.stdout + again.stderr
     after = report(tmp_path)
     assert len(after) > len(before) and after[: len(done)] == done
+
+
+def test_a_killed_training_goes_on_unless_it_is_killed_again(hour, tmp_path):
+    for expected in (1, 2):
+        with pytest.raises(KeyboardInterrupt):
+            hour.call(options(tmp_path, dies_at="training"))
+        assert names(tmp_path).count("training") == expected
+    hour.call(options(tmp_path, dies_at=None))
+    assert names(tmp_path).count("training") == 2
+
+
+def test_the_time_of_a_killed_check_counts(hour, tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps([{"name": "a", "with": hour.versions()}]))
+    (tmp_path / "log.txt").write_text("said last")
+    began = (tmp_path / "report.json").stat().st_mtime
+    os.utime(tmp_path / "log.txt", (began + 70, began + 70))
+    found = hour.Report(tmp_path / "report.json")
+    assert found.spent == pytest.approx(70, abs=0.01)
+    assert found.lines[0]["with"]["torch"] == metadata.version("torch")
 
 
 @pytest.mark.slow
