@@ -208,18 +208,19 @@ def dry_run(*words):
 
 
 def assert_cheap(said, units):
+    """Hold memory as it is, and work to two or three times that: others on the core disturb."""
     work, kilobytes = map(float, re.search(r"(?m)^cost (\S+) (\d+)$", said).groups())
     assert work < units and kilobytes < 150 * 1024
 
 
 def test_looking_at_the_digits_is_cheap():
-    assert_cheap(dry_run("--config", "experiment=digits"), units=8)
+    assert_cheap(dry_run("--config", "experiment=digits"), units=16)
 
 
 def test_looking_at_the_whole_paper_is_cheap_even_without_imagenet():
     said = dry_run()
     assert int(re.search(r"(?m)^total +(\d+)$", said)[1]) > 1000
-    assert_cheap(said, units=20)
+    assert_cheap(said, units=40)
     warnings = [line for line in said.splitlines() if line.startswith("maect: warning")]
     assert sum("no images at $IMAGENET/train " in line for line in warnings) == 1
     assert any("(split train), as IMAGENET is not set: export it; " in line for line in warnings)
