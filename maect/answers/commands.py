@@ -88,7 +88,7 @@ def cluster(
         smallest: images in a cluster at least, for hdbscan.
         images: where the images are, if they have moved.
     """
-    from maect.answers.clusters import write_clusters
+    from maect.answers.cluster_page import write_clusters
     from maect.answers.vectors import Vectors
     from maect.evaluate.clusters import cluster as group
 

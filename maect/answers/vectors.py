@@ -26,7 +26,7 @@ from maect.data.convert import picture_of
 from maect.data.decode import UnreadableError
 from maect.data.sources import ImageSource, kind_of, open_source
 from maect.data.sources.base import Entry, is_there, is_utf8
-from maect.data.sources.files import Unlabelled
+from maect.data.sources.image_files import Unlabelled
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
 

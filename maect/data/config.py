@@ -8,7 +8,7 @@ from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.settings import LocalPath, SettingsFile, digest
-from maect.data.sources.files import Folder
+from maect.data.sources.image_files import Folder
 from maect.recipes import Pixels
 
 CONFIG = "config.yaml"

@@ -268,7 +268,7 @@ class FineTuned:
     def predicted(self, context: Context, test: Index, resize: int | None) -> NDArray[np.int64]:
         """Class of every image of a split, int64 [n]; every rank predicts its share."""
         from maect.data.transforms import normalize
-        from maect.train.accuracy import predicted
+        from maect.train.scores import predicted
 
         def predict(images: Tensor) -> Tensor:
             return self.predict(normalize(images, self.encoder.settings.pixels))

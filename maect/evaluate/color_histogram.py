@@ -68,7 +68,7 @@ class _Blocks(Trainee):
     """Probes of all blocks, spread over the ranks."""
 
     def __init__(self, trial: Trial, settings: ColorHistogram) -> None:
-        from maect.evaluate.heads import HistogramHeads
+        from maect.evaluate.stacked_heads import HistogramHeads
 
         super().__init__(trial)
         self.probes = settings.probes
@@ -118,7 +118,7 @@ def histograms(images: Tensor) -> Tensor:
     """
     import torch
 
-    from maect.evaluate.heads import BINS
+    from maect.evaluate.stacked_heads import BINS
 
     bins = (images >> 2).long().flatten(2)
     counts = torch.zeros(*images.shape[:2], BINS, device=images.device)
@@ -131,7 +131,7 @@ def _errors(trial: Trial, heads: dict[str, Tensor]) -> tuple[list[float], float]
     import torch
 
     from maect.core import distributed
-    from maect.evaluate.heads import BINS, BN_EPS, predict_histograms
+    from maect.evaluate.stacked_heads import BINS, BN_EPS, predict_histograms
 
     sums = torch.zeros(len(heads["weight"]) + 1, dtype=torch.float64)
     blocks = trial.encoding.blocks

@@ -61,7 +61,7 @@ class EffectiveInvariance(Encodes):
         from maect.core import distributed
         from maect.data.index import open_index
         from maect.evaluate.linear_probe import TrainedProbe
-        from maect.train.accuracy import share
+        from maect.train.scores import share
 
         index = open_index(job.path("test"))
         index.check_channels(3)  # it changes colours

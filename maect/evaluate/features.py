@@ -31,7 +31,7 @@ from maect.evaluate.store import own_name, write_features
 from maect.models.precision import Precision, mixed_precision
 from maect.models.vit import EncoderOutput
 from maect.models.weights import load_any_encoder
-from maect.train.accuracy import BATCH
+from maect.train.scores import BATCH
 
 ON_CPU, CACHED = 32, 80_000_000
 """Images of a batch on a CPU at least, and bytes of what its widest layers give."""

@@ -70,7 +70,7 @@ class KnnPerBlock(Encodes):
         from maect.evaluate.probing import check
         from maect.evaluate.store import InMemory, moments
         from maect.measures import vote
-        from maect.train.accuracy import BATCH
+        from maect.train.scores import BATCH
 
         train, test = open_index(job.path("train")), open_index(job.path("test"))
         check(train, test)
@@ -142,7 +142,7 @@ def _encoded(
     from maect.core import distributed
     from maect.data.loader import evaluation_batches
     from maect.evaluate.features import finite
-    from maect.train.accuracy import BATCH
+    from maect.train.scores import BATCH
 
     share = distributed.share_of(context, len(rows), BATCH)
     blocks, width = encoding.blocks, encoding.settings.width

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from maect.data.index import Index
     from maect.data.loader import Batch
     from maect.evaluate.features import Encoding
-    from maect.evaluate.heads import Heads
+    from maect.evaluate.stacked_heads import Heads
     from maect.models.precision import Precision
 
 
@@ -131,7 +131,7 @@ class _Forms(Trainee):
     groups: dict[str, Heads]
 
     def __init__(self, trial: Trial, settings: LinearProbe) -> None:
-        from maect.evaluate.heads import Heads
+        from maect.evaluate.stacked_heads import Heads
 
         super().__init__(trial)
         self.rates, encoding = list(settings.learning_rates), trial.encoding
@@ -234,7 +234,7 @@ class _Forms(Trainee):
         import torch
 
         from maect.core import distributed
-        from maect.train.accuracy import BATCH
+        from maect.train.scores import BATCH
 
         features, labels = self.scored[part]
         found = torch.zeros(len(labels), len(self.rates), dtype=torch.int64)
@@ -250,8 +250,8 @@ class _Forms(Trainee):
         return [100 * count / len(labels) for count in hits.tolist()]
 
     def _keep(self, name: str, rate: int) -> None:
-        from maect.evaluate.heads import Heads
         from maect.evaluate.probing import full
+        from maect.evaluate.stacked_heads import Heads
 
         one, heads = slice(rate, rate + 1), self.groups[name]
         best = {key: full(heads, key, one)[0] for key in ("weight", "bias")}
@@ -292,7 +292,7 @@ def read_probe(path: Path) -> tuple[Tensor, Tensor, list[str], str | None]:
     """
     import torch
 
-    from maect.evaluate.heads import BN_EPS
+    from maect.evaluate.stacked_heads import BN_EPS
     from maect.models.weights import load_tensors
 
     tensors, texts = load_tensors(path)

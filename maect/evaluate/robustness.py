@@ -86,7 +86,7 @@ class Robustness(Encodes):
 def _accuracy(
     context: Context, job: EvaluationJob, probe: TrainedProbe, index: Index, classes: torch.Tensor
 ) -> float:
-    from maect.train.accuracy import accuracy
+    from maect.train.scores import accuracy
 
     device = probe.encoding.device
     classes = classes.to(device)

@@ -246,7 +246,7 @@ class Trial:
 
     def images(self, index: Index | None = None) -> Iterator[Tensor]:
         """Yield this rank's test images, or other ones: uint8 [b, C, S, S] on the device."""
-        from maect.train.accuracy import share
+        from maect.train.scores import share
 
         size, device = self.encoding.settings.image_size, self.encoding.device
         for images, _, _ in share(self.context, index or self.test, device, size, self.job.resize):
@@ -257,7 +257,7 @@ class Trial:
         import torch
 
         from maect.core import distributed
-        from maect.train.accuracy import BATCH
+        from maect.train.scores import BATCH
 
         index, device, start = index or self.test, self.encoding.device, 0
         largest = -(-index.n // (self.context.world_size * BATCH)) * BATCH
@@ -285,7 +285,7 @@ class Trial:
         columns: tuple[int, ...] = (),
     ) -> NDArray[np.int64]:
         """Return the class of every test image, or others, int64 [n, *columns], on every rank."""
-        from maect.train.accuracy import predicted
+        from maect.train.scores import predicted
 
         size, device = self.encoding.settings.image_size, self.encoding.device
         index = index or self.test

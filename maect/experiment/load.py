@@ -19,6 +19,7 @@ from maect.data.config import ShardsConfig
 from maect.data.sources import Unlabelled
 from maect.data.sources.changes import Changes, changes
 from maect.evaluate import EvaluationConfig, Protocol, evaluation_names, load_evaluation
+from maect.experiment.chosen_shards import find_shards, said_otherwise, shards_config
 from maect.experiment.expand import (
     CHANGES,
     REPLACED,
@@ -41,7 +42,6 @@ from maect.experiment.schema import (
     expand_path,
     fill_path,
 )
-from maect.experiment.shards import find_shards, said_otherwise, shards_config
 from maect.recipes import Pixels
 from maect.recipes.few_labels import FewLabels
 from maect.report.configs import Row

@@ -19,9 +19,9 @@ from maect.evaluate import Features, OutputOf, Shards, Trained
 from maect.evaluate.real import RealLabels
 from maect.evaluate.store import open_record
 from maect.experiment import resolve
+from maect.experiment.chosen_shards import is_made_otherwise
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
-from maect.experiment.shards import is_made_otherwise
 from maect.stages.imported import is_another_file
 
 

@@ -11,7 +11,7 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.settings import Settings
 from maect.core.yaml_files import parse_yaml
 from maect.data.sources import BUNDLED, SOURCES, Source
-from maect.data.sources.files import Folder
+from maect.data.sources.image_files import Folder
 from maect.data.sources.view import CLASS_LISTS
 from maect.recipes import OnlineEvaluation, Pixels
 from maect.report.groups import Groups

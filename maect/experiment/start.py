@@ -16,9 +16,9 @@ from maect.data.sources.base import is_there
 from maect.data.sources.changes import advice
 from maect.evaluate import PROTOCOLS, Features, Shards
 from maect.experiment import resolve
+from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
-from maect.experiment.shards import note_own, note_taken
 from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
 from maect.stages import STAGES
 from maect.stages.run import RunConfig

@@ -172,7 +172,7 @@ class WithoutLabels(Training):
 
     def start_from(self, source: Path, objective: Any, encoder: Encoder) -> None:
         """Take over the encoder of the run in a folder and, if they are continued, its heads."""
-        from maect.stages.weights import load_head, load_source
+        from maect.stages.run_weights import load_head, load_source
 
         load_source(objective.encoder, encoder, source)
         for name in self.heads if self.continues_heads else ():
@@ -194,7 +194,7 @@ class WithoutLabels(Training):
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
         """Write the encoder, or its running average, and each head."""
-        from maect.stages.weights import copy_encoder, export_encoder, export_head
+        from maect.stages.run_weights import copy_encoder, export_encoder, export_head
         from maect.train.checkpoint import AVERAGE, PARAM
 
         for name, head in self.heads.items():

@@ -86,7 +86,7 @@ def snakemake(
     own = any(word.startswith("--workflow-profile") for word in arguments)
     process = subprocess.Popen([
         sys.executable, "-P", "-m",
-        *(("maect.tools.start",) if log is None else ("maect.tools.quiet", log)),
+        *(("maect.tools.start_snakemake",) if log is None else ("maect.tools.quiet", log)),
         "--snakefile", PIPELINE / "Snakefile",
         *arguments, "--profile", find_profile(profile) / "config.yaml",
         *(() if own else ("--workflow-profile", "none")),

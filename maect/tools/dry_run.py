@@ -16,7 +16,7 @@ from maect.core.errors import UserError, did_you_mean
 from maect.core.files import PIPELINE
 from maect.experiment.working_folder import check_working_folder
 from maect.tools.plan import RuleJob
-from maect.tools.start import import_snakemake
+from maect.tools.start_snakemake import import_snakemake
 
 import_snakemake()
 

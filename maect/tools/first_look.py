@@ -16,8 +16,8 @@ from maect.data.sources import BUNDLED
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.experiment import resolve
+from maect.experiment.chosen_shards import note_own
 from maect.experiment.load import Experiment
-from maect.experiment.shards import note_own
 from maect.launch import Resources, Task, launch
 
 if TYPE_CHECKING:

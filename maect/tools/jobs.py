@@ -13,7 +13,7 @@ from maect.core.files import need, read_json, sha256_file, write_json
 from maect.core.settings import digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, FeaturesConfig
-from maect.evaluate.run import Completion, outputs
+from maect.evaluate.evaluation import Completion, outputs
 from maect.launch import Resources, Task, launch
 from maect.launch.launcher import clusters
 from maect.launch.record import belongs, read_job
@@ -340,7 +340,7 @@ def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
     where.run(
         "evaluate",
         path.with_suffix(".job"),
-        "maect.evaluate.run:evaluate",
+        "maect.evaluate.evaluation:evaluate",
         result.is_there,
         nodes,
         result.identity,

@@ -19,7 +19,7 @@ from maect.data.decode import UnreadableError
 from maect.data.sources import UNLABELLED, Entry, ImageSource, kind_of, open_source
 from maect.data.sources.archives import Archive
 from maect.data.sources.base import SUFFIXES, is_folder, is_utf8, walk_images
-from maect.data.sources.files import Folder, Unlabelled
+from maect.data.sources.image_files import Folder, Unlabelled
 from maect.recipes import Pixels
 
 # Names of the folders of a split, in any case and with - or blanks for _; the first that is there.

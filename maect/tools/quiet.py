@@ -1,4 +1,4 @@
-"""`python -P -m maect.tools.quiet LOG ...`: Snakemake as in `maect.tools.start`, in few lines.
+"""`python -P -m maect.tools.quiet LOG ...`: Snakemake in few lines.
 
 What Snakemake and its jobs print goes to LOG. The terminal has a line for each thing that begins,
 with the time left for everything.
@@ -15,9 +15,9 @@ from typing import IO
 
 from maect.evaluate import PROTOCOLS
 from maect.stages import STAGES
-from maect.tools import start
+from maect.tools import start_snakemake
 
-start.import_snakemake()
+start_snakemake.import_snakemake()
 
 from snakemake_interface_logger_plugins.base import LogHandlerBase  # noqa: E402
 from snakemake_interface_logger_plugins.common import LogEvent  # noqa: E402
@@ -140,7 +140,7 @@ def main() -> None:
             os.dup2(file.fileno(), number)
     LoggerPluginRegistry().register_plugin("snakemake_logger_plugin_maect", sys.modules[__name__])
     sys.argv[1:1] = ["--logger", "maect"]
-    start.main()
+    start_snakemake.main()
 
 
 if __name__ == "__main__":

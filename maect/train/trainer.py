@@ -34,7 +34,6 @@ from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.models.attention import flash_kernel
 from maect.recipes import Encoder, OnlineEvaluation
-from maect.train.accuracy import Scores, accuracy
 from maect.train.attempts import Attempt, note_attempt, threads_before
 from maect.train.checkpoint import (
     Saver,
@@ -61,6 +60,7 @@ from maect.train.run_folder import (
     origin,
     remove_states,
 )
+from maect.train.scores import Scores, accuracy
 from maect.train.stage import RunInputs, Training
 from maect.train.trace import Trace, steps_of
 from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog

@@ -166,7 +166,7 @@ def probe(full: bool, folder: Path) -> None:
     import torch
     from timm.models.vision_transformer import VisionTransformer
 
-    from maect.evaluate.heads import Heads
+    from maect.evaluate.stacked_heads import Heads
 
     side, steps, size = (224, 8, 128) if full else (96, 2, 32)
     encoder = VisionTransformer(

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
-from maect.answers.clusters import write_clusters
+from maect.answers.cluster_page import write_clusters
 from maect.answers.vectors import Vectors
 from maect.evaluate.clusters import cluster
 from maect.evaluate.explore import atlas

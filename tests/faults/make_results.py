@@ -15,12 +15,12 @@ from maect.core.context import SingleRank
 from maect.core.files import make_folder
 from maect.data.shards import shard
 from maect.evaluate.base import Features
+from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.run import evaluate
 from maect.experiment import load
+from maect.experiment.chosen_shards import note_own
 from maect.experiment.pages import figures, tables
 from maect.experiment.resolve import features_file, files
-from maect.experiment.shards import note_own
 from maect.launch.record import new_job, write_job
 from maect.stages.run import train
 

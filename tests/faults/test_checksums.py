@@ -20,8 +20,8 @@ from maect.data.index import LABEL, open_index
 from maect.data.shards import shard
 from maect.data.sources.changes import changes, may_differ
 from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract, read_part, write_part
-from maect.evaluate.run import Completion, evaluate
 from maect.evaluate.training_free import Score
 from maect.stages.imported import is_another_file
 from maect.tools.compare import _read_scores, _write_scores

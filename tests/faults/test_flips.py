@@ -26,8 +26,8 @@ from maect.data.pixels import open_pixels
 from maect.data.shards import image_names
 from maect.data.sources.changes import changes
 from maect.evaluate import EvaluationConfig, load_evaluation
+from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.probing import STATE
-from maect.evaluate.run import Completion, evaluate
 from maect.train.checkpoint import check_files, read_record, saved
 from maect.train.run_folder import claim, is_finished
 

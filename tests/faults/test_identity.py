@@ -18,12 +18,12 @@ from PIL import Image
 from maect.core.files import read_json, sha256_file, write_record
 from maect.data.shards import shard
 from maect.evaluate import Features
-from maect.evaluate.run import job_of, provenance
+from maect.evaluate.evaluation import job_of, provenance
 from maect.evaluate.store import write_features
 from maect.experiment import Experiment, load, resolve
+from maect.experiment.chosen_shards import note_own
 from maect.experiment.outdated import outdated
 from maect.experiment.pages import pages
-from maect.experiment.shards import note_own
 from maect.train.run_folder import fingerprint
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from maect.core.errors import UserError
 from maect.core.files import patiently, read_json, read_mapping, read_text
 from maect.core.settings import SettingsFile
 from maect.core.yaml_files import MOST_BYTES, parse_yaml, shortened
-from maect.data.sources.tables import Columns
+from maect.data.sources.columns import Columns
 from maect.evaluate.store import open_features, open_record
 from maect.experiment import load
 from maect.experiment.schema import expand_path
@@ -247,7 +247,7 @@ def test_a_small_parquet_file_of_large_images(tmp_path: Path) -> None:
     code = f"""
 import tracemalloc, pyarrow
 from pathlib import Path
-from maect.data.sources.tables import Columns
+from maect.data.sources.columns import Columns
 images = Columns(Path({str(tmp_path / "t.parquet")!r}))
 entries = images.listing().entries
 tracemalloc.start()

@@ -18,8 +18,8 @@ from maect.data.sources import changes
 from maect.data.sources.shared import index_digest
 from maect.evaluate import Features
 from maect.experiment import Experiment, load
+from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.resolve import features_config, run_config
-from maect.experiment.shards import note_own, note_taken
 from maect.experiment.start import changed_images, other_shards, refresh_runs, shards_of
 from maect.stages.run import resize_of
 

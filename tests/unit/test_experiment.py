@@ -20,10 +20,10 @@ from maect.core.yaml_files import read_yaml
 from maect.evaluate import EvaluationConfig, FeaturesConfig
 from maect.evaluate.base import Features
 from maect.experiment import Experiment, load, pages, resolve, start
+from maect.experiment.chosen_shards import last_changes, note_own, note_taken
 from maect.experiment.expand import names
 from maect.experiment.load import EXPERIMENTS
 from maect.experiment.resolve import run_config
-from maect.experiment.shards import last_changes, note_own, note_taken
 from maect.experiment.start import missing_images
 from maect.report.configs import Row
 from maect.stages import Training, load_recipe

@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 
 from maect.core import distributed
 from maect.core.errors import NodeError, UserError
+from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
-from maect.evaluate import run as evaluations
 from maect.launch import Resources, Task, submit
 from maect.launch.record import Job
 from maect.launch.resources import gpu_here

@@ -12,8 +12,8 @@ from maect import cli
 from maect.core.files import read_mapping
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import EvaluationJob
+from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
-from maect.evaluate.run import evaluate
 from maect.models.weights import load_encoder_weights, save_encoder
 
 __all__ = ["images"]  # a fixture

@@ -91,3 +91,10 @@ def test_no_class_name_stands_for_two_things() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in classes.items() if count > 1} <= theirs
+
+
+def test_no_module_name_stands_for_two_things() -> None:
+    """A package's base class, its commands and its entry point are called alike everywhere."""
+    alike = {"__init__", "__main__", "base", "commands"}
+    modules = Counter(path.stem for path in (ROOT / "maect").rglob("*.py"))
+    assert {name for name, count in modules.items() if count > 1} == alike

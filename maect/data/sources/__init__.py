@@ -20,10 +20,10 @@ from maect.data.sources.base import (
     files_of,
     walk_images,
 )
+from maect.data.sources.columns import Columns, has_images
 from maect.data.sources.corrupted import JPEG, Blur, Contrast, Noise, Pixelate
-from maect.data.sources.files import Folder, ImageList, Masks, Unlabelled
+from maect.data.sources.image_files import Folder, ImageList, Masks, Unlabelled
 from maect.data.sources.imagenet import ImageNet, ImageNetTrainTar, ImageNetV2, ImageNetVal
-from maect.data.sources.tables import Columns, has_images
 from maect.data.sources.view import ClassView
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from maect.core.errors import UserError
 from maect.data.sources.base import Entry, Listing
-from maect.data.sources.files import Folder
+from maect.data.sources.image_files import Folder
 
 if TYPE_CHECKING:
     from PIL import Image

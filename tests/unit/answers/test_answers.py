@@ -12,7 +12,7 @@ import torch
 
 import maect
 from maect.answers.classes import read_classifier
-from maect.answers.clusters import around, write_clusters
+from maect.answers.cluster_page import around, write_clusters
 from maect.answers.vectors import Vectors, nearest
 from maect.cli import main
 from maect.core.errors import UserError

@@ -16,7 +16,7 @@ from maect.data.config import CONFIG, ShardsConfig
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.store import write_features
-from maect.experiment.shards import note_taken
+from maect.experiment.chosen_shards import note_taken
 from maect.report.images import pairs_of
 
 from .conftest import photograph

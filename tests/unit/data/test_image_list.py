@@ -8,7 +8,7 @@ from sample_images import image_folder
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.data.index import open_index
-from maect.data.sources.files import ImageList
+from maect.data.sources.image_files import ImageList
 
 
 @pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])

@@ -19,11 +19,11 @@ from maect.data.shapes import draw, write_shapes
 from maect.data.shards import shard
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.dense import MaskSplit, PatchClassifier, Patches, miou, most_frequent
+from maect.evaluate.evaluation import evaluate
 from maect.evaluate.knn import nearest
 from maect.evaluate.patch_knn import PatchKnn
 from maect.evaluate.patch_linear import PatchLinear
 from maect.evaluate.patch_logistic import PatchLogistic
-from maect.evaluate.run import evaluate
 from maect.evaluate.store import InMemory
 
 from .conftest import Rank, resolved
@@ -215,7 +215,7 @@ from pathlib import Path
 from typing import ClassVar
 sys.path.insert(0, sys.argv[2])
 from evaluate.conftest import Rank
-from maect.evaluate.run import evaluate
+from maect.evaluate.evaluation import evaluate
 
 meeting = Path(sys.argv[3]).with_name("meeting")
 evaluate(Rank(int(sys.argv[1]), 2, cpus=1, meeting=meeting), config=sys.argv[3])

@@ -9,11 +9,11 @@ import pytest
 from maect.core.errors import UserError
 from maect.data.index import open_index
 from maect.evaluate.base import EvaluationJob, Interrupted, Protocol
+from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.knn import Knn
 from maect.evaluate.logistic import Logistic
 from maect.evaluate.low_shot import LowShot
 from maect.evaluate.real import RealLabels, read_real
-from maect.evaluate.run import Completion, evaluate
 
 from .conftest import Rank, blobs, given, resolved, store
 from .test_attentive_probe import SETTINGS as ATTENTIVE

@@ -11,11 +11,11 @@ import pytest
 
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.effective_invariance import EffectiveInvariance
+from maect.evaluate.evaluation import evaluate
 from maect.evaluate.features import extract
 from maect.evaluate.knn import Knn
 from maect.evaluate.knn_per_block import KnnPerBlock
 from maect.evaluate.robustness import Robustness
-from maect.evaluate.run import evaluate
 from maect.evaluate.store import open_features
 
 from .conftest import Rank, resolved
@@ -30,7 +30,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from evaluate.conftest import Rank
 from maect.evaluate.features import extract
-from maect.evaluate.run import evaluate
+from maect.evaluate.evaluation import evaluate
 
 number, images, out = int(sys.argv[1]), Path(sys.argv[3]), Path(sys.argv[4])
 rank = Rank(number, 2, cpus=1, meeting=out.with_name("meeting"))

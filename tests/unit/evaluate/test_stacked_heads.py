@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from maect.evaluate.heads import Heads
+from maect.evaluate.stacked_heads import Heads
 from maect.train.optimizer import schedule
 
 from .margins import clear

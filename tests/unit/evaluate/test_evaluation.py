@@ -13,10 +13,10 @@ from maect.core.files import read_json, sha256_file, write_json
 from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.clustering import Clustering
+from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract
 from maect.evaluate.knn import Knn
 from maect.evaluate.linear_probe import LinearProbe
-from maect.evaluate.run import Completion, evaluate
 from maect.evaluate.umap import Umap
 
 from .conftest import Rank, blobs, given, resolved, store
@@ -184,7 +184,7 @@ def test_declarations_need_nothing_heavy() -> None:
     code = (
         "import sys, maect.evaluate;"
         "assert not {'torch', 'numpy', 'scipy', 'sklearn', 'safetensors'} & set(sys.modules);"
-        "from maect.evaluate import run, knn, low_shot, clustering;"
+        "from maect.evaluate import evaluation, knn, low_shot, clustering;"
         "assert not {'torch', 'sklearn'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
