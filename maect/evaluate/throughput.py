@@ -17,12 +17,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, Input, Protocol
-from maect.recipes import Encoder, paper_values, visible_patches
+from maect.paper import read_paper
+from maect.recipes import Encoder, visible_patches
 from maect.stages import Training, load_recipe
 from maect.stages.base import SelfSupervised
 
@@ -87,7 +88,7 @@ class _Others:
     """By the size of the run that they are measured with."""
 
 
-_OTHERS = TypeAdapter(_Others).validate_python(paper_values("others"))
+_OTHERS = read_paper("published", _Others)
 METHODS, PUBLISHED = _OTHERS.methods, _OTHERS.models
 
 

@@ -396,11 +396,6 @@ def _variants() -> dict[str, dict[str, Any]]:
     return {name: _inherit(own, name) for name in own}
 
 
-def paper_values(name: str) -> dict[str, Any]:
-    """Return content of the paper, `paper/NAME.yaml`."""
-    return _read(f"paper/{name}")
-
-
 def recipe_names() -> tuple[str, ...]:
     """Names of the recipes that come with the package."""
     return tuple(_recipes())

@@ -8,20 +8,9 @@ from typing import Any, Self
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.core.settings import Settings, later
+from maect.paper import read_paper
 
-OFFICIAL = {
-    "simclr_1percent.txt": "71e82a48ba78252683ae334c4d019ebd5c6e855b9599c1389fbe83eb9549cf17",
-    "simclr_10percent.txt": "6d09de11e7bdaf5b1f3b1f249b6183695f97310cdd20f0c03e7235b6b9392091",
-    "msn_1shot_split1.txt": "ffa4f960419ce75479a2af80d632c7a98756b624aad2399a334a3549584ab426",
-    "msn_1shot_split2.txt": "7f13beaba20a6e6413cc98bcaefb084961d4c7f1938a3b7e2f20464d5575cf43",
-    "msn_1shot_split3.txt": "d77d56527da4842b96a7bbbc14f846c4e637a95b43df592e11770d26997b5b5f",
-    "msn_2shot_split1.txt": "9b0c2d1957ad7a1135773a868afbaeaa6d50d30b4ec54d1b0bf759879a3c0933",
-    "msn_2shot_split2.txt": "35b93fb0d809b17a30420a507b2fd356f22152671567f4b9704735e1e379b440",
-    "msn_2shot_split3.txt": "400ae5a31e01bc1a034c392c2bdbdfaab45699dc4f59392e65acfcaae172cf1b",
-    "msn_5shot_split1.txt": "f8daf7e637fafe92e7567016db43e6db2c816f7bbf8ce60f5cf59c0788f12890",
-    "msn_5shot_split2.txt": "284603d071f36b298c893d2df8fda2d1a110f680a25d0f8b1faa9acea20fcc04",
-    "msn_5shot_split3.txt": "eaab6e72d1ea83c3624f5d28a8c217568ea138ea7c5cacfa0cdcd206b5fd8e24",
-}
+OFFICIAL = read_paper("lists", dict[str, str])
 """sha256 of the lists behind the paper's table 1, by the names that `maect retrieve` gives them."""
 
 

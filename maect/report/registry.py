@@ -12,8 +12,8 @@ from dataclasses import field
 
 from pydantic.dataclasses import dataclass
 
+from maect.paper import STRICT, read_paper
 from maect.report.configs import Row
-from maect.report.paper import STRICT, read_paper
 from maect.report.titles import PUBLISHED
 
 

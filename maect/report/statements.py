@@ -9,7 +9,7 @@ test sets, or each of those that stand in for them. They are text, not functions
 
 from pydantic.dataclasses import dataclass
 
-from maect.report.paper import STRICT, read_paper
+from maect.paper import STRICT, read_paper
 
 SHIFTED = ("imagenet_v2", "imagenet_r", "imagenet_sketch", "imagenet_a")
 EACH_SHIFT = "each_shift"

@@ -7,7 +7,6 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,13 +16,13 @@ from pydantic import ValidationError
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError, entry
 from maect.core.files import read_json, read_mapping, read_table_text, write_table_text
+from maect.paper import FOLDER
 from maect.recipes import Encoder
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric, Table
 from maect.stages import STAGES
 
 KEYS = ["architecture", "method"]
-PAPER = resources.files("maect.report") / "paper"
 COST = ("hours", "overhead")
 UNKNOWN = "\N{EN DASH}"
 DECIMALS = 4  # far below any difference between seeds, and the same text on every platform
@@ -142,7 +141,7 @@ def paper_table(name: str) -> pd.DataFrame:
         UserError: no such table.
     """
     entry(name, TABLES, "table")
-    text = PAPER / f"{name}.csv"
+    text = FOLDER / f"{name}.csv"
     if not text.is_file():
         return pd.DataFrame(columns=KEYS).set_index(KEYS)
     return pd.read_csv(io.StringIO(text.read_text(encoding="utf-8"))).set_index(KEYS)

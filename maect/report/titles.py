@@ -2,7 +2,7 @@
 
 from pydantic.dataclasses import dataclass
 
-from maect.report.paper import STRICT, read_paper
+from maect.paper import STRICT, read_paper
 
 
 @dataclass(frozen=True, config=STRICT)

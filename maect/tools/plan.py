@@ -30,6 +30,7 @@ from maect.experiment.start import (
 from maect.launch import record
 from maect.launch.progress import duration, part
 from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
+from maect.paper import read_paper
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.flops import peak_flops, relative_speed
@@ -46,25 +47,9 @@ UTILISATION = 0.35
 # Float32 without TF32 against dense bfloat16: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
 FP32 = 1 / 16
 CPU_RATE = 2e10  # FLOP/s of a CPU process of a few cores in PyTorch, where there is no GPU: a guess
-# Numbers of images of data sets whose shards are not there yet, from their publications.
-KNOWN_IMAGES = {
-    "imagenet": {
-        "train": 1_281_167,
-        "val": 50_000,
-        "imagenet_v2_threshold": 10_000,
-        "imagenet_v2_matched": 10_000,
-        "imagenet_v2_top": 10_000,
-        "imagenet_r": 30_000,
-        "imagenet_sketch": 50_889,
-        "imagenet_a": 7_500,
-    },
-    "cifar10": {"train": 50_000, "val": 10_000},
-    "tiny_imagenet": {"train": 100_000, "val": 10_000},
-    "digits": {"train": 1_297, "val": 500},
-}
-# Bytes of the archives ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
-KNOWN_BYTES = {"imagenet": {"train": 147_897_477_120, "val": 6_744_924_160}}
 ORDER = (*STAGES, "features")
+# Numbers of images and bytes of archives, by data set and split.
+KNOWN = read_paper("datasets", dict[str, dict[str, dict[str, int]]])
 
 
 @dataclass(frozen=True)
@@ -94,8 +79,8 @@ def shards_of(folder: Path) -> SplitFacts:
         size = sum(shard["size"] for shard in index.get("shards", []))
         return SplitFacts(index["n"], size, True, len(index.get("class_names", [])) or 1000)
     dataset, split = folder.parent.name, folder.name
-    images = plan.get("n") or KNOWN_IMAGES.get(dataset, {}).get(split)
-    return SplitFacts(images, KNOWN_BYTES.get(dataset, {}).get(split), False)
+    images = plan.get("n") or KNOWN["images"].get(dataset, {}).get(split)
+    return SplitFacts(images, KNOWN["bytes"].get(dataset, {}).get(split), False)
 
 
 def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | None:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-import maect.recipes
+import maect.paper
 from maect.evaluate import load_evaluation
 from maect.evaluate.accuracy import Accuracy as FineTune
 from maect.recipes import load_encoder
 from maect.report.registry import TABLES
 
-PAPER = Path(maect.recipes.__file__).parent / "paper" / "fine_tune_10pct.csv"
+PAPER = Path(maect.paper.__file__).parent / "hyperparameters/fine_tune_10pct.csv"
 SIZES = {"B": ["base"], "L": ["large"], "H": ["huge", "huge14"]}
 CELLS = {
     "Epochs": lambda s: s.epochs,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import maect.recipes
+import maect.paper
 from maect import recipes
 from maect.core.errors import UserError
 from maect.core.settings import digest
@@ -15,8 +15,8 @@ from maect.recipes.__main__ import table_of
 from maect.stages import load_recipe
 from maect.stages.tune import Tune
 
-PAPER = Path(maect.recipes.__file__).parent / "paper"
-RESULTS = Path(maect.recipes.__file__).parents[1] / "report" / "paper"
+RESULTS = Path(maect.paper.__file__).parent
+PAPER = RESULTS / "hyperparameters"
 SIZES = {"base": ["base"], "large": ["large"], "huge": ["huge", "huge14"]}
 
 # As the paper prints what our settings say. Optimizer and schedule are the same for all recipes:

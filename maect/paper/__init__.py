@@ -1,4 +1,4 @@
-"""Content of the paper as data: tables, figures, statements, titles, and the numbers it prints."""
+"""Content of the paper as data: what it prints, states and compares with, and its data sets."""
 
 from importlib import resources
 from typing import TypeVar
@@ -9,6 +9,7 @@ from maect.core.yaml_files import parse_yaml
 
 T = TypeVar("T")
 STRICT = ConfigDict(extra="forbid")
+FOLDER = resources.files(__package__)
 
 
 def read_paper(name: str, kind: type[T]) -> T:
@@ -18,5 +19,5 @@ def read_paper(name: str, kind: type[T]) -> T:
         name: of the file.
         kind: type of its content.
     """
-    text = resources.files(__package__).joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    text = FOLDER.joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return TypeAdapter(kind).validate_python(parse_yaml(text, name))
