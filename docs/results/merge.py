@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import yaml
@@ -112,7 +112,7 @@ def what_is_here(experiment: Experiment) -> Here:
                 if not made or given != left(made):
                     return {}
             elif isinstance(kind, Trained):
-                folders = input_path(experiment, *pair, kind)
+                folders = cast(list[Path], input_path(experiment, *pair, kind))
                 records = [record(folder.name) for folder in folders]
                 if not all(records) or given != [checksum(one) for one in records]:
                     return {}
@@ -174,7 +174,7 @@ def counts(here: Here, folder: Path) -> Published:
             is_run(run.name)
             for kind in now.settings.inputs().values()
             if isinstance(kind, Trained)
-            for run in input_path(experiment, *pair, kind)
+            for run in cast(list[Path], input_path(experiment, *pair, kind))
         ]
         again = here.results.get(pair)
         return (

@@ -5,6 +5,7 @@ import re
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, cast
 
 import pandas as pd
 
@@ -214,7 +215,8 @@ def _measured(folder: Path) -> Values:
             for line in known.get("clustering" if key[0] == "clustering" else "low_shot", ())
         }
     frame = pd.read_csv(folder / "measured.csv")
-    return frame.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+    values = frame.set_index(["run", "evaluation", "metric"])["value"].to_dict()
+    return cast(Values, values)
 
 
 def _added(tuned: str, key: tuple[str, str], values: Values, runs: pd.DataFrame) -> list[float]:
@@ -291,7 +293,7 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
         verdict = pd.read_csv(folder / "claims.csv", keep_default_na=False)["verdict"]
         text = re.sub(r"\{claims ([a-z ]+)\}", lambda m: str((verdict == m[1]).sum()), text)
     known, values = runs.set_index("run"), _measured(folder)
-    text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{known.at[m[1], m[2]]:g}", text)
+    text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{cast(Any, known.at[m[1], m[2]]):g}", text)
     looks: dict[tuple[str, str], float] = {}
     if (folder / "curves.csv").exists():
         for run, last in pd.read_csv(folder / "curves.csv").groupby("run").last().iterrows():
@@ -340,7 +342,7 @@ def operations_behind(seeds: Iterable[str], runs: pd.DataFrame, only_first: bool
     for seed in seeds:
         costs, name = list[float](), seed
         while name in known.index:
-            costs.append(float(known.at[name, "operations"]))
+            costs.append(float(cast(Any, known.at[name, "operations"])))
             name = str(known.at[name, "from"] or "")
         if costs and not name:
             return (costs[-1] or math.nan) if only_first else sum(costs)
@@ -411,7 +413,8 @@ def _recipes(pilots: pd.DataFrame) -> str:
 
 
 def _markdown(frame: pd.DataFrame) -> str:
-    lines = [list(frame), ["---", *["---:"] * (len(frame.columns) - 1)], *frame.to_numpy().tolist()]
+    rows: list[list[str]] = frame.to_numpy().tolist()
+    lines = [[*frame], ["---", *["---:"] * (len(frame.columns) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -100,9 +100,8 @@ def collect(name: str) -> None:
         write_json(out / "evaluations.json", counted | {"results": known})
     shutil.rmtree(out / "resolved", ignore_errors=True)
     for run in [*published.resolved, *here.runs]:
-        told = published.resolved.get(run)
-        told = told or run_config(experiment, run).text(experiment.folder(run) / "config.yaml")
-        write_text(out / "resolved" / f"{run}.yaml", told)
+        now = run_config(experiment, run).text(experiment.folder(run) / "config.yaml")
+        write_text(out / "resolved" / f"{run}.yaml", published.resolved.get(run) or now)
     if (out / PILOTS).exists() and load(str(out / PILOTS)).root.exists():
         _write(_pilots(load(str(out / PILOTS))), out / "recipes.csv")
 
@@ -252,7 +251,8 @@ def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
             continue
         record, log = here.runs.get(run.name, {}), experiment.folder(run.name) / "metrics.jsonl"
         steps = entries(log) if record and log.exists() else []
-        last = steps[-1] if steps else {"step": 0, "epoch": 0.0, "timing": {"device_seconds": 0.0}}
+        start: dict[str, Any] = {"step": 0, "epoch": 0.0, "timing": {"device_seconds": 0.0}}
+        last = steps[-1] if steps else start
         images = last["step"] * getattr(run.settings, "batch_size", 0)
         lines.append(
             {
@@ -354,4 +354,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

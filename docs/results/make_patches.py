@@ -3,7 +3,7 @@
 Patches are classified one by one (dense), and all patches of an image together (attentive probe).
 
     maect run digits_law --cores 2; maect run cifar10_refined --cores 2
-    python docs/results/patches/make.py CIFAR10 results
+    python docs/results/make_patches.py CIFAR10 results
 
 CIFAR10 is the folder with train/CLASS/IMAGE and test/CLASS/IMAGE. RESULTS holds the experiments, of
 which only the runs in `ENCODERS` need to be finished. Of a digit, the ink has the digit's class and
@@ -20,11 +20,12 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from photos import COUNTS, copy_photos
 from PIL import Image
 
 from maect.data.digits import write_digits
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "patches"
 ENCODERS = {
     "digits": {
         "mae_tiny": "digits_law/runs/mae_tiny",
@@ -38,7 +39,6 @@ ENCODERS = {
     },
 }
 ENCODER = "encoder.safetensors"
-PHOTOS = {"train": 200, "val": 50}  # of each class
 FORMS = ("mean", "cls", "cls_mean")  # that linear probes read
 INK = 64  # of 255 levels
 EVALUATED = {
@@ -55,14 +55,9 @@ SETTINGS = {
 def make_images(work: Path, cifar10: Path) -> None:
     """Write NAME/SPLIT/CLASS/IMAGE and NAME/SPLIT_masks/CLASS/IMAGE of both data sets."""
     write_digits(work / "digits")
-    for split, count in PHOTOS.items():
-        for folder in sorted((cifar10 / ("test" if split == "val" else split)).iterdir()):
-            out = work / "cifar10" / split / folder.name
-            out.mkdir(parents=True)
-            for image in sorted(folder.iterdir())[:count]:
-                shutil.copy(image, out / image.name)
+    copy_photos(cifar10, work / "cifar10")
     for name in ENCODERS:
-        for split in PHOTOS:
+        for split in COUNTS:
             for number, folder in enumerate(sorted((work / name / split).iterdir())):
                 out = work / name / f"{split}_masks" / folder.name
                 out.mkdir(parents=True)
@@ -77,7 +72,7 @@ def write_experiment(name: str, work: Path, results: Path) -> Path:
     """Write an experiment that imports the encoders and classifies their patches."""
     images = {
         split: {"images": str(work / "images" / name / split), "kind": kind}
-        for part in PHOTOS
+        for part in COUNTS
         for split, kind in ((part, "folder"), (f"{part}_masks", "masks"))
     }
     size = "tiny" if name == "digits" else "tiny8"

@@ -1,7 +1,7 @@
-"""Makes the matrix of encoders and folders beside this file, without downloads of weights.
+"""Makes the matrix of encoders and folders in `encoders/`, without downloads of weights.
 
     maect run digits_law --cores 2; maect run cifar10_refined --cores 2; maect run shapes --cores 2
-    python docs/results/encoders/make.py CIFAR10 results
+    python docs/results/make_encoders.py CIFAR10 results
 
 CIFAR10 is the folder with train/CLASS/IMAGE and test/CLASS/IMAGE. RESULTS holds the experiments, of
 which only the five runs in `ENCODERS` need to be finished. The sixth encoder is untrained, and the
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from photos import copy_photos
 from PIL import Image
 
 from maect.data.digits import write_digits
@@ -24,7 +25,7 @@ from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import load_encoder
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "encoders"
 ENCODERS = {
     "digits-mae": "digits_law/runs/mae_tiny",
     "digits-mae-ct": "digits_law/runs/ct_aug_tiny",
@@ -33,7 +34,6 @@ ENCODERS = {
     "shapes-mae-ct": "shapes/runs/ct_min_tiny",
 }
 FIRST_SHAPE, SHAPES = 1000, 4000  # drawings that no training has seen
-PHOTOS = {"train": 200, "test": 50}  # of each class
 
 
 def make_folders(work: Path, cifar10: Path) -> dict[str, Path]:
@@ -41,19 +41,14 @@ def make_folders(work: Path, cifar10: Path) -> dict[str, Path]:
     write_digits(work / "digits")
     for split in ("rotated", "noisy", "inverted"):
         (work / "digits" / split).rename(work / f"digits-{split}")
-    for split, count in PHOTOS.items():
-        for folder in sorted((cifar10 / split).iterdir()):
-            out = work / "cifar10" / ("val" if split == "test" else split) / folder.name
-            out.mkdir(parents=True)
-            for image in sorted(folder.iterdir())[:count]:
-                shutil.copy(image, out / image.name)
+    copy_photos(cifar10, work / "cifar10")
     for number in range(FIRST_SHAPE, FIRST_SHAPE + SHAPES):
-        image, mask = draw(number)
+        drawing, mask = draw(number)
         kinds = np.unique(mask[mask > 1])
         if len(kinds) == 1:  # one class in the image
             out = work / "shapes" / CLASSES[kinds[0] - 1]
             out.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image, "RGB").save(out / f"{number}.png")
+            Image.fromarray(drawing, "RGB").save(out / f"{number}.png")
     names = ("digits", "digits-rotated", "digits-noisy", "cifar10", "shapes")
     return {name: work / name for name in names}
 

@@ -1,0 +1,103 @@
+"""How many modules know a setting on its way from YAML to the kernel: the candidates of the lookup."""
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+import maect
+from maect.experiment.load import load
+from maect.experiment.resolve import run_config
+from maect.stages.objectives import ViewsObjective, Views
+from maect.stages.run import RunConfig
+from maect.stages.tune import Tune
+
+PACKAGE = Path(maect.__file__).parent
+SETTING = "topk"
+
+
+def named(tree: ast.AST) -> Iterator[ast.AST]:
+    """Where a module names the setting; not the method of tensors that is called so, nor prose."""
+    methods = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr=name) if id(node) not in methods:
+                found = name
+            case ast.Name(id=name) | ast.arg(arg=name) | ast.keyword(arg=name):
+                found = name
+            case ast.Constant(value=str(name)):
+                found = name
+            case _:
+                continue
+        if found == SETTING:
+            yield node
+
+
+def holds(value: Any, depth: int = 4) -> bool:
+    """Whether untyped values have the setting among them."""
+    if isinstance(value, Mapping) and depth:
+        return SETTING in value or any(holds(inner, depth - 1) for inner in value.values())
+    return False
+
+
+def passing(go: Any) -> set[str]:
+    """Modules with a function that is given the setting, alone or in a mapping, while `go` runs."""
+    modules = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event != "call" or PACKAGE not in path.parents:
+            return
+        count = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
+        for name in frame.f_code.co_varnames[:count]:
+            value = frame.f_locals.get(name)
+            if name == SETTING or holds(value) or (name == "k" and value == 20):
+                modules.add(str(path.relative_to(PACKAGE)))
+
+    sys.setprofile(watch)
+    try:
+        go()
+    finally:
+        sys.setprofile(None)
+    return modules
+
+
+def from_yaml_to_the_kernel(folder: Path) -> None:
+    """An experiment is read, a run resolved, its file written and read, a step taken."""
+    file = folder / "runs/ct_min_tiny/config.yaml"
+    file.parent.mkdir(parents=True)
+    run_config(load("digits"), "ct_min_tiny").write(file)
+    config = RunConfig.read(file)
+    assert isinstance(config.settings, Tune) and config.settings.head.topk == 20
+    objective: ViewsObjective = config.settings.objective(config.encoder, seed=0)  # type: ignore[assignment]
+    ids, pixels = np.arange(4), config.encoder.pixels
+    drawn = objective.draw(np.zeros(4, np.int64), ids)
+    images = torch.rand(2, 4, pixels.channels, *[config.encoder.image_size] * 2)
+    labels = torch.zeros(4, dtype=torch.int64)
+    views = Views((images,), None, torch.from_numpy(ids), labels, drawn["neighbors"])
+    loss, _ = objective(views)
+    assert loss.isfinite()
+
+
+def test_few_modules_know_a_setting(tmp_path: Path) -> None:
+    naming = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if any(named(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert naming == {
+        "recipes/__init__.py",  # declares and checks it
+        "stages/objectives.py",  # draws which of the neighbours
+        "models/heads.py",
+        "models/refiner.py",
+        "tools/neighbors.py",  # of a lookup: "topk", not "none"
+        "tools/new_experiment.py",  # chooses it for a folder of images
+    }
+    passed_on = passing(lambda: from_yaml_to_the_kernel(tmp_path))
+    print(sorted(naming), sorted(passed_on))
+    assert len(passed_on | naming - {"tools/neighbors.py", "tools/new_experiment.py"}) <= 10
