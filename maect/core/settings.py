@@ -66,7 +66,9 @@ def one_line(error: ValidationError, where: str) -> UserError:
         last = str(fault["loc"][-1])
         return UserError(f"{where}: unknown key {key!r}; {did_you_mean(last, known, 'known keys')}")
     message = fault["msg"].removeprefix("Value error, ")
-    given = f" (given: {shortened(fault['input'])})" if key and fault["type"] != "missing" else ""
+    whole = isinstance(fault["input"], dict) and fault["type"] == "value_error"
+    told = key and fault["type"] != "missing" and not whole
+    given = f" (given: {shortened(fault['input'])})" if told else ""
     return UserError(f"{where}: {key + ': ' if key else ''}{message}{given}")
 
 

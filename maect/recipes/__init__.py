@@ -10,7 +10,7 @@ size that is not among them has the value of the size which it is `like` (`encod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -252,6 +252,12 @@ class HeadSettings(Settings):
     """Settings that a head must share with one that it takes over."""
     drawn: ClassVar[tuple[str, ...]] = ("topk",)
     """Settings that all heads of a stage share, since one number is drawn for all their lookups."""
+
+    @model_validator(mode="after")
+    def _has_candidates(self) -> Self:
+        if self.topk > self.queue_size:
+            raise ValueError(f"topk {self.topk} is larger than queue_size {self.queue_size}")
+        return self
 
     @property
     def needs_labels(self) -> bool:

@@ -240,8 +240,6 @@ class WithoutLabels(Training):
                     f"batch_size {self.batch_size} does not divide queue_size {head.queue_size}: "
                     "the queue is filled in whole batches"
                 )
-            if head.topk > head.queue_size:
-                raise ValueError(f"topk {head.topk} is larger than queue_size {head.queue_size}")
         if self.heads and self.accumulation != 1:
             raise ValueError(
                 "accumulation must be 1 in contrastive stages: batch statistics and negatives are "

@@ -4,8 +4,6 @@ import socket
 import threading
 import time
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from maect.core import distributed
+from maect.core.context import SingleRank
 from maect.core.errors import NodeError
 from maect.train import checkpoint
 
@@ -62,8 +61,17 @@ def test_alone() -> None:
     assert distributed.any_rank(True) and not distributed.any_rank(False)
 
 
-def rank_of_two(failed: list[BaseException]) -> Any:
-    return SimpleNamespace(rank=0, world_size=2, fail=failed.append)
+class FirstOfTwo(SingleRank):
+    world_size = local_world_size = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: list[BaseException] = []
+        self.told = threading.Event()
+
+    def fail(self, error: BaseException) -> None:
+        self.failed.append(error)
+        self.told.set()
 
 
 @pytest.fixture()
@@ -75,27 +83,24 @@ def short(monkeypatch: pytest.MonkeyPatch) -> float:
 def test_a_network_that_leads_nowhere_is_found_in_minutes(short: float) -> None:
     """From beside the main thread, which NCCL may never let go."""
     assert timedelta(minutes=1) < distributed.STEP_TIMEOUT / 5
-    store, failed, told = dist.HashStore(), list[BaseException](), threading.Event()
+    store, rank = dist.HashStore(), FirstOfTwo()
     store.set("here-1", "")
-    rank = SimpleNamespace(
-        rank=0, world_size=2, fail=lambda error: (failed.append(error), told.set())
-    )
-    with distributed._in_time(rank, store):  # type: ignore[arg-type]
-        assert told.wait(60)
-    (error,) = failed
+    with distributed._in_time(rank, store):
+        assert rank.told.wait(60)
+    (error,) = rank.failed
     assert isinstance(error, NodeError) and error.ranks == () and "\n" not in str(error)
     assert "NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME" in str(error)
 
 
 def test_ranks_that_start_late_are_waited_for(short: float) -> None:
     """A node may take minutes to read the packages."""
-    store, failed = dist.HashStore(), list[BaseException]()
+    store, rank = dist.HashStore(), FirstOfTwo()
     late = threading.Timer(5 * short, lambda: store.set("here-1", ""))
     late.start()
-    with distributed._in_time(rank_of_two(failed), store):
+    with distributed._in_time(rank, store):
         assert store.check(["here-1"])
     time.sleep(2 * short)  # nothing is left behind that could fail later
-    assert not failed
+    assert not rank.failed
 
 
 def test_files_are_waited_for_less_long_than_exchanges() -> None:

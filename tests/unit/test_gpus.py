@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from maect.core import distributed
+from maect.core.context import SingleRank
 from maect.core.errors import NodeError, UserError
 from maect.evaluate import evaluation as evaluations
 from maect.evaluate import features
@@ -30,16 +31,17 @@ JOB = Job("slurm", "maect-x", 4, 0)
 ONE_VISIBLE = """
 import os
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest.mock import patch
 import torch
-from torch.distributed import HashStore
 os.environ["DS_ACCELERATOR"] = "cpu"  # nothing but the choice of the device is as on a GPU
 from maect.core import distributed
+from maect.core.context import SingleRank
 from maect.train import engine
 
-rank = SimpleNamespace(rank=0, local_rank=3, world_size=1, cpus=1, gpus=True,
-                       store=lambda timeout: HashStore())
+class Fourth(SingleRank):
+    local_rank = 3
+
+rank = Fourth(gpus=True)
 os.environ.update(RANK="0", LOCAL_RANK="3", WORLD_SIZE="1")
 os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "3"  # as below mpirun
 with (patch.object(distributed, "uses_gpus", lambda: True),
@@ -71,11 +73,19 @@ def test_the_engine_takes_the_one_gpu_that_its_rank_sees() -> None:
     assert done.stdout.endswith("trains\n"), done.stderr[-3000:]
 
 
-def context(store: HashStore | None = None, rank: int = 0) -> SimpleNamespace:
-    return SimpleNamespace(
-        rank=rank, local_rank=rank % 4, world_size=8, local_world_size=4, cpus=1, gpus=True,
-        store=lambda timeout: store,
-    )  # fmt: skip
+class OneOfEight(SingleRank):
+    """A rank on one of two nodes with four GPUs each."""
+
+    world_size, local_world_size = 8, 4
+
+    def __init__(self, store: HashStore | None = None, rank: int = 0) -> None:
+        super().__init__(gpus=True)
+        self.rank, self.local_rank, self.node = rank, rank % 4, rank // 4
+        self.meeting_place = store
+
+    def store(self, timeout: timedelta, /) -> dist.Store:
+        assert self.meeting_place is not None
+        return self.meeting_place
 
 
 def test_no_training_on_cpus_where_gpus_were_given(
@@ -88,12 +98,12 @@ def test_no_training_on_cpus_where_gpus_were_given(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     with pytest.raises(UserError) as refusal:
-        distributed.device_of(context())
+        distributed.device_of(OneOfEight())
     message = str(refusal.value)
     assert f"torch {torch.__version__}, built for " in message and "535.104.12" in message
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in message and "\n" not in message
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert distributed.device_of(context()) == torch.device("cpu")
+    assert distributed.device_of(OneOfEight()) == torch.device("cpu")
 
 
 @pytest.mark.parametrize("algorithm", [None, "Ring", "Tree"])
@@ -138,9 +148,9 @@ def test_more_ranks_than_gpus(shared: bool, monkeypatch: pytest.MonkeyPatch) -> 
     limit = timedelta(seconds=5)
     if shared:
         with pytest.raises(UserError, match="ranks 5, 7 share one GPU: 4 ranks a node"):
-            distributed.join(context(store, 7), "nccl", limit)
+            distributed.join(OneOfEight(store, 7), "nccl", limit)
     else:
-        distributed.join(context(store, 7), "nccl", limit)
+        distributed.join(OneOfEight(store, 7), "nccl", limit)
         assert joined == ["nccl", "exchanged"]
 
 
@@ -216,7 +226,7 @@ def test_a_gpu_that_another_process_has_alone_is_told_in_one_line(
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", taken)
     with pytest.raises(NodeError, match=r"^cuda:0 is busy: .*; try again when that has ended$"):
-        distributed.device_of(context())
+        distributed.device_of(OneOfEight())
 
 
 @pytest.mark.parametrize("whose", TOO_SMALL)
@@ -235,7 +245,7 @@ def test_a_device_that_is_too_small_says_what_to_do(
         settings=load_recipe("mae", "tiny", {"batch_size": 64}),
     ).write(tmp_path / "config.yaml")  # fmt: skip
     with pytest.raises(NodeError) as refusal:
-        run.train(context(), config=tmp_path / "config.yaml")
+        run.train(OneOfEight(), config=tmp_path / "config.yaml")
     message = str(refusal.value)
     assert f"8 images on each of 8 ranks, where 2 GiB were expected: {said}" in message
     assert "activation_checkpointing" in message and "\n" not in message
@@ -251,8 +261,8 @@ def test_evaluations_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(evaluations.EvaluationConfig, "read", lambda *_, **__: told)
     monkeypatch.setattr(evaluations, "job_of", lambda *_: None)
     for call in (
-        lambda: features.extract(context(), encoder="e", shards="s", out="o"),
-        lambda: evaluations.evaluate(context(), config=tmp_path / "knn.yaml"),
+        lambda: features.extract(OneOfEight(), encoder="e", shards="s", out="o"),
+        lambda: evaluations.evaluate(OneOfEight(), config=tmp_path / "knn.yaml"),
     ):
         with pytest.raises(NodeError, match=r"^out of memory: Cuda failure 2 .*; end other prog"):
             call()
