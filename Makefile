@@ -91,9 +91,10 @@ test-slow: install
 MINUTES ?= 45
 gpu-hour:
 	@until $(or $(wildcard $(BIN)/python),$(PYTHON)) -u tests/gpu/hour.py --out build/gpu_hour --minutes $(MINUTES) \
-		$(if $(wildcard build/packages),--packages build/packages) $(HOUR); do s=$$?; test $$s -eq 3 || exit $$s; done
+		$(if $(wildcard build/packages),--packages build/packages) \
+		$(if $(wildcard build/cifar10.tar.xz),--images build/cifar10.tar.xz) $(HOUR); do s=$$?; test $$s -eq 3 || exit $$s; done
 
-# What such a machine lacks, to be carried there, for its Python.
+# What such a machine lacks, to be carried there, for its Python; and CIFAR-10, where it is at hand.
 FOR ?= 3.12
 gpu-packages: install
 	$(BIN)/python -P tests/gpu/packages.py --out build/packages --python $(FOR)

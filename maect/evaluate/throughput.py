@@ -1,16 +1,18 @@
 """Training speed on one device, of each stage and of compared methods (paper, figure 2 and B).
 
-As in the paper a short benchmark: random images on the device, bfloat16, the largest batch that is
-a power of 2 and fits, extrapolated to the published number of epochs. Compared methods are their
-encoder passes: views that learn, local views, and passes of a momentum teacher.
+As in the paper a short benchmark: random images, bfloat16, the largest batch that is a power of 2
+and fits, extrapolated to the published number of epochs. Stages take the trainer's own steps.
+Compared methods are their encoder passes: views that learn, local views, and passes of a momentum
+teacher.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from maect.core.context import Context
+from maect.core.context import Context, SingleRank
 from maect.core.errors import UserError
 from maect.evaluate.base import EvaluationJob, Input, Protocol
 from maect.paper import read_paper
@@ -49,9 +51,8 @@ SMALLEST, LARGEST = 8, 1024
 MASKED = 0.75
 """Mask ratio of masked tuning (paper, table 3)."""
 
-Step = Callable[[], object]
-Steps = Callable[[int], AbstractContextManager[Step]]
-"""For a batch of this many images: has the step as long as the block runs."""
+Times = Callable[[int, int], Sequence[float]]
+"""For a batch of this many images: seconds of each of so many steps."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +154,8 @@ class Throughput(Protocol):
         published = PUBLISHED.get(self.size, ())
         results = {}
         with alone(context) as device:
-            for name, steps in self._measured(encoder, file, published, device):
-                results[name] = measure(steps, self, device)
+            for name, times in self._measured(encoder, file, published, device):
+                results[name] = measure(times, self, device)
                 context.report({"step": len(results)})
         speed = {name: result["samples_per_second"] for name, result in results.items()}
 
@@ -189,22 +190,20 @@ class Throughput(Protocol):
 
     def _measured(
         self, encoder: Encoder, file: Path, published: Sequence[Published], device: torch.device
-    ) -> Iterator[tuple[str, Steps]]:
-        """Yield what is measured: its name, and its step for a batch of this size."""
+    ) -> Iterator[tuple[str, Times]]:
+        """Yield what is measured: its name, and what times its steps."""
 
-        def step_of(stage: Training, **how: Any) -> Steps:
+        def times_of(stage: Training, **how: Any) -> Times:
             # Kept by what is yielded alone: another model beside it would take its memory.
-            return partial(stage_step, stage, _built(stage, encoder, file), device=device, **how)
+            return partial(stage_seconds, stage, _built(stage, encoder, file), device, **how)
 
         for name, recipe in RECIPES.items():
-            yield name, step_of(load_recipe(recipe, self.size))
-        yield (
-            "pretrain_plain_attention",
-            step_of(load_recipe("mae", self.size), plain_attention=True),
-        )
-        yield "tune_masked", step_of(load_recipe("ct_min", self.size, {"mask_ratio": MASKED}))
+            yield name, times_of(load_recipe(recipe, self.size))
+        plain = load_recipe("mae", self.size)
+        yield "pretrain_plain_attention", times_of(plain, plain_attention=True)
+        yield "tune_masked", times_of(load_recipe("ct_min", self.size, {"mask_ratio": MASKED}))
         for method, passes in METHODS.items():
-            yield method, partial(method_step, passes, encoder, device=device)
+            yield method, partial(method_seconds, passes, encoder, device)
         done = {*METHODS}
         for model in published:
             shape = encoder.model_copy(update=dict(model.shape))
@@ -215,12 +214,9 @@ class Throughput(Protocol):
                 done.add(key)
                 if method == "mae":
                     stage = load_recipe("mae", self.size, {"views": 1})
-                    yield (
-                        key,
-                        partial(stage_step, stage, stage.build(shape, 0, None), device=device),
-                    )
+                    yield key, partial(stage_seconds, stage, stage.build(shape, 0, None), device)
                 else:
-                    yield key, partial(method_step, METHODS[method], shape, device=device)
+                    yield key, partial(method_seconds, METHODS[method], shape, device)
 
 
 def _key(method: str, model: Published) -> str:
@@ -235,26 +231,16 @@ def _built(stage: Training, encoder: Encoder, file: Path) -> Objective:
         return stage.build(encoder, 0, Path(folder))
 
 
-def measure(steps: Steps, settings: Throughput, device: torch.device) -> dict[str, float]:
+def measure(times: Times, settings: Throughput, device: torch.device) -> dict[str, float]:
     """Speed of a training step in images per second: median, fastest and slowest of the repeats.
 
     Args:
-        steps: has the step for a batch of this many images.
+        times: of steps on a batch of this many images.
         settings: batch size, warm-up and repeats.
-        device: what to wait for.
+        device: whose memory a batch has to fit into.
     """
-    import torch
-
-    batch = settings.batch_size or largest_batch(steps, device)
-    seconds = []
-    with steps(batch) as step:
-        for number in range(settings.warmup + settings.repeats):
-            start = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            if number >= settings.warmup:
-                seconds.append(time.perf_counter() - start)
+    batch = settings.batch_size or largest_batch(times, device)
+    seconds = times(batch, settings.warmup + settings.repeats)[settings.warmup :]
     return {
         "samples_per_second": batch / statistics.median(seconds),
         "fastest": batch / min(seconds),
@@ -263,7 +249,7 @@ def measure(steps: Steps, settings: Throughput, device: torch.device) -> dict[st
     }
 
 
-def largest_batch(steps: Steps, device: torch.device) -> int:
+def largest_batch(times: Times, device: torch.device) -> int:
     """The largest power of 2 (8 to 1024) of which a step fits into the device's memory.
 
     Raises:
@@ -272,92 +258,65 @@ def largest_batch(steps: Steps, device: torch.device) -> int:
     if device.type != "cuda":
         return CPU_BATCH
     fitting, size = 0, SMALLEST
-    while size <= LARGEST and _fits(steps, size):
+    while size <= LARGEST and _fits(times, size):
         fitting, size = size, 2 * size
     if not fitting:
         raise UserError(f"throughput: {SMALLEST} images do not fit into the device's memory")
     return fitting
 
 
-def _fits(steps: Steps, size: int) -> bool:
+def _fits(times: Times, size: int) -> bool:
     import torch
 
     from maect.core.distributed import memory_fault
 
     try:
-        with steps(size) as step:
-            step()  # a second one has the optimizer's moments
-            step()
+        times(size, 2)  # the second step has the batch of the next one beside it
     except RuntimeError as error:
         if memory_fault(error) is None:
             raise
         return False
     finally:
+        gc.collect()  # an engine is held in circles
         torch.cuda.empty_cache()
     return True
 
 
-@contextmanager
-def stage_step(
+def stage_seconds(
     stage: Training,
     objective: Objective,
-    batch: int,
     device: torch.device,
+    batch: int,
+    steps: int,
     plain_attention: bool = False,
-) -> Iterator[Step]:
-    """The engine's update of a stage on the same random views, which are on the device before it.
+) -> list[float]:
+    """Seconds of each of the trainer's own steps of a stage (`maect.train.timing`).
 
     Args:
         stage: its settings.
         objective: what is trained.
-        batch: images.
         device: where; see `maect.train.engine.alone`.
+        batch: images.
+        steps: so many.
         plain_attention: whether attention is made of matrix products instead of one fused kernel.
     """
-    import numpy as np
-    import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from maect.data.loader import Batch
-    from maect.recipes import views_by_size
-    from maect.train.engine import build_engine
+    from maect.train.timing import step_seconds, trainer_alone
 
-    objective.to(device)
     settings = stage.model_copy(update={"batch_size": batch})
-    engine = build_engine(objective, settings, stage.parameter_groups(objective), device)
-    if stage.encoder_average is not None:
-        engine.start_average("encoder.")
-    encoder, ids = objective.encoder.settings, np.arange(batch)
-    sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
-    images = tuple(
-        torch.randint(
-            256, (len(views), batch, encoder.pixels.channels, size, size), dtype=torch.uint8
-        )
-        for size, views in sizes
-    )
-    inputs = objective.prepare(Batch(0, ids, 0 * ids, 0 * ids, images), device)
-
-    def step() -> None:
-        with sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext():
-            loss, _ = engine(inputs)
-            engine.backward(loss)
-        engine.squared_norm()
-        engine.step(1.0)
-        objective.after_update(engine.gathered)
-        if stage.encoder_average is not None:
-            engine.update_average(stage.encoder_average)
-
-    try:
-        yield step
-    finally:
-        engine.close()
+    rank = SingleRank(gpus=device.type == "cuda")
+    with (
+        trainer_alone(settings, objective, rank, device, steps) as trainer,
+        sdpa_kernel(SDPBackend.MATH) if plain_attention else nullcontext(),
+    ):
+        return step_seconds(trainer, steps)
 
 
-@contextmanager
-def method_step(
-    passes: Passes, encoder: Encoder, batch: int, device: torch.device
-) -> Iterator[Step]:
-    """One update with a method's passes through the encoder, without its projection heads."""
+def method_seconds(
+    passes: Passes, encoder: Encoder, device: torch.device, batch: int, steps: int
+) -> list[float]:
+    """Seconds of updates with a method's passes through the encoder, without projection heads."""
     import torch
 
     from maect.models.precision import mixed_precision
@@ -397,7 +356,14 @@ def method_step(
             average = [p.detach() for p in teacher.parameters()]
             torch._foreach_lerp_(average, [p.detach() for p in student.parameters()], 0.004)
 
-    yield step
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _distance(tokens: Tensor, target: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import difflib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -89,7 +90,7 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     note([*storage(experiment), *told])
     said = driver_of(profile)
     if on_slurm:
-        note([*driver(said), *setup_script(rules), *requests(rules)])
+        note([*driver(said), *setup_script(rules), *requests(rules), *wall_limits(rules)])
     if try_job and not any(finding.kind == "FAIL" for finding in findings):
         trial = resources(largest | {"runtime": TRIAL_MINUTES}, 2 if on_slurm else 1)
         note(run_probe(experiment.root, trial, said))
@@ -265,6 +266,43 @@ def _request(
         return Finding("note", f"too much: {what}: {reason}", "lower the upper end of `nodes`")
     hint = "correct partition, account, runtime, devices or slurm_extra of these rules"
     return Finding("FAIL", f"{what}: {reason}", hint)
+
+
+def wall_limits(rules: dict[str, dict[str, Any]]) -> list[Finding]:
+    """Check that no job asks for more time than its partition gives, where SLURM says how much.
+
+    `sbatch --test-only` takes longer ones, which then wait for ever, where a site does not enforce
+    its limits. A QOS may have another limit.
+    """
+    asked: dict[str, tuple[int, str]] = {}
+    for rule, values in rules.items():
+        if values.get("cluster") == "slurm" and "slurm_partition" in values:
+            partition = str(values["slurm_partition"])
+            one = int(values.get("runtime", 0)), rule
+            asked[partition] = max(asked.get(partition, one), one)
+    out = []
+    for partition, (minutes, rule) in asked.items():
+        words = ("--noheader", f"--partition={partition}", "--format=%l")
+        code, said, _ = command("sinfo", *words)
+        limit = minutes_of(said.split()[0]) if code == 0 and said.strip() else None
+        what = f"{partition}: jobs of up to {minutes} min ({rule})"
+        if limit is None:
+            out.append(Finding("note", f"{what}; SLURM says no wall limit"))
+        elif minutes > limit:
+            hint = "lower `runtime` in the profile: longer trainings save and are queued again"
+            out.append(Finding("FAIL", f"{what}; the wall limit is {limit}", hint))
+        else:
+            out.append(Finding("ok", f"{what}; the wall limit is {limit}"))
+    return out
+
+
+def minutes_of(limit: str) -> int | None:
+    """Minutes of a time as SLURM writes it, such as 1-00:00:00 or 30:00; None: no limit."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
+    if found is None:
+        return None
+    days, hours, minutes, _ = (int(part or 0) for part in found.groups())
+    return (24 * days + hours) * 60 + minutes
 
 
 def _sbatch(wanted: Resources) -> tuple[str, ...]:

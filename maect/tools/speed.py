@@ -1,7 +1,6 @@
 """Speed of this machine: a step or two of each stage, measured when somebody asks."""
 
 import os
-import time
 from dataclasses import dataclass, field
 
 from maect.core.errors import counted
@@ -92,27 +91,20 @@ def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     import torch
 
     from maect.core.context import SingleRank
-    from maect.evaluate.throughput import stage_step
     from maect.train.engine import alone
+    from maect.train.timing import step_seconds, trainer_alone
 
     threads = torch.get_num_threads()
 
     # A part of the training's batch, so that it divides the queue as that does.
     parts = [n for n in range(2, stage.batch_size + 1) if stage.batch_size % n == 0] or [2]
     batch = max([n for n in parts if n <= batch], default=parts[0])
-    cuda = torch.cuda.is_available()
+    # A training in parts passes over such a batch several times an update.
+    stage = stage.model_copy(update={"batch_size": batch, "accumulation": 1})
     objective = stage.objective(encoder, 0)
-    rank = SingleRank(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS), cuda)
-    fastest, start = float("inf"), time.perf_counter()
+    rank = SingleRank(max(1, len(os.sched_getaffinity(0)) // CPU_RANKS), torch.cuda.is_available())
     try:
-        with alone(rank) as device, stage_step(stage, objective, batch, device) as step:
-            step()
-            while fastest == float("inf") or time.perf_counter() - start < SECONDS:
-                began = time.perf_counter()
-                step()
-                if cuda:
-                    torch.cuda.synchronize()
-                fastest = min(fastest, time.perf_counter() - began)
+        with alone(rank) as device, trainer_alone(stage, objective, rank, device, 100) as trainer:
+            return batch / min(step_seconds(trainer, 2, SECONDS)[1:])
     finally:
         torch.set_num_threads(threads)
-    return batch / fastest

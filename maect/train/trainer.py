@@ -445,8 +445,7 @@ class Trainer:
             named |= health
         self._log(named | self._look(), norm, always=fault is not None)
         if fault:
-            self.save(wait=True)
-            raise TrainingFault(f"step {self.step}: {fault}", "the state is saved")
+            self._collapsed(fault)
         if save_now and not stop and self.step < self.steps:
             self.save()
         return stop
@@ -586,6 +585,11 @@ class Trainer:
             "the state before it is saved; a lower learning rate or fp32 precision may help, and "
             f"`maect replay --step {self.step + 1}` shows what it was",
         )
+
+    def _collapsed(self, fault: str) -> None:
+        """Stop: embeddings that are the same do not become others again."""
+        self.save(wait=True)
+        raise TrainingFault(f"step {self.step}: {fault}", "the state is saved")
 
     def _gradient_norms(self) -> dict[str, float]:
         """Norm of the gradient of each part of the module; of all ranks at once."""

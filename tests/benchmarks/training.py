@@ -21,7 +21,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from timm.layers import Attention
 
@@ -29,16 +28,13 @@ from maect.core.context import SingleRank
 from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
-from maect.recipes import Encoder, load_encoder, views_by_size
+from maect.recipes import Encoder, load_encoder
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.stages.objectives import Views
-from maect.train.checkpoint import Saver
-from maect.train.device_time import DeviceTime
-from maect.train.engine import build_engine, start
+from maect.train.engine import start
 from maect.train.metrics import Metrics
-from maect.train.trainer import Trainer
-from maect.train.watchdog import Watchdog
+from maect.train.timing import random_batch, trainer_alone
 
 WARM_UP = 3  # steps that are not counted: compilation, first allocations
 
@@ -59,22 +55,6 @@ def settings(recipe: str, size: str, batch: int, **changes: Any) -> Stage:
     return load_recipe(recipe, size, changes).model_copy(update={"batch_size": batch})
 
 
-class NoSaver(Saver):
-    """Saves nothing: writing the last state is no part of a step."""
-
-    def save(self, *_: Any) -> None:
-        pass
-
-
-def random_batch(stage: Stage, shape: Encoder) -> Batch:
-    """A batch on the CPU, where the loader leaves it: uint8 [views, b, 3, S, S] of each size S."""
-    groups = views_by_size(stage.view_settings(), shape.image_size)
-    sizes = [(len(views), stage.batch_size, 3, size, size) for size, views in groups.items()]
-    ids = np.arange(stage.batch_size, dtype=np.int64)
-    pixels = tuple(torch.randint(0, 256, size, dtype=torch.uint8) for size in sizes)
-    return Batch(0, ids, ids * 0, ids % 10, pixels)
-
-
 def source_run(folder: Path, shape: Encoder) -> Path:
     """What head initialisation and tuning start from."""
     with seeded(0):
@@ -92,11 +72,8 @@ def engine_steps(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = source_run(folder, shape) if stage.starts_from else None
-        objective = stage.build(shape, 0, source).to(device)
-        engine = build_engine(objective, stage, stage.parameter_groups(objective), device)
-        if stage.encoder_average is not None:
-            engine.start_average("encoder.")
-        batch, metrics = random_batch(stage, shape), Metrics(folder, 0, steps)
+        objective, metrics = stage.build(shape, 0, source), Metrics(folder, 0, steps)
+        batch = random_batch(stage, shape, stage.batch_size)
 
         def batches() -> Iterator[Batch]:
             for _ in range(steps):
@@ -105,12 +82,9 @@ def engine_steps(
                 yield batch
                 seconds.append(clock(device) - began)
 
-        Trainer(
-            context=ALONE, stage=stage, encoder=shape, objective=objective, engine=engine,
-            device=device, step=0, steps=steps, images=10**6, saver=NoSaver(folder, ALONE, None),
-            metrics=metrics, watchdog=Watchdog(folder, ALONE), save_seconds=1e9, record={},
-            losses=[], clock=DeviceTime(ALONE, {}),
-        ).run(batches())  # fmt: skip
+        with trainer_alone(stage, objective, ALONE, device, steps) as trainer:
+            trainer.metrics = metrics
+            trainer.run(batches())
         metrics.close()
     return seconds
 
@@ -131,12 +105,15 @@ class PlainLoop:
     """
 
     def __init__(
-        self, stage: Stage, shape: Encoder, device: torch.device, explicit: bool = False
-    ) -> None:
+        self, stage: Stage, shape: Encoder, device: torch.device, explicit: bool = False,
+        objective: Any = None,
+    ) -> None:  # fmt: skip
         self.stage, self.shape, self.device = stage, shape, device
-        with tempfile.TemporaryDirectory() as name:
-            source = source_run(Path(name), shape) if stage.starts_from else None
-            self.objective = stage.build(shape, 0, source).to(device)
+        if objective is None:
+            with tempfile.TemporaryDirectory() as name:
+                source = source_run(Path(name), shape) if stage.starts_from else None
+                objective = stage.build(shape, 0, source)
+        self.objective = objective.to(device)
         for module in self.objective.modules() if explicit else ():
             if isinstance(module, Attention):
                 module.__class__, module.fused_attn = Attention, False
@@ -146,7 +123,7 @@ class PlainLoop:
         named = self.objective.encoder.named_parameters()
         self.masters = [p for _, p in named if p.requires_grad]
         self.averages = [p.detach().clone() for p in self.masters]
-        self.pixels = random_batch(stage, shape).images
+        self.pixels = random_batch(stage, shape, stage.batch_size).images
         self.seconds: list[float] = []
 
     def step(self) -> None:

@@ -182,11 +182,12 @@ def main() -> None:
             words = [sys.executable, *sys.argv, "--meeting", f"{folder}/store", "--rank"]
             jobs = [subprocess.Popen([*words, str(rank)]) for rank in range(options.ranks)]
             sys.exit(max(job.wait() for job in jobs))
-    from first_day import Alone, Here, packed, random_batch, stage_of, trainer_of
+    from first_day import Alone, Here, stage_of, trainer_of
 
     from maect.models import attention, precision
     from maect.train import exchange
     from maect.train.engine import start
+    from maect.train.timing import packed, random_batch
 
     os.environ.update(RANK=str(options.rank), LOCAL_RANK="0", WORLD_SIZE=str(options.ranks))
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -13,7 +13,6 @@ downloaded: images are made here, and packages that the machine lacks are carrie
 
 import argparse
 import gc
-import itertools
 import json
 import math
 import os
@@ -24,6 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -54,12 +54,14 @@ class Here:
         small: tiny shapes: to see that the script works.
         folder: of this check alone.
         out: what comes back of this machine; few files.
+        built: folder of models that all checks share; None: each builds its own.
     """
 
     device: Any
     small: bool
     folder: Path
     out: Path | None = None
+    built: Path | None = None
 
     @property
     def cuda(self) -> bool:
@@ -212,11 +214,32 @@ def quick_weights() -> Iterator[None]:
             setattr(torch.Tensor, name, method)
 
 
-def objective_of(stage: Any, encoder: Any, classes: int = 10) -> Any:
-    """A stage's objective on the CPU, with weights of no value, the same at every start."""
+def objective_of(stage: Any, encoder: Any, classes: int = 10, built: Path | None = None) -> Any:
+    """A stage's objective on the CPU, with weights of no value, the same at every start.
+
+    Args:
+        stage: its settings.
+        encoder: its shape.
+        classes: of labels.
+        built: folder of what was built before by any process: each size once. None: built anew.
+    """
+    import torch
+
     from maect.models.vit import build_encoder, seeded
     from maect.models.weights import save_encoder
 
+    if built is not None:
+        of_a_step = {"batch_size", "compile", "attention", "deterministic"}
+        told = stage.model_dump_json(exclude=of_a_step) + encoder.model_dump_json()
+        file = built / f"{stage.name}-{zlib.crc32(told.encode()):08x}.pt"
+        if not file.exists():
+            built.mkdir(parents=True, exist_ok=True)
+            new = file.with_suffix(".new")
+            torch.save(objective_of(stage, encoder, classes), new)
+            new.replace(file)
+        objective = torch.load(file, mmap=True, weights_only=False)
+        objective.stage = stage
+        return objective
     with tempfile.TemporaryDirectory() as name, quick_weights():
         source = None
         if stage.starts_from:
@@ -224,44 +247,7 @@ def objective_of(stage: Any, encoder: Any, classes: int = 10) -> Any:
             with seeded(0):
                 weights = build_encoder(encoder).state_dict()
             save_encoder(source / "encoder.safetensors", weights, encoder, "cls")
-        objective = stage.build(encoder, 0, source, [str(i) for i in range(classes)])
-    return objective
-
-
-def random_batch(stage: Any, encoder: Any, batch: int, seed: int = 0) -> Any:
-    """A batch of noise, on the CPU, as the loader gives it."""
-    import numpy as np
-    import torch
-
-    from maect.data.loader import Batch
-    from maect.recipes import views_by_size
-
-    noise = torch.Generator().manual_seed(seed)
-    sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
-    pixels = tuple(
-        torch.randint(
-            0, 256, (len(views), batch, 3, side, side), dtype=torch.uint8, generator=noise
-        )
-        for side, views in sizes
-    )
-    ids = np.arange(batch, dtype=np.int64)
-    return Batch(0, ids, ids * 0, ids % 10, pixels)
-
-
-def packed(batch: Any, draw: Any, pinned: bool) -> Any:
-    """The same as the loader gives it to a training: in one piece of memory, with what is drawn."""
-    from dataclasses import replace
-
-    from maect.data.loader import fill, image_names, layout_of
-    from maect.data.packed import Packed
-
-    memory = Packed(layout_of([tuple(group.shape) for group in batch.images], draw), pinned)
-    names = image_names(len(batch.images))
-    for name, group in zip(names, batch.images, strict=True):
-        memory.tensors[name].copy_(group)
-    found = replace(batch, images=tuple(memory.tensors[name] for name in names), packed=memory)
-    fill(found, draw)
-    return found
+        return stage.build(encoder, 0, source, [str(i) for i in range(classes)])
 
 
 @contextmanager
@@ -269,58 +255,27 @@ def trainer_of(
     here: Here, stage: Any, encoder: Any, steps: int, context: Any = None
 ) -> Iterator[Any]:
     """A trainer around a new engine that saves nothing."""
-    from maect.train.checkpoint import Saver
-    from maect.train.device_time import DeviceTime
-    from maect.train.engine import build_engine
-    from maect.train.trainer import Trainer
-    from maect.train.watchdog import Watchdog
+    from maect.train.timing import trainer_alone
 
-    class Nothing(Saver):
-        """Saves nothing."""
-
-        def save(self, step: int, tensors: Any, record: Any) -> None:
-            """Nothing."""
-
-    context = context or Alone()
-    objective = objective_of(stage, encoder).to(here.device)
-    engine = build_engine(objective, stage, stage.parameter_groups(objective), here.device)
-    if stage.encoder_average is not None:
-        engine.start_average("encoder.")
-    try:
-        yield Trainer(
-            context=context, stage=stage, encoder=encoder, objective=objective, engine=engine,
-            device=here.device, step=0, steps=steps, images=10**6,
-            saver=Nothing(here.folder, context, None), metrics=None,
-            watchdog=Watchdog(here.folder, context), save_seconds=1e9, record={}, losses=[],
-            clock=DeviceTime(context, {}),
-        )  # fmt: skip
-    finally:
-        engine.close()
+    objective = objective_of(stage, encoder, built=here.built)
+    with trainer_alone(stage, objective, context or Alone(), here.device, steps) as trainer:
+        yield trainer
 
 
 def step_times(here: Here, stage: Any, encoder: Any, steps: int) -> dict[str, float]:
     """Median seconds of a step of the trainer from batches on the CPU, the first one, memory."""
     import torch
 
-    batch, times = random_batch(stage, encoder, stage.batch_size), []
+    from maect.train.timing import step_seconds
+
     if here.cuda:
         gc.collect()  # engines before this one are held in circles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-    def batches() -> Iterator[Any]:
-        for _ in range(steps):
-            times.append(time.perf_counter())
-            yield batch
-
     with trainer_of(here, stage, encoder, steps) as trainer:
         if trainer.engine.not_compiled:
             raise Needs(f"what compiles: {trainer.engine.not_compiled}")
-        batch = packed(batch, trainer.objective.draw, here.cuda)
-        trainer.run(batches())
-        wait(here)
-    times.append(time.perf_counter())
-    lengths = [b - a for a, b in itertools.pairwise(times)]
+        lengths = step_seconds(trainer, steps)
     warm = sorted(lengths[len(lengths) // 2 :])
     found = {"step_ms": 1e3 * warm[len(warm) // 2], "first_s": lengths[0]}
     if here.cuda:
@@ -440,6 +395,8 @@ def numerics(here: Here) -> Outcome:
     """Losses and gradients: float32 here against float64 on the CPU, bfloat16 against float32."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
+
+    from maect.train.timing import random_batch
 
     torch.set_num_threads(Alone.cpus)
     seen: set[str] = set()
@@ -594,6 +551,8 @@ def audit(here: Here) -> Outcome:
     import torch
     from counting import counted
 
+    from maect.train.timing import packed, random_batch
+
     join(here)
     values: dict[str, Any] = {}
     should: dict[str, bool] = {}
@@ -667,13 +626,25 @@ def memory(here: Here) -> Outcome:
     return Outcome(values, should=should)
 
 
-WAYS = ("plain", "compiled", "cuDNN", "packed", "deterministic")
-CASES = {
-    ("mae", "large", 128): WAYS,
-    ("ct_min", "large", 128): ("plain", "compiled"),
-    ("mae", "base", 128): ("plain", "compiled"),
-    ("mae", "large", 64): ("plain", "compiled"),
-}
+CASES = (
+    ("mae", "large", 128),
+    ("ct_min", "large", 128),
+    ("mae", "base", 128),
+    ("mae", "large", 64),
+)
+BY_HAND = "as in facebookresearch/mae"
+
+
+def times_by_hand(here: Here, stage: Any, encoder: Any, steps: int) -> dict[str, float]:
+    """Median seconds of a step as facebookresearch/mae writes it."""
+    from training import PlainLoop
+
+    objective = objective_of(stage, encoder, built=here.built)
+    loop = PlainLoop(stage, encoder, here.device, explicit=True, objective=objective)
+    for _ in range(steps):
+        loop.step()
+    warm = sorted(loop.seconds[steps // 2 :])
+    return {"step_ms": 1e3 * warm[len(warm) // 2]}
 
 
 def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[str, float]:
@@ -688,15 +659,18 @@ def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[s
         be_deterministic()
     join(here)
     torch._dynamo.reset()  # which kernel attention takes is no part of what graphs are kept for
-    batch = 8 if here.small else batch
+    batch, steps = (8, 4) if here.small else (batch, 12)
     changes = {"compile": how == "compiled", "attention": "packed" if how == "packed" else "sdpa"}
     stage, encoder = stage_of(here, recipe, size, batch, **changes)
     order = [
         SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
         SDPBackend.MATH,
     ]  # fmt: skip
-    with sdpa_kernel(order, set_priority=True) if how == "cuDNN" else nullcontext():
-        found = step_times(here, stage, encoder, 4 if here.small else 12)
+    if how == BY_HAND:
+        found = times_by_hand(here, stage, encoder, steps)
+    else:
+        with sdpa_kernel(order, set_priority=True) if how == "cuDNN" else nullcontext():
+            found = step_times(here, stage, encoder, steps)
     found["images_per_second"] = batch / found["step_ms"] * 1e3
     flops = stage.flops_per_image(encoder) * found["images_per_second"]
     found["tflops"] = flops / 1e12
@@ -708,7 +682,7 @@ def speed(here: Here) -> Outcome:
     """Model FLOP utilisation, plain and compiled; `hour.py` has more ways, each by itself."""
     values: dict[str, Any] = {}
     should: dict[str, bool] = {}
-    for recipe, size, batch in list(CASES)[: 2 if here.small else None]:
+    for recipe, size, batch in CASES[: 2 if here.small else None]:
         case, rates = f"{recipe} {size} {batch}", {}
         for how in ("plain", "compiled") if here.cuda else ("plain",):
             try:
@@ -802,6 +776,7 @@ def same_bits(here: Here) -> Outcome:
     import torch
 
     from maect.core.distributed import be_deterministic
+    from maect.train.timing import packed, random_batch
 
     be_deterministic()
     join(here)
@@ -875,6 +850,7 @@ def saving(here: Here) -> Outcome:
     from maect.core.distributed import barrier
     from maect.train.checkpoint import Saver, saved, snapshot
     from maect.train.fence import Fence
+    from maect.train.timing import random_batch
 
     join(here)
     stage, encoder = stage_of(here, "mae", "large", 8)
@@ -937,42 +913,65 @@ def features(here: Here) -> Outcome:
     return Outcome(values, should=should)
 
 
+def from_loader(
+    here: Here, index: Any, stage: Any, encoder: Any, steps: int, draw: Any
+) -> Iterator[Any]:
+    """So many batches of a training on this machine."""
+    from maect.data.loader import train_batches
+
+    return train_batches(
+        index, global_batch=stage.batch_size, rank=0, world_size=1, seed=0,
+        views=stage.view_settings(), image_size=encoder.image_size, start_step=0, steps=steps,
+        threads=Alone.cpus, draw=draw, pinned=here.cuda,
+    )  # fmt: skip
+
+
+def step_from_loader(
+    here: Here, index: Any, stage: Any, encoder: Any, steps: int, most: float = math.inf
+) -> float:
+    """Seconds of a training's step with the loader beside it: a mean of the later half.
+
+    Args:
+        here: where.
+        index: of the images.
+        stage: its settings.
+        encoder: its shape.
+        steps: so many.
+        most: seconds after which fewer will do, but four.
+    """
+    stamps: list[float] = []
+    with trainer_of(here, stage, encoder, steps + 1) as trainer:
+
+        def stamped() -> Iterator[Any]:
+            draw = trainer.objective.draw
+            for batch in from_loader(here, index, stage, encoder, steps, draw):
+                stamps.append(time.perf_counter())
+                if stamps[-1] - stamps[0] > most and len(stamps) > 4:
+                    return
+                yield batch
+
+        trainer.run(stamped())
+        wait(here)
+    half = len(stamps) // 2
+    return (stamps[-1] - stamps[half]) / (len(stamps) - 1 - half)
+
+
 def loading(here: Here) -> Outcome:
     """Photographs through the loader into steps: what it gives, and whether the device waits."""
     from maect.data.decode import decoder_name
     from maect.data.index import open_index
-    from maect.data.loader import train_batches
 
     join(here)
     count, batch = (32, 8) if here.small else (400, 64)
     index = open_index(jpegs(here.folder, count, 64 if here.small else 375))
     stage, encoder = stage_of(here, "mae", "large", batch)
     steps = 3 if here.small else 20
-
-    def batches(number: int) -> Iterator[Any]:
-        return train_batches(
-            index, global_batch=batch, rank=0, world_size=1, seed=0, views=stage.view_settings(),
-            image_size=encoder.image_size, start_step=0, steps=number, threads=Alone.cpus,
-            draw=draw, pinned=here.cuda,
-        )  # fmt: skip
-
-    draw = objective_of(stage, encoder).draw
+    draw = objective_of(stage, encoder, built=here.built).draw
     began = time.perf_counter()
-    loaded = sum(len(b.ids) for b in batches(steps))
+    loaded = sum(len(b.ids) for b in from_loader(here, index, stage, encoder, steps, draw))
     rate = loaded / (time.perf_counter() - began)
     still = step_times(here, stage, encoder, 8)["step_ms"]
-    with trainer_of(here, stage, encoder, steps) as trainer:
-        stamps = []
-
-        def stamped() -> Iterator[Any]:
-            for b in batches(steps):
-                stamps.append(time.perf_counter())
-                yield b
-
-        trainer.run(stamped())
-        wait(here)
-    half = len(stamps) // 2
-    step = 1e3 * (stamps[-1] - stamps[half]) / (len(stamps) - 1 - half)
+    step = 1e3 * step_from_loader(here, index, stage, encoder, steps)
     return Outcome(
         {
             "decoder": decoder_name(), "threads": Alone.cpus, "images_per_second": rate,
@@ -997,6 +996,7 @@ def two_steps(
     import torch.distributed as dist
 
     from maect.train.engine import build_engine
+    from maect.train.timing import random_batch
 
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks))
     if kind == "cpu":
@@ -1108,7 +1108,8 @@ def check(number: int, options: argparse.Namespace) -> dict[str, Any]:
     line: dict[str, Any] = {"check": number, "name": function.__name__}
     with tempfile.TemporaryDirectory() as name:
         device = torch.device("cuda" if cuda else "cpu")
-        here = Here(device, options.small or not cuda, Path(name), options.out)
+        small = options.small or not cuda
+        here = Here(device, small, Path(name), options.out, options.built)
         try:
             found = function(here)
         except Needs as needs:
@@ -1213,6 +1214,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--built", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,13 @@
 
 A call ends before `--call` minutes, with exit status 3 while there is more to do: call it again
 (`make gpu-hour` does). `report.json` is written before and after each check, and all logs are in
-`log.txt`; a trace is the third and last file. A call that is killed loses the check that it was at,
-which is not tried again. On another machine a call goes on where a `report.json` in its folder
-ends. Exit status 1: a check failed that must hold. On a CPU, and with `--small`, shapes are tiny.
+`log.txt`; a trace and, in the end, a page are the last two files. A call that is killed loses the
+check that it was at, which is not tried again. On another machine a call goes on where a
+`report.json` in its folder ends. Exit status 1: a check failed that must hold. On a CPU, and with
+`--small`, shapes are tiny.
+
+What is left of the time goes into MAE, its head and contrastive tuning, one after the other: as
+many epochs as fit, on `--images` or on drawn shapes. The report has their learning curves.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import os
 import platform
 import shutil
 import sys
+import tarfile
 import tempfile
 import time
 import traceback
@@ -34,8 +39,17 @@ MORE = 3
 """Exit status while there is more to do."""
 MUST = (0, 1, 2, 5, 10, 9, 16, 3, 4, 15)
 MEASURED = (6, 14, 8, 12, 13, 11)
+TRAINING = "training"
+STAGES = ("mae", "head_min", "ct_min")
+"""Of the last training, by their recipes."""
 LEAST_TRAINING = 60
-"""Seconds for which the last training is worth its start."""
+"""Seconds for which it is worth its start."""
+TIMED, TIMED_SECONDS = 60, 6
+"""Steps of each stage that are timed for it, or fewer in so many seconds."""
+SURE = 0.85
+"""Part of its time that is planned."""
+LOOKS = 20
+"""At an encoder while a stage trains, at most."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,8 @@ class Step:
 
 def steps(options: argparse.Namespace) -> Iterator[Step]:
     """All steps, the most important first; the last training comes behind them."""
-    own = ("--small",) * options.small
+    own = ("--built", str(work_folder(options.out) / "built"))
+    own += ("--small",) * options.small
     own += ("--device", options.device) if options.device else ()
 
     def check(number: int) -> Step:
@@ -69,28 +84,14 @@ def steps(options: argparse.Namespace) -> Iterator[Step]:
         return Step(name, 25, (__file__, "--speed", do, "--out", str(options.out), *own))
 
     yield from map(check, MUST)
-    first = next(iter(CASES))
+    first = CASES[0]
     for case in CASES:
         yield speed(case, "plain")
     for case in CASES:
         yield speed(case, "compiled")
-    yield written_by_hand(options, *first)
-    for how in ("deterministic", "packed", "cuDNN"):
+    for how in (first_day.BY_HAND, "deterministic", "packed", "cuDNN"):
         yield speed(first, how)
     yield from map(check, MEASURED)
-
-
-def written_by_hand(options: argparse.Namespace, recipe: str, size: str, batch: int) -> Step:
-    """The step of facebookresearch/mae, to compare `speed` of the same case with."""
-    small = options.small or options.device == "cpu"
-    value = {
-        "recipe": recipe, "size": "tiny" if small else size, "explicit": True,
-        "changes": {"precision": "bf16"}, "batch": 8 if small else batch,
-        "steps": 3 if small else 12, "device": options.device or "cuda",
-    }  # fmt: skip
-    script = Path(__file__).parents[1] / "benchmarks" / "training.py"
-    name = f"speed {recipe} {size} {batch} as in facebookresearch/mae"
-    return Step(name, 25, (str(script), "--measure", json.dumps(value)))
 
 
 def here_of(options: argparse.Namespace, folder: Path) -> Here:
@@ -101,9 +102,8 @@ def here_of(options: argparse.Namespace, folder: Path) -> Here:
     if not cuda:
         os.environ["DS_ACCELERATOR"] = "cpu"
         torch.set_num_threads(max(1, Alone.cpus))
-    return Here(
-        torch.device("cuda" if cuda else "cpu"), options.small or not cuda, folder, options.out
-    )
+    device, small = torch.device("cuda" if cuda else "cpu"), options.small or not cuda
+    return Here(device, small, folder, options.out, options.built)
 
 
 def work_folder(out: Path) -> Path:
@@ -117,26 +117,10 @@ class Until(Alone):
 
     def __init__(self, gpus: bool, moment: float) -> None:
         super().__init__(gpus=gpus)
-        self._moment, self.last = moment, dict[str, Any]()
+        self._moment = moment
 
     def stop_requested(self) -> bool:
         return time.monotonic() >= self._moment
-
-    def report(self, progress: dict[str, Any], /) -> None:
-        super().report(progress)
-        self.last = progress
-
-
-def drawn(out: Path) -> Path:
-    """Images where none are given: scikit-learn's digits, or noise without it."""
-    from maect.data.digits import write_digits
-
-    try:
-        write_digits(out / "images")
-    except ImportError:
-        first_day.jpegs(out / "noise", 400, 64)
-        return out / "noise" / "images"
-    return out / "images" / "train"
 
 
 def carried(packages: Path | None) -> None:
@@ -150,9 +134,105 @@ def carried(packages: Path | None) -> None:
             shutil.copy(file, LIBRARY.parent)
 
 
-def training(options: argparse.Namespace) -> dict[str, Any]:
-    """Pre-train on images for so many seconds, or go on with that; k-NN accuracy as it learns."""
+def write_shards(given: Path | None, work: Path, few: bool) -> Path:
+    """Shards of the images of the last training; of an archive those that are to be trained on."""
     from maect.data.shards import shard
+
+    shards, source, kind = work / "shards", given, "folder"
+    if (shards / "index.json").exists():
+        return shards
+    if source is None:
+        source = drawn(work / "drawn", 600 if few else 20_000)
+    elif source.is_dir():
+        source = source / "train" if (source / "train").is_dir() else source
+    else:  # in a tar that is packed nothing is read here and there
+        source, kind = work / "images.tar", "archive"
+        with tarfile.open(given) as packed, tarfile.open(source, "w") as tar:
+            for member in packed:
+                if member.isfile() and not {"test", "val"} & {*member.name.split("/")}:
+                    tar.addfile(member, packed.extractfile(member))
+    shard(source, shards, kind, 1, threads=max(1, Alone.cpus))
+    return shards
+
+
+def drawn(out: Path, count: int) -> Path:
+    """Drawn shapes, sorted by which of them has most of an image."""
+    import numpy as np
+    from PIL import Image
+
+    from maect.data.shapes import CLASSES, draw
+
+    for number in range(count):
+        image, mask = draw(number)
+        kind = CLASSES[1 + int(np.bincount(mask.ravel(), minlength=6)[2:].argmax())]
+        (out / kind).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(out / kind / f"{number:05d}.png")
+    return out
+
+
+def fitted(rest: float, seconds: dict[str, float], most: dict[str, int]) -> dict[str, int]:
+    """Epochs of each stage that fit into so many seconds, in the proportions of the recipes.
+
+    Args:
+        rest: seconds of all stages.
+        seconds: of an epoch of each.
+        most: epochs of its recipe.
+    """
+    part = min(1.0, rest / sum(seconds[name] * most[name] for name in most))
+    return {name: max(1, int(part * epochs)) for name, epochs in most.items()}
+
+
+def planned(options: argparse.Namespace, here: Here, work: Path) -> dict[str, Any]:
+    """Which encoder is trained, and for how long: steps are timed with their loader, here.
+
+    The largest encoder is taken that has a tenth of its recipe's epochs, or else the smallest.
+    """
+    import numpy as np
+
+    from maect.data.index import HEIGHT, WIDTH, open_index
+
+    began, file = time.monotonic(), work / "plan.json"
+    if file.exists():
+        return dict(json.loads(file.read_text()))
+    index = open_index(write_shards(options.images, work, here.small))
+    side = int(np.median(index.rows[:, [WIDTH, HEIGHT]]))
+    sizes = ("tiny8",) if here.small else ("micro8",) if side >= 64 else ("small", "micro")
+    first_day.join(here)
+    calls = -(-options.rest // (60 * options.call))
+    for size in (options.size,) if options.size else sizes:
+        seconds, most, steps = {}, {}, {}
+        for name in STAGES:
+            stage, encoder = stage_for(name, size)
+            told = here, index, stage, encoder, TIMED, TIMED_SECONDS
+            step = first_day.step_from_loader(*told)
+            seconds[name], most[name] = step * index.n / stage.batch_size, stage.epochs
+            steps[name] = {"step_ms": 1e3 * step, "images_per_second": stage.batch_size / step}
+        spent = time.monotonic() - began
+        rest = SURE * (options.rest - spent - calls * (START + 30))
+        epochs = fitted(rest, seconds, most)
+        if epochs["mae"] >= most["mae"] / 10:
+            break
+    for name in STAGES:
+        steps[name] |= {"epochs": epochs[name], "epochs_of_recipe": most[name]}
+    plan = {
+        "images": options.images.name.partition(".")[0] if options.images else "drawn shapes",
+        "number": index.n, "encoder": size, "seconds": round(rest),
+        "planned_in": round(spent), "stages": steps,
+    }  # fmt: skip
+    first_day.write(file, first_day.finite(plan))
+    return plan
+
+
+def stage_for(name: str, size: str) -> tuple[Any, Any]:
+    """A recipe as it is, and the encoder."""
+    from maect.recipes import load_encoder
+    from maect.stages import load_recipe
+
+    return load_recipe(name, size), load_encoder(size)
+
+
+def training(options: argparse.Namespace) -> dict[str, Any]:
+    """Pre-train, initialise a head and tune for so many seconds, or go on with that."""
     from maect.recipes import OnlineEvaluation
     from maect.train.trainer import RunInputs, train
 
@@ -160,17 +240,46 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
     work = work_folder(options.out)
     work.mkdir(mode=0o700, exist_ok=True)
     here = here_of(options, work)
-    shards = work / "shards"
-    if not (shards / "index.json").exists():
-        shard(options.images or drawn(work), shards, "folder", 1)
-    size = options.size or "tiny"
-    stage, encoder = first_day.stage_of(here, "mae", size, 64 if here.small else 256)
-    stage = stage.model_copy(update={"epochs": options.epochs})
+    plan = planned(options, here, work)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    context = Until(here.cuda, moment)
-    run = RunInputs(work / "training", shards, stage, encoder, 0)
-    verdict = train(context, run, look=OnlineEvaluation())
-    return {"status": "passed" if verdict == "done" else "goes on", "values": context.last}
+    source = None
+    for name, own in plan["stages"].items():
+        stage, encoder = stage_for(name, plan["encoder"])
+        stage = stage.model_copy(update={"epochs": own["epochs"]})
+        look = OnlineEvaluation(every_epochs=-(-stage.epochs // LOOKS))
+        run = RunInputs(
+            work / name, work / "shards", stage, encoder, 0, source, resize=encoder.image_size
+        )
+        if train(Until(here.cuda, moment), run, look=look) != "done":
+            return {"status": "goes on"}
+        source = run.folder
+    return {"status": "passed"}
+
+
+def learned(work: Path) -> dict[str, Any]:
+    """What the last training was to do, and what each stage has learned so far.
+
+    A curve has, at each look, the epoch, the mean loss since the look before and the accuracy of
+    k-NN, in percent, on a held-out part of the training images.
+    """
+    if not (work / "plan.json").exists():
+        return {}
+    plan: dict[str, Any] = json.loads((work / "plan.json").read_text())
+    for name, own in plan["stages"].items():
+        curve, losses = [], list[float]()
+        log = work / name / "metrics.jsonl"
+        for line in log.read_text().splitlines() if log.exists() else []:
+            with suppress(ValueError):  # the last one, of a training that was killed
+                entry = json.loads(line)
+                losses.append(entry["loss"])
+                own["trained"] = entry["epoch"]
+                if "look_knn" in entry:
+                    mean = sum(losses) / len(losses)
+                    knn = entry["look_knn"]
+                    curve.append({"epoch": entry["epoch"], "loss": mean, "knn": knn})
+                    losses = []
+        own["curve"] = curve
+    return dict(first_day.finite(plan))
 
 
 def do(options: argparse.Namespace) -> dict[str, Any]:
@@ -212,12 +321,18 @@ class Report:
         for line in self.lines:
             if "status" not in line:
                 line |= {"status": "killed", "seconds": self._until_the_last_words()}
+                line |= self._learned(line["name"])
 
     def _until_the_last_words(self) -> float:
         """Seconds from a check's beginning, when the report was written, to what was said last."""
         log = self.file.with_name("log.txt")
         last = log.stat().st_mtime if log.exists() else 0.0
         return max(0.0, last - self.file.stat().st_mtime)
+
+    def _learned(self, name: str) -> dict[str, Any]:
+        """Values of the last training, however it ended."""
+        found = learned(work_folder(self.file.parent)) if name == TRAINING else {}
+        return {"values": found} if found else {}
 
     @property
     def spent(self) -> float:
@@ -234,9 +349,8 @@ class Report:
         command = [sys.executable, "-u", *step.command]
         found = first_day.result(command, options.out, environment, seconds)
         found.pop("check", None)
-        self.lines[-1] = {"status": "passed", **found, "name": step.name, **told}
-        if "values" not in found and "images_per_second" in found:
-            self.lines[-1]["values"] = {"images_per_second": found["images_per_second"]}
+        self.lines[-1] = {"status": "passed", **found, **self._learned(step.name)}
+        self.lines[-1] |= {"name": step.name, **told}
         first_day.write(self.file, self.lines)
         print(json.dumps(self.lines[-1]), flush=True)
         return self.lines[-1]
@@ -266,7 +380,7 @@ def call(options: argparse.Namespace) -> int:
             need = now
         # A CPU is slow, and only shows that it works.
         report.run(step, options, min(now, max(need, first_day.limit(0, options.device))))
-    trainings = [line["status"] for line in report.lines if line["name"] == "training"]
+    trainings = [line["status"] for line in report.lines if line["name"] == TRAINING]
     # One that was killed goes on from its last state, unless it was killed twice in a row.
     killed = trainings[-1:] == ["killed"] != trainings[-2:-1]
     if not trainings or trainings[-1] == "goes on" or killed:
@@ -275,27 +389,71 @@ def call(options: argparse.Namespace) -> int:
         if seconds < LEAST_TRAINING < ever - START - 30:
             return MORE
         if seconds >= LEAST_TRAINING:
-            words = [__file__, "--training", str(seconds), "--out", str(options.out)]
+            words = [__file__, "--training", str(seconds), "--rest", str(ever)]
+            words += ["--call", str(options.call), "--out", str(options.out)]
+            words += ["--built", str(work_folder(options.out) / "built")]
             words += ["--images", str(options.images)] if options.images else []
             words += ["--size", options.size] if options.size else []
-            words += ["--epochs", str(options.epochs)]
             words += ["--small"] * options.small
             words += ["--device", options.device] if options.device else []
-            step = Step("training", seconds, tuple(words))
+            step = Step(TRAINING, seconds, tuple(words))
             if report.run(step, options, min(now, ever))["status"] == "goes on":
                 return MORE
-    table(report.lines)
+    said = page(report.lines)
+    (options.out / "report.md").write_text(said)
+    print(f"\n{said}")
     return 1 if any(line.get("must") for line in report.lines) else 0
 
 
-def table(lines: list[dict[str, Any]]) -> None:
-    """A line for each check."""
-    print()
+def page(lines: list[dict[str, Any]]) -> str:
+    """The report for people, as Markdown."""
+    told = lines[0].get("with", {}) if lines else {}
+    device = next((line["values"]["device"] for line in lines if "device" in values_of(line)), None)
+    out = [
+        f"# An hour on {device}" if device else "# The hour on a GPU, rehearsed on a CPU", "",
+        *(() if device else ("Shapes are tiny: no speed here says anything about a GPU.", "")),
+        f"{', '.join(f'{name} {version}' for name, version in told.items())}."
+        f" {sum(line.get('seconds', 0.0) for line in lines) / 60:.0f} minutes of checks.", "",
+        "| check | seconds | status | what was found |", "| --- | --: | --- | --- |",
+    ]  # fmt: skip
     for line in lines:
-        why = ", ".join([*line.get("failed", []), *line.get("missed", [])])
-        mfu = line.get("values", {}).get("mfu")
-        shown = f"MFU {mfu:.1%}" if mfu else why
-        print(f"{line['name']:<50} {line.get('seconds', 0):6.1f} s  {line['status']:<12} {shown}")
+        missed = ", ".join([*line.get("failed", []), *line.get("missed", [])])
+        numbers = {
+            key: round(value, 3)
+            for key, value in values_of(line).items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        }
+        what = [missed] if missed else []
+        what += [f"{key} {value:,}" for key, value in numbers.items()]
+        seconds = f"{line.get('seconds', 0):.0f}"
+        status = line.get("status", "under way")
+        out.append(f"| {line['name']} | {seconds} | {status} | {'; '.join(what)} |")
+    trained = [values_of(line) for line in lines if line["name"] == TRAINING and values_of(line)]
+    return "\n".join([*out, *(curves(trained[-1]) if trained else [])]) + "\n"
+
+
+def values_of(line: dict[str, Any]) -> dict[str, Any]:
+    """Values of a check, if it has any."""
+    return line.get("values") or {}
+
+
+def curves(plan: dict[str, Any]) -> list[str]:
+    """Lines about the last training: a table of its stages, and each one's learning curve."""
+    out = [
+        "", f"The last training: {plan['number']:,} images of {plan['images']}, encoder "
+        f"{plan['encoder']}, epochs for {plan['seconds']:,} seconds.", "",
+        "| stage | images a second | epochs, of the recipe's | k-NN, % (epoch) | loss |",
+        "| --- | --: | --: | --- | --- |",
+    ]  # fmt: skip
+    for name, own in plan["stages"].items():
+        seen = own["curve"]
+        few = seen[:: max(1, len(seen) // 5)] if seen else []
+        few += seen[-1:] if seen and few[-1] != seen[-1] else []
+        knn = ", ".join(f"{look['knn']:.1f} ({look['epoch']:.0f})" for look in few)
+        loss = ", ".join(f"{look['loss']:.3g}" for look in few)
+        epochs = f"{own.get('trained', 0):.0f} of {own['epochs']}, {own['epochs_of_recipe']}"
+        out.append(f"| {name} | {own['images_per_second']:,.0f} | {epochs} | {knn} | {loss} |")
+    return out
 
 
 def main() -> int:
@@ -305,13 +463,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=45, help="of all calls together")
     parser.add_argument("--call", type=float, default=9, help="minutes of a call, at most")
     parser.add_argument("--packages", type=Path, help="folder of packages that are not installed")
-    parser.add_argument("--images", type=Path, help="of the last training, a folder of each class")
-    parser.add_argument("--size", help="of its encoder: micro for 32 pixels, micro8 for 64")
-    parser.add_argument("--epochs", type=int, default=200, help="of it")
+    parser.add_argument(
+        "--images", type=Path, help="of the last training: a folder, or a tar, of CLASS/IMAGE"
+    )
+    parser.add_argument("--size", help="of its encoder; none: what its images and the time allow")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--speed", help=argparse.SUPPRESS)
     parser.add_argument("--training", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--rest", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--built", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)

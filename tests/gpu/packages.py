@@ -4,9 +4,11 @@
 
 Of such a machine PyTorch with what it brings, timm, numpy, SciPy and Pillow are expected. The
 versions are the lock file's. The native decoder comes along with its libjpeg, for x86-64 and glibc.
+CIFAR-10 is a second thing to carry, `build/cifar10.tar.xz`, where MAECT_TEST_DATA has it.
 """
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +24,8 @@ NAMES = (
     "simplejpeg", "isal", "psutil", "einops", "msgpack", "py-cpuinfo",
     "tensorboard", "protobuf", "absl-py",
 )  # fmt: skip
+IMAGES = "cifar10.tar.xz"
+"""In MAECT_TEST_DATA, of train/CLASS/IMAGE and test/CLASS/IMAGE."""
 MOST = 40_000_000
 """Bytes: what can be carried to a machine beside the repository."""
 
@@ -59,6 +63,10 @@ def main() -> int:
     options = parser.parse_args()
     size = collect(options.out, options.python)
     print(f"{options.out}: {size / 1e6:.0f} MB for Python {options.python}")
+    images = Path(os.environ.get("MAECT_TEST_DATA", "/nonexistent")) / IMAGES
+    if images.exists():
+        shutil.copyfile(images, options.out.parent / IMAGES)
+        print(f"{options.out.parent / IMAGES}: {images.stat().st_size / 1e6:.0f} MB of images")
     return 0 if size < MOST else 1
 
 

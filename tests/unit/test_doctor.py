@@ -119,6 +119,35 @@ def test_what_one_rule_needs_is_no_upper_end(monkeypatch: pytest.MonkeyPatch) ->
     assert [finding.kind for finding in findings] == ["ok", "note"]
 
 
+@pytest.mark.parametrize(
+    ("said", "kind", "told"),
+    [
+        ("1-00:00:00\n", "ok", "p: jobs of up to 720 min (pretrain); the wall limit is 1440"),
+        ("06:00:00\n", "FAIL", "p: jobs of up to 720 min (pretrain); the wall limit is 360"),
+        ("30:00\n", "FAIL", "p: jobs of up to 720 min (pretrain); the wall limit is 30"),
+        ("infinite\n", "note", "SLURM says no wall limit"),
+        ("", "note", "SLURM says no wall limit"),
+    ],
+)
+def test_wall_limits(said: str, kind: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile's assumption is compared with the partition, which `--test-only` may not do."""
+    asked = []
+
+    def command(*words: str) -> tuple[int, str, str]:
+        asked.append(words)
+        return 0, said, ""
+
+    monkeypatch.setattr(doctor, "command", command)
+    rules = {
+        "pretrain": {"cluster": "slurm", "slurm_partition": "p", "runtime": 720},
+        "features": {"cluster": "slurm", "slurm_partition": "p", "runtime": 240},
+        "write_shard": {"threads": 16},
+    }
+    (finding,) = doctor.wall_limits(rules)
+    assert finding.kind == kind and told in finding.what and bool(finding.hint) is (kind == "FAIL")
+    assert asked == [("sinfo", "--noheader", "--partition=p", "--format=%l")]
+
+
 def test_the_profile_is_read_as_snakemake_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAECT_ACCOUNT", "budget")
     rules = read_profile(ROOT / "cluster_profiles/leonardo")

@@ -79,6 +79,15 @@ def test_a_profile_says_the_driver_or_that_it_is_unknown(name: str) -> None:
     assert "driver" in yaml.safe_load(text)["__variables__"]
     said = driver_of(ROOT / "cluster_profiles" / name)
     assert said is None or 500 < said < 1000
+    if name != "slurm":
+        unknown = re.search(r"^  driver: # unknown; .*`maect doctor`", text, re.MULTILINE)
+        assert (said is None) is bool(unknown)
+
+
+@pytest.mark.parametrize("name", ["jupiter", "meluxina"])
+def test_an_unknown_wall_limit_is_said_in_its_line(name: str) -> None:
+    text = (ROOT / "cluster_profiles" / name / "config.yaml").read_text(encoding="utf-8")
+    assert re.search(r"^ +runtime: \d+ # assumed: .* unknown.*`maect doctor`", text, re.MULTILINE)
 
 
 def test_jobs_of_alps_get_its_environment() -> None:

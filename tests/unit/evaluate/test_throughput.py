@@ -1,4 +1,5 @@
-from contextlib import contextmanager, nullcontext
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from maect.evaluate.throughput import (
     Passes,
     Published,
     Throughput,
-    method_step,
+    method_seconds,
 )
 from maect.models.vit import VisionEncoder, build_encoder
 from maect.models.weights import save_encoder
@@ -158,11 +159,8 @@ def test_plain_attention_is_used_where_it_is_asked_for(
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", noted)
     for plain in (False, True):
         objective = stage.objective(SMALL, 0)
-        with (
-            engine.alone(rank) as device,
-            throughput.stage_step(stage, objective, 2, device, plain_attention=plain) as step,
-        ):
-            step()
+        with engine.alone(rank) as device:
+            throughput.stage_seconds(stage, objective, device, 2, 1, plain_attention=plain)
         assert used == [torch.nn.attention.SDPBackend.MATH] * plain
 
 
@@ -171,15 +169,48 @@ def test_steps_train_what_the_stage_trains(rank: Rank) -> None:
     objective = stage.objective(SMALL, 0)
     with engine.alone(rank) as device:
         for batch in (8, 16):  # another engine takes the same weights over
-            with throughput.stage_step(stage, objective, batch, device) as step:
-                before = {name: p.detach().clone() for name, p in objective.named_parameters()}
-                step()
-                after = dict(objective.named_parameters())
+            before = {name: p.detach().clone() for name, p in objective.named_parameters()}
+            throughput.stage_seconds(stage, objective, device, batch, 2)
+            after = dict(objective.named_parameters())
     assert not torch.distributed.is_initialized()
     # Peak rates of the first groups may be tiny, but no trained weight stands still.
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert "encoder.blocks.3.attn.qkv.weight" in moved and "head.predictor.0.weight" in moved
     assert not any(name.startswith(("encoder.blocks.0", "encoder.patch_embed")) for name in moved)
+
+
+def test_the_trainers_own_steps_are_timed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Augmentation, both passes, update, averages and the embedding's look, once a step each."""
+    stage = load_recipe("ct_aug", "tiny")
+    objective = stage.objective(SMALL, 0)
+    calls: Counter[str] = Counter()
+    for owner, name in (
+        (type(objective), "prepare"), (engine.Engine, "squared_norm"),
+        (engine.Replicated, "backward"), (engine.Replicated, "step"),
+        (engine.Engine, "update_average"), (type(objective), "health"),
+    ):  # fmt: skip
+        plain = getattr(owner, name)
+
+        def counted(self, *args, plain=plain, name=name, **kwargs):
+            calls[name] += 1
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+    with engine.alone(rank) as device:
+        seconds = throughput.stage_seconds(stage, objective, device, 4, 11)
+    assert len(seconds) == 11 and min(seconds) > 0
+    every = ("prepare", "squared_norm", "backward", "step", "update_average")
+    assert calls == dict.fromkeys(every, 11) | {"health": 1}
+
+
+def test_steps_on_noise_go_on_though_embeddings_collapse(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maect.stages.objectives.collapse", lambda spread: "all are the same")
+    stage = load_recipe("ct_min", "tiny")
+    objective = stage.objective(SMALL, 0)
+    with engine.alone(rank) as device:
+        assert len(throughput.stage_seconds(stage, objective, device, 4, 12)) == 12
 
 
 def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,28 +224,21 @@ def test_a_method_passes_the_views_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         return found
 
     monkeypatch.setattr(VisionEncoder, "forward", counted)
-    with method_step(Passes(2, 10, 1, mask_ratio=0.15), SMALL, 3, CPU) as step:
-        step()
+    method_seconds(Passes(2, 10, 1, mask_ratio=0.15), SMALL, CPU, 3, 1)
     # Teacher: 49 patches; learning views: 41 of them; local views: 12 of 28 pixels, 9 patches.
     assert seen == [(3, 49, False), (6, 41, True), (30, 9, True)]
     pixels = Pixels(channels=5, mean=(0.5,) * 5, std=(0.25,) * 5)
     shape = SMALL.model_copy(update={"pixels": pixels})
-    with method_step(Passes(2, 10, 1), shape, 3, CPU) as step:
-        step()
+    assert len(method_seconds(Passes(2, 10, 1), shape, CPU, 3, 2)) == 2
 
 
 def test_the_largest_power_of_two_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def steps(batch: int):
-        def step() -> None:
-            if batch > 64:
-                raise torch.cuda.OutOfMemoryError("too large")
-
-        yield step
+    def times(batch: int, steps: int) -> list[float]:
+        if batch > 64:
+            raise torch.cuda.OutOfMemoryError("too large")
+        return [1.0] * steps
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    assert throughput.largest_batch(steps, torch.device("cuda")) == 64
-    assert (
-        throughput.largest_batch(lambda _: nullcontext(lambda: None), torch.device("cuda")) == 1024
-    )
-    assert throughput.largest_batch(steps, CPU) == 16
+    assert throughput.largest_batch(times, torch.device("cuda")) == 64
+    assert throughput.largest_batch(lambda *_: [], torch.device("cuda")) == 1024
+    assert throughput.largest_batch(times, CPU) == 16

@@ -18,11 +18,12 @@ def counts(context, recipe):
     """Of the seventh step on each of two ranks, and how many buckets and groups there are."""
     sys.path.insert(0, GPU)
     from counting import bucket_of, counted, narrow
-    from first_day import Here, packed, random_batch, stage_of, trainer_of
+    from first_day import Here, stage_of, trainer_of
 
     from maect.models import attention, precision
     from maect.train import exchange
     from maect.train.engine import start
+    from maect.train.timing import packed, random_batch
 
     # As on a GPU.
     precision.bfloat16_on, attention.fused_attention = lambda kind: kind, attention.attend

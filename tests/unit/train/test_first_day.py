@@ -18,7 +18,7 @@ def checks(context, out):
     sys.path.insert(0, str(GPU))
     import first_day
 
-    options = Namespace(device="cpu", small=True, out=Path(out))
+    options = Namespace(device="cpu", small=True, out=Path(out), built=None)
     return [first_day.check(number, options) for number in HERE]
 
 

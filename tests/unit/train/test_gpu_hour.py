@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 from argparse import Namespace
 from importlib import metadata
@@ -20,7 +21,7 @@ sys.path[:0] = [str(GPU), str(GPU.parent / "benchmarks")]
 
 def options(out, **others):
     found = {"minutes": 45, "call": 9, "packages": None, "images": None, "size": None}
-    found |= {"epochs": 1, "device": "cpu", "small": True, "speed": None, "training": None}
+    found |= {"device": "cpu", "small": True, "speed": None, "training": None}
     return Namespace(out=out, **found | others)
 
 
@@ -81,6 +82,82 @@ def test_a_call_and_the_hour_end_in_time(hour, tmp_path, monkeypatch):
     assert clock[0] <= 12 * 60 and len(names(tmp_path)) < len(list(hour.steps(given)))
 
 
+@pytest.mark.parametrize("rest", [1e6, 340.0, 0.0])
+def test_epochs_fit_the_time_that_is_left(rest):
+    import hour
+
+    seconds, most = {"mae": 2.0, "head_min": 1.0, "ct_min": 4.0}, {}
+    most |= {"mae": 400, "head_min": 20, "ct_min": 40}
+    found = hour.fitted(rest, seconds, most)
+    assert found == {
+        1e6: most, 340.0: {"mae": 138, "head_min": 6, "ct_min": 13}, 0.0: dict.fromkeys(most, 1)
+    }[rest]  # fmt: skip
+    if rest:
+        assert sum(seconds[name] * found[name] for name in most) <= rest
+
+
+def images(folder, count):
+    from PIL import Image
+
+    for number in range(count):
+        for split in ("train", "test"):
+            file = folder / split / "ab"[number % 2] / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (32, 32), (number, 0, 0)).save(file)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["drawn", "folder", "archive"])
+def test_images_of_the_last_training(kind, tmp_path, monkeypatch):
+    import hour
+
+    from maect.data.index import open_index
+
+    monkeypatch.setattr(hour, "drawn", lambda out, count: images(out, 3) / "train")
+    given = None if kind == "drawn" else images(tmp_path / "mine", 3)
+    if kind == "archive":
+        given = tmp_path / "mine.tar.xz"
+        with tarfile.open(given, "w:xz") as tar:
+            for split in ("test", "train"):
+                tar.add(tmp_path / "mine" / split, split)
+    work = tmp_path / "work"
+    work.mkdir()
+    for _ in range(2):  # the second call finds them
+        index = open_index(hour.write_shards(given, work, few=True))
+        assert [*index.class_names] == ["a", "b"] and index.labels.tolist().count(0) == 2
+        given = given and tmp_path / "gone"
+
+
+def test_a_learning_curve_survives_its_training(hour, tmp_path, monkeypatch):
+    """It is read by whoever comes next: from files, also from a line that is not all there."""
+    from maect.core.entries import line_of
+
+    work = tmp_path / "work"
+    monkeypatch.setattr(hour, "work_folder", lambda out: work)
+    assert hour.learned(work) == {}
+    (work / "mae").mkdir(parents=True)
+    stage = {"images_per_second": 9.0, "epochs": 4, "epochs_of_recipe": 40}
+    plan = {"images": "drawn shapes", "number": 600, "encoder": "tiny8", "seconds": 7}
+    plan["stages"] = {"mae": stage, "head_min": stage}
+    (work / "plan.json").write_text(json.dumps(plan))
+    lines = [
+        line_of(step, {"epoch": step / 2, "loss": loss} | looked, {})
+        for step, (loss, looked) in enumerate(
+            [(3.0, {}), (2.0, {"look_knn": 40.0}), (1.0, {"look_knn": 50.0}), (9.0, {})], 1
+        )
+    ]
+    (work / "mae" / "metrics.jsonl").write_text("".join(lines)[:-20])
+    (tmp_path / "report.json").write_text(json.dumps([{"name": "training"}]))
+    (line,) = hour.Report(tmp_path / "report.json").lines
+    found = line["values"]["stages"]
+    assert line["status"] == "killed" and found["head_min"]["curve"] == []
+    assert found["mae"]["trained"] == 1.5 and found["mae"]["curve"] == [
+        {"epoch": 1.0, "loss": 2.5, "knn": 40.0}, {"epoch": 1.5, "loss": 1.0, "knn": 50.0},
+    ]  # fmt: skip
+    said = hour.page([line])
+    assert "| mae | 9 | 2 of 4, 40 | 40.0 (1), 50.0 (2) | 2.5, 1 |" in said, said
+
+
 def test_attention_with_one_gradient_stacks_nothing():
     """What an hour times beside flash: by shapes alone, since no CPU has the kernel."""
     from fake_gpu import Counting, flash_attention
@@ -121,6 +198,25 @@ def test_what_a_check_started_ends_with_it(tmp_path):
             return
         time.sleep(0.1)
     raise AssertionError(f"{pid} still runs")
+
+
+def test_a_model_is_built_once_a_size(tmp_path, monkeypatch):
+    """By whichever check needs it first, with the same weights for all ways to compute it."""
+    import first_day
+
+    device = torch.device("cpu")
+    here = first_day.Here(device, True, tmp_path, built=tmp_path / "built")
+    for recipe in ("mae", "ct_min"):
+        stage, encoder = first_day.stage_of(here, recipe, "large", 8)
+        anew = first_day.objective_of(stage, encoder).state_dict()
+        first_day.objective_of(stage, encoder, built=here.built)
+        with monkeypatch.context() as patched:
+            patched.setattr(type(stage), "build", None)
+            other, _ = first_day.stage_of(here, recipe, "large", 4, compile=True)
+            shared = first_day.objective_of(other, encoder, built=here.built)
+        assert shared.stage is other
+        assert all(map(torch.equal, anew.values(), shared.state_dict().values()))
+    assert len(list(here.built.iterdir())) == 2
 
 
 def test_packages_have_the_versions_of_the_lock_file():
@@ -173,7 +269,7 @@ def hour_words(request, tmp_path):
     if request.param == "a bare one":
         python, carried = request.getfixturevalue("bare")
     words = [*python, "-u", str(GPU / "hour.py"), "--out", str(tmp_path), "--device", "cpu"]
-    return [*words, "--small", "--epochs", "2", *carried]
+    return [*words, "--small", *carried]
 
 
 def report(out):
@@ -239,5 +335,10 @@ def test_the_whole_hour_on_a_bare_machine(hour_words, tmp_path):
         known = line["status"] in ("passed", "missed", "goes on")
         assert known or line["status"].startswith("needs "), line
     assert (lines[-1]["name"], lines[-1]["status"]) == ("training", "passed")
+    for stage in lines[-1]["values"]["stages"].values():
+        assert stage["trained"] == pytest.approx(stage["epochs"], rel=0.1)
+        assert stage["curve"][-1]["epoch"] == stage["trained"]
+        assert all(0 <= look["knn"] <= 100 and look["loss"] > 0 for look in stage["curve"])
+    assert (tmp_path / "report.md").read_text() == hour.page(lines)
     assert lines[0]["values"]["torch"].startswith("2.11."), lines[0]
-    assert {file.name for file in tmp_path.iterdir()} <= {"report.json", "log.txt"}
+    assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.md", "log.txt"}
