@@ -15,9 +15,11 @@ many epochs as fit, on `--images` or on drawn shapes. The report has their learn
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -39,6 +41,8 @@ MORE = 3
 """Exit status while there is more to do."""
 MUST = (0, 1, 2, 5, 10, 9, 16, 3, 4, 15)
 MEASURED = (6, 14, 8, 12, 13, 11)
+SMALL = 60
+"""Seconds that a check with tiny shapes takes on a slow CPU."""
 TRAINING = "training"
 STAGES = ("mae", "head_min", "ct_min")
 """Of the last training, by their recipes."""
@@ -339,16 +343,27 @@ class Report:
         """Seconds of all checks."""
         return sum(line.get("seconds", 0.0) for line in self.lines)
 
-    def run(self, step: Step, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-        """Run a step, with a line in the report before and after."""
+    def run(
+        self, step: Step, options: argparse.Namespace, most: float, left: float
+    ) -> dict[str, Any]:
+        """Run a step, with a line in the report before and after.
+
+        Args:
+            step: what is run.
+            options: of the command line.
+            most: seconds, of which more are a fault.
+            left: seconds, after which it is ended all the same.
+        """
         # The first check may be killed; what all run with is known without it.
         told = {} if self.lines else {"with": versions()}
         self.lines.append({"name": step.name, **told})
         first_day.write(self.file, self.lines)
         environment = first_day.surroundings(options.packages, options.device)
         command = [sys.executable, "-u", *step.command]
-        found = first_day.result(command, options.out, environment, seconds)
+        found = first_day.result(command, options.out, environment, min(most, left))
         found.pop("check", None)
+        if found.get("status") == "too slow" and left < most:
+            found |= {"status": "out of time", "must": False}
         self.lines[-1] = {"status": "passed", **found, **self._learned(step.name)}
         self.lines[-1] |= {"name": step.name, **told}
         first_day.write(self.file, self.lines)
@@ -371,15 +386,13 @@ def call(options: argparse.Namespace) -> int:
     for step in steps(options):
         if step.name in known:
             continue
-        need, (now, ever) = first_day.limit(step.seconds, "cuda"), left()
+        most, (now, ever) = first_day.limit(step.seconds, options.device), left()
+        need = SMALL if options.device == "cpu" else most
         if need > ever:
             continue  # a shorter one may fit
-        if need > now:
-            if now < 60 * options.call - 30:  # a new call has more time
-                return MORE
-            need = now
-        # A CPU is slow, and only shows that it works.
-        report.run(step, options, min(now, max(need, first_day.limit(0, options.device))))
+        if need > now < 60 * options.call - 30:  # a new call has more time
+            return MORE
+        report.run(step, options, most, min(now, ever))
     trainings = [line["status"] for line in report.lines if line["name"] == TRAINING]
     # One that was killed goes on from its last state, unless it was killed twice in a row.
     killed = trainings[-1:] == ["killed"] != trainings[-2:-1]
@@ -397,7 +410,7 @@ def call(options: argparse.Namespace) -> int:
             words += ["--small"] * options.small
             words += ["--device", options.device] if options.device else []
             step = Step(TRAINING, seconds, tuple(words))
-            if report.run(step, options, min(now, ever))["status"] == "goes on":
+            if report.run(step, options, math.inf, min(now, ever))["status"] == "goes on":
                 return MORE
     said = page(report.lines)
     (options.out / "report.md").write_text(said)
@@ -456,6 +469,15 @@ def curves(plan: dict[str, Any]) -> list[str]:
     return out
 
 
+def without_gpu(options: argparse.Namespace) -> bool:
+    """Whether PyTorch sees no GPU; to ask it takes seconds, so only where no driver shows."""
+    if any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "dxg")):
+        return False
+    code = "import sys, torch; sys.exit(torch.cuda.is_available())"
+    environment = first_day.surroundings(options.packages, None)
+    return not subprocess.run([sys.executable, "-c", code], env=environment).returncode
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -483,6 +505,8 @@ def main() -> int:
         shutil.rmtree(work_folder(options.out), ignore_errors=True)
     carried(options.packages)
     first_day.end_with_children()
+    if options.device is None and without_gpu(options):
+        options.device = "cpu"
     return call(options)
 
 

@@ -30,7 +30,7 @@ def hour(monkeypatch):
     """The script, whose steps take no time: each says what it was."""
     import hour
 
-    def quick(self, step, options, seconds):
+    def quick(self, step, options, most, left):
         self.lines.append({"name": step.name})
         hour.first_day.write(self.file, self.lines)
         if step.name == options.dies_at:
@@ -67,10 +67,10 @@ def test_a_call_and_the_hour_end_in_time(hour, tmp_path, monkeypatch):
     monkeypatch.setattr(hour.time, "perf_counter", lambda: clock[0])
     quick = hour.Report.run
 
-    def slow(self, step, options, seconds):
+    def slow(self, step, options, most, left):
         clock[0] += 30
         assert clock[0] - begun <= 60 * options.call
-        return quick(self, step, options, seconds)
+        return quick(self, step, options, most, left)
 
     monkeypatch.setattr(hour.Report, "run", slow)
     given, calls = options(tmp_path, dies_at="", minutes=12, call=4), 0
@@ -156,6 +156,15 @@ def test_a_learning_curve_survives_its_training(hour, tmp_path, monkeypatch):
     ]  # fmt: skip
     said = hour.page([line])
     assert "| mae | 9 | 2 of 4, 40 | 40.0 (1), 50.0 (2) | 2.5, 1 |" in said, said
+
+
+def test_what_the_end_of_the_hour_cuts_off_is_no_fault(tmp_path):
+    import hour
+
+    step = hour.Step("sleeps", 1, ("-c", "import time; time.sleep(60)"))
+    for most, left, status in ((9.0, 1.0, "out of time"), (1.0, 9.0, "too slow")):
+        line = hour.Report(tmp_path / "report.json").run(step, options(tmp_path), most, left)
+        assert (line["status"], line["must"]) == (status, status == "too slow")
 
 
 def test_attention_with_one_gradient_stacks_nothing():
