@@ -40,4 +40,4 @@ onsuccess:
 
 
 onerror:
-    tidy(Path(ROOT))
+    give_back()

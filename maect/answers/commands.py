@@ -98,7 +98,8 @@ def cluster(
     write_clusters(vectors, clusters, out, images)
     if clusters.grains:
         print(f"also possible: {', '.join(map(str, clusters.grains))} groups (--groups N)")
-    print(f"{out}: {clusters.count} groups; open {out / 'index.html'}")
+    alone = f", {counted(clusters.alone, 'image')} in none" if clusters.alone else ""
+    print(f"{out}: {clusters.count} groups{alone}; open {out / 'index.html'}")
 
 
 @command(example="search results/birds/runs/ct_min birds.parquet photo.jpg --count 5")

@@ -2,8 +2,9 @@
 
 A job runs when its inputs are newer, its arguments changed, or Snakemake was killed while it ran.
 What it is asked for may be what was there all the same: it is put back then, and hours of computing
-are not repeated. The backup, `.NAME.kept`, lies beside the first: some file systems link files
-within a folder only.
+are not repeated. What no job came to look at is put back when Snakemake ends, or at its next start
+if it was killed; whoever reads an encoder meanwhile puts it back, too. The backup, `.NAME.kept`,
+lies beside the first: some file systems link files within a folder only.
 """
 
 import logging
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
+from maect.core.files import read_mapping
 
 SUFFIX = ".kept"
 
@@ -69,6 +71,35 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
         forget(gone)
 
 
+def restore(root: Path) -> None:
+    """Put back, in a results folder, the results that no job came to look at.
+
+    Shards are left to their jobs, which a start asks for: only a plan says whether they fit.
+    """
+    for kind in ("runs", "features", "evaluations"):
+        for folder in {backup.parent for backup in root.glob(f"{kind}/*/.*{SUFFIX}")}:
+            with suppress(OSError):  # gone, or its job is at work on it
+                _restore(folder)
+
+
+def _restore(folder: Path) -> None:
+    """Put back what is kept of a run, or of each of the features or evaluations in a folder."""
+    if backup_of(folder / "run.json").exists():
+        put_back(kept(folder), lambda: _is_of_last_recipe(folder))
+        return
+    results: dict[str, list[Path]] = {}
+    for path in kept(folder):
+        results.setdefault(path.stem, []).append(path)
+    for paths in results.values():
+        put_back(paths, lambda: True)
+
+
+def _is_of_last_recipe(run: Path) -> bool:
+    """Return whether no training by another recipe has begun since a run was finished."""
+    made, begun = (read_mapping(run / name) for name in ("run.json", "recipe.json"))
+    return made.get("fingerprint") == begun.get("fingerprint")
+
+
 def _take_back(path: Path) -> None:
     """Remove a file that was put back, and not what a job has written there since."""
     aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -118,19 +149,29 @@ def standing(path: Path) -> Path:
     return path if path.exists() or not backup_of(path).exists() else backup_of(path)
 
 
-def missing_encoder(path: Path) -> UserError:
-    """Return the error of an encoder's file that is not there, with the likeliest reason."""
-    run = path.parent
+def need_encoder(path: Path) -> None:
+    """Put an encoder's file back if it is only put aside.
+
+    Raises:
+        UserError: it is not there, with the likeliest reason.
+    """
+    if path.exists():
+        return
     if backup_of(path).exists():
-        return UserError(
-            f"{path}: put aside when its pipeline was interrupted; start that again, and it is "
-            "back at once"
+        with suppress(OSError):  # somebody else's folder
+            _restore(path.parent)
+        if path.exists():
+            return
+        raise UserError(
+            f"{path}: put aside by its pipeline, which is at work on it or was killed; wait, or "
+            "start it again"
         )
+    run = path.parent
     if not run.exists() and run.parent.is_dir():
         others = [other.parent.name for other in run.parent.glob(f"*/{path.name}")]
         if others:
-            return UserError(f"{run}: no such run; {did_you_mean(run.name, others)}")
-    return UserError(f"{path}: no such encoder; train or import the run first")
+            raise UserError(f"{run}: no such run; {did_you_mean(run.name, others)}")
+    raise UserError(f"{path}: no such encoder; train or import the run first")
 
 
 def _is_backup(path: Path, other: Path) -> bool:

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.files import checked_sha256
-from maect.core.kept import missing_encoder
+from maect.core.kept import need_encoder
 from maect.core.settings import Settings, later
 from maect.recipes import Encoder
 
@@ -252,8 +252,7 @@ def encoder_checksum(run: Path) -> str:
         UserError: it is missing, or not the one that the run's completion record promises.
     """
     encoder = run / "encoder.safetensors"
-    if not encoder.exists():
-        raise missing_encoder(encoder)
+    need_encoder(encoder)
     return checked_sha256(encoder)
 
 

@@ -73,6 +73,11 @@ class Clusters:
         """Number of clusters."""
         return int(self.cluster.max()) + 1
 
+    @property
+    def alone(self) -> int:
+        """Number of images in none."""
+        return int((self.cluster < 0).sum())
+
     def members(self, number: int) -> NDArray[np.int64]:
         """Positions of a cluster's images, those nearest to its mean first."""
         rows = np.flatnonzero(self.cluster == number)

@@ -20,7 +20,7 @@ from maect.core import distributed
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
-from maect.core.kept import keep, missing_encoder
+from maect.core.kept import keep, need_encoder
 from maect.core.settings import digest
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_parts
@@ -76,8 +76,7 @@ class Encoding:
         Raises:
             UserError: no such encoder, or no [CLS] token to pool.
         """
-        if not path.exists():
-            raise missing_encoder(path)
+        need_encoder(path)
         self.encoder, self.settings, own = load_any_encoder(path)
         self.pooling = pooling or own
         if self.pooling == "cls" and not self.settings.class_token:

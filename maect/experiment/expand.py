@@ -13,7 +13,7 @@ from maect.core.seeds import of_seed, seedless
 from maect.core.settings import validated
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
-from maect.recipes import Encoder, Pixels, load_encoder
+from maect.recipes import Encoder, Pixels, is_own, load_encoder
 from maect.recipes.timm_encoders import find_timm
 from maect.report.configs import Row
 from maect.stages import Stage, check_source, load_import, load_recipe
@@ -84,7 +84,7 @@ def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
             for seed in range(seeds):
                 dataset = one.dataset or default
                 pixels = spec.datasets[dataset].pixels if dataset in spec.datasets else None
-                run = _run(f"{file}: runs", template, one, chosen, seed, dataset, pixels)
+                run = _run(file, template, one, chosen, seed, dataset, pixels)
                 if run.name in runs:
                     raise UserError(f"{file}: runs: {run.name} is defined twice")
                 runs[run.name] = run
@@ -92,7 +92,7 @@ def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
 
 
 def _run(
-    where: str,
+    file: Path,
     template: str,
     spec: RunSpec,
     chosen: dict[str, str],
@@ -100,6 +100,8 @@ def _run(
     dataset: str,
     pixels: Pixels | None,
 ) -> Run:
+    where = f"{file}: runs"
+
     def fill(text: str) -> str:
         try:
             return text.format_map(chosen)
@@ -111,7 +113,8 @@ def _run(
     settings: Stage
     try:
         if recipe:
-            settings = load_recipe(recipe, size, filled(spec.overrides, fill))
+            written = str(file.parent / fill_path(recipe)) if is_own(recipe) else recipe
+            settings = load_recipe(written, size, filled(spec.overrides, fill))
             encoder = load_encoder(size, spec.image_size, pixels)
             if spec.encoder:
                 encoder = validated(Encoder, encoder.model_dump() | spec.encoder, "encoder")

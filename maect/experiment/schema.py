@@ -120,6 +120,7 @@ class RunSpec(Settings):
     """One line of `runs`, before expansion."""
 
     recipe: str | None = None
+    """A name, or a file whose path is relative to the experiment's."""
     weights: str | None = None
     """Instead of a recipe: a public checkpoint to import, its path written as that of images."""
     layout: str | None = None

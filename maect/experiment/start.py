@@ -9,7 +9,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError
 from maect.core.files import read_mapping
-from maect.core.kept import forget, keep, set_aside, tidy
+from maect.core.kept import forget, keep, restore, set_aside, tidy
 from maect.core.settings import SettingsFile
 from maect.data.config import CONFIG
 from maect.data.sources.base import is_there
@@ -79,6 +79,7 @@ def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
 def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
     """Write what jobs are told, and keep what they may find to be done; for the folder's owner."""
     refresh_runs(experiment)
+    restore(experiment.root)
     tidy(experiment.root)
     for job in jobs:
         if job.config is not None:

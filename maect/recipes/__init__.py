@@ -10,6 +10,7 @@ size that is not among them has the value of the size which it is `like` (`encod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -22,7 +23,7 @@ from pydantic import (
 
 from maect.core.errors import UserError, did_you_mean, entry
 from maect.core.settings import Settings, later, one_line
-from maect.core.yaml_files import parse_yaml
+from maect.core.yaml_files import parse_yaml, read_yaml
 
 if TYPE_CHECKING:  # it imports this module
     from maect.recipes.cost import Cost, HeadInputs
@@ -386,13 +387,52 @@ def _read(name: str) -> dict[str, Any]:
 
 
 @cache
-def _recipes() -> dict[str, dict[str, Any]]:
-    """Every recipe with what it inherits; a file without a stage only serves as a base."""
+def _written() -> dict[str, dict[str, Any]]:
+    """Every recipe of the package as written, and what only serves as a base."""
     files = (file.name for file in resources.files(__package__).iterdir())
     names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
-    own = {name: _read(name) for name in names if name not in ("encoders", "evaluations")}
-    recipes = {name: _inherit(own, name) for name in own}
+    return {name: _read(name) for name in names if name not in ("encoders", "evaluations")}
+
+
+@cache
+def _recipes() -> dict[str, dict[str, Any]]:
+    """Every recipe of the package with what it inherits; without a stage it is only a base."""
+    recipes = {name: _inherit(_written(), name) for name in _written()}
     return {name: recipe for name, recipe in recipes.items() if "stage" in recipe}
+
+
+def is_own(recipe: str) -> bool:
+    """Return whether a recipe is the path of a file, and not a name."""
+    return recipe.endswith((".yaml", ".yml"))
+
+
+def _own(path: Path) -> dict[str, Any]:
+    """A user's recipe with what it inherits: from one of the package, or a file beside it.
+
+    Raises:
+        UserError: no such file, no recipe, an unknown base or a circle of bases.
+    """
+    values: dict[str, Any] = {}
+    seen: set[Path] = set()
+    while path not in seen:
+        seen.add(path)
+        try:
+            own = read_yaml(path)
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such recipe file") from None
+        if not isinstance(own, dict):
+            raise UserError(f"{path}: a recipe is a mapping of keys to values")
+        base = own.pop("base", None)
+        values = merge(own, values)
+        if base is None:
+            return values
+        if not is_own(str(base)):
+            try:
+                return merge(_inherit(_written(), str(base)), values)
+            except UserError as error:
+                raise UserError(f"{path}: {error}") from None
+        path = path.parent / str(base)
+    raise UserError(f"{path}: a recipe that is its own base")
 
 
 @cache
@@ -420,10 +460,17 @@ def sizes() -> tuple[str, ...]:
 def recipe_values(name: str, size: str) -> dict[str, Any]:
     """All that a recipe says for an encoder size, its stage among it.
 
+    Args:
+        name: of a recipe of the package, or the path of a file.
+        size: of the encoder.
+
     Raises:
-        UserError: unknown recipe or size.
+        UserError: unknown recipe or size, or a file that is no recipe.
     """
-    return _at_size(entry(name, _recipes(), "recipe"), size, f"recipe {name}")
+    recipe = _own(Path(name)) if is_own(name) else entry(name, _recipes(), "recipe")
+    if "stage" not in recipe:
+        raise UserError(f"{name}: write `base`, the recipe that it starts from, or `stage`")
+    return _at_size(recipe, size, f"recipe {name}")
 
 
 def variant_values(name: str, size: str) -> dict[str, Any]:

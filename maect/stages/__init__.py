@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, check_names
 from maect.core.settings import one_line
 from maect.recipes import Encoder, Pixels, load_encoder, merge, recipe_values
 from maect.recipes.timm_encoders import find_timm
@@ -87,11 +87,18 @@ def check_source(
 def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Training:
     """A recipe for an encoder size, with overrides; `head: {topk: 1}` changes one key of `head`.
 
+    Args:
+        name: of the recipe, or the path of its file.
+        size: of the encoder.
+        overrides: changes to its values.
+
     Raises:
-        UserError: unknown recipe, size or key, or a value out of range.
+        UserError: unknown recipe, stage, size or key, or a value out of range.
     """
     values = merge(recipe_values(name, size), overrides or {})
-    stage = values.pop("stage")
+    trained = [name for name, stage in STAGES.items() if stage.trains]
+    stage = str(values.pop("stage"))
+    check_names(f"recipe {name}: stage", [stage], trained)
     try:
         return cast(Training, STAGES[stage].model_validate(values))
     except ValidationError as error:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from mini_pipeline import MINI, ROOT, Pipeline, wait_for
 
+from maect.evaluate.base import encoder_checksum
 from maect.launch.record import progress, read_job
 
 ENCODERS = ("mae_tiny", "head_min_tiny", "ct_min_tiny")
@@ -135,6 +136,31 @@ def test_a_job_that_finished_alone_is_not_computed_again(
     assert left
     pipeline.complete(str(run / "run.json"))
     assert {path.name: path.stat().st_ino for path in run.glob("*.safetensors")} == left
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_what_was_finished_is_there_after_an_interruption(
+    undisturbed: Pipeline, tmp_path: Path, end: signal.Signals
+) -> None:
+    """Snakemake deletes what a job is about to look at; the end comes before it has looked."""
+    pipeline = Pipeline(tmp_path / "away", copy.deepcopy(MINI))
+    pipeline.command()
+    for folder in ("images", "runs"):  # the shards are made again, and are newer
+        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
+    run = pipeline.results / "runs/mae_tiny"
+    made = {path: path.stat().st_ino for path in (run / "encoder.safetensors", run / "run.json")}
+    started = pipeline.start("encoders")
+    wait_for(lambda: not any(path.exists() for path in made), 200, "Snakemake to delete them")
+    os.killpg(started.pid, end)
+    started.wait(timeout=180)
+    wait_for(lambda: not pipeline.processes(), 60, "every process to be gone")
+    if end == signal.SIGKILL:  # nobody could put them back, but who reads does
+        assert not any(path.exists() for path in made)
+        assert encoder_checksum(run) == encoder_checksum(undisturbed.results / "runs/mae_tiny")
+    assert {path: path.stat().st_ino for path in made} == made
+    pipeline.complete("encoders")
+    assert {path: path.stat().st_ino for path in made} == made
+    assert not list(pipeline.results.rglob(".*.kept"))
 
 
 def test_what_is_asked_for_is_there_and_not_computed_again(

@@ -91,6 +91,56 @@ def test_a_run_has_a_shape_of_its_own(tmp_path: Path) -> None:
             load(write(tmp_path, runs=TINY["runs"] | {"mae_tiny": own}))
 
 
+def own_recipe(folder: Path, recipe: str) -> str:
+    """An experiment whose tuning has a recipe of its own."""
+    run = TINY["runs"]["ct_{aug}_tiny"] | {"recipe": recipe}
+    return write(folder, runs=TINY["runs"] | {"ct_{aug}_tiny": run})
+
+
+def test_a_recipe_of_ones_own_lies_beside_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts from one of the package, or from another file, and has values for sizes."""
+    folder = tmp_path / "recipes"
+    folder.mkdir()
+    (folder / "longer.yaml").write_text("base: ct_min\nepochs: {tiny: 7, base: 9}\n")
+    (folder / "warmer.yaml").write_text("base: longer.yaml\nhead: {topk: 5, temperature: 0.3}\n")
+    file = own_recipe(tmp_path, "recipes/warmer.yaml")
+    monkeypatch.chdir(folder)  # paths are relative to the file
+    told = run_config(load(file), "ct_min_tiny")
+    head = {"topk": 5, "temperature": 0.3}
+    assert told.settings == load_recipe("ct_min", "tiny", {"epochs": 7, "head": head})
+    assert (told.stage, told.recipe) == ("tune", "recipes/warmer.yaml")
+    assert load_recipe("longer.yaml", "huge").epochs == 9  # which is like large, and that like base
+    monkeypatch.setenv("RECIPES", str(folder))
+    assert load(own_recipe(tmp_path, "$RECIPES/warmer.yaml")).runs["ct_min_tiny"].settings == (
+        told.settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "own.yaml: no such recipe file"),
+        ("- base", "own.yaml: a recipe is a mapping of keys to values"),
+        ("base: ct_mim", "own.yaml: recipes: unknown base 'ct_mim'; did you mean 'ct_min'?"),
+        ("base: own.yaml", "own.yaml: a recipe that is its own base"),
+        ("epochs: 3", "own.yaml: write `base`, the recipe that it starts from, or `stage`"),
+        ("stage: import", "own.yaml: stage: unknown 'import'"),
+        ("base: ct_min\nepoch: 3", "own.yaml: unknown key 'epoch'; did you mean 'epochs'?"),
+        ("base: mae", "stage pretrain starts from nothing"),
+    ],
+)
+def test_a_wrong_recipe_of_ones_own_is_named(
+    tmp_path: Path, text: str | None, message: str
+) -> None:
+    if text is not None:
+        (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        load(own_recipe(tmp_path, "own.yaml"))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_expansion_and_links(tmp_path: Path) -> None:
     experiment = load(write(tmp_path, seeds=2, tables=["low_shot"]))
     assert len(experiment.runs) == 10

@@ -10,8 +10,9 @@ from maect.core.kept import (
     forget,
     keep,
     kept,
-    missing_encoder,
+    need_encoder,
     put_back,
+    restore,
     set_aside,
     standing,
     tidy,
@@ -133,22 +134,79 @@ def test_a_file_that_was_never_kept_may_be_there(tmp_path: Path) -> None:
     assert all(path.read_text() == "first" for path in [*paths, beside])
 
 
-def test_readers_know_what_was_put_aside(tmp_path: Path) -> None:
-    run = tmp_path / "runs/ct_min_tiny"
+def finished_run(root: Path, made: str = "a", begun: str = "a") -> list[Path]:
+    """Encoder and record of a run, made by one recipe where another may have begun since."""
+    run = root / "runs/ct_min_tiny"
     run.mkdir(parents=True)
+    (run / "recipe.json").write_text(f'{{"fingerprint": "{begun}"}}')
     paths = [run / "encoder.safetensors", run / "run.json"]
     paths[0].write_text("weights")
-    paths[1].write_text('{"stage": "tune"}')
-    assert "train or import the run first" in str(missing_encoder(run / "head.safetensors"))
-    wrong = missing_encoder(run.parent / "ct_min_tini/encoder.safetensors")
-    assert "ct_min_tini: no such run; did you mean 'ct_min_tiny'?" in str(wrong)
+    paths[1].write_text(f'{{"stage": "tune", "fingerprint": "{made}"}}')
+    return paths
+
+
+def test_readers_know_what_was_put_aside(tmp_path: Path) -> None:
+    paths = finished_run(tmp_path)
+    run = paths[0].parent
+    with pytest.raises(UserError, match="train or import the run first"):
+        need_encoder(run / "head.safetensors")
+    with pytest.raises(UserError, match="ct_min_tini: no such run; did you mean 'ct_min_tiny'"):
+        need_encoder(run.parent / "ct_min_tini/encoder.safetensors")
     keep(paths)
     for path in paths:
         path.unlink()
-    assert "put aside when its pipeline was interrupted" in str(missing_encoder(paths[0]))
-    assert standing(paths[1]).read_text() == '{"stage": "tune"}'
+    assert standing(paths[1]).read_text() == '{"stage": "tune", "fingerprint": "a"}'
     (line,) = status(tmp_path)[1]
     assert (line.name, line.stage, line.state) == ("ct_min_tiny", "tune", "done")
+    need_encoder(paths[0])
+    assert paths[0].read_text() == "weights" and paths[1].exists()
+
+
+def test_a_reader_of_somebody_elses_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = finished_run(tmp_path)
+    keep(paths)
+    for path in paths:
+        path.unlink()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("maect.core.kept.os.link", refuse)
+    with pytest.raises(UserError, match="put aside by its pipeline"):
+        need_encoder(paths[0])
+
+
+def test_what_no_job_looked_at_is_restored(tmp_path: Path) -> None:
+    """Each evaluation by itself; not what another one has been written beside."""
+    run = finished_run(tmp_path)
+    folder = tmp_path / "evaluations/ct_min_tiny"
+    folder.mkdir(parents=True)
+    names = ("knn.json", "umap.json", "umap.safetensors", "explore.json", "explore.safetensors")
+    results = [folder / name for name in names]
+    for path in results:
+        path.write_text("first")
+    for paths in (run, results[:1], results[1:3], results[3:]):
+        keep(paths)
+        for path in paths:
+            path.unlink()
+    results[4].write_text("of other settings")
+    restore(tmp_path)
+    assert [path.exists() for path in results] == [True, True, True, False, True]
+    assert results[4].read_text() == "of other settings"
+    assert all(path.exists() for path in run)
+    tidy(tmp_path)
+    assert kept(run[0].parent) == [] and kept(folder) == sorted(results[3:])
+
+
+def test_a_training_by_another_recipe_keeps_its_folder(tmp_path: Path) -> None:
+    paths = finished_run(tmp_path, begun="b")
+    keep(paths)
+    for path in paths:
+        path.unlink()
+    restore(tmp_path)
+    assert not any(path.exists() for path in paths) and len(kept(paths[0].parent)) == 2
 
 
 def test_weights_are_set_aside_before_a_forced_training(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ sys.path.sort(key=str(workflow.basedir).__eq__)
 
 from maect import experiment as experiments
 from maect.core.errors import UserError
-from maect.core.kept import tidy
+from maect.core.kept import restore, tidy
 from maect.core.owners import exposed
 from maect.core.processes import SAFE_PATH
 from maect.data import shard_name
@@ -235,6 +235,12 @@ def interrupt(*_):
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
     raise KeyboardInterrupt
+
+
+def give_back():
+    """After an interruption or a failure: what was finished before is there again."""
+    restore(Path(ROOT))
+    tidy(Path(ROOT))
 
 
 def finish():
