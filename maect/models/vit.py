@@ -299,12 +299,23 @@ class Uninitialized(TorchFunctionMode):
     """
 
     _drawing = frozenset({Tensor.uniform_, Tensor.normal_, Tensor.erfinv_})
+    _shaping = frozenset({Tensor.mul_, Tensor.add_, Tensor.clamp_})
+    """Applied to what was drawn, by a truncated normal distribution."""
+
+    def __init__(self) -> None:
+        """Begin without a tensor that should have been drawn."""
+        super().__init__()
+        self._undrawn: dict[int, Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Leave out what draws numbers."""
+        """Leave out what draws numbers, and what shapes those that were not drawn."""
         kwargs = kwargs or {}
         if func in self._drawing or getattr(func, "__module__", None) == "torch.nn.init":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+            tensor: Tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            self._undrawn[id(tensor)] = tensor
+            return tensor
+        if func in self._shaping and id(args[0]) in self._undrawn:
+            return args[0]
         return func(*args, **kwargs)
 
 
