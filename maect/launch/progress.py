@@ -5,6 +5,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from maect.core.errors import counted
 from maect.core.log import is_watched
 
 if TYPE_CHECKING:
@@ -68,6 +69,16 @@ def duration(seconds: float) -> str:
     days, rest = divmod(round(seconds), 86400)
     clock = f"{rest // 3600:02d}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}d {clock}" if days else clock
+
+
+def rough(seconds: float) -> str:
+    """A time as people say it: `40 seconds`, `8 minutes`, `3.5 hours`, `12 days`."""
+    if seconds < 90:
+        return counted(round(seconds), "second")
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    hours = seconds / 3600
+    return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.0f} days"
 
 
 def _is_number(value: object) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from maect.core.errors import UserError
+from maect.core.errors import UserError, counted
 from maect.core.files import write_text
 from maect.data.retrieve import CATALOGUE
 from maect.data.sources import UNLABELLED, find_source
@@ -26,7 +26,7 @@ from maect.evaluate.retrieval import Retrieval
 from maect.evaluate.umap import Umap
 from maect.experiment import load
 from maect.experiment.schema import check_plain, fill_path
-from maect.launch.progress import duration
+from maect.launch.progress import rough
 from maect.recipes import OnlineEvaluation, load_encoder
 from maect.recipes.cost import encoder_weights
 from maect.stages import STAGES, load_recipe
@@ -180,8 +180,8 @@ def quickest(first: Chosen, n: int, public: str | None, device: Device, planned:
             break
     why = first.why
     if (chosen.size, chosen.pixels) != (first.size, first.pixels):
-        why = f"{first.size} at {first.pixels} pixels would not be done in an hour"
-    return replace(chosen, why=f"{why}; lengths for an hour, by {device.source}")
+        why = f"{first.size} at {first.pixels} pixels would not finish in an hour"
+    return replace(chosen, why=f"{why}; epochs for an hour, estimated from {device.source}")
 
 
 def shortened(
@@ -237,9 +237,10 @@ def outlook(out: Path, device: Device) -> list[str]:
     jobs = make_plan(all_jobs(experiment), experiment, device).jobs
     total, training = wall(jobs), wall(job for job in jobs if job.stage in STAGES)
     encoders = [name for name, run in experiment.runs.items() if isinstance(run.settings, Tune)]
+    quicker = " --quick writes an experiment for an hour." if total > 1.1 * HOUR else ""
     return [
-        f"All of it takes about {duration(total)} here, {duration(training)} of that training, by "
-        f"{device.source}" + ("; --quick writes one for an hour." if total > 1.1 * HOUR else "."),
+        f"All of it takes about {rough(total)} here, {rough(training)} of that for training "
+        f"(estimated from {device.source}).{quicker}",
         *busy(),
         f"What comes out: encoders {', '.join(encoders)} in {experiment.root}/runs; "
         f"{', '.join([*experiment.tables, *experiment.figures])} in {experiment.root}/report.html.",
@@ -338,8 +339,8 @@ def runs_of(
         batch_mae = min(load_recipe("mae", size).batch_size, power_of_two(n / 4))
         changed = {"epochs": epochs["mae"], "batch_size": batch_mae}
         lines = [
-            f"  # {epochs['mae']} epochs: {few}. Where left and right mean something (letters,",
-            "  # digits), add `flip: 0.0` here and below.",
+            f"  # {counted(epochs['mae'], 'epoch')}: {few}. Where left and right mean something",
+            "  # (letters, digits), add `flip: 0.0` here and below.",
             f"  {mae}: {flow({'recipe': 'mae'} | at | {'set': changed})}",
         ]
     steps = epochs["ct_min"] * n // batch
@@ -399,7 +400,7 @@ def split_lines(
     of = " of every class" if images.classes else ""
     return [
         f"      # About one image in {one_in}{of} is held out: lists beside this file.",
-        "      # Images that are added later are in neither, until one of the lists names them.",
+        "      # Images you add later are ignored until you list them there.",
         f"      train: {split(images, len(images.entries) - held, lists['train'][0])}",
         f"      val: {split(images, held, lists['val'][0])}",
     ]

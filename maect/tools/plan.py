@@ -28,7 +28,7 @@ from maect.experiment.start import (
     unset_variables,
 )
 from maect.launch import record
-from maect.launch.progress import duration, part
+from maect.launch.progress import duration, part, rough
 from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
 from maect.paper import read_paper
 from maect.recipes import Encoder
@@ -563,9 +563,14 @@ def _row(stage: str, jobs: list[PlannedJob]) -> tuple[str, ...]:
     memory = max(job.memory for job in jobs) if stage != "total" else 0
     return (
         stage, str(len(jobs)), shape, f"{memory / GIB:.1f}" if memory else "",
-        f"{devices:,.1f}", f"{hours:,.1f}",
+        _hours(devices), _hours(hours),
         "; ".join(sources[:2]) + (" ..." if len(sources) > 2 else ""),
     )  # fmt: skip
+
+
+def _hours(hours: float) -> str:
+    """Hours, those of small experiments with more digits."""
+    return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}"
 
 
 def _cell(text: str, width: int, column: int) -> str:
@@ -600,7 +605,7 @@ def _path(plan: Plan) -> list[str]:
     requeues = sum(job.pieces - 1 for job in path)
     longest = f", {requeues} of them after a wall limit" if requeues else ""
     if all(job.here for job in plan.jobs):
-        return [f"all of it on this machine, one job after another: {duration(wall(plan.jobs))}"]
+        return [f"all of it on this machine, one job after another: {rough(wall(plan.jobs))}"]
     return [
         f"critical path: {duration(wall(path))}, without waiting in the queue, in "
         f"{sum(job.pieces for job in path)} jobs{longest}:",

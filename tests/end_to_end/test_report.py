@@ -175,6 +175,10 @@ def test_an_ro_crate_has_every_job_and_its_files(report: Path) -> None:
     assert {"low_shot.csv", "umap.pdf", "knn.json", "run.json", "report.html"} <= files
 
 
+MENU = """
+return [...document.querySelectorAll('#app nav ul > li')]
+  .map(line => [line.innerText.trim().toLowerCase(), line.getBoundingClientRect().top])
+"""
 LISTED = "return [...document.querySelectorAll('#app nav tbody tr')].map(row => row.innerText)"
 SHOW = "document.querySelectorAll('#app nav tbody tr')[arguments[0]].querySelector('a').click()"
 
@@ -232,6 +236,12 @@ def test_the_report_in_a_browser(report: Path, tmp_path: Path, dark: bool, width
         title = "const h = document.querySelector('#app > div > nav + div h1');"
         assert browser.script(f"{title} return h.innerText") == "small"
         assert 0 <= browser.script(f"{title} return h.getBoundingClientRect().top") < 600
+        # The menu begins with the results; what Snakemake says of itself comes last.
+        tops = browser.script(MENU)
+        assert [word for word, _ in sorted(tops, key=lambda line: line[1])] == [
+            "results", "1 summary", "2 tables", "3 figures",
+            "general", "workflow", "statistics", "about",
+        ]  # fmt: skip
         # Nothing is to the left of what can be scrolled to.
         boxes = "return [...document.querySelectorAll('#app .prose :is(h1, h2, p, table, li)')]"
         boxes += ".map(e => e.getBoundingClientRect()).filter(b => b.width)"

@@ -30,7 +30,7 @@ from maect.data.shards import plan_shards
 from maect.experiment import load
 from maect.experiment.profile import find_profile
 from maect.experiment.start import missing_images
-from maect.launch.progress import duration
+from maect.launch.progress import rough
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.new_experiment import (
     FEWEST_STEPS,
@@ -201,7 +201,7 @@ def test_quick_is_an_hour_by_plans_own_count(tmp_path, speed, shape):
     experiment = load(str(out))
     mae, tune = experiment.runs[f"mae_{shape[0]}"], experiment.runs[f"ct_min_{shape[0]}"]
     assert mae.encoder.image_size == shape[1]
-    assert ("would not be done in an hour" in text) == (shape[0] != "base")
+    assert ("would not finish in an hour" in text) == (shape[0] != "base")
     jobs = make_plan(all_jobs(experiment), experiment, at(speed)).jobs
     assert 0.9 * HOUR < wall(jobs) <= HOUR
     probes = sum(job.seconds or 0 for job in jobs if job.stage == "linear_probe")
@@ -210,7 +210,7 @@ def test_quick_is_an_hour_by_plans_own_count(tmp_path, speed, shape):
     steps = tune.settings.epochs * (270 // tune.settings.batch_size)
     assert steps >= FEWEST_STEPS - tune.settings.epochs and "hardly change" not in text
     takes = outlook(out, at(speed))[0]
-    assert f"All of it takes about {duration(wall(jobs))} here" in takes
+    assert f"All of it takes about {rough(wall(jobs))} here" in takes
 
 
 def test_public_weights_are_tuned_within_the_hour(tmp_path):
