@@ -17,7 +17,7 @@ from maect.answers.vectors import write_rows
 from maect.core.errors import UserError, counted
 from maect.core.files import write_json, write_text
 from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
-from maect.data.shards import image_names
+from maect.data.shard_plan import image_names
 from maect.data.sources.shared import taken
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum

@@ -53,6 +53,7 @@ def shard(
         verify: check shards that were written.
     """
     from maect.core.settings import validated
+    from maect.data import shard_check
     from maect.data import shards as work
     from maect.data.config import ShardsConfig
     from maect.data.sources import find_source
@@ -74,7 +75,7 @@ def shard(
         raise UserError(f"{source}: name the folder of the shards, too")
     threads = len(os.sched_getaffinity(0))
     if verify:
-        print(f"{out}: {work.verify(out, threads=threads)} samples, all intact")
+        print(f"{out}: {shard_check.verify(out, threads=threads)} samples, all intact")
     elif not find_source(config.kind).sharded:
         if not config.classes:
             raise UserError(f"--kind {config.kind}: name the classes with --classes")

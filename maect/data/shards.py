@@ -1,30 +1,24 @@
-"""Shards of a split: planned, written as tars with original bytes, indexed, and verified.
+"""Shards of a split: planned, written as tars with original bytes, and indexed.
 
 Layout of `out`: SPLIT-000000.tar … (webdataset: KEY.jpg, KEY.cls), index.npy, keys.txt and, last,
 index.json; of small images also pixels.npy; plan.json and parts/ belong to the making. Every step
 can be killed at any moment and run again: what is finished stays as it is, what is not is made
 again.
-
-The plan fixes which image goes where before the first byte is written. An image's id is its
-position in a shuffled list, whatever the number of shards, so neither that number nor the order in
-which they are written changes what training sees.
 """
 
 import fcntl
 import hashlib
 import io
-import json
 import logging
 import math
 import os
 import shlex
 import tarfile
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,33 +30,25 @@ from PIL import Image
 from maect.core.errors import UserError, counted
 from maect.core.files import atomic_write, read_json, sha256_file, write_record, write_text
 from maect.core.kept import forget, put_back
-from maect.data import key_of, random, shard_name
-from maect.data.convert import Ready, is_turned, make_ready, ready_size, upright_rgb
+from maect.data import shard_name
+from maect.data.convert import Ready, make_ready, upright_rgb
 from maect.data.decode import UnreadableError
 from maect.data.index import (
     CHECKSUMS,
     COLUMNS,
-    HEIGHT,
     ID,
-    LABEL,
-    OFFSET,
     SHARD,
-    SIZE,
-    WIDTH,
-    Index,
     open_index,
 )
-from maect.data.pixels import pixels_fault, write_pixels
+from maect.data.pixels import write_pixels
+from maect.data.shard_plan import planned, read_listing, read_plan, store_plan
 from maect.data.sources import UNLABELLED, Entry, ImageSource, open_source
-from maect.data.sources.archives import WebDataset
-from maect.data.sources.changes import note_files
 from maect.recipes import Pixels
 
 log = logging.getLogger(__name__)
 
-_SEED = 0
 _BLOCK = 512
-_AT_ONCE = 64
+AT_ONCE = 64
 _QUALITY = 95
 PASSED_ON = ("split", "kind", "class_names", "ignored", "excluded", "options", "listings")
 """What an index has of its plan."""
@@ -88,7 +74,7 @@ def shard(
     out = Path(out)
     plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
-        _store(out, plan, listings, note)
+        store_plan(out, plan, listings, note)
         _write_all(out, plan["shards"], threads)
         return _index(out)
 
@@ -117,7 +103,7 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
     plan, listings, note = planned(source, kind, out, shards, **options)
     with _locked(out, alone=True):
         put_back([out / "plan.json"], lambda: read_plan(out) == plan)
-        _store(out, plan, listings, note)
+        store_plan(out, plan, listings, note)
     forget([out / "plan.json"])
     return plan
 
@@ -214,210 +200,9 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
 # --- Plan -----------------------------------------------------------------------------------------
 
 
-def planned(
-    source: Path,
-    kind: str,
-    out: Path,
-    shards: int,
-    *,
-    split: str | None = None,
-    labels: Path | None = None,
-    only: Path | None = None,
-    exclude: Path | None = None,
-    skip_unreadable: bool = False,
-    shorter_side: int | None = None,
-    pixels: Pixels | None = None,
-) -> tuple[dict[str, Any], list[str], Callable[[], None]]:
-    """The plan of `plan_shards`, the listing of each shard, and what notes the files down.
-
-    Nothing is written.
-    """
-    if shards < 1:
-        raise UserError(f"--shards {shards}: at least one is needed")
-    images = open_source(kind, source, labels, pixels)
-    listing = images.listing()
-    if listing.ignored:
-        log.info("%s: files left out, by suffix: %s", source, listing.left_out)
-    wanted, missing = _named(listing.entries, only, skip_unreadable)
-    unwanted, gone = _named(listing.entries, exclude, skip_unreadable)
-    entries = [entry for entry in listing.entries if entry.name not in unwanted]
-    unlisted = 0
-    if only is not None:
-        entries = [entry for entry in entries if entry.name in wanted]
-        unlisted = len(listing.entries) - len(wanted)
-    made = {} if pixels is None else pixels.files
-    tars = []
-    if isinstance(images, WebDataset):
-        tars = [str(tar.resolve()) for tar in images.tars]
-        shards = max(1, min(len(tars), len(entries)))
-    if shards > len(entries):
-        raise UserError(f"{source}: {shards} shards for {len(entries)} images; lower the number")
-    keyed = list(zip(_keys(entries), entries, strict=True))
-    order = np.argsort(random.bits(_SEED, 0, np.arange(len(keyed)), 0, random.SHARD, 1)[:, 0])
-    texts = []
-    for number in range(shards):
-        part = order[slice(*_bounds(len(keyed), shards, number))]
-        lines = (json.dumps([keyed[i][0], *astuple(keyed[i][1])]) for i in part)
-        texts.append("".join(f"{line}\n" for line in lines))
-    plan = {
-        "split": split or out.name,
-        "kind": kind,
-        "source": str(images.path.resolve()),
-        "n": len(keyed),
-        "shards": shards,
-        "class_names": listing.class_names,
-        "ignored": {
-            "count": len(listing.ignored),
-            "suffixes": listing.ignored_suffixes,
-            "first": listing.ignored[:10],
-        },
-        "excluded": sorted(unwanted),
-        **({"unlisted": unlisted, "only": str(only)} if only is not None else {}),
-        **({"skip_unreadable": True, "gone": [*missing, *gone]} if skip_unreadable else {}),
-        **({"tars": tars} if tars else {}),
-        "options": ({} if shorter_side is None else {"shorter_side": shorter_side})
-        | ({"pixels": made} if made else {}),
-        "listings": [hashlib.sha256(text.encode()).hexdigest() for text in texts],
-    }
-    return plan, texts, lambda: note_files(out, images, listing.entries)
-
-
-def _store(out: Path, plan: dict[str, Any], listings: list[str], note: Callable[[], None]) -> None:
-    """Write the plan, unless it is there.
-
-    Raises:
-        UserError: finished shards of another plan, which are never overwritten.
-    """
-    for path in sorted((out / "parts").glob("[0-9]*.json")):
-        number, record = int(path.stem), read_json(path)
-        planned = plan["listings"][number] if number < plan["shards"] else None
-        if (record.get("listing"), record.get("options")) != (planned, plan["options"]):
-            raise UserError(
-                f"{out}: holds finished shards of other images, options or number of shards; "
-                "choose another folder or delete this one"
-            )
-    if (out / "plan.json").exists() and read_json(out / "plan.json") == plan:
-        return
-    for number, text in enumerate(listings):
-        write_text(_listing_path(out, number), text)
-    note()
-    write_record(out / "plan.json", plan)
-
-
-def read_plan(out: Path) -> dict[str, Any]:
-    """The plan of a folder of shards.
-
-    Raises:
-        UserError: there is none.
-    """
-    if not (out / "plan.json").exists():
-        raise UserError(f"{out}: no plan.json; plan the shards first (maect shard)")
-    return read_json(out / "plan.json")
-
-
-def _read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]:
-    """First id, and (key, entry) of every image of a shard.
-
-    Raises:
-        UserError: no such shard, or its listing is not the planned one.
-    """
-    plan = read_plan(out)
-    if not 0 <= number < plan["shards"]:
-        raise UserError(f"{out}: no shard {number}; there are {plan['shards']}, from 0 on")
-    path = _listing_path(out, number)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; plan the shards again") from None
-    if hashlib.sha256(data).hexdigest() != plan["listings"][number]:
-        raise UserError(f"{path}: not what plan.json says; plan the shards again")
-    values = [json.loads(line) for line in data.splitlines()]
-    start, _ = _bounds(plan["n"], plan["shards"], number)
-    return start, [(key, Entry(*rest)) for key, *rest in values]
-
-
-def image_names(index: Index) -> list[str]:
-    """Names of all samples below their source, as far as the plan of the shards is there."""
-    known: dict[str, str] = {}
-    if (index.directory / "plan.json").exists():
-        for number in range(read_plan(index.directory)["shards"]):
-            known |= {key: entry.name for key, entry in _read_listing(index.directory, number)[1]}
-    keys = index.keys()
-    return [known.get(key, key) for key in keys]
-
-
-def differing(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entry]:
-    """The images that are not those of their names in finished shards; others are not there.
-
-    Raises:
-        UserError: the shards are damaged.
-    """
-    index, plan = open_index(out), read_plan(out)
-    rows = {name: row for row, name in enumerate(image_names(index))}
-    known = [entry for entry in entries if entry.name in rows]
-    if index.checksums is None:
-        return []
-    sums = index.checksums[index.rows[[rows[entry.name] for entry in known], ID]].tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        source.read_ahead(known, Path(folder))
-        images = _prepare(source, known, plan["options"], 1)
-        return [
-            entry
-            for entry, image, crc32 in zip(known, images, sums, strict=True)
-            if isinstance(image, str) or isal_zlib.crc32(image.data) != crc32
-        ]
-
-
-def _listing_path(out: Path, number: int) -> Path:
-    """Return what goes into a shard."""
-    return out / "parts" / f"{number:06d}.jsonl"
-
-
 def _record_path(out: Path, number: int) -> Path:
     """The record that a shard is finished; beside it, as .npz, its part of the index."""
     return out / "parts" / f"{number:06d}.json"
-
-
-def _bounds(n: int, shards: int, number: int) -> tuple[int, int]:
-    return number * n // shards, (number + 1) * n // shards
-
-
-def _named(entries: list[Entry], path: Path | None, skip: bool) -> tuple[set[str], list[str]]:
-    """The images that a list names, and, if some may be gone, the names of those.
-
-    What stands behind a tab is not read: a list of unreadable images says there why.
-    """
-    if path is None:
-        return set(), []
-    try:
-        lines = set(path.read_text(encoding="utf-8").splitlines()) - {""}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
-    there = {entry.name for entry in entries}
-    names = {line if line in there else line.partition("\t")[0] for line in lines}
-    gone = sorted(names - there)
-    if gone and not skip:
-        more = f", nor are {len(gone) - 1} others of its lines" if len(gone) > 1 else ""
-        raise UserError(
-            f"{path}: {gone[0]!r} is not in the source{more}; correct the list, or have what is "
-            "gone or unreadable left out (skip_unreadable: true, or --skip-unreadable)"
-        )
-    return names & there, gone
-
-
-def _keys(entries: list[Entry]) -> list[str]:
-    """Unique names in a tar, without extension."""
-    taken: set[str] = set()
-    keys = []
-    for entry in entries:
-        key = key_of(entry.name)
-        if key in taken:
-            key = key_of(entry.name, taken=True)
-        taken.add(key)
-        keys.append(key)
-    return keys
 
 
 # --- Tars -----------------------------------------------------------------------------------------
@@ -447,7 +232,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     With unreadable images nothing is written, unless they are to be skipped. Of tars that are
     indexed where they lie, only a part of the index is written.
     """
-    start, entries = _read_listing(out, number)
+    start, entries = read_listing(out, number)
     if is_finished(out, number):
         return
     plan = read_plan(out)
@@ -464,7 +249,7 @@ def _write(out: Path, number: int, threads: int) -> None:
     with ExitStack() as stack:
         file = None if tars else _Hashed(stack.enter_context(_new_file(tar)))
         source.read_ahead(listed, out)
-        images = _prepare(source, listed, plan["options"], threads)
+        images = prepare(source, listed, plan["options"], threads)
         for position, ((key, entry), image) in enumerate(zip(entries, images, strict=True)):
             if isinstance(image, str):
                 name = entry.name.encode("utf-8", "backslashreplace").decode()
@@ -479,7 +264,7 @@ def _write(out: Path, number: int, threads: int) -> None:
                     _add(file, f"{key}.cls", str(entry.label).encode())
             size = len(image.data)
             rows.append((start + position, *where, size, entry.label, image.width, image.height))
-            hashes.append(_content(key, entry.label, image.data, image.turned))
+            hashes.append(content_hash(key, entry.label, image.data, image.turned))
             found.add(image)
             checksums.append(isal_zlib.crc32(image.data))
         if faults and not skip:
@@ -572,7 +357,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
         yield raw
 
 
-def _prepare(
+def prepare(
     source: ImageSource, entries: list[Entry], options: dict[str, Any], threads: int
 ) -> Iterator[Ready | str]:
     """The images in order, or why one cannot be read; a bounded number in memory."""
@@ -594,8 +379,8 @@ def _prepare(
         return ready
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
-        for i in range(0, len(entries), _AT_ONCE):
-            yield from pool.map(one, entries[i : i + _AT_ONCE])
+        for i in range(0, len(entries), AT_ONCE):
+            yield from pool.map(one, entries[i : i + AT_ONCE])
 
 
 def _pixels(options: dict[str, Any]) -> Pixels:
@@ -622,7 +407,8 @@ def _recompress(ready: Ready, side: int) -> Ready:
     )
 
 
-def _content(key: str, label: int, data: bytes, turned: bool) -> bytes:
+def content_hash(key: str, label: int, data: bytes, turned: bool) -> bytes:
+    """Return the sha256 of a sample, with `data` its image's file."""
     mark = "\0turned" if turned else ""
     text = f"{key}\0{label}\0".encode() + hashlib.sha256(data).digest() + mark.encode()
     return hashlib.sha256(text).digest()
@@ -706,7 +492,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             temporary, mode="w+", dtype=np.int64, shape=(n, len(COLUMNS))
         )
         for number, record in enumerate(records):
-            start, entries = _read_listing(out, number)
+            start, entries = read_listing(out, number)
             part, content, crc32 = _read_part(out, number, record["count"])
             checksums.append(crc32)
             at = slice(len(keys), len(keys) + len(part))
@@ -810,91 +596,3 @@ def _is_indexed(out: Path, plan: dict[str, Any]) -> bool:
     except UserError:
         return False
     return True
-
-
-# --- Verification ---------------------------------------------------------------------------------
-
-
-def verify(directory: Path, *, threads: int = 1) -> int:
-    """Check checksums and counts of every shard, and decode every image.
-
-    Returns:
-        Number of samples, all of them sound.
-
-    Raises:
-        UserError: the faults, one line; a shard or image is named with each.
-    """
-    index = open_index(directory)
-    faults = _index_faults(index)
-    with ThreadPoolExecutor(max(1, threads)) as pool:
-        for number in range(len(index.shards)):
-            faults += _shard_faults(index, number)
-        for start in range(0, index.n, _AT_ONCE):
-            rows = range(start, min(start + _AT_ONCE, index.n))
-            faults += [fault for fault in pool.map(lambda i: _image_fault(index, i), rows) if fault]
-    if not faults and (fault := pixels_fault(index)):
-        faults.append(fault)
-    if faults:
-        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
-        raise UserError(f"{directory}: {len(faults)} fault(s): {shown}")
-    return index.n
-
-
-def _index_faults(index: Index) -> list[str]:
-    faults = []
-    for name, recorded in (("index.npy", "index_sha256"), ("keys.txt", "keys_sha256")):
-        path = index.directory / name
-        if not path.exists() or sha256_file(path) != index.record.get(recorded):
-            faults.append(f"{name}: missing or changed")
-    labels = index.labels
-    if len(labels) and (labels.max() >= len(index.class_names) or labels.min() < -1):
-        faults.append("index.npy: labels beyond the class names")
-    return faults
-
-
-def _shard_faults(index: Index, number: int) -> list[str]:
-    path, recorded = index.shards[number], index.record["shards"][number]
-    faults = []
-    in_place, rows = index.record.get("in_place"), np.asarray(index.rows)
-    rows = rows[rows[:, SHARD] == number]
-    # A view has some of such a tar's samples, each of which is compared when it is read.
-    if not (in_place and "view_of" in index.record):
-        sha256 = _content_of(index, rows) if in_place else sha256_file(path)
-        if sha256 != recorded.get("sha256"):
-            faults.append(f"{path.name}: checksum differs")
-    try:
-        with tarfile.open(path, "r:") as tar:
-            images = {m.offset_data: m for m in tar if not m.name.endswith(".cls")}
-    except tarfile.TarError as error:
-        return [*faults, f"{path.name}: not a tar ({error})"]
-    if len(images) != recorded.get("count") and not in_place:
-        faults.append(f"{path.name}: {len(images)} images, {recorded.get('count')} recorded")
-    for row in rows:
-        member = images.get(int(row[OFFSET]))
-        if member is None or member.size != row[SIZE]:
-            faults.append(f"{path.name}: no image at byte {row[OFFSET]} (sample {row[0]})")
-    return faults
-
-
-def _content_of(index: Index, rows: NDArray[np.int64]) -> str:
-    """Return what the index says instead of a checksum of a tar that lies elsewhere."""
-    keys, digest = index.keys(), hashlib.sha256()
-    for i, label in zip(rows[:, ID].tolist(), rows[:, LABEL].tolist(), strict=True):
-        try:
-            data = index.read(i)
-            digest.update(_content(keys[i], label, data, index.turned and is_turned(data)))
-        except UserError:
-            return ""  # cut; the image is named when it is decoded
-    return digest.hexdigest()
-
-
-def _image_fault(index: Index, i: int) -> str | None:
-    try:
-        sides = ready_size(index.read(i), index.turned)
-    except (UnreadableError, UserError) as error:
-        return f"sample {i} ({index.key(i)!r}): {error}"
-    row = index.rows[i]
-    if sides != (row[WIDTH], row[HEIGHT]):
-        size = f"{sides[0]} x {sides[1]}"
-        return f"sample {i} ({index.key(i)!r}): {size}, {row[WIDTH]} x {row[HEIGHT]} recorded"
-    return None

@@ -78,7 +78,7 @@ class Explore(ReadsFeatures):
         from safetensors.numpy import save_file
 
         from maect.data.index import open_index
-        from maect.data.shards import image_names
+        from maect.data.shard_plan import image_names
         from maect.evaluate.clusters import cluster, comparable, scale_of
         from maect.evaluate.retrieval import thumbnails
         from maect.evaluate.umap import umap_class

@@ -89,7 +89,7 @@ def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | Non
     Returns:
         None where they cannot be listed: sharding will say why.
     """
-    from maect.data.shards import planned
+    from maect.data.shard_plan import planned
 
     given, images = experiment.datasets[dataset].splits[split], experiment.images(dataset, split)
     if given.images is None or not given.source.sharded:

@@ -23,7 +23,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, sha256_file, write_record
 from maect.data.index import open_index
 from maect.data.pixels import open_pixels
-from maect.data.shards import image_names
+from maect.data.shard_plan import image_names
 from maect.data.sources.changes import changes
 from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.evaluate.evaluation import Completion, evaluate

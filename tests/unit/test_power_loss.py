@@ -25,7 +25,8 @@ from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import atomic_write, read_json, sha256_file, write_record
 from maect.data.digits import write_digits
-from maect.data.shards import shard, verify
+from maect.data.shard_check import verify
+from maect.data.shards import shard
 from maect.launch import record
 from maect.train.checkpoint import Saver, check_files, read_record, remove_incomplete, saved
 from maect.train.fence import Fence

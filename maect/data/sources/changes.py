@@ -153,7 +153,7 @@ def _edited(
 
     Of more than `COMPARED` images, evenly chosen ones are compared.
     """
-    from maect.data.shards import differing
+    from maect.data.shard_check import differing
 
     if not touched or not (out / "index.json").exists():
         return set()

@@ -27,7 +27,8 @@ from maect.data.convert import (
 from maect.data.decode import UnreadableError, open_rgb
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches, train_batches
-from maect.data.shards import shard, verify
+from maect.data.shard_check import verify
+from maect.data.shards import shard
 from maect.data.subsets import class_view
 from maect.data.transforms import PAPER, augment, center_crops, normalize, random_crops
 from maect.models.checkpoints import PATCHES, convert

@@ -16,7 +16,8 @@ from maect.core.files import read_json, sha256_file, write_json
 from maect.data import loader, native, pixels
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches, train_batches
-from maect.data.shards import shard, verify
+from maect.data.shard_check import verify
+from maect.data.shards import shard
 from maect.data.staging import stage
 from maect.data.subsets import class_view
 from maect.recipes import AUGMENTATIONS

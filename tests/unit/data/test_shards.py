@@ -21,7 +21,8 @@ from maect.core.files import read_json
 from maect.core.kept import keep
 from maect.data.digits import SHIFTS, write_digits
 from maect.data.index import Index, open_index
-from maect.data.shards import finish_index, plan_shards, shard, verify, write_shard
+from maect.data.shard_check import verify
+from maect.data.shards import finish_index, plan_shards, shard, write_shard
 
 
 def tree(folder: Path) -> dict[str, bytes]:

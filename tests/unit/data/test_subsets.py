@@ -10,7 +10,8 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.data.index import Index, open_index
 from maect.data.loader import evaluation_batches
-from maect.data.shards import shard, verify
+from maect.data.shard_check import verify
+from maect.data.shards import shard
 from maect.data.sources.base import read_list
 from maect.data.subsets import balanced_rows, class_view, rows_by_name
 

@@ -1,0 +1,128 @@
+"""Verification of shards: against their own checksums, and against where they are from."""
+
+import hashlib
+import tarfile
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from isal import isal_zlib
+from numpy.typing import NDArray
+
+from maect.core.errors import UserError
+from maect.core.files import sha256_file
+from maect.data.convert import is_turned, ready_size
+from maect.data.decode import UnreadableError
+from maect.data.index import HEIGHT, ID, LABEL, OFFSET, SHARD, SIZE, WIDTH, Index, open_index
+from maect.data.pixels import pixels_fault
+from maect.data.shard_plan import image_names, read_plan
+from maect.data.shards import AT_ONCE, content_hash, prepare
+from maect.data.sources import Entry, ImageSource
+
+
+def verify(directory: Path, *, threads: int = 1) -> int:
+    """Check checksums and counts of every shard, and decode every image.
+
+    Returns:
+        Number of samples, all of them sound.
+
+    Raises:
+        UserError: the faults, one line; a shard or image is named with each.
+    """
+    index = open_index(directory)
+    faults = _index_faults(index)
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        for number in range(len(index.shards)):
+            faults += _shard_faults(index, number)
+        for start in range(0, index.n, AT_ONCE):
+            rows = range(start, min(start + AT_ONCE, index.n))
+            faults += [fault for fault in pool.map(lambda i: _image_fault(index, i), rows) if fault]
+    if not faults and (fault := pixels_fault(index)):
+        faults.append(fault)
+    if faults:
+        shown = "; ".join(faults[:5]) + (f"; and {len(faults) - 5} more" if len(faults) > 5 else "")
+        raise UserError(f"{directory}: {len(faults)} fault(s): {shown}")
+    return index.n
+
+
+def differing(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entry]:
+    """The images that are not those of their names in finished shards; others are not there.
+
+    Raises:
+        UserError: the shards are damaged.
+    """
+    index, plan = open_index(out), read_plan(out)
+    rows = {name: row for row, name in enumerate(image_names(index))}
+    known = [entry for entry in entries if entry.name in rows]
+    if index.checksums is None:
+        return []
+    sums = index.checksums[index.rows[[rows[entry.name] for entry in known], ID]].tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        source.read_ahead(known, Path(folder))
+        images = prepare(source, known, plan["options"], 1)
+        return [
+            entry
+            for entry, image, crc32 in zip(known, images, sums, strict=True)
+            if isinstance(image, str) or isal_zlib.crc32(image.data) != crc32
+        ]
+
+
+def _index_faults(index: Index) -> list[str]:
+    faults = []
+    for name, recorded in (("index.npy", "index_sha256"), ("keys.txt", "keys_sha256")):
+        path = index.directory / name
+        if not path.exists() or sha256_file(path) != index.record.get(recorded):
+            faults.append(f"{name}: missing or changed")
+    labels = index.labels
+    if len(labels) and (labels.max() >= len(index.class_names) or labels.min() < -1):
+        faults.append("index.npy: labels beyond the class names")
+    return faults
+
+
+def _shard_faults(index: Index, number: int) -> list[str]:
+    path, recorded = index.shards[number], index.record["shards"][number]
+    faults = []
+    in_place, rows = index.record.get("in_place"), np.asarray(index.rows)
+    rows = rows[rows[:, SHARD] == number]
+    # A view has some of such a tar's samples, each of which is compared when it is read.
+    if not (in_place and "view_of" in index.record):
+        sha256 = _content_of(index, rows) if in_place else sha256_file(path)
+        if sha256 != recorded.get("sha256"):
+            faults.append(f"{path.name}: checksum differs")
+    try:
+        with tarfile.open(path, "r:") as tar:
+            images = {m.offset_data: m for m in tar if not m.name.endswith(".cls")}
+    except tarfile.TarError as error:
+        return [*faults, f"{path.name}: not a tar ({error})"]
+    if len(images) != recorded.get("count") and not in_place:
+        faults.append(f"{path.name}: {len(images)} images, {recorded.get('count')} recorded")
+    for row in rows:
+        member = images.get(int(row[OFFSET]))
+        if member is None or member.size != row[SIZE]:
+            faults.append(f"{path.name}: no image at byte {row[OFFSET]} (sample {row[0]})")
+    return faults
+
+
+def _content_of(index: Index, rows: NDArray[np.int64]) -> str:
+    """Return what the index says instead of a checksum of a tar that lies elsewhere."""
+    keys, digest = index.keys(), hashlib.sha256()
+    for i, label in zip(rows[:, ID].tolist(), rows[:, LABEL].tolist(), strict=True):
+        try:
+            data = index.read(i)
+            digest.update(content_hash(keys[i], label, data, index.turned and is_turned(data)))
+        except UserError:
+            return ""  # cut; the image is named when it is decoded
+    return digest.hexdigest()
+
+
+def _image_fault(index: Index, i: int) -> str | None:
+    try:
+        sides = ready_size(index.read(i), index.turned)
+    except (UnreadableError, UserError) as error:
+        return f"sample {i} ({index.key(i)!r}): {error}"
+    row = index.rows[i]
+    if sides != (row[WIDTH], row[HEIGHT]):
+        size = f"{sides[0]} x {sides[1]}"
+        return f"sample {i} ({index.key(i)!r}): {size}, {row[WIDTH]} x {row[HEIGHT]} recorded"
+    return None
