@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -267,7 +269,8 @@ def _cyanure(
         n_threads=1,
         verbose=False,
     )
-    model.fit(np.ascontiguousarray(features), labels)
+    with _openmp_unchanged():
+        model.fit(np.ascontiguousarray(features), labels)
     converged = bool(np.max(model.n_iter_) < MAX_EPOCHS)
     weights = np.asarray(model.coef_, np.float64)
     if binary:
@@ -276,6 +279,28 @@ def _cyanure(
     if weights.shape != (features.shape[1], classes):
         raise RuntimeError(f"cyanure returned weights {weights.shape} for {classes} classes")
     return weights, converged
+
+
+@contextmanager
+def _openmp_unchanged() -> Iterator[None]:
+    """Restore this thread's OpenMP settings, of which cyanure changes two and leaves them so.
+
+    Teams would have fewer threads on a busy machine. oneDNN then leaves parts of PyTorch's products
+    in bfloat16 unwritten.
+    """
+    from threadpoolctl import ThreadpoolController
+
+    libraries = ThreadpoolController().select(user_api="openmp").lib_controllers
+    kept = [
+        (library.dynlib, setting, getattr(library.dynlib, f"omp_get_{setting}")())
+        for library in libraries
+        for setting in ("dynamic", "max_active_levels")
+    ]
+    try:
+        yield
+    finally:
+        for library, setting, value in kept:
+            getattr(library, f"omp_set_{setting}")(value)
 
 
 def _lbfgs(

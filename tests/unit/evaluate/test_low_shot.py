@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
+from threadpoolctl import ThreadpoolController
 
 from maect.core.errors import UserError
 from maect.data.subsets import fraction_rows
@@ -73,6 +74,23 @@ def test_objective_by_hand() -> None:
     expected = (np.log(np.e + np.exp(-1)) - 1 + np.log(np.e + 1) - 0) / 2 + 0.3 / 2 * 2.25
     found = low_shot.objective(features, np.array([0, 1]), weights, 0.3)
     assert found == pytest.approx(expected, rel=1e-12)
+
+
+@CYANURE
+def test_cyanure_leaves_openmp_as_it_was() -> None:
+    """With teams of any size, oneDNN left a part of a product in bfloat16 unwritten: 1 in 100."""
+    libraries = ThreadpoolController().select(user_api="openmp").lib_controllers
+    assert libraries
+
+    def settings() -> list[tuple[int, int]]:
+        return [
+            (each.dynlib.omp_get_dynamic(), each.dynlib.omp_get_max_active_levels())
+            for each in libraries
+        ]
+
+    before = settings()
+    low_shot.fit(*problem(40, 5, 3), 3, 1e-2, "cyanure")
+    assert settings() == before and not any(dynamic for dynamic, _ in before)
 
 
 @pytest.mark.parametrize("solver", [pytest.param("cyanure", marks=CYANURE), "lbfgs"])
