@@ -7,7 +7,7 @@ from pathlib import Path
 from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.launch.owner import own
-from maect.tools.plan import size_text
+from maect.tools.plan_text import size_text
 from maect.train.run_folder import check_weights, remove_states
 
 

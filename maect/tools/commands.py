@@ -277,7 +277,8 @@ def plan(
     from maect.experiment.profile import find_profile
     from maect.tools import neighbors
     from maect.tools.dry_run import jobs_to_run
-    from maect.tools.plan import Device, all_here, lines, make_plan, missing
+    from maect.tools.plan import Device, all_here, make_plan, missing
+    from maect.tools.plan_text import lines
 
     for word in target:
         if word in names() or word.endswith((".yaml", ".yml")):

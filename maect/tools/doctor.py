@@ -27,7 +27,8 @@ from maect.launch import LaunchError, Resources, Task, launch, submit
 from maect.launch.resources import PROFILE, PROFILE_OF_TRAININGS, node_range
 from maect.launch.slurm import command
 from maect.tools import neighbors
-from maect.tools.plan import feature_bytes, shards_of, size_text
+from maect.tools.plan import feature_bytes, shards_of
+from maect.tools.plan_text import size_text
 
 PACKAGES = ("torch", "deepspeed", "submitit", "snakemake", "safetensors", "timm")
 FILES_PER_RUN = 200  # states of many ranks, logs, TensorBoard, jobs

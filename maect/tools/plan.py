@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from maect.core.errors import UserError, counted
+from maect.core.errors import UserError
 from maect.core.files import read_mapping
 from maect.data.sources import open_source
 from maect.evaluate import Features
@@ -28,13 +28,13 @@ from maect.experiment.start import (
     unset_variables,
 )
 from maect.launch import record
-from maect.launch.progress import duration, part, rough
+from maect.launch.progress import part
 from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
 from maect.paper import read_paper
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.flops import peak_flops, relative_speed
-from maect.recipes.memory import GIB, gpu_memory
+from maect.recipes.memory import gpu_memory
 from maect.stages import STAGES, Training
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
@@ -47,7 +47,6 @@ UTILISATION = 0.35
 # Float32 without TF32 against dense bfloat16: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
 FP32 = 1 / 16
 CPU_RATE = 2e10  # FLOP/s of a CPU process of a few cores in PyTorch, where there is no GPU: a guess
-ORDER = (*STAGES, "features")
 # Numbers of images and bytes of archives, by data set and split.
 KNOWN = read_paper("datasets", dict[str, dict[str, dict[str, int]]])
 
@@ -522,101 +521,3 @@ def _makers(files: Iterable[Path]) -> tuple[Path, ...]:
             for file in files
         )
     )
-
-
-def lines(plan: Plan) -> list[str]:
-    """Table by stage, total, storage, critical path, and what is not known."""
-    if not plan.jobs:
-        rest = f"; {counted(plan.others, 'command')} on this machine" if plan.others else ""
-        return [f"no job to run{rest}"]
-    groups: dict[str, list[PlannedJob]] = defaultdict(list)
-    for job in plan.jobs:
-        groups[job.stage].append(job)
-    order = sorted(groups, key=lambda s: (ORDER.index(s) if s in ORDER else len(ORDER), s))
-    rows: list[tuple[str, ...]] = [
-        ("stage", "jobs", "nodes x devices", "GPU GiB", "device h", "node h", "times from")
-    ]
-    rows += [_row(stage, groups[stage]) for stage in order]
-    rows.append(_row("total", plan.jobs))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    out = ["  ".join(_cell(row[i], widths[i], i) for i in range(len(row))).rstrip() for row in rows]
-    out += ["", *_storage(plan), *_path(plan)]
-    out += _fitting(plan)
-    if plan.others:
-        out.append(
-            f"on this machine: {counted(plan.others, 'short command')} (shards, tables, figures)"
-        )
-    out += [f"not known, and not counted: {what}" for what in sorted(plan.unknown)]
-    return out
-
-
-def _row(stage: str, jobs: list[PlannedJob]) -> tuple[str, ...]:
-    sizes = sorted({(job.nodes, job.devices) for job in jobs})
-    shapes = [f"{nodes} x {devices}" for nodes, devices in sizes]
-    hours = sum(job.node_hours for job in jobs)
-    devices = sum(job.node_hours * job.devices for job in jobs)
-    known = [job for job in jobs if job.seconds is not None]
-    sources = sorted({job.source for job in known}) if stage != "total" else []
-    shape = ", ".join(shapes) if stage != "total" else ""
-    if len(known) < len(jobs):
-        sources.append(f"{len(jobs) - len(known)} not known")
-    memory = max(job.memory for job in jobs) if stage != "total" else 0
-    return (
-        stage, str(len(jobs)), shape, f"{memory / GIB:.1f}" if memory else "",
-        _hours(devices), _hours(hours),
-        "; ".join(sources[:2]) + (" ..." if len(sources) > 2 else ""),
-    )  # fmt: skip
-
-
-def _hours(hours: float) -> str:
-    """Hours, those of small experiments with more digits."""
-    return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}"
-
-
-def _cell(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if column in (1, 3, 4, 5) else text.ljust(width)
-
-
-def _fitting(plan: Plan) -> list[str]:
-    """Return what is changed to fit into GPUs, with the runs, of which many may be alike."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for job in plan.jobs:
-        if job.fitted:
-            names[f"{job.stage}: {job.fitted}"].append(job.name)
-    return [
-        f"{what} ({', '.join(runs[:3])}{' ...' if len(runs) > 3 else ''})"
-        for what, runs in names.items()
-    ]
-
-
-def _storage(plan: Plan) -> list[str]:
-    parts = {
-        "shards": sum(plan.shard_bytes.values()),
-        "runs (states, encoders, heads)": sum(j.bytes for j in plan.jobs if j.stage != "features"),
-        "features": sum(job.bytes for job in plan.jobs if job.stage == "features"),
-    }
-    text = ", ".join(f"{what} {size_text(size)}" for what, size in parts.items() if size)
-    return [f"storage: {size_text(sum(parts.values()))}: {text}"]
-
-
-def _path(plan: Plan) -> list[str]:
-    path = critical_path(plan.jobs)
-    names = " -> ".join(job.name for job in path)
-    requeues = sum(job.pieces - 1 for job in path)
-    longest = f", {requeues} of them after a wall limit" if requeues else ""
-    if all(job.here for job in plan.jobs):
-        return [f"all of it on this machine, one job after another: {rough(wall(plan.jobs))}"]
-    return [
-        f"critical path: {duration(wall(path))}, without waiting in the queue, in "
-        f"{sum(job.pieces for job in path)} jobs{longest}:",
-        f"  {names}",
-    ]
-
-
-def size_text(size: float) -> str:
-    """Bytes with a unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

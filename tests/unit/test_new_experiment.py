@@ -33,17 +33,14 @@ from maect.experiment.start import missing_images
 from maect.launch.progress import rough
 from maect.tools.dry_run import jobs_to_run
 from maect.tools.new_experiment import (
-    FEWEST_STEPS,
-    HOUR,
-    PROBES,
     about,
     evaluated,
     new_experiment,
     outlook,
-    weights,
     without_training,
 )
 from maect.tools.own_images import find_splits, look_at
+from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, weights
 from maect.tools.plan import Device, all_jobs, make_plan, wall
 from maect.tools.speed import busy
 
@@ -274,8 +271,8 @@ def test_a_busy_machine_is_said(monkeypatch):
 
 
 def test_few_steps_have_a_short_average_and_a_warning(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr("maect.tools.new_experiment.FEWEST_STEPS", 10)
-    monkeypatch.setattr("maect.tools.new_experiment.HOUR", 0.1)
+    monkeypatch.setattr("maect.tools.own_training.FEWEST_STEPS", 10)
+    monkeypatch.setattr("maect.tools.own_training.HOUR", 0.1)
     out = tmp_path / "mine.yaml"
     text = new_experiment(digits, out, quick=Device("cpu"))
     monkeypatch.undo()

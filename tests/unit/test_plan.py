@@ -28,12 +28,12 @@ from maect.tools.plan import (
     SplitFacts,
     all_here,
     critical_path,
-    lines,
     make_plan,
     measured,
     missing,
     shards_of,
 )
+from maect.tools.plan_text import lines
 from maect.tools.speed import Machine, this_machine
 
 PROFILE = Path(__file__).parents[2] / "cluster_profiles/juwels"

@@ -104,7 +104,7 @@ def test_tune_on_my_images(
     """With an encoder for 16 pixels under the name of ViT-B."""
     from maect.data.digits import write_digits
 
-    monkeypatch.setattr("maect.tools.new_experiment.PUBLIC", {"mae_base": "tiny"})
+    monkeypatch.setattr("maect.tools.own_training.PUBLIC", {"mae_base": "tiny"})
     monkeypatch.setenv("WEIGHTS", str(tmp_path / "weights"))
     monkeypatch.chdir(tmp_path)
     write_digits(tmp_path / "digits")
