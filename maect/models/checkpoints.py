@@ -1,5 +1,6 @@
 """Encoders out of other people's checkpoints, read without running anything that is in them."""
 
+import logging
 import math
 import pickle
 import re
@@ -20,11 +21,13 @@ from torch.nn import functional as F
 
 from maect.core.errors import UserError
 from maect.models.layouts import FAMILIES, LAYOUTS, Layout, Location
-from maect.models.timm_encoder import build_foreign, create_for, fit_weights
+from maect.models.timm_encoder import build_foreign, create_for, fit_weights, stored_grid
 from maect.models.vit import build_encoder, sincos_2d
 from maect.models.weights import Pooling, load_tensors
 from maect.recipes import Encoder, Pixels, like, load_encoder, sizes
 from maect.recipes.timm_encoders import find_timm
+
+log = logging.getLogger(__name__)
 
 
 class _LeftOut:
@@ -76,9 +79,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file of weights")
     if path.suffix == ".safetensors":
         return dict(load_tensors(path)[0])
-    with path.open("rb") as file:
-        if file.read(64).lstrip().startswith(b"<"):
-            raise UserError(f"{path}: a web page, not the weights; download the file it links to")
+    _check_start(path)
     try:
         stands_for = [(_LeftOut, name) for name in (*_LEFT_OUT, *_configuration(path))]
         with torch.serialization.safe_globals(stands_for):  # type: ignore[arg-type]
@@ -100,10 +101,41 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             "tensors and plain values only"
         ) from None
     except Exception as error:  # a damaged file fails anywhere in the reader
-        raise UserError(f"{path}: damaged or no checkpoint ({_line(error)})") from None
+        raise UserError(
+            f"{path}: damaged: PyTorch's reader fails on its {path.stat().st_size:,} bytes "
+            f"({type(error).__name__}: {_line(error)}); compare its size with the published one "
+            "and download it again"
+        ) from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, not named weights")
     return content
+
+
+def _check_start(path: Path) -> None:
+    """Refuse what its first bytes show to be no complete file of torch.save.
+
+    Raises:
+        UserError: the file, what it is, and what to do.
+    """
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.lstrip().startswith(b"<"):
+        raise UserError(f"{path}: a web page, not the weights; download the file it links to")
+    if start.startswith(b"version https://git-lfs"):
+        raise UserError(f"{path}: a pointer of Git LFS, not the weights; run `git lfs pull` there")
+    if start[8:9] == b"{":
+        raise UserError(f"{path}: a safetensors file by its first bytes; call it .safetensors")
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
+        raise UserError(
+            f"{path}: cut off: its {path.stat().st_size:,} bytes begin as a file of torch.save and "
+            "lack the end; download it again"
+        )
+    if not start.startswith((b"PK", b"\x80")):
+        found = f"starts with {start[:16]!r}" if start else "is empty"
+        raise UserError(
+            f"{path}: {found}, unlike a file of torch.save; name the file of weights itself (.pth, "
+            ".pt or .safetensors), or download it again"
+        )
 
 
 def _configuration(path: Path) -> list[str]:
@@ -382,8 +414,8 @@ def convert_timm(
         checkpoint: what the file holds, in timm's names or as published.
         name: timm's, of the table of encoders.
         file: to name in messages.
-        image_size: to use it at; none: its own. Positions are interpolated, those of plain ViTs as
-            `convert` does, others as timm does.
+        image_size: to use it at; none: its own. Positions are interpolated once, from those that
+            the file holds: of plain ViTs as `convert` does, of others as timm does.
         pixels: how files are read; mean and standard deviation are timm's.
 
     Raises:
@@ -391,9 +423,19 @@ def convert_timm(
     """
     known = find_timm(name)
     encoder = known.encoder(image_size, pixels)
-    where = f"{file}: {known.name}"
+    where, side = f"{file}: {known.name}", encoder.image_size
+    if known.plain:
+        side = known.patch_size * stored_grid(
+            checkpoint, known.image_size // known.patch_size, where
+        )
+        if image_size is None and side != encoder.image_size:
+            log.warning(
+                "%s: its positions are those of %d pixels, interpolated to %d; --image-size %d (in "
+                "an experiment image_size: %d) keeps them",
+                where, side, encoder.image_size, side, side,
+            )  # fmt: skip
     with torch.device("meta"):
-        module = create_for(known.name, known.image_size if known.plain else encoder.image_size)
+        module = create_for(known.name, side)
     tensors, left_out = fit_weights(module, checkpoint, where)
     if known.plain:
         change = {"class_token": known.class_token}

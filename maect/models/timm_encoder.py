@@ -168,7 +168,9 @@ def fit_weights(
         UserError: a name that is missing, one too many, or a wrong shape.
     """
     expected = {name: list(value.shape) for name, value in module.state_dict().items()}
-    found = _state_dict(checkpoint, where)
+    found = _state_dict(checkpoint)
+    if not found:
+        raise UserError(f"{where}: holds no tensors; its first entries: {[*checkpoint][:5]}")
     own, left_out = _without_head(found, module, expected)
     if own.keys() != expected.keys() or any(
         list(own[name].shape) != shape for name, shape in expected.items()
@@ -189,16 +191,37 @@ def fit_weights(
 _ENTRIES = ("state_dict", "model", "teacher")
 
 
-def _state_dict(checkpoint: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+def stored_grid(checkpoint: Mapping[str, Any], usual: int, where: str) -> int:
+    """Rows of patches that a plain ViT's file in timm's names has positions of.
+
+    Args:
+        checkpoint: what the file holds.
+        usual: what to return if it holds no positions under that name.
+        where: file and name, for messages.
+
+    Raises:
+        UserError: positions of no square.
+    """
+    positions = _state_dict(checkpoint).get("pos_embed")
+    if positions is None or positions.ndim != 3:
+        return usual
+    rows = math.isqrt(positions.shape[1])
+    if positions.shape[1] - rows**2 > 1:  # [CLS] has one more
+        raise UserError(
+            f"{where}: pos_embed is {list(positions.shape)}, which is no square of patches, with "
+            "or without [CLS]; import weights of square images"
+        )
+    return rows
+
+
+def _state_dict(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors in a checkpoint: at its top, or in the entry that training codes use."""
     for entry in _ENTRIES:
         if isinstance(checkpoint.get(entry), Mapping):
             checkpoint = checkpoint[entry]
             break
     tensors = {str(k): v for k, v in checkpoint.items() if isinstance(v, Tensor)}
-    if not tensors:
-        raise UserError(f"{where}: holds no tensors; its first entries: {[*checkpoint][:5]}")
-    if all(name.startswith("module.") for name in tensors):
+    if tensors and all(name.startswith("module.") for name in tensors):
         tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
     return tensors
 

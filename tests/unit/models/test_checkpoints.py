@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import types
@@ -375,17 +376,36 @@ def test_refined_weights_of_an_unknown_encoder_are_asked_about(tmp_path, capsys)
     assert "pooling mean" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 broken"])
-def test_damaged_files_are_one_line(content, tmp_path):
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty, unlike a file of torch.save; name the file of weights itself"),
+        (b"hello, no checkpoint", r"starts with b'hello, no checkp', unlike a file of torch\.save"),
+        (b"PK\x03\x04 broken", "cut off: its 11 bytes begin as a file of torch.save and lack the"),
+        (b"\x80\x02}q\x00X", "damaged: PyTorch's reader fails on its 6 bytes .*download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS.*git lfs pull"),
+        (b"\x10\0\0\0\0\0\0\0{}", "a safetensors file by its first bytes; call it .safetensors"),
+    ],
+)
+def test_damaged_files_are_one_line(content, said, tmp_path):
     for name in ("x.pth", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=name) as error:
             read_checkpoint(tmp_path / name)
         assert "\n" not in str(error.value)
+        if name == "x.pth":
+            assert re.search(rf"x\.pth: {said}", str(error.value))
     torch.save(plain_vit.mae()[0], tmp_path / "cut.pth")
     (tmp_path / "cut.pth").write_bytes((tmp_path / "cut.pth").read_bytes()[:100_000])
-    with pytest.raises(UserError, match="damaged or no checkpoint"):
+    with pytest.raises(UserError, match="cut off: its 100,000 bytes"):
         read_checkpoint(tmp_path / "cut.pth")
+    torch.save(plain_vit.mae()[0], tmp_path / "flat.pth", _use_new_zipfile_serialization=False)
+    assert read_checkpoint(tmp_path / "flat.pth").keys() == {"model"}
+    flat = (tmp_path / "flat.pth").read_bytes()
+    (tmp_path / "flat.pth").write_bytes(flat[: len(flat) // 2])
+    with pytest.raises(UserError, match=r"flat\.pth: damaged: .*download it again") as error:
+        read_checkpoint(tmp_path / "flat.pth")
+    assert "\n" not in str(error.value)
 
 
 def test_what_a_download_may_bring_instead_is_named(tmp_path):

@@ -10,12 +10,14 @@ import timm_table
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from maect import load
 from maect.cli import main
 from maect.core.errors import UserError
 from maect.core.files import read_json
 from maect.evaluate.features import Encoding
+from maect.models.checkpoints import convert_timm
 from maect.models.layouts import FAMILIES
 from maect.models.timm_encoder import create
 from maect.models.vit import Uninitialized
@@ -36,11 +38,12 @@ SMALL = {  # name, image size: one of each kind of model that is small enough
 TINY = "vit_tiny_patch16_dinov3_qkvb.eupe_lvd1689m"
 
 
-def random_model(name: str, side: int) -> nn.Module:
+def random_model(name: str, side: int, **arguments: Any) -> nn.Module:
     """timm's model, every weight drawn anew: what is initialised to 0 or 1 would hide faults."""
-    sized = {} if name.startswith("convnext") else {"img_size": side}
+    sized = {} if name.startswith(("convnext", "resnet")) else {"img_size": side}
     with Uninitialized():
-        module = timm.create_model(name, pretrained=False, num_classes=0, **sized).eval()
+        module = timm.create_model(name, pretrained=False, num_classes=0, **sized, **arguments)
+    module.eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for value in module.parameters():
@@ -137,10 +140,33 @@ def test_a_plain_vit_becomes_an_encoder_that_stages_start_from(tmp_path: Path) -
     load_recipe("ct_min", "base").check_source(load_encoder("base"), settings, encoder)
     encoding = Encoding(run / "encoder.safetensors", torch.device("cpu"))
     assert encoding.settings == encoder and encoder.timm is None
-    images = torch.randn(1, 3, 224, 224)
+    images = torch.randn(1, 3, 224, 224, dtype=torch.float64)
     with torch.no_grad():
-        expected = second_writing(module, images, "cls")
-    assert (encoding(images) - expected).abs().max() <= 2e-5 * expected.abs().max()
+        expected = second_writing(module.double(), images, "cls")
+        found = encoding.encoder.double()(images, pooling="cls")
+    pooled = encoding.encoder.pool(found.tokens, "cls")
+    assert (pooled - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_positions_of_another_grid_are_interpolated_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A file with 6 x 6 patches of 16 pixels, for a model of 224 pixels."""
+    name = "vit_base_patch16_224.mae"
+    stored = random_model(name, 96).state_dict()
+    prefix, patches = stored["pos_embed"].tensor_split([1], dim=1)
+    rows = patches.transpose(1, 2).unflatten(2, (6, 6))
+    for image_size in (None, 96, 64):
+        caplog.clear()
+        new = convert_timm(stored, name, "w.pth", image_size)
+        side = (image_size or 224) // 16
+        once = F.interpolate(rows, (side, side), mode="bicubic") if side != 6 else rows
+        once = once.flatten(2).transpose(1, 2)
+        torch.testing.assert_close(new.tensors["pos_embed"][:, 1:], once, rtol=0, atol=1e-6)
+        torch.testing.assert_close(new.tensors["cls_token"], stored["cls_token"] + prefix)
+        said = "its positions are those of 96 pixels, interpolated to 224; --image-size 96"
+        assert (said in caplog.text) == (image_size is None)
+    stored["pos_embed"] = stored["pos_embed"][:, :-3]
+    with pytest.raises(UserError, match=r"pos_embed is \[1, 34, 768\], which is no square"):
+        convert_timm(stored, name, "w.pth")
 
 
 def test_stages_refuse_what_is_no_plain_vit_in_one_line() -> None:
