@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import checked_sha256
+from maect.core.files import checked_sha256, read_mapping, write_record
 from maect.core.kept import need_encoder
 from maect.core.settings import Settings, later
 from maect.recipes import Encoder
@@ -97,6 +97,22 @@ class EvaluationJob:
         """Folder of what a killed job resumes from; removed when the JSON is written."""
         return self.out.with_name(f".{self.out.stem}.state")
 
+    def once(self, context: Context, identity: str, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` gives, JSON: a killed job that starts again does not repeat it.
+
+        Args:
+            context: of the rank that computes, told that this is saved.
+            identity: of everything that the result depends on.
+            compute: takes long.
+        """
+        file = self.state / "once.json"
+        known = read_mapping(file)
+        if known.get("identity") != identity:
+            known = {"identity": identity, "found": compute()}
+            write_record(file, known)
+            context.saved(1)
+        return known["found"]
+
     def path(self, name: str) -> Path:
         """Return where the input called `name` is.
 
@@ -169,6 +185,11 @@ class Protocol(Settings):
             Interrupted: told to stop; the state is saved.
             UserError: an input that cannot be evaluated.
         """
+
+    def headline(self) -> Mapping[str, str]:
+        """Return the metrics that sum a result up, if it has them, and what they are called."""
+        held_out = f"{self.title}, chosen on held-out training images"
+        return {self.name: self.title, f"{self.name}_held_out": held_out}
 
     def trainings(self) -> "Mapping[str, tuple[Stage, int]]":
         """Runs to train for this evaluation: settings and seed by the last part of their name."""

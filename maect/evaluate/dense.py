@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards, idle_cpus
+from maect.core.settings import digest
+from maect.evaluate.base import (
+    Encodes,
+    EvaluationJob,
+    Images,
+    Input,
+    Shards,
+    encoder_checksum,
+    idle_cpus,
+)
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -158,24 +168,32 @@ class PatchClassifier(Masked):
 
         Those are the accuracy of pixels and the IoU of each class. The setting that was chosen is
         beside them, and the `held_out` mIoU of all. The held-out images are learnt from, too, once
-        the choice is made.
+        the choice is made; a killed job does not make it again.
 
         Raises:
             UserError: masks that do not fit the images, or patches that teach nothing.
         """
+        from maect.data.index import open_index
+
         parts = self.patches(context, job)
         if parts is None:
             return {}
         train, held, test = parts["train"], parts["held"], parts["test"]
-        threads, settings, known = idle_cpus(context), self.settings(), self.learnt(train)
-        found = self.predicted(*known, held.rows(), settings, threads)
-        scores = [miou(held.pixels(), classes, self.ignore)[0] for classes in found]
-        chosen = settings[scores.index(max(scores))]  # of equal ones the first
+        threads, settings = idle_cpus(context), self.settings()
+
+        def tried() -> list[dict[str, Any]]:
+            found = self.predicted(*self.learnt(train), held.rows(), settings, threads)
+            scores = [miou(held.pixels(), classes, self.ignore)[0] for classes in found]
+            return [{**one, "miou": score} for one, score in zip(settings, scores, strict=True)]
+
+        read = [open_index(job.path(name)).digest for name in self.inputs()]
+        held_out = job.once(context, digest(self, encoder_checksum(job.run), read), tried)
+        best = max(held_out, key=itemgetter("miou"))  # of equal ones the first
+        chosen = settings[held_out.index(best)]
         (classes,) = self.predicted(*self.learnt(train, held), test.rows(), [chosen], threads)
         mean, each, accuracy = miou(test.pixels(), classes, self.ignore)
-        tried = [{**setting, "miou": s} for setting, s in zip(settings, scores, strict=True)]
         own = {self.name: mean, f"{self.name}_accuracy": accuracy, f"{self.name}_classes": each}
-        return own | chosen | {"held_out": tried}
+        return own | chosen | {"held_out": held_out}
 
 
 @dataclass(frozen=True)

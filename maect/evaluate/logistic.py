@@ -11,12 +11,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
+from maect.core.settings import digest
 from maect.evaluate.base import Count, EvaluationJob, Input, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
 
@@ -58,7 +60,7 @@ class Logistic(RealLabels, ReadsFeatures):
         import numpy as np
         from threadpoolctl import threadpool_limits
 
-        from maect.evaluate.sampling import held_out, intervals
+        from maect.evaluate.sampling import ends, held_out
 
         train, test = job.both()
         held = held_out(train.labels, train.names(), self.one_in)
@@ -67,17 +69,21 @@ class Logistic(RealLabels, ReadsFeatures):
         given, threads = (train.all(), train.labels), idle_cpus(context)
         with threadpool_limits(1), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
-            chosen, tried = choose(*given, held, self.penalties, self.max_iterations, threads)
+            asked = held, self.penalties, self.max_iterations, threads
+            tried = job.once(
+                context,
+                digest(self, train.record["encoder_sha256"], train.record["index_digest"]),
+                lambda: [{"c": c, "accuracy": a} for c, a in choose(*given, *asked)[1].items()],
+            )
+            chosen = max(tried, key=itemgetter("accuracy"))["c"]  # of equal ones the smallest
             classes = fitted(*given, chosen, self.max_iterations).predict(test.all())
-        correct = 100.0 * (classes == test.labels)
-        low, high = intervals(correct[:, None])
+        correct = classes == test.labels
         return {
-            "logistic": float(correct.mean()),
-            "logistic_low": float(low[0]),
-            "logistic_high": float(high[0]),
+            "logistic": float((100.0 * correct).mean()),
+            **ends({"logistic": correct}),
             "c": chosen,
             **self.real("logistic", classes, test.names, test.record["class_names"]),
-            "held_out": [{"c": c, "accuracy": accuracy} for c, accuracy in tried.items()],
+            "held_out": tried,
         }
 
 

@@ -1,14 +1,15 @@
 """Training of small heads on a frozen encoder's features: batches, exchange, exact resume.
 
 The encoder runs once per image. Every rank encodes its share of the batch; what the ranks exchange
-is up to the heads. State is saved after every epoch and when the job is told to stop.
+is up to the heads. State is saved after every epoch, every two minutes like that of a training, and
+when the job is told to stop.
 """
 
 import json
 import logging
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from typing import Protocol as Interface
 
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 STATE = "heads.safetensors"
 FORMAT = 2  # of this file
+SAVE_SECONDS = 120.0
+"""Between two states; more where writing one takes over a twentieth of it."""
 
 
 class Group(Interface):
@@ -55,6 +58,7 @@ class Probing:
         self.plan = settings.plan(probe.learnt)
         self.steps, self.ends = self.plan.steps, self.plan.ends
         self.step, self.done = 0, 0
+        self._saved_at, self._save_took = monotonic(), 0.0
         self._load()
 
     def epochs(self) -> Iterator[int]:
@@ -65,24 +69,31 @@ class Probing:
             UserError: heads that are no longer finite, on every rank; the state is not saved.
         """
         yield from self._finished()
-        started, first = time.monotonic(), self.step
+        started, first = monotonic(), self.step
         left = self.steps - self.step
         for images, targets in self.settings.batches(self.trial, self.probe, self.step, left):
             rate = self.settings.rate(self.step, self.plan)
             loss = self.probe.step(self.probe.read(images), targets, rate)
             self.step += 1
-            stop = distributed.any_rank(self.context.stop_requested())
+            told = self.context.stop_requested()
+            save = distributed.any_rank(told or self._is_due())
             reported = self.step % 10 == 0 or self.step == self.steps
             # Not in every step: to look at a loss is to wait for the GPU.
-            if stop or reported or self._at_end():
+            if save or reported or self._at_end():
                 self._finite(loss)
             yield from self._finished()
             if reported:
-                seconds = time.monotonic() - started
+                seconds = monotonic() - started
                 self._report(loss, (self.step - first) * self.settings.batch_size / seconds)
-            if stop and self.step < self.steps:
+            if save and self.step < self.steps:
                 self._save()
-                raise Interrupted
+                if distributed.any_rank(told):
+                    raise Interrupted
+
+    def _is_due(self) -> bool:
+        """Return whether rank 0 wants a state."""
+        pause = max(SAVE_SECONDS, 20 * self._save_took)
+        return self.context.rank == 0 and monotonic() - self._saved_at > pause
 
     def _at_end(self) -> bool:
         return self.done < len(self.ends) and self.ends[self.done] <= self.step
@@ -121,6 +132,7 @@ class Probing:
 
     def _save(self) -> None:
         """All heads in one file: a restart may have another number of ranks."""
+        started = monotonic()
         tensors = {f"kept.{name}": value for name, value in self.probe.kept.items()}
         for name, group in self.probe.groups.items():
             tensors |= {f"{name}.{key}": full(group, key) for key in group.SPLIT}
@@ -131,6 +143,8 @@ class Probing:
         plain = {name: value.detach().cpu().numpy() for name, value in tensors.items()}
         write_arrays(self.file, plain, {"record": json.dumps(record | {"own": self.probe.record})})
         self.context.saved(self.step)
+        self._saved_at = monotonic()
+        self._save_took = self._saved_at - started
 
     def _load(self) -> None:
         record, fault = distributed.from_rank_0(_record(self.file, self.identity))

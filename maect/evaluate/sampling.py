@@ -1,6 +1,7 @@
 """Held-out training images to choose settings on, and intervals by bootstrap."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,3 +59,16 @@ def intervals(
     tail = (100 - LEVEL) / 2
     low, high = np.percentile(np.concatenate(means), [tail, 100 - tail], axis=0)
     return low, high
+
+
+def ends(correct: Mapping[str, NDArray[Any]]) -> dict[str, float]:
+    """Return the ends of the 95 % interval of accuracies as metrics, `NAME_low` and `NAME_high`.
+
+    Args:
+        correct: by metric, which test images are classified correctly, bool [n] or 0 to 1.
+    """
+    low, high = intervals(100.0 * np.stack([*correct.values()], axis=1))
+    found: dict[str, float] = {}
+    for name, *both in zip(correct, low.tolist(), high.tolist(), strict=True):
+        found |= {f"{name}_low": both[0], f"{name}_high": both[1]}
+    return found

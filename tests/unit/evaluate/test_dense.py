@@ -166,15 +166,25 @@ class Fixed(PatchClassifier):
 
     def predicted(self, features, classes, queries, settings, threads):
         self.seen.append((len(features), settings))
+        if len(self.seen) == 2:
+            raise MemoryError
         return [np.array([[1], [2 if s["k"] > 1 else 1]], np.uint8) for s in settings]
 
 
-def test_of_equal_settings_the_first_is_chosen():
-    metrics = Fixed().evaluate(Rank(), None)
+def test_of_equal_settings_the_first_is_chosen_and_a_killed_job_does_not_choose_again(
+    drawn, tmp_path
+):
+    job = job_of(drawn, tmp_path / "fixed.json")
+    with pytest.raises(MemoryError):
+        Fixed().evaluate(Rank(), job)
+    metrics = Fixed().evaluate(Rank(), job)
     assert (metrics["k"], metrics["fixed"]) == (3, 100)
     assert [row["miou"] for row in metrics["held_out"]] == [25, 100, 100]
     # The choice made, held-out images are learnt from as well.
-    assert Fixed.seen == [(2, Fixed().settings()), (4, [{"k": 3}])]
+    last = (4, [{"k": 3}])
+    assert Fixed.seen == [(2, Fixed().settings()), last, last]
+    again = Fixed(seed=1).evaluate(Rank(), job)  # other settings choose for themselves
+    assert again == metrics and Fixed.seen[3:] == [(2, Fixed().settings()), last]
 
 
 def test_patches_lie_where_their_pixels_do(drawn):

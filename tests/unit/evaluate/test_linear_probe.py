@@ -141,16 +141,31 @@ def test_an_epoch_ends_with_the_update_that_completes_it(images, batch, epochs) 
         assert (end - 1) * batch < epoch * images
 
 
-def test_a_kill_loses_no_more_than_an_epoch(
-    images: Path, tmp_path: Path, rank: Rank, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seconds", "kept"),
+    [
+        (1.0, 10),  # the end of the second epoch
+        (50.0, 8),  # three updates, or 150 seconds, after that of the first
+        (130.0, 10),  # after each
+    ],
+)
+def test_a_kill_loses_what_follows_the_last_save(
+    images: Path,
+    tmp_path: Path,
+    rank: Rank,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    kept: int,
 ) -> None:
+    """Of updates that take so many seconds each, the eleventh or tenth is not done."""
     whole = SETTINGS.evaluate(rank, job_of(images, tmp_path / "whole.json"))
     job = job_of(images, tmp_path / "linear_probe.json")
     plain, steps = Heads.step, []
+    monkeypatch.setattr(probing, "monotonic", lambda: seconds * len(steps))
 
     def killed(self, *arguments):
         steps.append(arguments)
-        if len(steps) == 11:
+        if len(steps) == (10 if kept == 8 else 11):
             raise MemoryError
         return plain(self, *arguments)
 
@@ -160,7 +175,9 @@ def test_a_kill_loses_no_more_than_an_epoch(
     del steps[:]
     monkeypatch.setattr(Heads, "step", lambda *a: steps.append(a) or plain(*a))
     assert SETTINGS.evaluate(rank, job) == whole
-    assert len(steps) == 18 - 10  # from the end of the second epoch
+    assert len(steps) == 18 - kept
+    files = [tmp_path / f"{name}.safetensors" for name in ("whole", "linear_probe")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def refuses_broken_features(job: EvaluationJob, settings, monkeypatch: pytest.MonkeyPatch) -> None:
