@@ -132,11 +132,6 @@ def subset_record(index: Index) -> dict[str, Any]:
     return {"images": index.n, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def fraction_name(fraction: float) -> str:
-    """Name of the metric: `low_shot_1pct` for 0.01."""
-    return f"low_shot_{100 * fraction:g}pct"
-
-
 def fraction_rows_of(
     train: Labelled, fraction: float, seed: int, folder: str | None
 ) -> NDArray[np.int64]:

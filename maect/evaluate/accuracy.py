@@ -19,6 +19,7 @@ from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, S
 from maect.evaluate.real import RealLabels
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
+from maect.recipes.few_labels import fraction_name
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
 
@@ -99,6 +100,14 @@ class Accuracy(RealLabels, Supervised, Protocol):
             )
             for shots, split in subsets
         }
+
+    def headline(self) -> dict[str, str]:
+        """Accuracies by the labels, of the best epoch and of the one held-out images choose."""
+        found = {}
+        for metric in dict.fromkeys(map(self._metric, self._plain())):
+            found[metric] = f"{self.title} ({metric})"
+            found[f"{metric}_held_out"] = f"{found[metric]}, epoch chosen on held-out images"
+        return found
 
     def check_ranks(self, ranks: int) -> None:
         """Any number of ranks can score; what trains checks its own."""
@@ -194,8 +203,6 @@ class Accuracy(RealLabels, Supervised, Protocol):
 
     def _metric(self, suffix: str) -> str:
         """The metric that a training counts for."""
-        from maect.data.subsets import fraction_name
-
         shots = self.trainings()[suffix][0].shots
         if shots:
             return f"low_shot_{shots}"

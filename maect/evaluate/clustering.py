@@ -49,6 +49,10 @@ class Clustering(ReadsFeatures):
         """Features of the test split."""
         return {"test": self.read(self.test_split)}
 
+    def headline(self) -> dict[str, str]:
+        """Scores of the run with the lowest inertia."""
+        return {"accuracy": "cluster accuracy", "nmi": "NMI of clusters", "ari": "ARI of clusters"}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Scores in percent, of the best run and over all, and the silhouette of the true classes.
 

@@ -49,6 +49,11 @@ class ColorHistogram(ByEpochs):
 
         return Encoding(path, device, self.precision, blocks=10**9, pooling=self.pooling)
 
+    def headline(self) -> dict[str, str]:
+        """Errors of the last block and the mean of all."""
+        blocks = {"error_last": "last block", "error_mean": "mean of blocks"}
+        return {key: f"error of {self.title}, {of}" for key, of in blocks.items()}
+
     def probe(self, trial: Trial) -> Trainee:
         """Errors in percent of a uniform prediction's: `errors` of every block, first to last.
 

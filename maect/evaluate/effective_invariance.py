@@ -47,6 +47,10 @@ class EffectiveInvariance(Encodes):
         """Encode every test image as it is, turned three times and recoloured."""
         return encode_flops(encoder) * images(self.test_split) * (4 + self.draws)
 
+    def headline(self) -> dict[str, str]:
+        """Invariance to each change."""
+        return {f"ei_{change}": f"{self.title} to {change}" for change in CHANGES}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Means over the test images and changes, 0 to 1.
 

@@ -60,6 +60,10 @@ class Explore(ReadsFeatures):
         given: dict[str, Input] = {f"features_{name}": self.read(name) for name in self.splits}
         return given | {f"images_{name}": Shards(name) for name in self.splits}
 
+    def headline(self) -> dict[str, str]:
+        """Nothing: it is for looking."""
+        return {}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Number of images and groups, and the other numbers of groups that the page offers.
 

@@ -61,6 +61,12 @@ class Knn(RealLabels, ReadsFeatures):
             "test": self.read(self.test_split),
         }
 
+    def headline(self) -> dict[str, str]:
+        """Accuracies by the set k and T, and by those that held-out training images choose."""
+        by = "k and T chosen on held-out training images"
+        forms = {"knn": "k-NN", "knn_standardized": "k-NN, standardised"}
+        return forms | {f"{key}_held_out": f"{title}, {by}" for key, title in forms.items()}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Metrics in percent: `knn`, `knn_standardized`, and the full sweep over k and T.
 
@@ -69,14 +75,15 @@ class Knn(RealLabels, ReadsFeatures):
         `knn_held_out` and `knn_standardized_held_out` choose both on training images that are held
         out, one in `one_in` of each class or fewer: as many as there are test images.
 
-        With `real_labels` also `knn_real` and `knn_standardized_real`.
+        `_low` and `_high` are the ends of 95 % intervals of `knn`, of `knn_held_out` and of both
+        standardised. With `real_labels` also `knn_real` and `knn_standardized_real`.
 
         Raises:
             UserError: fewer training samples than k, or labels of other images.
         """
         import numpy as np
 
-        from maect.evaluate.sampling import held_out
+        from maect.evaluate.sampling import ends, held_out
         from maect.evaluate.store import Part, moments
         from maect.measures import vote
 
@@ -90,17 +97,20 @@ class Knn(RealLabels, ReadsFeatures):
         part, queries = Part(train, np.flatnonzero(~held)), train.take(np.flatnonzero(held))
         metrics: dict[str, Any] = {}
         sweep: list[dict[str, Any]] = []
+        correct: dict[str, NDArray[np.bool_]] = {}
         threads = idle_cpus(context)
         for name, standardized in (("knn", False), ("knn_standardized", True)):
             scale = moments(train.rows, train.n, train.width) if standardized else None
             similarity, ids = nearest(train, test.all(), max(counts), scale, threads)
+            right: dict[tuple[int, float], NDArray[np.bool_]] = {}
             fitting = [k for k in counts if k <= part.n] if held.any() else []
             if fitting:
                 near = nearest(part, queries, max(fitting), scale, threads)
             for k in counts:
                 for temperature in temperatures:
                     own = vote(similarity[:, :k], train.labels[ids[:, :k]], temperature)
-                    accuracy = 100 * int(np.sum(own == test.labels)) / test.n
+                    right[k, temperature] = own == test.labels
+                    accuracy = 100 * int(np.sum(right[k, temperature])) / test.n
                     if k in fitting:
                         votes = vote(near[0][:, :k], part.labels[near[1][:, :k]], temperature)
                         inner = 100 * float(np.mean(votes == train.labels[held]))
@@ -123,10 +133,13 @@ class Knn(RealLabels, ReadsFeatures):
             metrics[f"{name}_best_k"] = max(
                 row["accuracy"] for row in chosen if row["temperature"] == self.temperature
             )
+            correct[name] = right[self.k, self.temperature]
             tried = [row for row in chosen if row["held_out"] is not None]
-            if tried:  # of equal ones the first
-                metrics[f"{name}_held_out"] = max(tried, key=itemgetter("held_out"))["accuracy"]
-        return {**metrics, "sweep": sweep}
+            if tried:
+                best = max(tried, key=itemgetter("held_out"))  # of equal ones the first
+                metrics[f"{name}_held_out"] = best["accuracy"]
+                correct[f"{name}_held_out"] = right[best["k"], best["temperature"]]
+        return {**metrics, **ends(correct), "sweep": sweep}
 
 
 def nearest(

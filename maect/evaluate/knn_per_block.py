@@ -49,6 +49,11 @@ class KnnPerBlock(Encodes):
         train = evenly(images(self.train_split), self.train_images)
         return encode_flops(encoder) * (len(train) + images(self.test_split))
 
+    def headline(self) -> dict[str, str]:
+        """Accuracies of the last block and of the one that held-out training images choose."""
+        blocks = {"last": "last block", "held_out": "block chosen on held-out training images"}
+        return {f"knn_standardized_{key}": f"{self.title}, {of}" for key, of in blocks.items()}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: lists `knn` and `knn_standardized`, a value a block, in order.
 

@@ -31,7 +31,7 @@ from maect.evaluate.base import (
     idle_cpus,
 )
 from maect.evaluate.real import RealLabels
-from maect.recipes.few_labels import FewLabels, fraction_list, shots_list
+from maect.recipes.few_labels import FewLabels, fraction_list, fraction_name, shots_list
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,9 +92,19 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
             "test": self.read(self.test_split),
         }
 
+    def headline(self) -> dict[str, str]:
+        """Accuracies by the number or the fraction of labels."""
+        how = "logistic regression"
+        shots = {f"low_shot_{n}": f"{n} label{'s'[: n > 1]} per class, {how}" for n in self.shots}
+        return shots | {
+            fraction_name(part): f"{100 * part:g} % of the labels, {how}" for part in self.fractions
+        }
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`;
-        with `real_labels` also by those, as `low_shot_N_real`, the mean, and `low_shot_Npct_real`.
+        """Accuracies in percent: `low_shot_N`, the mean over splits, and each; `low_shot_Npct`.
+
+        `_low` and `_high` are the ends of their 95 % intervals. With `real_labels` also accuracies
+        by those, as `low_shot_N_real`, the mean, and `low_shot_Npct_real`.
 
         Raises:
             UserError: a class with fewer samples than shots, a list that does not fit the split or
@@ -102,7 +112,8 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
         """
         import numpy as np
 
-        from maect.data.subsets import fraction_name, fraction_rows_of
+        from maect.data.subsets import fraction_rows_of
+        from maect.evaluate.sampling import ends
 
         self.check_lists()
         train, test = job.both()
@@ -118,7 +129,7 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
         queries = prepare(test.all())
         real = self.reassessed(test.names, test.record["class_names"])
 
-        def accuracy(name: Any) -> tuple[float, bool, float]:
+        def accuracy(name: Any) -> tuple[NDArray[np.bool_], bool, float]:
             ids = subsets[name]
             weights, converged = fit(
                 prepare(train.take(ids)),
@@ -129,15 +140,18 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
             )
             found = predict(queries, weights)
             by_real = real.accuracy(found) if real else 0.0
-            return 100 * int(np.sum(found == test.labels)) / test.n, converged, by_real
+            return found == test.labels, converged, by_real
 
         with warnings.catch_warnings(), ThreadPoolExecutor(idle_cpus(context)) as pool:
             warnings.simplefilter("ignore")  # a solver that gives up is in the JSON
             results = dict(zip(subsets, pool.map(accuracy, subsets), strict=True))
         metrics: dict[str, Any] = {}
+        correct: dict[str, NDArray[Any]] = {}
         for shots in self.shots:
             scored = [results[shots, split] for split in range(1, self.splits + 1)]
-            accuracies, converged, by_real = map(list, zip(*scored, strict=True))
+            right, converged, by_real = map(list, zip(*scored, strict=True))
+            correct[f"low_shot_{shots}"] = np.mean(right, axis=0)
+            accuracies = [100 * int(np.sum(one)) / test.n for one in right]
             metrics[f"low_shot_{shots}"] = float(np.mean(accuracies))
             metrics[f"low_shot_{shots}_splits"] = accuracies
             metrics[f"low_shot_{shots}_converged"] = converged
@@ -145,10 +159,11 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
                 metrics[f"low_shot_{shots}_real"] = float(np.mean(by_real))
         for fraction in self.fractions:
             name = fraction_name(fraction)
-            metrics[name], metrics[f"{name}_converged"], found = results[fraction]
+            correct[name], metrics[f"{name}_converged"], found = results[fraction]
+            metrics[name] = 100 * int(np.sum(correct[name])) / test.n
             if real:
                 metrics[f"{name}_real"] = found
-        return metrics
+        return metrics | ends(correct)
 
 
 def choose(train: FeatureFile, shots: int, split: int, settings: LowShot) -> NDArray[np.int64]:

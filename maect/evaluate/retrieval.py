@@ -67,6 +67,10 @@ class Retrieval(ReadsFeatures):
             "clusters": OutputOf(self.clustering),
         }
 
+    def headline(self) -> dict[str, str]:
+        """Neighbours of the right class."""
+        return {"query_precision": f"{self.title} of the query's class, %"}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Percent of neighbours of the right class: `query_precision`, `cluster_precision`.
 

@@ -52,6 +52,10 @@ class Robustness(Encodes):
         """Encode every image once."""
         return encode_flops(encoder) * sum(map(images, self.splits))
 
+    def headline(self) -> dict[str, str]:
+        """Accuracy on each set of images."""
+        return {name: f"{self.title}: {name}" for name in self.splits}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracy in percent on each of `splits`, by its name; and how many classes it has.
 

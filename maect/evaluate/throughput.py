@@ -115,6 +115,10 @@ class Throughput(Protocol):
         """Nothing beside the encoder's shape."""
         return {}
 
+    def headline(self) -> dict[str, str]:
+        """Nothing: it measures no encoder."""
+        return {}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Images per second, by stage (`pretrain`, `head`, `tune`, …) and method; device hours.
 

@@ -55,6 +55,10 @@ class Umap(ReadsFeatures):
         """Features of the test split."""
         return {"test": self.read(self.test_split)}
 
+    def headline(self) -> dict[str, str]:
+        """Nothing: it is a picture."""
+        return {}
+
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n].
 

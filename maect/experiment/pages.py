@@ -1,8 +1,8 @@
-"""The pages of an experiment's results: tables, figures, claims, images, and the first page.
+"""The pages of an experiment's results: tables, figures, claims, data sets, images, first page.
 
 Each kind has one entry in `PAGES`. One rule and one command, `maect page`, make all of them from
-their resolved files: `tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `images.yaml`,
-`summary.yaml`.
+their resolved files: `tables/NAME.yaml`, `figures/NAME.yaml`, `claims.yaml`, `datasets.yaml`,
+`images.yaml`, `summary.yaml`.
 """
 
 import itertools
@@ -18,6 +18,7 @@ from maect.evaluate.explore import Explore
 from maect.experiment.load import Experiment
 from maect.report.configs import (
     ClaimsConfig,
+    DatasetsConfig,
     ImagesConfig,
     ReportConfig,
     Row,
@@ -92,6 +93,10 @@ Statements of the paper that these tables can decide, in our own words, each wit
 makes it. *holds* and *fails* are about the numbers measured here, not about the paper's.
 *not measured*: a run it needs is missing. *within noise*: the difference that decides it does not
 exceed its standard deviation over seeds.
+""",
+    "datasets": """
+Every encoder on every data set of the experiment, by each evaluation. Below a number is its 95 %
+interval, by the bootstrap over test images, where the evaluation has one.
 """,
     "images": """
 A map of the images (UMAP), groups found without labels (communities in a graph of nearest
@@ -179,6 +184,43 @@ def _sampled(experiment: Experiment) -> Path | None:
 def compares(experiment: Experiment) -> bool:
     """Return whether there are claims to decide."""
     return bool(experiment.spec.compare_with_paper and tables(experiment))
+
+
+def _several(experiment: Experiment) -> bool:
+    """Return whether other data sets than the first are evaluated."""
+    first = experiment.default_dataset
+    return any(experiment.dataset_of(name) != first for _, name in experiment.evaluations)
+
+
+def _measures(experiment: Experiment) -> dict[str, dict[str, str]]:
+    """Titles of the numbers of each evaluation, by evaluation and metric."""
+    found: dict[str, dict[str, str]] = {}
+    for run, name in experiment.evaluations:
+        evaluation = name.removesuffix(experiment.on("", experiment.dataset_of(name)))
+        shown = experiment.evaluation(run, name).headline()
+        found[evaluation] = found.get(evaluation, {}) | dict(shown)
+    return {evaluation: shown for evaluation, shown in found.items() if shown}
+
+
+def _datasets_config(experiment: Experiment, name: str) -> DatasetsConfig:
+    """Settings of the page of several data sets."""
+    evaluated = {experiment.dataset_of(name) for _, name in experiment.evaluations}
+    return DatasetsConfig(
+        name=experiment.name,
+        runs=list(dict.fromkeys(run for run, _ in experiment.evaluations)),
+        datasets={d: experiment.on("", d) for d in experiment.datasets if d in evaluated},
+        measures=_measures(experiment),
+        evaluations=experiment.root / "evaluations",
+    )
+
+
+def _datasets_inputs(experiment: Experiment, name: str) -> list[Path]:
+    """Results of all evaluations, of which the page shows those with a number."""
+    return [
+        experiment.root / "evaluations" / run / f"{name}.json"
+        for run, name in experiment.evaluations
+        if experiment.evaluation(run, name).headline()
+    ]
 
 
 def explored(experiment: Experiment) -> list[Path]:
@@ -333,6 +375,11 @@ PAGES = {
             "claims", "Claims", "maect.report.claims:make_claims",
             lambda e: ["claims"] if compares(e) else [], claims_config, _claims_inputs,
             endings=("csv", "html"),
+        ),
+        Page(
+            "datasets", "Data sets", "maect.report.datasets:make_datasets",
+            lambda e: ["datasets"] if _several(e) else [], _datasets_config, _datasets_inputs,
+            "Tables", ("csv", "md", "html"),
         ),
         Page(
             "images", "Page of images", "maect.report.images:make_images",

@@ -24,6 +24,11 @@ def fraction_list(folder: str, fraction: float) -> Path:
     return _path(folder, f"simclr_{100 * fraction:g}percent.txt")
 
 
+def fraction_name(fraction: float) -> str:
+    """Name of the metric: `low_shot_1pct` for 0.01."""
+    return f"low_shot_{100 * fraction:g}pct"
+
+
 def _path(folder: str, name: str) -> Path:
     return Path(os.path.expandvars(folder)).expanduser() / name
 

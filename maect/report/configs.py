@@ -111,6 +111,20 @@ class ImagesConfig(SettingsFile):
     """Pairs that look alike, and of which images, as `maect audit` writes them."""
 
 
+class DatasetsConfig(SettingsFile):
+    """The page of several data sets: `datasets.yaml`."""
+
+    name: Name
+    """Of the experiment."""
+    runs: list[Name]
+    datasets: dict[Name, str]
+    """What is behind the name of an evaluation of each data set: nothing of the first."""
+    measures: dict[Name, dict[Name, str]]
+    """Titles of what is shown, by evaluation and metric."""
+    evaluations: LocalPath
+    """Folder of the results."""
+
+
 class ReportConfig(SettingsFile):
     """The report: `report.yaml`. Only the next start reads it, to know what the report shows."""
 

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from maect.core.files import write_table_text, write_text
-from maect.evaluate.sampling import LEVEL, RESAMPLES, intervals
+from maect.evaluate.sampling import intervals
 from maect.evaluate.training_free import (
     KNN_HELD_OUT,
     LABEL_SETS,
@@ -16,6 +16,7 @@ from maect.evaluate.training_free import (
     RANK_ME,
     WITHOUT_LABELS,
 )
+from maect.report.matrix import INTERVALS, markdown, matrices
 from maect.report.render import render_page
 from maect.tools.compare import Matrix
 
@@ -76,32 +77,10 @@ def frame_of(matrix: Matrix) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=list(COLUMNS))
 
 
-def tables(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return a table for each measure, rows encoders and columns folders, of strings to show."""
-    shown = []
-    for measure, title in MEASURES.items():
-        part = frame[frame["measure"] == measure]
-        if part.empty:
-            continue
-        folders = list(dict.fromkeys(part["folder"]))
-        cells = {(line.encoder, line.folder): line for line in part.itertuples()}
-        rows = [
-            {
-                "encoder": name,
-                "cells": [_cell(cells.get((name, folder)), measure) for folder in folders],
-            }
-            for name in dict.fromkeys(part["encoder"])
-        ]
-        shown.append({"measure": measure, "title": title, "folders": folders, "rows": rows})
-    return shown
-
-
-def _cell(line: Any, measure: str) -> dict[str, Any]:
+def _cell(line: Any) -> dict[str, Any]:
     """Return what a cell shows: its value, interval, deviation, and what was chosen."""
-    if line is None:
-        return {"value": "", "more": "", "best": False}
-    if measure in WITHOUT_LABELS:
-        digits = 1 if measure == WITHOUT_LABELS[0] else 3
+    if line.measure in WITHOUT_LABELS:
+        digits = 1 if line.measure == WITHOUT_LABELS[0] else 3
         return {"value": f"{line.value:.{digits}f}", "more": "", "best": False}
     more = [f"{line.low:.1f} to {line.high:.1f}"]
     if pd.notna(line.deviation):
@@ -120,8 +99,8 @@ def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
     """
     frame = frame_of(matrix)
     write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
-    shown = tables(frame)
-    write_text(out / "compare.md", markdown(shown))
+    shown = matrices(frame, MEASURES, "folder", _cell)
+    write_text(out / "compare.md", markdown(shown, notes()))
     folders = [
         {
             "name": folder.name,
@@ -138,7 +117,12 @@ def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
         for name, encoder in matrix.encoders.items()
     ]
     page = render_page(
-        "compare.html", tables=shown, folders=folders, encoders=encoders, notes=notes()
+        "compare.html",
+        title=f"{len(encoders)} encoders on {len(folders)} folders",
+        notes=notes(),
+        tables=shown,
+        folders=folders,
+        encoders=encoders,
     )
     write_text(out / "index.html", page)
     return frame
@@ -147,8 +131,7 @@ def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
 def notes() -> list[str]:
     """Return what a reader must know of the numbers, a sentence each."""
     return [
-        f"Accuracies in percent. Intervals are {LEVEL:g} % by the bootstrap over test images "
-        f"({RESAMPLES:,} resamples); they say nothing of other training images.",
+        f"Accuracies in percent. {INTERVALS}",
         "Bold: the best encoder of a column, and those whose paired difference to it may be 0.",
         f"Few labels: mean of {LABEL_SETS} drawn label sets, ± their standard deviation.",
         "A number chosen on the test images is too high; the one chosen on held-out training "
@@ -168,19 +151,3 @@ def summary(frame: pd.DataFrame) -> str:
             numbers = "  ".join(f"{name} {values.loc[encoder, name]:5.1f}" for name in wanted)
             lines.append(f"{folder}: {encoder}: {numbers}")
     return "\n".join(lines)
-
-
-def markdown(shown: list[dict[str, Any]]) -> str:
-    """Return the tables as Markdown."""
-    lines = []
-    for table in shown:
-        lines += [f"## {table['title']}", "", f"| encoder | {' | '.join(table['folders'])} |"]
-        lines.append(f"| --- |{' ---: |' * len(table['folders'])}")
-        for row in table["rows"]:
-            cells = []
-            for cell in row["cells"]:
-                value = f"**{cell['value']}**" if cell["best"] else cell["value"]
-                cells.append(f"{value} ({cell['more']})" if cell["more"] else value)
-            lines.append(f"| {row['encoder']} | {' | '.join(cells)} |")
-        lines.append("")
-    return "\n".join([*lines, *(f"- {note}" for note in notes()), ""])

@@ -1,6 +1,8 @@
 """The whole pipeline through Snakemake: outcome, restarts after kills, mistakes, re-runs."""
 
 import copy
+import csv
+import itertools
 import json
 import os
 import shutil
@@ -201,6 +203,39 @@ def test_what_is_asked_for_is_there_and_not_computed_again(
     assert all(
         path.read_bytes() == before[path][1] for path in made if path.parent.parent.name == "runs"
     )
+
+
+def test_a_second_data_set_is_a_column_of_the_page_of_data_sets(
+    undisturbed: Pipeline, tmp_path: Path
+) -> None:
+    """Only what is of the second data set is computed, and the page."""
+    several = copy.deepcopy(MINI)
+    several["datasets"]["larger"] = {
+        "kind": "digits",
+        "resize": 20,
+        "splits": {"train": {}, "val": {}},
+    }
+    both = {"datasets": ["digits", "larger"], "protocols": ["knn", "low_shot"]}
+    several["evaluate"] = [{"runs": ["ct_min_tiny"], **both}]
+    pipeline = Pipeline(tmp_path / "several", several)
+    pipeline.command()
+    for folder in ("images", "shards", "runs", "features", "evaluations"):
+        shutil.copytree(undisturbed.results / folder, pipeline.results / folder)
+    log = pipeline.complete("datasets")
+    assert "Pre-training" not in log and "Evaluating ct_min_tiny: knn.on.larger" in log
+    with (pipeline.results / "datasets.csv").open(encoding="utf-8") as file:
+        lines = {(row["dataset"], row["metric"]): row for row in csv.DictReader(file)}
+    wanted = ("knn", "knn_standardized", "knn_held_out", "low_shot_1", "low_shot_2", "low_shot_5")
+    for name, metric in itertools.product(both["datasets"], wanted):
+        low, value, high = (float(lines[name, metric][key]) for key in ("low", "value", "high"))
+        evaluation = metric.partition("_")[0].replace("low", "low_shot")
+        ending = "" if name == "digits" else ".on.larger"
+        result = pipeline.results / f"evaluations/ct_min_tiny/{evaluation}{ending}.json"
+        assert value == json.loads(result.read_text())["metrics"][metric]
+        assert low < value < high and high - low < 15
+    assert lines["digits", "knn"]["value"] != lines["larger", "knn"]["value"]
+    page = (pipeline.results / "datasets.html").read_text()
+    assert "<th>digits</th><th>larger</th>" in page
 
 
 def test_lost_shards_and_all_that_was_made_of_them_are_asked_for(undisturbed: Pipeline) -> None:

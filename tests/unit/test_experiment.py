@@ -927,6 +927,11 @@ def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path: Path) -> None:
     assert run_config(experiment, "mae_tiny.fine_tune.seed0") == run_config(
         before, "mae_tiny.fine_tune.seed0"
     )
+    assert "datasets" not in [path.stem for path, _, _ in pages.pages(before)]
+    (page,) = [config for path, config, _ in pages.pages(experiment) if path.stem == "datasets"]
+    assert page.datasets == {"mine": "", "other": ".on.other"} and page.runs == ["mae_tiny"]
+    assert page.measures["fine_tune"].keys() == {"fine_tune", "fine_tune_held_out"}
+    assert [*page.measures] == asked
     alone = {"runs": ["mae_tiny"], "protocols": ["retrieval"], "datasets": ["other"]}
     evaluate = [{"runs": ["mae_tiny"], "protocols": ["clustering"]}, alone]
     with pytest.raises(UserError, match="reads what clustering leaves"):

@@ -1,0 +1,72 @@
+"""Page of several data sets: every encoder on each, by every evaluation."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from maect.core.files import write_table_text, write_text
+from maect.report.configs import DatasetsConfig
+from maect.report.matrix import INTERVALS, markdown, matrices
+from maect.report.render import MINUS, render_page
+from maect.report.tables import read_metrics, result_file
+
+COLUMNS = ("encoder", "dataset", "evaluation", "metric", "value", "low", "high")
+NOTES = (
+    "Rows are runs, and each seed is a run. A column is missing where nothing was evaluated.",
+    INTERVALS,
+    "A number without the words 'held-out' may be the best of several settings on the test images.",
+)
+
+
+def build_datasets(config: DatasetsConfig) -> pd.DataFrame:
+    """Return a line for each number that a run has on a data set, with the columns `COLUMNS`.
+
+    `low` and `high` are the ends of its 95 % interval, empty where the evaluation has none.
+
+    Raises:
+        UserError: a result that cannot be read.
+    """
+    lines = []
+    for (evaluation, metrics), run, (dataset, behind) in itertools.product(
+        config.measures.items(), config.runs, config.datasets.items()
+    ):
+        path = result_file(config.evaluations, run, evaluation + behind)
+        found = read_metrics(path) if path else {}
+        for metric in metrics:
+            if not isinstance(value := found.get(metric), int | float):
+                continue
+            ends = found.get(f"{metric}_low"), found.get(f"{metric}_high")
+            lines.append((run, dataset, evaluation, metric, value, *ends))
+    frame = pd.DataFrame(lines, columns=list(COLUMNS))
+    return frame.astype(dict.fromkeys(("value", "low", "high"), float))
+
+
+def make_datasets(path: Path) -> None:
+    """`maect page datasets.yaml`: beside it `datasets` as CSV, Markdown and a page."""
+    config = DatasetsConfig.read(path)
+    frame = build_datasets(config)
+    write_table_text(path.with_suffix(".csv"), frame.to_csv(index=False, lineterminator="\n"))
+    frame["measure"] = frame["evaluation"] + " " + frame["metric"]
+    titles = {
+        f"{evaluation} {metric}": f"{title} ({evaluation})"
+        for evaluation, metrics in config.measures.items()
+        for metric, title in metrics.items()
+    }
+    shown = matrices(frame, titles, "dataset", _cell)
+    write_text(path.with_suffix(".md"), markdown(shown, NOTES))
+    title = f"{config.name}: {len(config.runs)} encoders on {len(config.datasets)} data sets"
+    page = render_page("matrix.html", title=title, notes=NOTES, tables=shown)
+    write_text(path.with_suffix(".html"), page)
+
+
+def _cell(line: Any) -> dict[str, Any]:
+    """Return a cell: the value, with one decimal if it is in percent, and its interval."""
+    digits = 3 if line.metric.startswith("ei_") else 1
+    value, low, high = (
+        f"{number:.{digits}f}".replace("-", MINUS) for number in (line.value, line.low, line.high)
+    )
+    more = "" if math.isnan(line.low) else f"{low} to {high}"
+    return {"value": value, "more": more, "best": False}

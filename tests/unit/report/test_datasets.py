@@ -1,0 +1,58 @@
+"""The page of several data sets: which numbers it takes from where, and how they are shown."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from maect.core.files import write_record
+from maect.evaluate import PROTOCOLS
+from maect.experiment.pages import make_page
+from maect.report.configs import DatasetsConfig
+
+BIRDS = {"knn": 81.26, "knn_low": 70.04, "knn_high": 90.0, "k": 3, "sweep": []}
+
+
+def results(root: Path, **metrics: dict[str, object]) -> Path:
+    """Results of the run `mae` by evaluation (`__` for `.on.`), and the page's resolved file."""
+    for name, values in metrics.items():
+        path = root / "evaluations/mae" / f"{name.replace('__', '.on.')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, {"metrics": values, "settings": {}, "provenance": {}})
+    config = DatasetsConfig(
+        name="mine",
+        runs=["mae", "not_evaluated"],
+        datasets={"birds": "", "leaves": ".on.leaves"},
+        measures={
+            name: dict(PROTOCOLS[name]().headline())
+            for name in ("knn", "low_shot", "effective_invariance")
+        },
+        evaluations=root / "evaluations",
+    )
+    config.write(root / "datasets.yaml")
+    return root / "datasets.yaml"
+
+
+def test_each_number_stands_under_its_data_set_with_its_interval(tmp_path: Path) -> None:
+    path = results(
+        tmp_path,
+        knn=BIRDS,
+        knn__leaves={"knn": 50.0, "knn_low": 44.44, "knn_high": 55.0, "knn_held_out": 51.0},
+        low_shot__leaves={"low_shot_2": 12.34},
+        effective_invariance={"ei_rotation": 0.1234},
+    )
+    make_page(path)
+    frame = pd.read_csv(path.with_suffix(".csv"))
+    found = [tuple(line) for line in frame.fillna(-1).itertuples(index=False)]
+    assert found == [
+        ("mae", "birds", "knn", "knn", 81.26, 70.04, 90.0),
+        ("mae", "leaves", "knn", "knn", 50.0, 44.44, 55.0),
+        ("mae", "leaves", "knn", "knn_held_out", 51.0, -1, -1),
+        ("mae", "leaves", "low_shot", "low_shot_2", 12.34, -1, -1),
+        ("mae", "birds", "effective_invariance", "ei_rotation", 0.1234, -1, -1),
+    ]
+    text = path.with_suffix(".md").read_text()
+    assert "| encoder | birds | leaves |" in text
+    assert "| mae | 81.3 (70.0 to 90.0) | 50.0 (44.4 to 55.0) |" in text
+    assert "2 labels per class" in text and "| mae | 12.3 |" in text and "0.123" in text
+    page = path.with_suffix(".html").read_text()
+    assert "<td>50.0<small>44.4 to 55.0</small></td>" in page and "2 data sets" in page
