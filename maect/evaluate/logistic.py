@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,12 +70,8 @@ class Logistic(RealLabels, ReadsFeatures):
         given, threads = (train.all(), train.labels), idle_cpus(context)
         with threadpool_limits(1), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
-            asked = held, self.penalties, self.max_iterations, threads
-            tried = job.once(
-                context,
-                digest(self, train.record["encoder_sha256"], train.record["index_digest"]),
-                lambda: [{"c": c, "accuracy": a} for c, a in choose(*given, *asked)[1].items()],
-            )
+            identity = digest(self, train.record["encoder_sha256"], train.record["index_digest"])
+            tried = job.once(context, identity, partial(self._tried, *given, held, threads))
             chosen = max(tried, key=itemgetter("accuracy"))["c"]  # of equal ones the smallest
             classes = fitted(*given, chosen, self.max_iterations).predict(test.all())
         correct = classes == test.labels
@@ -85,6 +82,13 @@ class Logistic(RealLabels, ReadsFeatures):
             **self.real("logistic", classes, test.names, test.record["class_names"]),
             "held_out": tried,
         }
+
+    def _tried(
+        self, features: Array, labels: NDArray[np.int64], held: NDArray[np.bool_], threads: int
+    ) -> list[dict[str, float]]:
+        """Return each C with its accuracy on held-out training images, in order."""
+        _, found = choose(features, labels, held, self.penalties, self.max_iterations, threads)
+        return [{"c": c, "accuracy": accuracy} for c, accuracy in found.items()]
 
 
 class Fitted:

@@ -9,7 +9,7 @@ from maect.core.errors import UserError
 from maect.evaluate import knn
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.knn import Knn
-from maect.evaluate.sampling import held_out
+from maect.evaluate.sampling import held_out, intervals
 from maect.evaluate.store import moments, open_features, standardize
 from maect.measures import vote
 
@@ -53,10 +53,14 @@ def test_agrees_with_scikit_learn(
             ordered = -np.sort(-cosines(x, y), axis=1)
             clear(ordered[:, row["k"] - 1 : row["k"] + 1], 1e-6)
         predicted = reference(x, train.labels, y, row["k"], row["temperature"])
-        assert row["accuracy"] == pytest.approx(100 * np.mean(predicted == test.labels), abs=1e-9)
+        right = 100.0 * (predicted == test.labels)
+        assert row["accuracy"] == pytest.approx(np.mean(right), abs=1e-9)
+        if (row["k"], row["temperature"]) == (10, 0.07):
+            ends = [float(end[0]) for end in intervals(right[:, None])]
     name = "knn_standardized" if standardized else "knn"
     (paper,) = [row["accuracy"] for row in rows if (row["k"], row["temperature"]) == (10, 0.07)]
     assert metrics[name] == paper
+    assert [metrics[f"{name}_{end}"] for end in ("low", "high")] == pytest.approx(ends)
     assert metrics[f"{name}_best"] == max(row["accuracy"] for row in rows)
     at = [row["accuracy"] for row in rows if row["temperature"] == 0.07]
     assert metrics[f"{name}_best_k"] == max(at) and len(at) < len(rows)
