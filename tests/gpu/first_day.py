@@ -12,6 +12,7 @@ downloaded: images are made here, and packages that the machine lacks are carrie
 """
 
 import argparse
+import ctypes
 import gc
 import json
 import math
@@ -1152,8 +1153,9 @@ def result(
         start = errors.tell()
         # A file and no pipe: what outlives the process could hold that open.
         job = subprocess.Popen(
-            command, stdout=said, stderr=errors, env=environment, process_group=0
-        )
+            command, stdout=said, stderr=errors, env=environment, process_group=0,
+            preexec_fn=end_with_parent,
+        )  # fmt: skip
         try:
             job.wait(seconds)
             said.seek(0)
@@ -1168,6 +1170,11 @@ def result(
                 os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     return line | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when the one that started it is gone, however that ended."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def end_with_children() -> None:

@@ -200,13 +200,34 @@ def test_what_a_check_started_ends_with_it(tmp_path):
     )
     line = first_day.result([sys.executable, "-c", code], tmp_path, dict(os.environ), 10)
     assert line["status"] == "too slow" and 10 <= line["seconds"] < 60
-    pid = int(child.read_text())
-    for _ in range(100):
+    ends(int(child.read_text()))
+
+
+def ends(pid):
+    for _ in range(300):
         state = Path(f"/proc/{pid}/stat")
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.1)
     raise AssertionError(f"{pid} still runs")
+
+
+def test_a_check_ends_with_the_call_that_was_killed(tmp_path):
+    """It would compute beside the first check of the next call."""
+    child = tmp_path / "child"
+    check = f"import os, time; open({str(child)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = (
+        f"import sys; sys.path.insert(0, {str(GPU)!r})\n"
+        "import first_day, os, pathlib\n"
+        f"words = [sys.executable, '-c', {check!r}]\n"
+        f"first_day.result(words, pathlib.Path({str(tmp_path)!r}), dict(os.environ), 600)"
+    )
+    call = subprocess.Popen([sys.executable, "-c", code])
+    while not (child.exists() and child.read_text()):
+        time.sleep(0.1)
+    call.kill()
+    call.wait()
+    ends(int(child.read_text()))
 
 
 def test_a_model_is_built_once_a_size(tmp_path, monkeypatch):
