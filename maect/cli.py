@@ -115,6 +115,15 @@ def run(arguments: Sequence[str] | None) -> int:
             where = f"{error.filename}: " if error.filename is not None else ""
             log.error("maect %s: %s%s", name, where, error.strerror)
             return 2
+        except RuntimeError as error:
+            if "torch" not in sys.modules:  # it did not compute
+                raise
+            from maect.core.distributed import in_general, memory_fault
+
+            if (said := memory_fault(error)) is None:
+                raise
+            log.error("maect %s: %s", name, in_general(said))
+            return 2
         except KeyboardInterrupt:
             log.error("maect %s: interrupted", name)
             return 130

@@ -30,7 +30,7 @@ SHARE_TIMEOUT = timedelta(hours=12)
 FIRST_EXCHANGE = timedelta(minutes=3)
 """From when all ranks are there: NCCL may wait for ever at an interface that leads nowhere."""
 DRIVER = Path("/proc/driver/nvidia/version")
-_NO_MEMORY = re.compile(r"out of memory|_ALLOC_FAILED", re.IGNORECASE)
+_NO_MEMORY = re.compile(r"out[ _]of[ _]memory|_ALLOC(ATION)?_FAILED", re.IGNORECASE)
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -186,12 +186,13 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _in_general(said: str) -> str:
+def in_general(said: str) -> str:
+    """Return advice for memory that is too small, whatever computes on it."""
     return f"out of memory: {said}; end other programs on the GPU, or take one with more memory"
 
 
 @contextmanager
-def memory_told(explain: Callable[[str], str] = _in_general) -> Iterator[None]:
+def memory_told(explain: Callable[[str], str] = in_general) -> Iterator[None]:
     """Turn every error of memory that is too small, pinned or a device's, into one line.
 
     Args:

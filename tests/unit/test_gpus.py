@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
+from maect import cli
 from maect.core import distributed
 from maect.core.context import SingleRank
 from maect.core.errors import NodeError, UserError
@@ -34,6 +35,7 @@ from datetime import timedelta
 from unittest.mock import patch
 import torch
 os.environ["DS_ACCELERATOR"] = "cpu"  # nothing but the choice of the device is as on a GPU
+from maect import cli
 from maect.core import distributed
 from maect.core.context import SingleRank
 from maect.train import engine
@@ -266,6 +268,26 @@ def test_evaluations_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(NodeError, match=r"^out of memory: Cuda failure 2 .*; end other prog"):
             call()
+
+
+def test_commands_say_so_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`embed` and others that compute in the user's own process."""
+
+    def fail(*_: object) -> int:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(type(cli.COMMANDS["schema"]), "run", fail)
+    said = "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED\nmore"
+    assert cli.main(["schema"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "maect schema: out of memory: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED; "
+        "end other programs on the GPU, or take one with more memory"
+    ]
+    said = "another"
+    with pytest.raises(RuntimeError, match="another"):
+        cli.main(["schema"])
 
 
 def test_other_errors_stay_what_they_are() -> None:
