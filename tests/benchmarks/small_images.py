@@ -31,7 +31,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from training import Alone, join, source_run
+from training import ALONE, join, source_run
 
 from maect.data import loader
 from maect.data.index import Index, open_index
@@ -138,7 +138,7 @@ class Training:
             self.objective = stage.build(shape, 0, source)
         device, groups = torch.device("cpu"), stage.parameter_groups(self.objective)
         self.looker = OnlineEvaluator(
-            OnlineEvaluation(), index, 32, self.objective, Alone(), device
+            OnlineEvaluation(), index, 32, self.objective, ALONE, device
         )
         self.engine = build_engine(self.objective, stage, groups, device)
         self.batches, self.old = batches(index, stage, steps, old), old
@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    Alone.cpus = 1
+    ALONE.cpus = 1
     join("cpu")
     with tempfile.TemporaryDirectory() as name:
         if options.shards is None:
