@@ -137,9 +137,7 @@ class Training:
             source = source_run(Path(name), shape) if stage.starts_from else None
             self.objective = stage.build(shape, 0, source)
         device, groups = torch.device("cpu"), stage.parameter_groups(self.objective)
-        self.looker = OnlineEvaluator(
-            OnlineEvaluation(), index, 32, self.objective, ALONE, device
-        )
+        self.looker = OnlineEvaluator(OnlineEvaluation(), index, 32, self.objective, ALONE, device)
         self.engine = build_engine(self.objective, stage, groups, device)
         self.batches, self.old = batches(index, stage, steps, old), old
         self.losses: list[float] = []
