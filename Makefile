@@ -85,7 +85,7 @@ test-faults: install
 	$(PYTEST) $(FAULTS) --audit docs/results/fault_audit.md
 
 test-slow: install
-	$(BIN)/pytest tests -m slow --session-timeout 36000
+	$(BIN)/pytest tests -m slow --session-timeout 36000 -o faulthandler_timeout=3700
 
 # On a GPU machine, also a bare one with PyTorch and timm; calls of nine minutes, one report.
 MINUTES ?= 45

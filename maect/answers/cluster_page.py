@@ -17,7 +17,7 @@ SHOWN = 12
 def write_clusters(
     vectors: Vectors, clusters: Clusters, out: Path, images: Path | None = None
 ) -> None:
-    """Write `clusters.csv` (file, cluster, distance) and `index.html`, a page that works offline.
+    """Write `clusters.csv` (file, cluster from 1, distance) and `index.html`, which works offline.
 
     The page also has a coarser and a finer grouping, if the number of groups was chosen.
 
@@ -29,7 +29,7 @@ def write_clusters(
     """
     alone = np.flatnonzero(clusters.cluster < 0)
     order = [int(row) for number in range(clusters.count) for row in clusters.members(number)]
-    rows = [[clusters.cluster[row], f"{clusters.distance[row]:.6g}"] for row in order]
+    rows = [[clusters.cluster[row] + 1, f"{clusters.distance[row]:.6g}"] for row in order]
     names = [vectors.files[row] for row in (*order, *alone)]
     table = zip(names, [*rows, *([["", ""]] * len(alone))], strict=True)
     write_rows(
@@ -74,7 +74,7 @@ def around(clusters: Clusters) -> list[Clusters]:
 
 def named_groups(clusters: Clusters) -> list[tuple[str, NDArray[np.int64]]]:
     """Name and positions of each group, the most typical image first; then those in none."""
-    groups = [(f"Group {number}", clusters.members(number)) for number in range(clusters.count)]
+    groups = [(f"Group {number + 1}", clusters.members(number)) for number in range(clusters.count)]
     alone = np.flatnonzero(clusters.cluster < 0)
     return [*groups, *([("In no group", alone)] if len(alone) else [])]
 

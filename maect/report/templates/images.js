@@ -31,7 +31,7 @@ function card(parent, i, size, caption) {
 }
 const kinds = {
   class: {of: i => data.label[i], name: n => n < 0 ? "no class" : data.classes[n]},
-  group: {of: i => group[i], name: n => "group " + n},
+  group: {of: i => group[i], name: n => "group " + (n + 1)},
   split: {of: i => data.split[i], name: n => data.splits[n]},
 };
 const color = n => n < 0 ? "#999999" : COLORS[n % COLORS.length];
@@ -137,7 +137,7 @@ get("find").oninput = get("pictures").onchange = draw;
 
 // --- beside and below it -------------------------------------------------------------------------
 function facts(i) {
-  const words = [data.splits[data.split[i]], "group " + group[i]];
+  const words = [data.splits[data.split[i]], "group " + (group[i] + 1)];
   if (data.label[i] >= 0) words.unshift(data.classes[data.label[i]]);
   return words.join(", ");
 }
@@ -160,7 +160,7 @@ function groups() {
     for (const i of members) if (data.label[i] >= 0) counts.set(data.label[i], (counts.get(data.label[i]) || 0) + 1);
     const most = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 3);
     const mix = most.map(([label, k]) => `${data.classes[label]} ${Math.round(100 * k / members.length)} %`).join(", ");
-    add(box, "p", `Group ${n}: ${members.length} images${mix && "; " + mix}`);
+    add(box, "p", `Group ${n + 1}: ${members.length} images${mix && "; " + mix}`);
     for (const i of members.slice(0, 12)) card(box, i, 64);
   });
 }

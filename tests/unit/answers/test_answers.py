@@ -255,7 +255,7 @@ def test_the_page_shows_pictures_without_a_network(index: Path, tmp_path: Path) 
     with open(tmp_path / "clusters.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert sorted(row["file"] for row in rows) == Vectors.read(index).files
-    assert {row["cluster"] for row in rows} == {"0", "1", "2"}
+    assert {row["cluster"] for row in rows} == {"1", "2", "3"}
     page = (tmp_path / "index.html").read_text()
     assert page.count("url(data:image/jpeg;base64,/9j/") >= 3
     assert not re.search(r'(src|href)="(?!data:)', page)
