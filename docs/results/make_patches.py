@@ -3,11 +3,12 @@
 Patches are classified one by one (dense), and all patches of an image together (attentive probe).
 
     maect run digits_law --cores 2; maect run cifar10_refined --cores 2
-    python docs/results/make_patches.py CIFAR10 results
+    python docs/results/make_patches.py CIFAR10 results [--only digits]
 
-CIFAR10 is the folder with train/CLASS/IMAGE and test/CLASS/IMAGE. RESULTS holds the experiments, of
-which only the runs in `ENCODERS` need to be finished. Of a digit, the ink has the digit's class and
-all else is background; of a photograph of CIFAR-10, which has no masks, every pixel has its class.
+CIFAR10 is the folder with train/CLASS/IMAGE and test/CLASS/IMAGE, which digits do not need. RESULTS
+holds the experiments, of which only the runs in `ENCODERS` need to be finished. Of a digit, the ink
+has the digit's class and all else is background; of a photograph of CIFAR-10, which has no masks,
+every pixel has its class.
 """
 
 import argparse
@@ -41,10 +42,7 @@ ENCODERS = {
 ENCODER = "encoder.safetensors"
 FORMS = ("mean", "cls", "cls_mean")  # that linear probes read
 INK = 64  # of 255 levels
-EVALUATED = {
-    "digits": ["patch_knn", "patch_logistic", "patch_linear", "attentive_probe"],
-    "cifar10": ["patch_knn", "patch_logistic"],
-}
+EVALUATED = ["patch_knn", "patch_logistic", "patch_linear", "attentive_probe"]
 SETTINGS = {
     "patch_logistic": {"max_iterations": 100},
     "attentive_probe": {"updates": 200, "warmup_updates": 20},
@@ -52,20 +50,21 @@ SETTINGS = {
 }
 
 
-def make_images(work: Path, cifar10: Path) -> None:
-    """Write NAME/SPLIT/CLASS/IMAGE and NAME/SPLIT_masks/CLASS/IMAGE of both data sets."""
-    write_digits(work / "digits")
-    copy_photos(cifar10, work / "cifar10")
-    for name in ENCODERS:
-        for split in COUNTS:
-            for number, folder in enumerate(sorted((work / name / split).iterdir())):
-                out = work / name / f"{split}_masks" / folder.name
-                out.mkdir(parents=True)
-                for file in folder.iterdir():
-                    grey = np.asarray(Image.open(file).convert("L"))
-                    ink = grey >= INK if name == "digits" else np.ones(grey.shape, bool)
-                    mask = np.where(ink, 2 + number, 1).astype(np.uint8)
-                    Image.fromarray(mask, "L").save(out / f"{file.stem}.png")
+def make_images(name: str, out: Path, cifar10: Path) -> None:
+    """Write SPLIT/CLASS/IMAGE and SPLIT_masks/CLASS/IMAGE of a data set."""
+    if name == "digits":
+        write_digits(out)
+    else:
+        copy_photos(cifar10, out)
+    for split in COUNTS:
+        for number, folder in enumerate(sorted((out / split).iterdir())):
+            masks = out / f"{split}_masks" / folder.name
+            masks.mkdir(parents=True)
+            for file in folder.iterdir():
+                grey = np.asarray(Image.open(file).convert("L"))
+                ink = grey >= INK if name == "digits" else np.ones(grey.shape, bool)
+                mask = np.where(ink, 2 + number, 1).astype(np.uint8)
+                Image.fromarray(mask, "L").save(masks / f"{file.stem}.png")
 
 
 def write_experiment(name: str, work: Path, results: Path) -> Path:
@@ -84,8 +83,8 @@ def write_experiment(name: str, work: Path, results: Path) -> Path:
             run: {"weights": str(results / path / ENCODER), "layout": "mae", "size": size}
             for run, path in ENCODERS[name].items()
         },
-        "protocols": {key: value for key, value in SETTINGS.items() if key in EVALUATED[name]},
-        "evaluate": [{"runs": [*ENCODERS[name]], "protocols": EVALUATED[name]}],
+        "protocols": SETTINGS,
+        "evaluate": [{"runs": [*ENCODERS[name]], "protocols": EVALUATED}],
         "tables": ["dense"],
     }  # fmt: skip
     path = work / f"patches_{name}.yaml"
@@ -96,8 +95,6 @@ def write_experiment(name: str, work: Path, results: Path) -> Path:
 def copy_results(name: str, results: Path) -> None:
     """Copy the table of patches, and write what the attentive probes found, beside this file."""
     shutil.copy(results / "tables/dense.csv", HERE / f"{name}_dense.csv")
-    if "attentive_probe" not in EVALUATED[name]:
-        return
     with (HERE / f"{name}_attentive_probe.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         readings = ["attentive_probe", *(f"attentive_probe_{form}" for form in FORMS)]
@@ -114,12 +111,13 @@ def main() -> None:
     parser.add_argument("cifar10", type=Path)
     parser.add_argument("results", type=Path)
     parser.add_argument("--work", type=Path, default=Path("patches"))
+    parser.add_argument("--only", nargs="+", choices=[*ENCODERS], default=[*ENCODERS])
     options = parser.parse_args()
     work = options.work.absolute()
     shutil.rmtree(work, ignore_errors=True)
-    make_images(work / "images", options.cifar10)
     maect = Path(sys.executable).parent / "maect"
-    for name in ENCODERS:
+    for name in options.only:
+        make_images(name, work / "images" / name, options.cifar10)
         experiment = write_experiment(name, work, options.results.absolute())
         subprocess.run([maect, "run", experiment, "--cores", "2"], check=True)
         copy_results(name, work / "results" / name)
