@@ -10,7 +10,7 @@ A file has one writer; what would have two, on machines without a lock in common
     jobs/NAME/rank-N.json     rank N: since when, where it runs, how it ended; rank 0 also its last
                               report, the last step saved, the verdict
     jobs/NAME/alive-N         rank N: the kernel's lock on it says whether it lives
-    jobs/NAME/meeting-N.json  rank 0 of attempt N: where its ranks meet
+    jobs/NAME/rendezvous-N.json  rank 0 of attempt N: where its ranks meet
     jobs/NAME/*.pkl, *.out    submitit: what the ranks unpickle, and their logs
 
 `jobs` is its owner's alone: whoever could write there would decide what the ranks execute. A run's

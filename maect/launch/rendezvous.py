@@ -40,13 +40,13 @@ class Address:
     """Address and secret that rank 0 publishes.
 
     Attributes:
-        address: of the first node: loopback, where there is only one.
+        host: the first node: loopback, where there is only one.
         secret: stands before every key.
         file: of the store, on one node.
         port: of the store, on several.
     """
 
-    address: str
+    host: str
     secret: str
     file: str = ""
     port: int = 0
@@ -70,10 +70,10 @@ class Rendezvous:
         self._groups = 0
         file = _file(folder, name, attempt)
         if rank == 0:
-            self.meeting = self._open(hosts)
-            write_record(file, asdict(self.meeting))
+            self.address = self._open(hosts)
+            write_record(file, asdict(self.address))
         else:
-            self.meeting = _find(file)
+            self.address = _find(file)
 
     def store(self, timeout: timedelta) -> "Store":
         """The store in which the next process group meets; on every rank as often."""
@@ -81,16 +81,16 @@ class Rendezvous:
 
         self._base = self._base or self._connect(timeout)
         self._groups += 1  # a group must not read what one before it has left
-        return PrefixStore(f"{self.meeting.secret}/{self._groups}", self._base)
+        return PrefixStore(f"{self.address.secret}/{self._groups}", self._base)
 
     def _connect(self, timeout: timedelta) -> "Store":
         from torch.distributed import FileStore, TCPStore
 
-        if self.meeting.file:
-            return FileStore(self.meeting.file, self.size)
+        if self.address.file:
+            return FileStore(self.address.file, self.size)
         return TCPStore(
-            self.meeting.address,
-            self.meeting.port,
+            self.address.host,
+            self.address.port,
             self.size,
             is_master=self.rank == 0,
             timeout=timeout,
@@ -124,14 +124,14 @@ def remove_folder(folder: Path, name: str) -> None:
         folder: of the run.
         name: of the job.
     """
-    meeting = read_mapping(_file(folder, name, 0))
-    if meeting.get("file"):
-        shutil.rmtree(Path(meeting["file"]).parent, ignore_errors=True)
+    address = read_mapping(_file(folder, name, 0))
+    if address.get("file"):
+        shutil.rmtree(Path(address["file"]).parent, ignore_errors=True)
 
 
 def _file(folder: Path, name: str, attempt: int) -> Path:
     """Return where rank 0 publishes: another file each attempt, as the last may be alive."""
-    return job_folder(folder, name) / f"meeting-{attempt}.json"
+    return job_folder(folder, name) / f"rendezvous-{attempt}.json"
 
 
 def _check_loopback() -> None:
@@ -169,8 +169,8 @@ def _listen(address: str) -> socket.socket:
 def _find(file: Path) -> Address:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
-        if meeting := read_mapping(file):
-            return Address(**meeting)
+        if address := read_mapping(file):
+            return Address(**address)
         time.sleep(0.05)
     raise NodeError(
         f"waited {PATIENCE:.0f} s for rank 0 ({file}): "

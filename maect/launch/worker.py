@@ -327,7 +327,7 @@ def _join(
         "LOCAL_RANK": str(context.local_rank),
         "WORLD_SIZE": str(context.world_size),
         "LOCAL_WORLD_SIZE": str(context.local_world_size),
-        "MASTER_ADDR": rendezvous.meeting.address,
+        "MASTER_ADDR": rendezvous.address.host,
         "OMP_NUM_THREADS": str(context.cpus),
     }
     # Blocks of GPU memory that grow leave fewer gaps.

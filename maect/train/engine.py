@@ -196,18 +196,18 @@ class Engine(ABC):
             norms[name] = gradient.detach().double().square().sum()
         return norms
 
-    def step(self, lr_multiplier: float, spoilt: Tensor | None = None) -> None:
+    def step(self, lr_multiplier: float, skip: Tensor | None = None) -> None:
         """Update the weights with `lr_multiplier` times each group's peak learning rate.
 
         Call it after every backward pass; only the last one of an accumulation updates.
 
         Args:
             lr_multiplier: of the schedule.
-            spoilt: float32 [], on the device: where it is 1, weights and moments stay as they are.
+            skip: float32 [], on the device: where it is 1, weights and moments stay as they are.
         """
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
-        self._adam.spoilt = spoilt
+        self._adam.skip = skip
         if self._engine.is_gradient_accumulation_boundary():
             self._multiplier = lr_multiplier
         self._engine.step()
@@ -331,10 +331,10 @@ class Replicated(Engine):
     def _named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         return self._exchange.own_parts()
 
-    def step(self, lr_multiplier: float, spoilt: Tensor | None = None) -> None:
+    def step(self, lr_multiplier: float, skip: Tensor | None = None) -> None:
         """Update this rank's pieces, and start to gather the others'."""
         updates = self._engine.is_gradient_accumulation_boundary()
-        super().step(lr_multiplier, spoilt)
+        super().step(lr_multiplier, skip)
         if updates:
             self._exchange.gather()
 
@@ -451,19 +451,19 @@ def build_engine(
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that leaves everything as it is where a gradient is spoilt.
+    """AdamW that leaves everything as it is where the gradient is not finite.
 
     Attributes:
-        spoilt: float32 [], on the device; 1: leave it. A GPU decides that by itself: nothing waits.
+        skip: float32 [], on the device; 1: leave it. A GPU decides that by itself: nothing waits.
     """
 
-    spoilt: Tensor | None = None
+    skip: Tensor | None = None
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update, or not."""
         if self.defaults["fused"]:
-            self.found_inf = self.spoilt
-        elif self.spoilt is not None and self.spoilt:
+            self.found_inf = self.skip
+        elif self.skip is not None and self.skip:
             return
         super().step(closure)
 

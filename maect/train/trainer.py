@@ -387,8 +387,8 @@ class Trainer:
         total = sum_on_device([squared_norm, *raised, *sums.values], self.device)
         if self.replay and self.replay.step == number:
             self.replay.gradients = self._gradient_norms()
-        spoilt = ((total[0] + total[3]) * 0 != 0).float()  # no number is, times 0
-        self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), spoilt)
+        skip = ((total[0] + total[3]) * 0 != 0).float()  # no number is, times 0
+        self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), skip)
         self.objective.after_update(self.engine.gathered)
         self._forwarded = False
         sums.read(total)
@@ -574,7 +574,7 @@ class Trainer:
             )
 
     def _not_finite(self, what: str, value: float) -> None:
-        """Stop; the weights are not spoilt, but forward passes have changed the queue."""
+        """Stop; the weights are sound, but forward passes have changed the queue."""
         old = self._earlier if self._forwarded else self._before
         for before, buffer in zip(old, self._changing, strict=True):
             buffer.copy_(before)

@@ -83,11 +83,11 @@ class OneOfEight(SingleRank):
     def __init__(self, store: HashStore | None = None, rank: int = 0) -> None:
         super().__init__(gpus=True)
         self.rank, self.local_rank, self.node = rank, rank % 4, rank // 4
-        self.meeting_place = store
+        self.given = store
 
     def store(self, timeout: timedelta, /) -> dist.Store:
-        assert self.meeting_place is not None
-        return self.meeting_place
+        assert self.given is not None
+        return self.given
 
 
 def test_no_training_on_cpus_where_gpus_were_given(

@@ -98,3 +98,13 @@ def test_no_module_name_stands_for_two_things() -> None:
     alike = {"__init__", "__main__", "base", "commands"}
     modules = Counter(path.stem for path in (ROOT / "maect").rglob("*.py"))
     assert {name for name, count in modules.items() if count > 1} == alike
+
+
+def test_no_test_module_hides_another() -> None:
+    """pytest imports those of folders that are no packages by their names alone."""
+    names = Counter(
+        path.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if not (path.parent / "__init__.py").exists()
+    )
+    assert max(names.values()) == 1, names.most_common(3)

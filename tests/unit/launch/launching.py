@@ -92,7 +92,7 @@ class Run:
         # Beside the run's folder, to see what is left there.
         return {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(self.folder.parent)}
 
-    def meetings(self) -> list[Path]:
+    def rendezvous_folders(self) -> list[Path]:
         """Folders in which the ranks of one node meet."""
         return list(self.folder.parent.glob("maect-*"))
 
@@ -125,9 +125,11 @@ class Run:
         folder = make_job_folder(self.folder, self.job().name)
         write_json(folder / "rank-0.json", {"rank": 0, "id": self.job().id, "end": how})
 
-    def meeting(self) -> dict:
+    def rendezvous(self) -> dict:
         """Where rank 0 says that the ranks meet."""
-        return json.loads((job_folder(self.folder, self.job().name) / "meeting-0.json").read_text())
+        return json.loads(
+            (job_folder(self.folder, self.job().name) / "rendezvous-0.json").read_text()
+        )
 
     def progress(self) -> dict:
         """The last report."""

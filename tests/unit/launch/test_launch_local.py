@@ -21,7 +21,7 @@ from maect.launch.resources import LaunchError
 def assert_undisturbed(run, steps: int = 40) -> None:
     """The result of a run that was never disturbed, and nothing left behind."""
     assert run.read("done.json") == expected(steps)
-    wait_for(lambda: not run.processes() and not run.meetings(), 20)
+    wait_for(lambda: not run.processes() and not run.rendezvous_folders(), 20)
     job = run.read("job.json")
     assert job["state"] == "ended" and job["ending"] == "done"
 
@@ -189,7 +189,7 @@ def test_gives_up_after_three_attempts_with_the_failing_rank_s_error(run):
     assert 'raise RuntimeError(f"step {fail_at} cannot be done")' in words
     assert "_log.out" in words and len(run.starts()) == 3
     assert len(run.read("job.json")["earlier"]) == 2
-    assert run.processes() == [] and run.meetings() == []
+    assert run.processes() == [] and run.rendezvous_folders() == []
 
 
 def test_wrong_input_is_not_tried_twice(run):

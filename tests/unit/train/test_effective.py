@@ -72,7 +72,7 @@ class Engine:
     def backward(self, loss):
         pass
 
-    def step(self, multiplier, spoilt):
+    def step(self, multiplier, skip):
         pass
 
     def squared_norm(self):

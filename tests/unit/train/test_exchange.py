@@ -45,7 +45,7 @@ def inputs(step, part):
 
 
 def trained(context, zero_stage, accumulation):
-    """Weights after some steps, what left in which order, and what a spoilt step changed."""
+    """Weights after some steps, what left in which order, and what a skipped step changed."""
     engine.start(context)
     exchange.BUCKET = 100  # the middle layer has more
     layers, events = module(), []
@@ -55,13 +55,13 @@ def trained(context, zero_stage, accumulation):
     ours._exchange.__class__._send = noted(ours._exchange.__class__._send, events)
     layers[0].weight.register_hook(lambda _: events.append("first layer"))
 
-    def step(number, spoilt=None):
+    def step(number, skip=None):
         for piece in range(accumulation):
             rows = inputs(number, context.rank * accumulation + piece)
             ours.backward(ours(rows).square().mean())
             if piece < accumulation - 1:
                 ours.step(0.0)
-        ours.step(1.0, None if spoilt is None else torch.tensor(spoilt))
+        ours.step(1.0, None if skip is None else torch.tensor(skip))
 
     for number in range(STEPS):
         events.clear()

@@ -51,16 +51,16 @@ def test_one_node_has_no_port_to_attack(tmp_path: Path) -> None:
         ours = [port for process in run.processes() for port in listening(process)]
         assert {address for address, _ in ours} <= {"127.0.0.1", "::1"}
         assert attack(mark, *(port for _, port in ours)) == {}
-        meeting = run.meeting()
-        assert meeting["port"] == 0 and os.path.exists(meeting["file"])
-        for private in (Path(meeting["file"]).parent, run.folder / "jobs"):
+        published = run.rendezvous()
+        assert published["port"] == 0 and os.path.exists(published["file"])
+        for private in (Path(published["file"]).parent, run.folder / "jobs"):
             assert stat.S_IMODE(private.stat().st_mode) == 0o700
         (run.folder / "enough").touch()
         words = finish(launcher)
         assert launcher.returncode == 0, words
         check(json.loads((run.folder / "done.json").read_text()))
         assert not mark.exists() and len(run.job().earlier) == 0
-        wait_for(lambda: not Path(meeting["file"]).parent.exists())
+        wait_for(lambda: not Path(published["file"]).parent.exists())
     finally:
         run.end()
 
@@ -98,14 +98,14 @@ def test_on_several_nodes_nothing_is_executed_and_nobody_misled(tmp_path: Path) 
     for process in ranks:
         process.start()
     try:
-        file = job_folder(tmp_path, "job") / "meeting-0.json"
+        file = job_folder(tmp_path, "job") / "rendezvous-0.json"
         wait_for(file.exists)
-        meeting = json.loads(file.read_text())
-        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", meeting["port"]), 5):
+        published = json.loads(file.read_text())
+        with pytest.raises(OSError), socket.create_connection(("127.0.0.2", published["port"]), 5):
             pass
         wait_for((tmp_path / "met").exists)
-        (keys,) = attack(tmp_path / "executed", meeting["port"]).values()
-        assert keys and all(key.startswith(meeting["secret"]) for key in keys)
+        (keys,) = attack(tmp_path / "executed", published["port"]).values()
+        assert keys and all(key.startswith(published["secret"]) for key in keys)
         (tmp_path / "enough").touch()
         for process in ranks:
             process.join(120)
@@ -123,12 +123,12 @@ def test_a_group_does_not_meet_in_what_one_before_it_left(tmp_path: Path) -> Non
     first = rendezvous.store(timedelta(seconds=5))
     first.set("key", "value")
     assert not rendezvous.store(timedelta(seconds=5)).check(["key"])
-    folder = Path(rendezvous.meeting.file).parent
+    folder = Path(rendezvous.address.file).parent
     rendezvous.close()
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("function", ["counting:count", "test_meeting:stuck"])
+@pytest.mark.parametrize("function", ["counting:count", "test_rendezvous:stuck"])
 def test_a_rank_that_fails_leaves_no_folder_to_meet_in(tmp_path: Path, function: str) -> None:
     """Whoever started it: on a cluster nobody else could remove it."""
     arguments = {"folder": str(tmp_path), "steps": 1, "complain": "no such file"}
@@ -145,8 +145,8 @@ def test_a_rank_that_fails_leaves_no_folder_to_meet_in(tmp_path: Path, function:
     environment = Run(tmp_path / "run").environment() | submitit
     assert subprocess.run([*words, str(tmp_path), "job"], env=environment, timeout=120).returncode
     rank = json.loads(rank_file(tmp_path, "job", 0).read_text())
-    meeting = json.loads((job_folder(tmp_path, "job") / "meeting-0.json").read_text())
-    assert rank["message"] == "no such file" and meeting["file"].startswith(str(tmp_path))
+    published = json.loads((job_folder(tmp_path, "job") / "rendezvous-0.json").read_text())
+    assert rank["message"] == "no such file" and published["file"].startswith(str(tmp_path))
     assert list(tmp_path.glob("maect-*")) == []
 
 
@@ -160,14 +160,14 @@ def test_rank_0_that_does_not_come_is_said(tmp_path: Path, monkeypatch: pytest.M
     make_job_folder(tmp_path, "job")
     # What an attempt before this one has written under the same id is not taken for this one's.
     old = Rendezvous(tmp_path, "job", 0, 0, 1, ["here"])
-    assert Rendezvous(tmp_path, "job", 0, 1, 2, ["here"]).meeting == old.meeting
+    assert Rendezvous(tmp_path, "job", 0, 1, 2, ["here"]).address == old.address
     with pytest.raises(NodeError, match="all nodes share") as caught:
         Rendezvous(tmp_path, "job", 1, 1, 2, ["here"])
     assert caught.value.ranks == ()  # whoever waited is not to blame
     # Nor is it in the way of this one's: the attempt before may live on, cut off from SLURM.
     new = Rendezvous(tmp_path, "job", 1, 0, 1, ["here"])
     RankFile(tmp_path, "job", 0, "7", 0.0, 2).hint(progress={"step": 3})
-    assert Rendezvous(tmp_path, "job", 1, 1, 2, ["here"]).meeting == new.meeting != old.meeting
+    assert Rendezvous(tmp_path, "job", 1, 1, 2, ["here"]).address == new.address != old.address
     old.close()
     new.close()
 
