@@ -55,9 +55,15 @@ class Pipeline:
         text = yaml.safe_dump(self.experiment | {"storage": str(self.results)}, sort_keys=False)
         if not file.exists() or file.read_text() != text:
             file.write_text(text)
+        # One rank a training: each more is five seconds of a core, and others test several.
+        profile = self.folder / "profile/config.yaml"
+        profile.parent.mkdir(exist_ok=True)
+        local = (ROOT / "cluster_profiles/local/config.yaml").read_text()
+        assert "devices: auto" in local
+        profile.write_text(local.replace("devices: auto", "devices: 1"))
         return [
             *(sys.executable, "-m", "snakemake", "--snakefile", str(ROOT / "Snakefile")),
-            *("--profile", str(ROOT / "cluster_profiles/local"), "--directory", str(self.folder)),
+            *("--profile", str(profile.parent), "--directory", str(self.folder)),
             *targets,
             *("--config", f"experiment={file}"),
         ]

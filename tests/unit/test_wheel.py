@@ -28,6 +28,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(base.glob("lib*"))
 
 
+@pytest.mark.slow  # wheels are installed and tried by others of this mark
 def test_commands_work_away_from_a_clone(package: Path, tmp_path: Path) -> None:
     script = """
 import sys

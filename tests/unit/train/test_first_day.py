@@ -22,6 +22,7 @@ def checks(context, out):
     return [first_day.check(number, options) for number in HERE]
 
 
+@pytest.mark.slow  # as the hour on a bare machine
 def test_checks_on_a_cpu(tmp_path):
     lines = run(1, {"function": checks, "out": str(tmp_path)}, log=tmp_path / "log")[0]
     for line in lines:
