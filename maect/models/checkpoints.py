@@ -78,7 +78,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file of weights")
     if path.suffix == ".safetensors":
-        return dict(load_tensors(path)[0])
+        try:
+            return dict(load_tensors(path)[0])
+        except UserError as error:
+            raise UserError(f"{error}; {_again(path)}") from None
     _check_start(path)
     try:
         stands_for = [(_LeftOut, name) for name in (*_LEFT_OUT, *_configuration(path))]
@@ -102,13 +105,18 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
         ) from None
     except Exception as error:  # a damaged file fails anywhere in the reader
         raise UserError(
-            f"{path}: damaged: PyTorch's reader fails on its {path.stat().st_size:,} bytes "
-            f"({type(error).__name__}: {_line(error)}); compare its size with the published one "
-            "and download it again"
+            f"{path}: damaged: PyTorch's reader fails ({type(error).__name__}: {_line(error)}); "
+            f"{_again(path)}"
         ) from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: holds a {type(content).__name__}, not named weights")
     return content
+
+
+def _again(path: Path) -> str:
+    """Return what to do about a damaged file."""
+    size = f"{path.stat().st_size:,}"
+    return f"compare its {size} bytes with the published size, and download it again"
 
 
 def _check_start(path: Path) -> None:
@@ -127,8 +135,7 @@ def _check_start(path: Path) -> None:
         raise UserError(f"{path}: a safetensors file by its first bytes; call it .safetensors")
     if start.startswith(b"PK") and not zipfile.is_zipfile(path):
         raise UserError(
-            f"{path}: cut off: its {path.stat().st_size:,} bytes begin as a file of torch.save and "
-            "lack the end; download it again"
+            f"{path}: cut off: it begins as a file of torch.save and lacks the end; {_again(path)}"
         )
     if not start.startswith((b"PK", b"\x80")):
         found = f"starts with {start[:16]!r}" if start else "is empty"
@@ -196,7 +203,8 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
     fitting.sort(key=lambda name: LAYOUTS[name].mark is None)  # a mark decides
     if not fitting:
         raise UserError(
-            f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; {_described(checkpoint)}"
+            f"{file}: fits none of the layouts {', '.join(LAYOUTS)}; name a model of timm with "
+            f"--timm (docs/weights.md); {_described(checkpoint)}"
         )
     if fitting[0] == "mim_refiner":
         told = [name for part, name in _REFINED_FROM.items() if part in file.lower()]
