@@ -16,11 +16,12 @@ import yaml
 
 from maect.core.entries import line_of
 from maect.core.errors import UserError
-from maect.core.files import read_mapping, write_json, write_text
+from maect.core.files import read_mapping, write_text
 from maect.core.settings import digest
 from maect.evaluate import OutputOf, Trained
 from maect.experiment import Experiment
 from maect.experiment.resolve import evaluation_config, input_path, run_config
+from maect.records import EvaluationRecord, RunRecord
 from maect.stages.run import RunConfig
 from maect.train.run_folder import fingerprint
 
@@ -53,9 +54,9 @@ class Here:
     """What of the results folder is what the experiment asks for today."""
 
     experiment: Experiment
-    runs: dict[str, dict[str, Any]]
+    runs: dict[str, RunRecord]
     """Completion records, by run."""
-    results: dict[Pair, dict[str, Any]]
+    results: dict[Pair, EvaluationRecord]
     """Results, by run and evaluation."""
 
 
@@ -72,61 +73,57 @@ def what_is_here(experiment: Experiment) -> Here:
         return read_mapping(experiment.shards(dataset, split) / "index.json").get("digest")
 
     @cache
-    def record(name: str) -> dict[str, Any]:
-        """A run's completion record; empty if the run does not count."""
+    def record(name: str) -> RunRecord | None:
+        """A run's completion record; none if the run does not count."""
         folder, run = experiment.folder(name), experiment.runs[name]
-        found, now = read_mapping(folder / "run.json"), run_config(experiment, name)
-        told: dict[str, Any] = {"stage": now.stage, "source": run.source}
+        found, now = RunRecord.find(folder), run_config(experiment, name)
+        if found is None or (found.stage, found.source) != (now.stage, run.source):
+            return None
         if now.settings.trains:
-            told |= {"seed": now.seed, "encoder": now.encoder.model_dump(mode="json")}
-            decisive = now.settings.decisive
-            if decisive(found.get("recipe", {})) != decisive(now.settings.model_dump(mode="json")):
-                return {}
-        if any(found.get(key) != value for key, value in told.items()):
-            return {}
+            same = (found.seed, found.encoder) == (now.seed, now.encoder)
+            if not (same and now.settings.is_said_by(found.settings)):
+                return None
         if run.source is not None and not record(run.source):
-            return {}
+            return None
         images = digest_of(run.dataset, run.split)
         if now.settings.trains and images is not None:
             source = None if run.source is None else experiment.folder(run.source)
             given = now.stage, now.settings, now.encoder, now.seed, images, source
-            if found.get("fingerprint") != fingerprint(folder, *given):
-                return {}
+            if found.fingerprint != fingerprint(*given):
+                return None
         return found
 
     @cache
-    def result(pair: Pair) -> dict[str, Any]:
-        """An evaluation's result; empty if it does not count."""
-        found, made_by = read_mapping(result_file(experiment, pair)), record(pair[0])
+    def result(pair: Pair) -> EvaluationRecord | None:
+        """An evaluation's result; none if it does not count."""
+        found, made_by = EvaluationRecord.seek(result_file(experiment, pair)), record(pair[0])
         if not found or not made_by:
-            return {}
-        now, about = evaluation_config(experiment, *pair), found["provenance"]
-        told = now.settings.decisive(now.settings.model_dump(mode="json")) | {"resize": now.resize}
-        same = now.settings.decisive(found["settings"]) == told
-        if not same or about["encoder_sha256"] != checksum(made_by):
-            return {}
+            return None
+        now, about = evaluation_config(experiment, *pair), found.provenance
+        if not now.is_answered_by(found) or about["encoder_sha256"] != made_by.encoder_sha256:
+            return None
         for name, kind in now.settings.inputs().items():
             given = about.get("inputs", {}).get(name)
             if isinstance(kind, OutputOf):
                 made = result((pair[0], kind.evaluation))
-                if not made or given != left(made):
-                    return {}
+                if not made or given != made.left_sha256:
+                    return None
             elif isinstance(kind, Trained):
                 folders = cast(list[Path], input_path(experiment, *pair, kind))
                 records = [record(folder.name) for folder in folders]
-                if not all(records) or given != [checksum(one) for one in records]:
-                    return {}
+                if given != [one and one.encoder_sha256 for one in records] or None in records:
+                    return None
             else:
                 images = digest_of(experiment.default_dataset, kind.split)
                 seen = about.get("splits", {}).get(name, {}).get("index_digest", images)
                 if images is not None and seen != images:
-                    return {}
+                    return None
         return found
 
     return Here(
         experiment,
         {name: one for name in experiment.runs if (one := record(name))},
-        {pair: one for pair in experiment.evaluations if (one := result(pair))},
+        {pair: got for pair in experiment.evaluations if (got := result(pair))},
     )
 
 
@@ -158,7 +155,7 @@ def counts(here: Here, folder: Path) -> Published:
         return (
             told.digest == run_config(experiment, name).digest
             and (line["from"] or None) == source
-            and (again is None or checksum(again) == line["encoder_sha256"])
+            and (again is None or again.encoder_sha256 == line["encoder_sha256"])
             and (again is None or line.get("weights") in ("", None, weights(again)))
             and (source is None or is_run(source))
         )
@@ -179,7 +176,7 @@ def counts(here: Here, folder: Path) -> Published:
         again = here.results.get(pair)
         return (
             known["settings"] == now.digest
-            and (again is None or (bool(known["left"]) and known["left"] == left(again)))
+            and (again is None or (bool(known["left"]) and known["left"] == again.left_sha256))
             and all(of_runs)
             and all(is_result((pair[0], need)) for need in now.settings.needs)
         )
@@ -221,25 +218,15 @@ def merge(here: Here, published: Published, root: Path) -> None:
     for pair in experiment.evaluations:
         to = root / "evaluations" / pair[0] / f"{pair[1]}.json"
         if pair in published.measured:
-            write_json(to, {"metrics": _nested(published.measured[pair])})
+            EvaluationRecord(metrics=_nested(published.measured[pair])).write(to)
         elif pair in here.results:
             to.parent.mkdir(parents=True, exist_ok=True)
             to.symlink_to(result_file(experiment, pair).absolute())
 
 
-def checksum(record: dict[str, Any]) -> str:
-    """Of a run's encoder."""
-    return str(record.get("sha256", {}).get("encoder.safetensors", ""))
-
-
-def weights(record: dict[str, Any]) -> str:
+def weights(record: RunRecord) -> str:
     """Digest of all that a run left: a head's encoder is that of its source."""
-    return digest(record.get("sha256", {}))
-
-
-def left(result: dict[str, Any]) -> str:
-    """Checksum of the tensors that an evaluation left for others, if any."""
-    return str(result.get("left_sha256", ""))
+    return digest(record.sha256)
 
 
 def result_file(experiment: Experiment, pair: Pair) -> Path:
@@ -286,16 +273,15 @@ def _with_lists(value: Any) -> Any:
 def _restore(name: str, published: Published, to: Path) -> None:
     """A completion record and curves, as far as tables and figures of numbers read them."""
     line, told = published.runs[name], yaml.safe_load(published.resolved[name])
-    record = {
-        "run": name,
-        "stage": line["stage"],
-        "source": line["from"] or None,
-        "device_hours": float(line["device_hours"]),
-        "recipe": told.get("settings", {}),
-        "encoder": told.get("encoder", {}),
-        "unlogged_steps": "those that are not published",
-    }
-    write_json(to / "run.json", record)
+    RunRecord(
+        run=name,
+        stage=line["stage"],
+        source=line["from"] or None,
+        device_hours=float(line["device_hours"]),
+        settings=told.get("settings", {}),
+        encoder=told.get("encoder"),
+        unlogged_steps="those that are not published",
+    ).write(RunRecord.path(to))
     steps: list[dict[str, Any]] = [
         {key: json.loads(value) for key, value in one.items() if key != "run" and value}
         for one in published.curves[name]

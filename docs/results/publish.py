@@ -26,10 +26,8 @@ from merge import (
     LOOKS,
     Here,
     Published,
-    checksum,
     counts,
     flat,
-    left,
     merge,
     result_file,
     weights,
@@ -40,10 +38,11 @@ from PIL import Image
 
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, read_mapping, write_json, write_text
+from maect.core.files import read_mapping, write_json, write_text
 from maect.experiment import Experiment, load
 from maect.experiment.pages import claims_config, figures, inputs_of_shown, shown_config, tables
 from maect.experiment.resolve import evaluation_config, run_config
+from maect.records import EvaluationRecord, RunRecord
 from maect.report.claims import (
     COST,
     claims_table,
@@ -94,7 +93,7 @@ def collect(name: str) -> None:
         known = dict(published.results)
         for pair, result in here.results.items():
             told = evaluation_config(experiment, *pair).digest
-            known["/".join(pair)] = {"settings": told, "left": left(result)}
+            known["/".join(pair)] = {"settings": told, "left": result.left_sha256 or ""}
         known = {name: known[name] for name in map("/".join, done)}
         counted = {"asked": len(results), "made": len(done), "missing": missing}
         write_json(out / "evaluations.json", counted | {"results": known})
@@ -184,7 +183,7 @@ def _read(experiment: Experiment, figure: str) -> dict[str, Path]:
     """The records and results that a figure reads, by run and by `RUN/EVALUATION`."""
     found = {}
     for path in inputs_of_shown(experiment, figure, figure=True):
-        if path.name == "run.json":
+        if path == RunRecord.path(path.parent):
             found[path.parent.name] = path
         elif experiment.root / "evaluations" in path.parents:
             found[f"{path.parent.name}/{path.stem}"] = path
@@ -221,7 +220,7 @@ def _measured(results: dict[tuple[str, str], Path]) -> list[dict[str, Any]]:
     return [
         {"run": run, "evaluation": evaluation, "metric": metric, "value": value}
         for (run, evaluation), path in results.items()
-        for metric, value in flat(read_json(path)["metrics"])
+        for metric, value in flat(EvaluationRecord.read(path).metrics)
     ]
 
 
@@ -249,7 +248,7 @@ def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
         if run.name in published.runs:
             lines.append(dict(published.runs[run.name]))
             continue
-        record, log = here.runs.get(run.name, {}), experiment.folder(run.name) / "metrics.jsonl"
+        record, log = here.runs.get(run.name), experiment.folder(run.name) / "metrics.jsonl"
         steps = entries(log) if record and log.exists() else []
         start: dict[str, Any] = {"step": 0, "epoch": 0.0, "timing": {"device_seconds": 0.0}}
         last = steps[-1] if steps else start
@@ -265,8 +264,8 @@ def _runs(here: Here, published: Published) -> list[dict[str, Any]]:
                 "finished": bool(record),
                 "operations": float(f"{run.settings.flops_per_image(run.encoder) * images:.4g}"),
                 "device_hours": round(last["timing"]["device_seconds"] / 3600, 3),
-                "revision": (record.get("source_revision") or "")[:12],
-                "encoder_sha256": checksum(record),
+                "revision": ((record and record.source_revision) or "")[:12],
+                "encoder_sha256": record.encoder_sha256 if record else "",
                 "weights": weights(record) if record else "",
                 "nnclr_loss": _first_nnclr_loss(run.name, experiment) if record else None,
                 "machine": machine if record else "",
@@ -303,7 +302,7 @@ def _pilots(experiment: Experiment) -> list[dict[str, Any]]:
         spec = next(s for t, s in experiment.spec.runs.items() if _fits(t, run))
         values = dict(zip(spec.each, re.findall(r"[\d.]+$", run), strict=False))
         changes = str(spec.overrides).replace("'{x}'", values.get("x", ""))
-        knn = read_json(path)["metrics"]["knn"] if path.exists() else None
+        knn = EvaluationRecord.read(path).metrics["knn"] if path.exists() else None
         lines.append(
             {
                 "run": run,

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_json
 from maect.core.yaml_files import read_yaml
 from maect.data.config import made_by
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, Features, Shards
 from maect.models.export import Card
+from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.tables import result_file
 from maect.stages import STAGES
 from maect.stages.run import RunConfig
@@ -70,7 +70,7 @@ def card_of(
         raise UserError(f"--licence {licence}: none of the hub's; {hint}")
     for name in filter(None, (repository, base_model)):
         _check_name(name)
-    labelled = STAGES[read_json(run / "run.json")["stage"]].labelled
+    labelled = STAGES[RunRecord.of(run).stage].labelled
     chain = list(reversed(_chain(run)))
     base = base_model or next(filter(None, (_of_timm(folder) for folder, _ in chain)), None)
     parts = {
@@ -134,9 +134,8 @@ def _hub_data(chain: Sequence[tuple[Path, RunConfig]]) -> tuple[str, ...]:
 
 def _of_timm(run: Path) -> str | None:
     """The repository of the weights of timm that a run imported."""
-    record = read_json(run / "run.json") if (run / "run.json").exists() else {}
-    name = record.get("weights", {}).get("timm")
-    return f"timm/{name}" if name else None
+    weights = RunRecord.of(run).weights if is_finished(run) else None
+    return f"timm/{weights.timm}" if weights and weights.timm else None
 
 
 def _use(labelled: bool) -> str:
@@ -179,7 +178,7 @@ def results_of(run: Path) -> "tuple[EvalResult, ...]":
     found = [*_of_classifier(run)]
     for path, result in _evaluations(run):
         evaluation, _, _ = path.stem.partition(".on.")
-        for key, value in result["metrics"].items():
+        for key, value in result.metrics.items():
             named = METRICS.get((evaluation, key)) or METRICS.get((evaluation, "*"))
             data, split = _measured_on(path, result, key) if named else ("", "")
             if named and data and isinstance(value, float):
@@ -189,11 +188,11 @@ def results_of(run: Path) -> "tuple[EvalResult, ...]":
 
 def _of_classifier(run: Path) -> "Iterator[EvalResult]":
     """Accuracy of a fine-tuned run with its own classifier, after its last epoch."""
-    scores = read_json(run / "run.json").get("scores")
+    scores = RunRecord.of(run).scores
     test = RunConfig.read(run / "config.yaml").test if (run / "config.yaml").exists() else None
     if scores and test is not None:
         named = _CLASSES, "accuracy", "Accuracy"
-        yield _result(named, test.parent.name, test.name, scores["accuracies"][-1])
+        yield _result(named, test.parent.name, test.name, scores.accuracies[-1])
 
 
 def _result(
@@ -214,31 +213,28 @@ def _result(
     )
 
 
-def _measured_on(path: Path, result: dict[str, Any], metric: str) -> tuple[str, str]:
+def _measured_on(path: Path, result: EvaluationRecord, metric: str) -> tuple[str, str]:
     """Data set and split of a metric, by the inputs of the resolved file; empty: of no images."""
     told = path.with_suffix(".yaml")
-    if told.exists():  # else of a revision without resolved files, or made by hand
-        try:
-            config = EvaluationConfig.read(told)
-            inputs = config.settings.inputs()
-            name = metric if metric in inputs else "test"  # several test sets: a metric for each
-            kind = inputs.get(name)
-            if isinstance(kind, Features):
-                return config.paths(name)[0].stem.removesuffix(f"-{kind.split}"), kind.split
-            if isinstance(kind, Shards):
-                return config.paths(name)[0].parent.name, kind.split
-            return "", ""
-        except (UserError, KeyError):  # of another version
-            pass
-    return "unknown", result["settings"].get("test_split", "")
+    if not told.exists():  # made by hand
+        return "unknown", result.settings.get("test_split", "")
+    config = EvaluationConfig.read(told)
+    inputs = config.settings.inputs()
+    name = metric if metric in inputs else "test"  # several test sets: a metric for each
+    kind = inputs.get(name)
+    if isinstance(kind, Features):
+        return config.paths(name)[0].stem.removesuffix(f"-{kind.split}"), kind.split
+    if isinstance(kind, Shards):
+        return config.paths(name)[0].parent.name, kind.split
+    return "", ""
 
 
-def _evaluations(run: Path) -> list[tuple[Path, dict[str, Any]]]:
+def _evaluations(run: Path) -> list[tuple[Path, EvaluationRecord]]:
     """The results that are of the encoder that the run has now."""
     evaluations = run.parent.parent / "evaluations"
     names = sorted(path.stem for path in (evaluations / run.name).glob("*.json"))
     files = (result_file(evaluations, run.name, name) for name in names)
-    return [(path, read_json(path)) for path in files if path is not None]
+    return [(path, EvaluationRecord.read(path)) for path in files if path is not None]
 
 
 def _results(run: Path) -> str:
@@ -248,7 +244,7 @@ def _results(run: Path) -> str:
         f"| {one.metric_value:.4g} |"
         for one in results_of(run)
     ]
-    used = [(path.stem, r["provenance"].get("test_data")) for path, r in _evaluations(run)]
+    used = [(path.stem, r.provenance.get("test_data")) for path, r in _evaluations(run)]
     notes = [f"- {name}: {text}" for name, text in used if text]
     if not lines:
         return ""

@@ -11,10 +11,10 @@ from maect.answers.encoder import ImageEncoder
 from maect.answers.vectors import Vectors, write_rows
 from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
-from maect.core.files import checked_sha256, read_json
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.low_shot import LowShot, fit, prepare
 from maect.evaluate.store import check, open_features
+from maect.records import RunRecord, checked_sha256, is_finished
 from maect.stages import STAGES
 
 _KIND = "logistic_regression"
@@ -83,8 +83,7 @@ class VectorClassifier:
 def classifier_of(run: Path) -> Path:
     """Return where a run's own classifier is: that it was fine-tuned with, or its linear probe."""
     run = run.absolute()
-    record = run / "run.json"
-    if record.exists() and STAGES[read_json(record)["stage"]].labelled:
+    if is_finished(run) and STAGES[RunRecord.of(run).stage].labelled:
         return run / "head.safetensors"
     return run.parent.parent / "evaluations" / run.name / "linear_probe.safetensors"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
 from maect.data.retrieve import CATALOGUE
+from maect.records import is_finished
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def find_run(given: Path) -> Path:
             f"{name}: no such folder, and no public encoder; {did_you_mean(name, PUBLIC)}"
         )
     run = folder() / name
-    if (run / "run.json").exists():
+    if is_finished(run):
         return run
     (remote,) = CATALOGUE[name]
     file = folder() / remote.name

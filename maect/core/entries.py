@@ -52,7 +52,7 @@ def lines(path: Path) -> list[bytes]:
 
 
 def entries(
-    path: Path, tail: int | None = None, record: dict[str, Any] | None = None
+    path: Path, tail: int | None = None, epochs: float | None = None
 ) -> list[dict[str, Any]]:
     """Sound entries of a log, oldest first; a warning names the lines of damaged ones.
 
@@ -61,7 +61,7 @@ def entries(
     Args:
         path: the log.
         tail: read only this many bytes at its end; a line that they cut is left out.
-        record: `run.json` of a finished run, whose last line has been written.
+        epochs: that the log of a finished run goes up to: its last line has been written.
     """
     try:
         with open_file(path) as file:
@@ -70,21 +70,20 @@ def entries(
             found = [entry_of(line) for line in file.read().splitlines()[1 if start else 0 :]]
     except FileNotFoundError:
         return []
-    lasting = found if record else found[:-1]
+    lasting = found if epochs is not None else found[:-1]
     damaged = [str(number) for number, entry in enumerate(lasting, start=1) if entry is None]
     if damaged:
         where = " of its end" if start else ""
         log.warning("%s: damaged: left out: lines%s %s", path, where, ", ".join(damaged[:10]))
     sound = [entry for entry in found if entry is not None]
-    if record and not damaged:
-        _check_end(path, sound, record)
+    if epochs is not None and not damaged:
+        _check_end(path, sound, epochs)
     return sound
 
 
-def _check_end(path: Path, found: list[dict[str, Any]], record: dict[str, Any]) -> None:
+def _check_end(path: Path, found: list[dict[str, Any]], epochs: float) -> None:
     """Warn if the last entries of a finished run's log are lost."""
-    epochs = record.get("recipe", {}).get("epochs", 0)
-    if "unlogged_steps" in record or (found and "epoch" not in found[-1]):
+    if found and "epoch" not in found[-1]:
         return
     end, step = (found[-1]["epoch"], found[-1]["step"]) if found else (0.0, 1)
     # A last epoch may end with less than a batch, which no step takes.
@@ -92,12 +91,12 @@ def _check_end(path: Path, found: list[dict[str, Any]], record: dict[str, Any]) 
         log.warning("%s: the entries after epoch %.4g of %g are lost", path, end, epochs)
 
 
-def finished_entries(run: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
+def finished_entries(run: Path, epochs: float) -> list[dict[str, Any]]:
     """All entries of a finished run; a warning says so where the last ones are lost.
 
     Args:
         run: its folder.
-        record: its `run.json`.
+        epochs: that its log goes up to.
 
     Raises:
         UserError: an entry that is damaged, named; or a log without any.
@@ -114,7 +113,7 @@ def finished_entries(run: Path, record: dict[str, Any]) -> list[dict[str, Any]]:
     if not found and path.exists():
         raise UserError(f"{path}: no step was logged")
     if found:
-        _check_end(path, found, record)
+        _check_end(path, found, epochs)
     return found
 
 

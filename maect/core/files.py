@@ -23,6 +23,8 @@ PIPELINE = _PACKAGE / "pipeline" if (_PACKAGE / "pipeline").is_dir() else _PACKA
 
 FORMAT = 1
 """Of all records and resolved files. It is read for as long as a major version of maect lives."""
+RUN = "run.json"
+"""Completion record of a run, in its folder."""
 CHECKSUM = "checksum"
 """The last key of a record: sha256 of the rest as JSON with sorted keys."""
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -252,6 +254,18 @@ def read_json(path: str | Path) -> Any:
         ) from None
 
 
+def read_record(path: str | Path) -> dict[str, Any]:
+    """Read what `write_record` wrote, without format and checksum.
+
+    Raises:
+        UserError: the file is missing, damaged, no record or of another format.
+    """
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: no record; delete it and start again: it is made again")
+    return value
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """A JSON mapping that others may be writing or removing; {} where there is none, or damaged."""
     try:
@@ -281,29 +295,6 @@ def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's content."""
     with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def checked_sha256(path: Path) -> str:
-    """sha256 of a file that a run or an evaluation left.
-
-    Raises:
-        UserError: it is missing, or not the one that the record beside it promises.
-    """
-    if not path.exists():
-        raise UserError(f"{path}: no such file; its run is not finished")
-    actual = sha256_file(path)
-    record, key = path.parent / "run.json", "sha256"
-    if not record.exists():  # beside the result of an evaluation
-        record, key = path.with_suffix(".json"), "left_sha256"
-    promised = read_json(record).get(key) if record.exists() else None
-    if isinstance(promised, dict):
-        promised = promised.get(path.name)
-    if promised not in (None, actual):
-        raise UserError(
-            f"{path}: damaged (its checksum is not that in {record.name}); delete it and start "
-            "again"
-        )
-    return actual
 
 
 def write_table_text(path: Path, text: str) -> None:

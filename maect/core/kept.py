@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_mapping
+from maect.core.files import RUN, read_mapping
 
 SUFFIX = ".kept"
 
@@ -84,7 +84,7 @@ def restore(root: Path) -> None:
 
 def _restore(folder: Path) -> None:
     """Put back what is kept of a run, or of each of the features or evaluations in a folder."""
-    if backup_of(folder / "run.json").exists():
+    if backup_of(folder / RUN).exists():
         put_back(kept(folder), lambda: _is_of_last_recipe(folder))
         return
     results: dict[str, list[Path]] = {}
@@ -96,7 +96,7 @@ def _restore(folder: Path) -> None:
 
 def _is_of_last_recipe(run: Path) -> bool:
     """Return whether no training by another recipe has begun since a run was finished."""
-    made, begun = (read_mapping(run / name) for name in ("run.json", "recipe.json"))
+    made, begun = (read_mapping(run / name) for name in (RUN, "recipe.json"))
     return made.get("fingerprint") == begun.get("fingerprint")
 
 

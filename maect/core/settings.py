@@ -13,7 +13,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    Field,
     PlainSerializer,
     SerializationInfo,
     ValidationError,
@@ -30,10 +29,12 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    @classmethod
-    def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Return what of a dump of such settings, as JSON values, decides the result."""
-        return values
+    def is_said_by(self, values: Any) -> bool:
+        """Return whether a record says these settings; one that it lacks has its default."""
+        try:
+            return type(self).model_validate(values) == self
+        except ValidationError:
+            return False
 
 
 S = TypeVar("S", bound=Settings)
@@ -49,11 +50,6 @@ def validated(model: type[S], values: Any, where: str, context: dict[str, Any] |
         return model.model_validate(values, context=context)
     except ValidationError as error:
         raise one_line(error, where) from None
-
-
-def later(default: Any, **limits: Any) -> Any:
-    """A field that older runs did not have: at its default it is in no dump, file or digest."""
-    return Field(default=default, exclude_if=lambda value: value == default, **limits)
 
 
 def one_line(error: ValidationError, where: str) -> UserError:
@@ -96,11 +92,13 @@ def _types(annotation: Any) -> list[type[Settings]]:
 def digest(*parts: Any) -> str:
     """Short hexadecimal identity of settings or JSON values, whatever the order of their keys.
 
-    Of settings only what decides the result.
-
-    What is added to settings that were hashed before must be `later`, or no old run resumes.
+    Of settings it is what differs from their defaults, so that a new one changes no identity. A
+    default is therefore a part of the format, and never changes within one.
     """
-    plain = [p.decisive(p.model_dump(mode="json")) if isinstance(p, Settings) else p for p in parts]
+    plain = [
+        p.model_dump(mode="json", exclude_defaults=True) if isinstance(p, Settings) else p
+        for p in parts
+    ]
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -200,12 +198,12 @@ class SettingsFile(Settings):
     @property
     def digest(self) -> str:
         """Identity of what the file says; where inputs are is not part of it."""
-        return digest(self.model_dump(mode="json", context={"paths": None}))
+        return digest(self.model_dump(mode="json", exclude_defaults=True, context={"paths": None}))
 
     def identity(self, path: str | Path) -> str:
         """Identity of what a file at `path` says, with its inputs in the same results folder."""
         context = {"paths": None, **self._context(path)}
-        return digest(self.model_dump(mode="json", context=context))
+        return digest(self.model_dump(mode="json", exclude_defaults=True, context=context))
 
     def _context(self, path: str | Path) -> dict[str, Path]:
         """Folder of a file at `path`, and the results folder that it lies in."""

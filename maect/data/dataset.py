@@ -233,11 +233,10 @@ def _known(dataset: ShardDataset, samples: Iterable[dict[str, Any]]) -> Iterator
             missing.discard(sample["__key__"])
             _, _, _, size, label, *_ = index.rows[row].tolist()
             files = [value for value in sample.values() if isinstance(value, bytes)]
-            if index.checksums is not None:
-                wanted = index.checksums[index.rows[row, ID]]
-                if not any(len(x) == size and isal_zlib.crc32(x) == wanted for x in files):
-                    index.read(row)  # says how it is damaged
-                    raise UserError(f"{url}: sample {sample['__key__']} is not the indexed image")
+            wanted = index.checksums[index.rows[row, ID]]
+            if not any(len(x) == size and isal_zlib.crc32(x) == wanted for x in files):
+                index.read(row)  # says how it is damaged
+                raise UserError(f"{url}: sample {sample['__key__']} is not the indexed image")
             sample.pop("cls", None)
             yield sample if label == UNLABELLED else {**sample, "cls": str(label).encode()}
         if missing:

@@ -77,8 +77,8 @@ class Index:
     """Identity of the content: keys, labels and image bytes in order, however they are sharded."""
     shards: tuple[Path, ...]
     record: dict[str, Any] = field(repr=False)
-    checksums: NDArray[np.uint32] | None = field(repr=False)
-    """CRC-32 of each image's bytes by sample id, [samples of the tars]; None in older shards."""
+    checksums: NDArray[np.uint32] = field(repr=False)
+    """CRC-32 of each image's bytes by sample id, [samples of the tars]."""
     _files: _Files = field(repr=False)
 
     @property
@@ -175,7 +175,7 @@ class Index:
             raise UserError(f"{path}: cannot read sample {i}: {error.strerror}") from None
         if len(data) != size:
             raise UserError(f"{path}: ends inside sample {i}; check it with maect shard --verify")
-        if self.checksums is not None and isal_zlib.crc32(data) != self.checksums[sample]:
+        if isal_zlib.crc32(data) != self.checksums[sample]:
             raise UserError(
                 f"{path}: sample {i} ({self.key(i)}) is damaged: its checksum is not that of when "
                 "it was sharded; check the shards with maect shard --verify"
@@ -238,7 +238,8 @@ def open_index(directory: str | Path) -> Index:
         shape = (record["n"], len(COLUMNS))
         shards = tuple(directory / shard["file"] for shard in record["shards"])
         names, digest = tuple(record["class_names"]), record["digest"]
-        checksums = _checksums(directory / CHECKSUMS, record.get("crc32_sha256"))
+        _check_sha256(directory / CHECKSUMS, record["crc32_sha256"])
+        checksums = np.load(directory / CHECKSUMS, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
     except (KeyError, TypeError) as error:
@@ -258,17 +259,10 @@ def open_index(directory: str | Path) -> Index:
             raise UserError(
                 f"{shard}: {size} bytes, {recorded.get('size')} recorded; shard it again"
             )
-    return Index(directory, rows, names, digest, shards, record, checksums, _Files(shards))
+    sums = np.asarray(checksums)
+    return Index(directory, rows, names, digest, shards, record, sums, _Files(shards))
 
 
 def _check_sha256(path: Path, sha256: str) -> None:
     if sha256_file(path) != sha256:
         raise UserError(f"{path}: changed since it was written; delete it and run maect shard")
-
-
-def _checksums(path: Path, sha256: str | None) -> NDArray[np.uint32] | None:
-    """The images' checksums, in a file with this one by the index's record; None: there is none."""
-    if sha256 is None:
-        return None
-    _check_sha256(path, sha256)
-    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))

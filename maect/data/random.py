@@ -27,7 +27,6 @@ MASK = 6
 LOOKUP = 7
 SHARD = 8
 SUBSET = 9
-# 10 was used once.
 RAND_AUGMENT = 11
 ERASE = 12
 MIX = 13

@@ -504,11 +504,8 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
         rows.flush()
         shards = _shards(plan, records, rows, np.concatenate(contents))
     write_text(out / "keys.txt", "".join(f"{key}\n" for key in keys))
-    crc32 = np.concatenate(checksums)
-    whole = len(crc32) == n  # not if older versions have written some of the shards
-    if whole:
-        with atomic_write(out / CHECKSUMS) as temporary, open(temporary, "wb") as file:
-            np.save(file, crc32)
+    with atomic_write(out / CHECKSUMS) as temporary, open(temporary, "wb") as file:
+        np.save(file, np.concatenate(checksums))
     if faults := [fault for record in records for fault in record.get("unreadable", [])]:
         faults = [f"{name} ({why})" for name, _, why in (fault.partition("\t") for fault in faults)]
     faults += [f"{name} (gone)" for name in plan.get("gone", [])]
@@ -525,7 +522,7 @@ def _write_index(out: Path, plan: dict[str, Any]) -> None:
             "index_sha256": sha256_file(out / "index.npy"),
             "keys_sha256": sha256_file(out / "keys.txt"),
             "n": n,
-            **({"crc32_sha256": sha256_file(out / CHECKSUMS)} if whole else {}),
+            "crc32_sha256": sha256_file(out / CHECKSUMS),
             **{name: plan[name] for name in PASSED_ON},
             **({"unlisted": plan["unlisted"]} if "unlisted" in plan else {}),
             **({"unreadable": faults} if faults else {}),
@@ -561,18 +558,15 @@ def _read_part(
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
     """A shard's rows of the index, sha256 of its `n` samples, [n, 32], CRC-32 of their images.
 
-    An older version has left none of the last.
-
     Raises:
         UserError: damaged.
     """
     path = _record_path(out, number).with_suffix(".npz")
     try:
         with np.load(path) as part:
-            rows, content = part["rows"], part["content"]
-            crc32 = part["crc32"] if "crc32" in part else np.empty(0, np.uint32)
-        known = crc32.shape in ((n,), (0,))
-        if not known or (rows.shape, content.shape) != ((n, len(COLUMNS)), (n, 32)):
+            rows, content, crc32 = (part[name] for name in ("rows", "content", "crc32"))
+        shapes = rows.shape, content.shape, crc32.shape
+        if shapes != ((n, len(COLUMNS)), (n, 32), (n,)):
             raise ValueError(f"{len(rows)} rows for {n} images")
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         tar = out / shard_name(read_plan(out)["split"], number)

@@ -67,7 +67,7 @@ def _copy(index: Index, out: Path) -> None:
     record, pixels = index.record, pixels_files(index)
     told = {
         index.directory / "index.npy": record["index_sha256"],
-        index.directory / CHECKSUMS: record.get("crc32_sha256"),
+        index.directory / CHECKSUMS: record["crc32_sha256"],
         pixels[0]: read_mapping(pixels[1]).get("sha256"),
     }
     beside = [index.directory / "keys.txt", pixels[1], *told]

@@ -59,9 +59,8 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
     with atomic_write(out / "index.npy") as temporary, open(temporary, "wb") as file:
         np.save(file, rows)
     write_text(out / "keys.txt", "".join(f"{keys[i]}\n" for i in chosen))
-    if crc32 := index.record.get("crc32_sha256"):
-        with atomic_write(out / CHECKSUMS) as temporary:
-            shutil.copyfile(index.directory / CHECKSUMS, temporary)
+    with atomic_write(out / CHECKSUMS) as temporary:
+        shutil.copyfile(index.directory / CHECKSUMS, temporary)
     parent = os.path.relpath(Path(shards).resolve(), out.resolve())
     files = [{**s, "file": os.path.join(parent, s["file"])} for s in index.record["shards"]]
     identity = hashlib.sha256(index.digest.encode() + rows.tobytes()).hexdigest()
@@ -79,7 +78,7 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
             "options": index.record["options"],
             **read,
             "view_of": {"folder": parent, "digest": index.digest},
-            **({"crc32_sha256": crc32} if crc32 else {}),
+            "crc32_sha256": index.record["crc32_sha256"],
             "shards": files,
         },
     )

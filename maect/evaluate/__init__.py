@@ -35,6 +35,7 @@ from maect.evaluate.robustness import Robustness
 from maect.evaluate.throughput import Throughput
 from maect.evaluate.umap import Umap
 from maect.recipes import variant_names, variant_values
+from maect.records import EvaluationRecord
 
 __all__ = [
     "PROTOCOLS",
@@ -159,6 +160,11 @@ class EvaluationConfig(SettingsFile):
     def named(self, path: Path) -> Self:
         """The same evaluation, to be at another path."""
         return self.model_copy(update={"evaluation": path.stem})
+
+    def is_answered_by(self, result: EvaluationRecord) -> bool:
+        """Return whether a result has these settings."""
+        told = dict(result.settings)
+        return told.pop("resize", None) == self.resize and self.settings.is_said_by(told)
 
     @property
     def digest(self) -> str:

@@ -13,13 +13,12 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import checked_sha256, read_json
-from maect.core.settings import later
 from maect.evaluate.base import Count, EvaluationJob, Images, Input, Protocol, Shards, Trained
 from maect.evaluate.real import RealLabels
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 from maect.recipes.few_labels import fraction_name
+from maect.records import RunRecord, checked_sha256
 from maect.stages.base import Supervised
 from maect.stages.fine_tune import FineTune
 
@@ -49,9 +48,9 @@ class Accuracy(RealLabels, Supervised, Protocol):
     seeds: int = Field(default=1, gt=0)
     """Trainings with seeds `seed`, `seed` + 1 ...; the subset is that of `seed`."""
     seed: int = 0
-    epoch: Literal["best", "last"] = later("best")
+    epoch: Literal["best", "last"] = "best"
     """Which one is scored: the best on the test split, as in the authors' code, or the last."""
-    held_out: float = later(0.0, ge=0, lt=1)
+    held_out: float = Field(default=0.0, ge=0, lt=1)
     """Train each a second time without this part of the labelled images, and choose the epoch on
     them."""
 
@@ -109,9 +108,6 @@ class Accuracy(RealLabels, Supervised, Protocol):
             found[f"{metric}_held_out"] = f"{found[metric]}, epoch chosen on held-out images"
         return found
 
-    def check_ranks(self, ranks: int) -> None:
-        """Any number of ranks can score; what trains checks its own."""
-
     def inputs(self) -> dict[str, Input]:
         """The fine-tuned runs, and the images that score them."""
         return {"trained": Trained(tuple(self.trainings())), "test": Shards(self.test_split)}
@@ -168,8 +164,9 @@ class Accuracy(RealLabels, Supervised, Protocol):
                     results[suffix]["accuracies"] = run.accuracies(test, job.resize)
                 if self.held_out:
                     stage, seed = self.trainings()[suffix + TWIN]
-                    scores = trained_as(folders[suffix + TWIN], stage, seed)["scores"]["accuracies"]
-                    results[suffix]["held_out"] = scores
+                    scores = trained_as(folders[suffix + TWIN], stage, seed).scores
+                    assert scores is not None  # of the images that it held out
+                    results[suffix]["held_out"] = list(scores.accuracies)
                 context.report({"step": number + 1, "steps": len(folders)})
         named = {self._name(suffix): result for suffix, result in results.items()}
         job.notes["subsets"] = {name: result["subset"] for name, result in named.items()}
@@ -213,15 +210,14 @@ class Accuracy(RealLabels, Supervised, Protocol):
         return f"{self._metric(suffix)}-{suffix.rpartition('-')[2]}"
 
 
-def trained_as(folder: Path, stage: FineTune, seed: int) -> dict[str, Any]:
+def trained_as(folder: Path, stage: FineTune, seed: int) -> RunRecord:
     """The record of a finished run.
 
     Raises:
         UserError: it was trained with other settings or another seed.
     """
-    record: dict[str, Any] = read_json(folder / "run.json")
-    trained, asked = record["recipe"], stage.model_dump(mode="json")
-    if (stage.decisive(trained), record["seed"]) != (stage.decisive(asked), seed):
+    record = RunRecord.of(folder)
+    if record.seed != seed or not stage.is_said_by(record.settings):
         raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
     return record
 
@@ -249,7 +245,7 @@ class FineTuned:
 
         self.record, self.stage, self.device = trained_as(folder, stage, seed), stage, device
         self.folder = folder
-        for name in self.record["sha256"]:
+        for name in self.record.sha256:
             checked_sha256(folder / name)
         encoder, _, self.pooling = load_encoder_weights(folder / "encoder.safetensors")
         classifier, metadata = load_tensors(folder / "head.safetensors")
@@ -289,14 +285,13 @@ class FineTuned:
         Raises:
             UserError: it did not score them, or on other images.
         """
-        scores = self.record.get("scores")
-        if scores is None or (scores["index_digest"], scores["resize"]) != (test.digest, resize):
+        scores = self.record.scores
+        if scores is None or (scores.index_digest, scores.resize) != (test.digest, resize):
             raise UserError(
                 f"{self.folder}: its epochs were not scored on {test.directory}; delete it to "
                 "train it again, or score its last epoch (settings.epoch=last)"
             )
-        found: list[float] = scores["accuracies"]
-        return found
+        return list(scores.accuracies)
 
     def result(
         self, context: Context, test: Index, resize: int | None, settings: RealLabels
@@ -314,8 +309,8 @@ class FineTuned:
         return {
             **({} if real is None else {"real": real.accuracy(found)}),
             "accuracy": 100 * int((found == test.labels).sum()) / test.n,
-            "losses": self.record["losses"],
-            "subset": self.record["subset"],
+            "losses": list(self.record.losses or ()),
+            "subset": self.record.subset and self.record.subset.model_dump(),
             "weights_sha256": hashed.hexdigest(),
         }
 

@@ -14,10 +14,11 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import checked_sha256, read_mapping, write_record
+from maect.core.files import read_mapping, write_record
 from maect.core.kept import need_encoder
-from maect.core.settings import Settings, later
+from maect.core.settings import Settings
 from maect.recipes import Encoder
+from maect.records import checked_sha256
 
 if TYPE_CHECKING:
     from maect.evaluate.store import FeatureFile
@@ -236,9 +237,9 @@ def check_blocks(blocks: int, norm: bool) -> None:
 class ReadsFeatures(Protocol):
     """Base of the protocols on stored features."""
 
-    norm: bool = later(True)
+    norm: bool = True
     """Whether the encoder's final norm is applied. Many public k-NN numbers are without it."""
-    blocks: int = later(1, gt=0)
+    blocks: int = Field(default=1, gt=0)
     """Of how many last blocks the features are, side by side; several are read before the norm."""
 
     @model_validator(mode="after")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.settings import later
 from maect.evaluate.trained import ByEpochs, Trainee, Trial
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class ColorHistogram(ByEpochs):
     """Multiplied by batch_size / 256."""
     momentum: float = 0.9
     warmup_epochs: float = Field(default=1, ge=0)
-    probes: int = later(1, gt=0)
+    probes: int = Field(default=1, gt=0)
     """Of each block, that differ in their initial weights alone: how far they agree is measured."""
 
     def encoding(self, path: Path, device: torch.device) -> Encoding:

@@ -9,7 +9,7 @@ from typing import Any
 from maect import __version__
 from maect.core.context import Context
 from maect.core.errors import SupersededError, UserError
-from maect.core.files import checked_sha256, read_json, read_mapping, sha256_file, write_record
+from maect.core.files import sha256_file
 from maect.core.kept import keep
 from maect.core.settings import digest
 from maect.data.index import open_index
@@ -27,6 +27,7 @@ from maect.evaluate.base import (
 )
 from maect.evaluate.real import RealLabels
 from maect.evaluate.store import open_record, own_name
+from maect.records import EvaluationRecord, RunRecord, checked_sha256
 
 PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", "timm")
 
@@ -77,16 +78,15 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
     if context.rank == 0:
         if not context.is_current():
             raise SupersededError(f"{job.out}: another job has taken this evaluation over")
-        result: dict[str, Any] = {
-            "metrics": metrics,
-            "settings": protocol.model_dump(mode="json") | {"resize": job.resize},
-            "provenance": provenance(job, protocol, context.world_size, encoder)
+        tensors = job.out.with_suffix(".safetensors")
+        EvaluationRecord(
+            metrics=metrics,
+            settings=protocol.model_dump(mode="json") | {"resize": job.resize},
+            provenance=provenance(job, protocol, context.world_size, encoder)
             | {"test_data": protocol.test_data}
             | job.notes,
-        }
-        if protocol.writes_tensors:
-            result["left_sha256"] = sha256_file(job.out.with_suffix(".safetensors"))
-        write_record(job.out, result)
+            left_sha256=sha256_file(tensors) if protocol.writes_tensors else None,
+        ).write(job.out)
         keep(outputs(job.out, protocol))
         shutil.rmtree(job.state, ignore_errors=True)
     return "done"
@@ -112,9 +112,7 @@ class Completion:
         """
         resolved = EvaluationConfig.read(config)
         job = job_of(resolved, Path(config))
-        self._out, self._decisive = job.out, resolved.settings.decisive
-        self._settings = self._decisive(resolved.settings.model_dump(mode="json"))
-        self._settings |= {"resize": job.resize}
+        self._out, self._resolved = job.out, resolved
         self._encoder = encoder_checksum(job.run)
         self._sources = _sources(job, resolved.settings)
         self.identity = digest(resolved.digest, self._encoder, self._sources)
@@ -123,15 +121,12 @@ class Completion:
         """Return whether it is; cheap to ask again."""
         if not self._out.exists():
             return False
-        result = read_json(self._out)
-        about = result["provenance"]
-        left = self._out.with_suffix(".safetensors")
-        if "left_sha256" in result and not (
-            left.exists() and sha256_file(left) == result["left_sha256"]
-        ):
+        result = EvaluationRecord.read(self._out)
+        about, left = result.provenance, self._out.with_suffix(".safetensors")
+        if result.left_sha256 and not (left.exists() and sha256_file(left) == result.left_sha256):
             return False  # of a job that was stopped between the two
         return (
-            self._decisive(result["settings"]) == self._settings
+            self._resolved.is_answered_by(result)
             and about["encoder_sha256"] == self._encoder
             and about["splits"] == self._sources["splits"]
             and about.get("inputs", {}) == self._sources["inputs"]
@@ -165,8 +160,8 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
 
 def _promised(run: Path) -> str | None:
     """sha256 that a run's record promises of its encoder; None: there is no record."""
-    promised: dict[str, str] = read_mapping(run / "run.json").get("sha256", {})
-    return promised.get("encoder.safetensors")
+    record = RunRecord.find(run)
+    return record.encoder_sha256 if record else None
 
 
 def _features_record(path: Path, kind: Features) -> dict[str, Any]:

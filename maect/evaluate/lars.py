@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from maect.core.settings import later
 from maect.evaluate.real import RealLabels
 from maect.evaluate.trained import ByEpochs, Trainee, Trial, beside_held
 
@@ -38,7 +37,7 @@ class TrainsByLars(RealLabels, ByEpochs):
     warmup_epochs: float = Field(default=10, ge=0)
     weight_decay: float = Field(default=0, ge=0)
     """Of all trained tensors but the classifier's bias."""
-    held_out: float = later(0.0, ge=0, lt=1)
+    held_out: float = Field(default=0.0, ge=0, lt=1)
     """Train the probe a second time without this part of the training images, and choose the epoch
     on them."""
 

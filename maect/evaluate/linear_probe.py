@@ -12,7 +12,6 @@ from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.settings import later
 from maect.evaluate.base import EvaluationJob, Positive
 from maect.evaluate.real import RealLabels
 from maect.evaluate.trained import ByEpochs, Trainee, Trial, beside_held
@@ -47,10 +46,10 @@ class LinearProbe(RealLabels, ByEpochs):
     momentum: float = 0.9
     concat: bool = False
     """Probe several forms instead: the last 1, 2, 4 and 6 blocks, [CLS] with mean, mean alone."""
-    refiner: bool = later(False)
+    refiner: bool = False
     """Probe those of MIM-Refiner instead: the output, and the last four raw blocks, of both the
     [CLS] token, alone and with the mean of the patch tokens."""
-    held_out: float = later(0.0, ge=0, lt=1)
+    held_out: float = Field(default=0.0, ge=0, lt=1)
     """Train every probe a second time without this part of the training images, and choose form,
     rate and epoch on them."""
 

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.settings import later
 from maect.evaluate.base import Images
 from maect.evaluate.dense import CLASSES, Masked, MaskSplit, iou_of, pairs_of
 from maect.evaluate.trained import ByUpdates, Course, Trainee, Trial
@@ -80,7 +79,7 @@ class PatchLinear(Masked, ByUpdates):
     learning_rate: float = Field(default=1e-3, gt=0)
     weight_decay: float = Field(default=1e-3, ge=0)
     dropout: float = Field(default=0.1, ge=0, lt=1)
-    held_out: float = later(0.0, ge=0, lt=1)
+    held_out: float = Field(default=0.0, ge=0, lt=1)
     """Train the head a second time without this part of the training images, and choose on them
     when to stop."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.settings import Settings, later
+from maect.core.settings import Settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?:\.\w+)?$")
 class RealLabels(Settings):
     """Settings of what is scored by ImageNet-ReaL's labels, too."""
 
-    real_labels: str | None = later(None)
+    real_labels: str | None = None
     """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
 
     def real_sha256(self) -> str | None:

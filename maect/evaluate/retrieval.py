@@ -13,7 +13,6 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError, check_names
 from maect.core.files import atomic_write
-from maect.core.settings import later
 from maect.evaluate.base import (
     EvaluationJob,
     Input,
@@ -53,7 +52,7 @@ class Retrieval(ReadsFeatures):
     clusters: int = Field(default=15, gt=0)
     """Show at most this many clusters, the first ones."""
     queries: int = Field(default=3, gt=0)
-    classes: tuple[str, ...] = later(())
+    classes: tuple[str, ...] = ()
     """Classes whose first image is a query; empty: `queries` classes that are spread evenly."""
     neighbors: int = Field(default=10, gt=0)
     side: int = Field(default=96, gt=0)

@@ -14,9 +14,10 @@ from maect.core.settings import validated
 from maect.evaluate import Protocol
 from maect.experiment.schema import ExperimentSpec, Rows, RunSpec, check_name, fill_path, filled
 from maect.recipes import Encoder, Pixels, is_own, load_encoder
+from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.timm_encoders import find_timm
 from maect.report.configs import Row
-from maect.stages import Stage, check_source, load_import, load_recipe
+from maect.stages import Stage, check_source, load_computing, load_import, load_recipe
 from maect.stages.imported import Import
 
 
@@ -32,6 +33,7 @@ class Run:
         source: name of the run that it starts from.
         weights: the checkpoint that is imported, if any.
         scored_by: the evaluation of `source` that it is trained for, if any.
+        computing: how it is trained.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Run:
     source: str | None = None
     weights: Path | None = None
     scored_by: str | None = None
+    computing: Computing = PLAIN
 
     @property
     def stage(self) -> str:
@@ -111,10 +114,15 @@ def _run(
     base, size, recipe = fill(template), fill(spec.size), fill(spec.recipe or "")
     check_name(where, base)
     settings: Stage
+    computing = PLAIN
     try:
         if recipe:
             written = str(file.parent / fill_path(recipe)) if is_own(recipe) else recipe
-            settings = load_recipe(written, size, filled(spec.overrides, fill))
+            overrides = filled(spec.overrides, fill)
+            settings = load_recipe(written, size, overrides)
+            how = filled(spec.computing, fill)
+            computing = load_computing(written, size, overrides, how)
+            settings.check_computing(computing)
             encoder = load_encoder(size, spec.image_size, pixels)
             if spec.encoder:
                 encoder = validated(Encoder, encoder.model_dump() | spec.encoder, "encoder")
@@ -138,6 +146,7 @@ def _run(
         recipe=recipe or None,
         source=of_seed(fill(spec.source), seed) if spec.source else None,
         weights=Path(fill_path(fill(spec.weights))) if spec.weights else None,
+        computing=computing,
     )
 
 
@@ -167,14 +176,14 @@ def _as_sources(runs: Mapping[str, Run]) -> dict[str, Run]:
 
 
 def runs_to_score(
-    runs: Mapping[str, Run], evaluations: Iterable[tuple[str, str, Protocol, str]]
+    runs: Mapping[str, Run], evaluations: Iterable[tuple[str, str, Protocol, Computing, str]]
 ) -> dict[str, Run]:
     """The runs that evaluations ask to be trained: `RUN.EVALUATION.PART`.
 
     Args:
         runs: those that are evaluated.
-        evaluations: run, name, settings and data set of each evaluation, whatever the run was
-            trained on.
+        evaluations: run, name, settings, way of training and data set of each evaluation, whatever
+            the run was trained on.
     """
     trained = [
         Run(
@@ -188,8 +197,9 @@ def runs_to_score(
             seed=seed,
             source=run,
             scored_by=name,
+            computing=computing,
         )
-        for run, name, protocol, dataset in evaluations
+        for run, name, protocol, computing, dataset in evaluations
         for part, (settings, seed) in protocol.trainings().items()
     ]
     return {run.name: run for run in trained}

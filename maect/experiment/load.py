@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from maect.core.errors import UserError, check_names, did_you_mean
 from maect.core.files import PIPELINE
@@ -43,9 +43,11 @@ from maect.experiment.schema import (
     fill_path,
 )
 from maect.recipes import Pixels
+from maect.recipes.computing import PLAIN, Computing, separate
 from maect.recipes.few_labels import FewLabels
 from maect.report.configs import Row
 from maect.report.registry import FIGURES, TABLE_NAMES, TABLES
+from maect.stages import Training
 
 EXPERIMENTS = PIPELINE / "workflow/experiments"
 
@@ -136,7 +138,10 @@ class Experiment:
     def _add_runs_to_score(self) -> tuple[tuple[str, str], ...]:
         """The evaluations that are asked for, once their trainings are among the runs."""
         asked = tuple(dict.fromkeys(self._asked(self.runs)))
-        given = [(run, e, self.evaluation(run, e), self.dataset_of(e)) for run, e in asked]
+        given = [
+            (run, e, self.evaluation(run, e), self._computing(e), self.dataset_of(e))
+            for run, e in asked
+        ]
         more = runs_to_score(self.runs, given)
         twice = sorted(set(more) & set(self.runs))
         if twice:
@@ -207,15 +212,29 @@ class Experiment:
     def _evaluation(self, size: str, name: str) -> Protocol:
         check_name(f"{self.file}: protocols", name)
         try:
-            given = self.spec.protocols.get(name, {})
+            given, _ = separate(self.spec.protocols.get(name, {}))
             known = {k: fill_path(v) if isinstance(v, str) else v for k, v in given.items()}
             settings = load_evaluation(name, size, known)[1]
         except UserError as error:
             raise self._error(f"protocols: {error}") from None
         return settings.read_lists() if isinstance(settings, FewLabels) else settings
 
+    def _computing(self, evaluation: str) -> Computing:
+        """Return how the runs are trained that an evaluation asks for."""
+        name = evaluation.partition(ON)[0]
+        _, how = separate(self.spec.protocols.get(name, {}))
+        return validated(Computing, how, f"{self.file}: protocols: {name}")
+
     def _check_evaluation(self, run: str, name: str) -> None:
-        dataset = self.dataset_of(name)
+        dataset, computing = self.dataset_of(name), self._computing(name)
+        trainings = self.evaluation(run, name).trainings().values()
+        try:
+            for stage, _ in trainings:
+                cast(Training, stage).check_computing(computing)
+        except ValueError as error:
+            raise self._error(f"protocols: {name}: {error}") from None
+        if computing != PLAIN and not trainings:
+            raise self._error(f"protocols: {name} trains no run: {computing.changes(PLAIN)}")
         made, given = (
             pixels.channels
             for pixels in (self.runs[run].encoder.pixels, self.datasets[dataset].pixels)

@@ -1,13 +1,13 @@
 """Search for results that are not what an experiment asks for, in the results folder alone.
 
-Results say themselves what they were made by: `run.json`, the headers of features, the JSON of an
-evaluation, `config.yaml` beside shards; a table, figure or page is newer than the resolved file
+Results say themselves what they were made by: records of runs and evaluations, the headers of
+features, `config.yaml` beside shards; a table, figure or page is newer than the resolved file
 beside it. So a copy of the folder, another clone and a start from elsewhere find the same.
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from maect.experiment import resolve
 from maect.experiment.chosen_shards import is_made_otherwise
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
-from maect.stages.imported import is_another_file
+from maect.records import ENCODER, EvaluationRecord, RunRecord
+from maect.stages.imported import Import, is_another_file
 
 
 def outdated(experiment: Experiment) -> list[Path]:
@@ -66,40 +67,36 @@ class _Comparison:
     def runs(self) -> Iterator[Path]:
         for name in self.experiment.runs:
             folder = self.experiment.folder(name)
-            made = self.record(folder / "run.json")
-            if made and self.is_another_run(name, folder, made):
-                yield folder / "run.json"
+            made = self.run(folder)
+            if made and self.is_another_run(name, made):
+                yield RunRecord.path(folder)
 
-    def is_another_run(self, name: str, folder: Path, made: dict[str, Any]) -> bool:
+    def is_another_run(self, name: str, made: RunRecord) -> bool:
         told = resolve.run_config(self.experiment, name)
-        settings, shape = told.settings, told.encoder.model_dump(mode="json")
-        if not settings.trains:
-            layout, timm = (getattr(settings, key) for key in ("layout", "timm"))
-            weights = made.get("weights", {})
+        settings, shape = told.settings, told.encoder
+        if made.stage != told.stage:
+            return True
+        if isinstance(settings, Import):
+            weights = made.weights
+            if weights is None:
+                return False
             if told.weights is not None and is_another_file(told.weights, weights):
                 return True
-            made = {**made, "layout": weights.get("layout"), "timm": weights.get("timm")}
-            if layout is None and "encoder" in made:  # found in the weights, and this with it
-                shape["class_token"] = made["encoder"].get("class_token", True)
-            return _differ(
-                made, {"stage": told.stage, "layout": layout, "timm": timm, "encoder": shape}
-            )
-        decisive = settings.decisive
-        asked = {
-            "stage": told.stage,
-            "recipe": decisive(settings.model_dump(mode="json")),
-            "seed": told.seed,
-            "encoder": shape,
-        }
-        if "recipe" in made:
-            made = {**made, "recipe": decisive(made["recipe"])}
-        if _differ(made, asked) or made.get("source") != (told.source and told.source.name):
+            if settings.layout is None and made.encoder:  # found in the weights, and this with it
+                shape = shape.model_copy(update={"class_token": made.encoder.class_token})
+            asked = [(settings.layout, weights.layout), (settings.timm, weights.timm)]
+            return made.encoder != shape or any(a not in (None, given) for a, given in asked)
+        if (made.encoder, made.seed) != (shape, told.seed) or not settings.is_said_by(
+            made.settings
+        ):
+            return True
+        if made.source != (told.source and told.source.name):
             return True
         data = self.index(told.shards) if told.shards else None
-        weights = self.weights(told.source) if told.source else {}
-        if data is None or (told.source and not weights):
+        weights_of = self.weights(told.source) if told.source else {}
+        if data is None or (told.source and not weights_of):
             return False  # what it was made of is gone
-        return _differ(made, {"fingerprint": told.fingerprint(folder, data, weights)})
+        return made.fingerprint != told.fingerprint(data, weights_of)
 
     def features(self) -> Iterator[Path]:
         protocols = [self.experiment.evaluation(*pair) for pair in self.experiment.evaluations]
@@ -120,16 +117,13 @@ class _Comparison:
     def evaluations(self) -> Iterator[Path]:
         for run, name in self.experiment.evaluations:
             path = self.root / "evaluations" / run / f"{name}.json"
-            made = self.record(path)
+            made = self.result(path)
             if made and self.is_another_evaluation(run, name, made):
                 yield path
 
-    def is_another_evaluation(self, run: str, name: str, made: dict[str, Any]) -> bool:
-        told = resolve.evaluation_config(self.experiment, run, name)
-        decisive = told.settings.decisive
-        settings = decisive(told.settings.model_dump(mode="json")) | {"resize": told.resize}
-        about = made.get("provenance", {})
-        if "settings" in made and decisive(made["settings"]) != settings:
+    def is_another_evaluation(self, run: str, name: str, made: EvaluationRecord) -> bool:
+        told, about = resolve.evaluation_config(self.experiment, run, name), made.provenance
+        if not told.is_answered_by(made):
             return True
         if _differ(about, {"encoder_sha256": self.encoder(run)}):
             return True
@@ -144,8 +138,8 @@ class _Comparison:
                 if _differ(splits.get(key, {}), {"index_digest": self.index(paths[0])}):
                     return True
             elif isinstance(kind, OutputOf):
-                left = self.record(paths[0].with_suffix(".json")).get("left_sha256")
-                if _differ(inputs, {key: left}):
+                other = self.result(paths[0].with_suffix(".json"))
+                if _differ(inputs, {key: other and other.left_sha256}):
                     return True
             elif isinstance(kind, Trained):
                 trained = [self.encoder(path.name) for path in paths]
@@ -183,14 +177,24 @@ class _Comparison:
         """Digest of shards; None where there are none."""
         return self.record(shards / "index.json").get("digest")
 
+    @cache  # noqa: B019 (of one comparison)
+    def run(self, folder: Path) -> RunRecord | None:
+        """The record of a run, likewise."""
+        return RunRecord.find(folder)
+
+    @cache  # noqa: B019
+    def result(self, path: Path) -> EvaluationRecord | None:
+        """Result of an evaluation, likewise."""
+        return EvaluationRecord.seek(path)
+
     def weights(self, run: Path) -> dict[str, str]:
         """Checksums of the weights that a finished run promises."""
-        promised: dict[str, str] = self.record(run / "run.json").get("sha256", {})
-        return promised
+        record = self.run(run)
+        return record.sha256 if record else {}
 
     def encoder(self, run: str) -> str | None:
         """Checksum of a run's encoder; None where it has none."""
-        return self.weights(self.experiment.folder(run)).get("encoder.safetensors")
+        return self.weights(self.experiment.folder(run)).get(ENCODER)
 
 
 def _differ(made: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:

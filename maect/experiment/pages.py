@@ -16,6 +16,7 @@ from maect.core.errors import UserError
 from maect.core.settings import SettingsFile
 from maect.evaluate.explore import Explore
 from maect.experiment.load import Experiment
+from maect.records import RunRecord
 from maect.report.configs import (
     ClaimsConfig,
     DatasetsConfig,
@@ -284,7 +285,7 @@ def _claims_inputs(experiment: Experiment, name: str) -> list[Path]:
 
 def _records(experiment: Experiment, rows: list[tuple[str, ...]]) -> list[Path]:
     runs = list(itertools.chain.from_iterable(rows))
-    return [experiment.folder(run) / "run.json" for run in experiment.behind(runs)]
+    return [RunRecord.path(experiment.folder(run)) for run in experiment.behind(runs)]
 
 
 def _runs(row: Row, shown: Table | Figure) -> tuple[str, ...]:

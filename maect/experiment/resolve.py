@@ -17,6 +17,7 @@ from maect.evaluate import (
 from maect.experiment.expand import Run, run_to_score
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
+from maect.records import RunRecord
 from maect.stages.run import RunConfig
 
 
@@ -38,6 +39,7 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
         resize=resize(experiment, str(run.source), run.dataset) if scored else stated,
         encoder=run.encoder,
         settings=run.settings,
+        computing=run.computing if run.settings.trains else None,
         look=experiment.spec.look if run.settings.trains else None,
     )
 
@@ -144,11 +146,12 @@ def inputs_of_run(experiment: Experiment, name: str) -> list[Path]:
     source = experiment.runs[run.source]
     sure = outputs_of(experiment, source.stage)
     files = [file for file in run.settings.inputs(source.settings) if file in sure]
-    return shards + [experiment.folder(run.source) / file for file in (*files, "run.json")]
+    folder = experiment.folder(run.source)
+    return [*shards, *(folder / file for file in files), RunRecord.path(folder)]
 
 
 def outputs_of(experiment: Experiment, stage: str) -> list[str]:
-    """Files beside `run.json` that all runs of a stage leave; some pre-trainings have no head."""
+    """Files beside its record that all runs of a stage leave; some pre-trainings have no head."""
     leave = [experiment.runs[name].settings.outputs for name in experiment.runs_of(stage)]
     return [file for file in leave[0] if all(file in other for other in leave)] if leave else []
 
@@ -162,7 +165,7 @@ def inputs_of_evaluation(experiment: Experiment, run: str, name: str) -> list[Pa
         if isinstance(path, list):
             for folder in path:
                 leaves = experiment.runs[folder.name].settings.outputs
-                files += [folder / file for file in (*leaves, "run.json")]
+                files += [*(folder / file for file in leaves), RunRecord.path(folder)]
         else:
             files.append(path / "index.json" if isinstance(kind, Shards) else path)
     return files

@@ -137,6 +137,9 @@ class RunSpec(Settings):
     """What of the size's shape is another: `width`, `depth`, `heads`, `patch_size` and so on."""
     method: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict, alias="set")
+    """Settings that differ from the recipe's; also how it is computed, as under `computing`."""
+    computing: dict[str, Any] = Field(default_factory=dict)
+    """How it is computed: `zero_stage`, `compile` and so on. It may change at any time."""
     each: dict[str, list[str | int | float]] = Field(default_factory=dict)
     seeds: int | None = Field(default=None, gt=0)
     """At most this many of the experiment's seeds."""
@@ -152,7 +155,7 @@ class RunSpec(Settings):
                     raise ValueError(f"`timm` says everything: a run with it takes no `{name}`")
         elif not self.size:
             raise ValueError("size: Field required")
-        trained = {"dataset", "source", "overrides", "public", "encoder"}
+        trained = {"dataset", "source", "overrides", "computing", "public", "encoder"}
         foreign = {"layout", "timm"} if self.weights is None else trained
         for name in sorted(foreign & given):
             key = type(self).model_fields[name].alias or name

@@ -20,6 +20,7 @@ from maect.experiment.chosen_shards import note_own, note_taken
 from maect.experiment.load import Experiment
 from maect.experiment.pages import pages
 from maect.recipes.few_labels import OFFICIAL, FewLabels, checksum
+from maect.records import is_finished
 from maect.stages import STAGES
 from maect.stages.run import RunConfig
 
@@ -156,7 +157,7 @@ def missing_weights(experiment: Experiment, runs: Iterable[str] | None = None) -
         "correct `weights` there or fetch them (maect retrieve, docs/weights.md)"
         for run in chosen
         if run.weights is not None
-        and not (experiment.folder(run.name) / "run.json").exists()
+        and not is_finished(experiment.folder(run.name))
         and not run.weights.is_file()
     ]
 
@@ -231,7 +232,7 @@ def lost_shards(experiment: Experiment) -> list[tuple[str, str]]:
     """
     read: set[Path] = set()
     for run, about in experiment.runs.items():
-        if about.settings.trains and (experiment.folder(run) / "run.json").exists():
+        if about.settings.trains and is_finished(experiment.folder(run)):
             read.update(resolve.inputs_of_run(experiment, run))
     for run, name in experiment.evaluations:
         evaluated = experiment.dataset_of(name)
@@ -291,7 +292,7 @@ def refresh_runs(experiment: Experiment) -> None:
         path, told = experiment.folder(name) / "config.yaml", resolve.run_config(experiment, name)
         try:
             same = path.exists() and RunConfig.read(path).digest == told.digest
-        except UserError:  # of an older version, say; its own job will write it
+        except UserError:  # its own job will write it
             continue
         if same:
             told.write(path)

@@ -13,7 +13,6 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
 from submitit.core.utils import FailedJobError
 from submitit.local.local import LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
@@ -71,10 +70,7 @@ def main(folder: Path, job: Job) -> None:
         refused = refused or isinstance(error, FailedJobError | TypeError | ValueError)
         write_record(jobs / "submitted.json", {"error": f"{kind}{error}", "refused": refused})
         raise
-    answer: dict[str, Any] = {"id": submitted.job_id, "host": socket.gethostname()}
-    if here:
-        answer["created"] = psutil.Process(int(submitted.job_id)).create_time()
-    write_record(jobs / "submitted.json", answer)
+    write_record(jobs / "submitted.json", {"id": submitted.job_id, "host": socket.gethostname()})
 
 
 if __name__ == "__main__":

@@ -212,8 +212,7 @@ class _Launch:
         answer = submit.submit(self.folder, job, self.leave_submission)
         if "id" in answer:
             self.broken = 0
-            job.state, job.id, job.created = "submitted", answer["id"], answer.get("created")
-            job.submitted = time.time()
+            job.id, job.state, job.submitted = answer["id"], "submitted", time.time()
             record.write_job(self.folder, job)
             again = f", attempt {job.attempt}" if job.attempt > 1 else ""
             self.line.say(f"submitted {job.cluster} job {job.id} at step {job.step}{again}")

@@ -79,7 +79,6 @@ class Job:
         attempt: number of this job since the run was begun or last completed.
         state: "submitting" until the cluster has given an id, then "submitted", then "ended".
         id: SLURM job id, or the process id of the local controller.
-        created: creation time of the local controller, beside its reusable process id.
         host: name of the machine that submitted it.
         boot: its kernel: two machines may have one name.
         namespace: its process ids: two containers may have one kernel.
@@ -108,7 +107,6 @@ class Job:
     attempt: int = 1
     state: str = "submitting"
     id: str | None = None
-    created: float | None = None
     host: str = field(default_factory=socket.gethostname)
     boot: str = field(default_factory=boot)
     namespace: str = field(default_factory=namespace)
@@ -245,8 +243,7 @@ def learn_id(folder: Path, job: Job) -> None:
     for file in ("submitted.json", "rank-0.json"):
         answer = read_mapping(job_folder(folder, job.name) / file)
         if "id" in answer:
-            job.id, job.created = answer["id"], answer.get("created")
-            job.state, job.submitted = "submitted", time.time()
+            job.id, job.state, job.submitted = answer["id"], "submitted", time.time()
             return
 
 

@@ -14,7 +14,6 @@ import yaml
 from maect.core.errors import UserError
 from maect.core.files import (
     atomic_write,
-    checked_sha256,
     read_json,
     sealed,
     sha256_file,
@@ -24,6 +23,7 @@ from maect.core.files import (
 )
 from maect.models.weights import HEAD, load_encoder_weights, load_tensors, save_tensors
 from maect.recipes import IMAGENET, Encoder
+from maect.records import RunRecord, checked_sha256
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -80,7 +80,7 @@ def export_run(
         run: folder of a finished run.
         out: folder to write to; what it holds under these names is replaced.
         resize: shorter side of images before the centre crop; none: 256/224 of their size.
-        card: what the model card says beside what `run.json` does.
+        card: what the model card says beside what the run's record does.
         head: the classifier that a fine-tuned run left, as part of the model; none: an encoder.
 
     Returns:
@@ -90,7 +90,7 @@ def export_run(
         UserError: the run is not finished, its encoder is damaged or none that timm has, or images
             would become smaller than it is given.
     """
-    record = read_json(run / "run.json")
+    record = RunRecord.of(run)
     source = run / "encoder.safetensors"
     checksum = checked_sha256(source)
     _, encoder, pooling = load_encoder_weights(source)
@@ -280,7 +280,7 @@ def hub_config(
 
 
 def model_card(
-    record: dict[str, Any],
+    record: RunRecord,
     encoder: Encoder,
     pooling: str,
     resize: int,
@@ -293,19 +293,19 @@ def model_card(
     from huggingface_hub import ModelCardData
 
     facts = {
-        "run": record["run"],
-        "stage": record["stage"],
-        "started from": record["source"],
-        "seed": record["seed"],
-        "finished": record["finished"],
-        "source revision": record["source_revision"],
+        "run": record.run,
+        "stage": record.stage,
+        "started from": record.source,
+        "seed": record.seed,
+        "finished": record.finished,
+        "source revision": record.source_revision,
         "sha256 of the run's encoder.safetensors": sha256,
     }
-    if "weights" in record:
-        given = record["weights"]
+    if record.weights:
+        given = record.weights.model_dump()
         facts |= {f"imported {key}": given[key] for key in ("file", "sha256", "layout")}
     lines = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
-    more = {key: record[key] for key in ("recipe", "versions") if key in record}
+    more = {"settings": record.settings, "versions": record.versions}
     vector = {
         "cls": "[CLS] token after the final norm",
         "mean": "mean of the patch tokens after the final norm",
@@ -320,7 +320,7 @@ def model_card(
         tags=[task, "timm", "maect"],
         base_model=card.base_model,
         datasets=list(card.datasets) or None,
-        model_name=record["run"],
+        model_name=record.run,
         eval_results=list(card.results) or None,
     ).to_dict()
     folder = card.repository or "PATH_OF_THIS_FOLDER"
@@ -353,7 +353,7 @@ name = model.config.id2label[logits.argmax().item()]
     read = f"8 bits a value by the data set's rules ({made}); " if made else ""
     return f"""---
 {yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
-# {record["run"]}
+# {record.run}
 
 A vision transformer {what}, {labels}: {encoder.depth} blocks of width
 {encoder.width}, patches of {encoder.patch_size} pixels, images of {encoder.image_size} pixels.

@@ -69,7 +69,7 @@ def save_encoder(
     path: str | Path, state_dict: Mapping[str, Tensor], encoder: Encoder, pooling: Pooling
 ) -> None:
     """Write an encoder: timm's names and shapes, its settings and pooling as metadata."""
-    metadata = {"encoder": encoder.model_dump_json(), "pooling": pooling}
+    metadata = {"encoder": encoder.header, "pooling": pooling}
     save_tensors(path, state_dict, metadata)
 
 

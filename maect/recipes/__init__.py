@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from maect.core.errors import UserError, did_you_mean, entry
-from maect.core.settings import Settings, later, one_line
+from maect.core.settings import Settings, one_line
 from maect.core.yaml_files import parse_yaml, read_yaml
 
 if TYPE_CHECKING:  # it imports this module
@@ -81,7 +81,25 @@ class Pixels(Settings):
         return self
 
 
-class Encoder(Settings):
+class InWeights(Settings):
+    """Settings that stand in the header of a file of weights.
+
+    Attributes:
+        usual: those that the header leaves out at their defaults.
+    """
+
+    usual: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def header(self) -> str:
+        """The header's text, as JSON."""
+        fields = type(self).model_fields
+        return self.model_dump_json(
+            exclude={name for name in self.usual if getattr(self, name) == fields[name].default}
+        )
+
+
+class Encoder(InWeights):
     """A vision transformer's shape and how its output becomes one feature vector."""
 
     image_size: int = Field(gt=0)
@@ -98,18 +116,19 @@ class Encoder(Settings):
     """What the NNCLR head reads, and how evaluations pool a tuned encoder."""
     class_token: bool = True
     """Only some imported encoders (I-JEPA) have none; no stage trains them."""
-    registers: int = later(0, ge=0)
+    registers: int = Field(default=0, ge=0)
     """Tokens beside [CLS] that nothing reads (Darcet et al. 2024)."""
-    norm: Literal["pre", "post"] = later("pre")
+    norm: Literal["pre", "post"] = "pre"
     """Of blocks: before attention and MLP, or behind their sums (data2vec 2.0)."""
-    pixels: Pixels = later(Pixels())
+    pixels: Pixels = Pixels()
     """What it is given."""
-    resize: int | None = later(None, gt=0)
+    resize: int | None = Field(default=None, gt=0)
     """Shorter side of images before the centre crop; none: 256/224 of the image size."""
-    timm: str | None = later(None)
+    timm: str | None = None
     """timm's name of a model that is no plain ViT, and that only timm's module computes."""
-    module: Literal["capi"] | None = later(None)
+    module: Literal["capi"] | None = None
     """Likewise a module of our own (`maect.models.capi`)."""
+    usual: ClassVar[tuple[str, ...]] = ("registers", "norm", "pixels", "resize", "timm", "module")
     shape: ClassVar[tuple[str, ...]] = (
         "image_size", "patch_size", "width", "depth", "heads", "class_token", "registers", "norm",
     )  # fmt: skip
@@ -234,7 +253,7 @@ class OnlineEvaluation(Settings):
     """At most this many, and at most 2 % of those trained on between two looks."""
 
 
-class HeadSettings(Settings):
+class HeadSettings(InWeights):
     """Settings of all heads with a queue: shape, lookup and rates."""
 
     queue_size: int = Field(default=65536, gt=0)
@@ -243,10 +262,11 @@ class HeadSettings(Settings):
     embedding: int = Field(default=256, gt=0)
     temperature: float = Field(gt=0)
     topk: int = Field(ge=1)
-    precision: Literal["fp32", "bf16"] = later("fp32")
+    precision: Literal["fp32", "bf16"] = "fp32"
     """Of similarities, lookup and loss; bf16 is the authors'."""
     head_lr: float = Field(gt=0)
     head_weight_decay: float = Field(ge=0)
+    usual: ClassVar[tuple[str, ...]] = ("precision",)
     shape: ClassVar[tuple[str, ...]] = (
         "queue_size", "projector_hidden", "predictor_hidden", "embedding",
     )  # fmt: skip
@@ -282,11 +302,12 @@ class Contrastive(HeadSettings):
     """Momentum of the projector on the lookup path; 0 means the projector itself."""
     lookup: Literal["topk", "none", "oracle"] = "topk"
     """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
-    oracle_right: float = later(1.0, ge=0, le=1)
+    oracle_right: float = Field(default=1.0, ge=0, le=1)
     """Part of the oracle's look-ups that are of the same class; the others, drawn for each view of
     an image, are the nearest of other classes."""
-    stop_gradient: bool = later(True)
+    stop_gradient: bool = True
     """Of the positive: the queue has none to stop; without lookup false, unless it is given."""
+    usual: ClassVar[tuple[str, ...]] = ("precision", "oracle_right", "stop_gradient")
     drawn: ClassVar[tuple[str, ...]] = ("topk", "lookup", "oracle_right")
 
     @property
@@ -324,7 +345,7 @@ class Contrastive(HeadSettings):
         for key in ("precision", "head_lr", "head_weight_decay"):
             if key in values:
                 values[key] = values.pop(key)
-        # There the default of the field is not what is read from a file without it.
+        # There the default of the field is not what is read from a header without it.
         return values | {"stop_gradient": self.stop_gradient} if self.lookup == "none" else values
 
 
@@ -346,9 +367,10 @@ class Refiner(HeadSettings):
     other view once."""
     statistics: Literal["joint", "per_view"] = "joint"
     """Of BatchNorm: those of all views' vectors, or of each view's."""
-    weights: Schedule | None = later(None)
+    weights: Schedule | None = None
     """How the weights in the loss of all heads but the last fall, epoch by epoch; none: all are 1
     to the end."""
+    usual: ClassVar[tuple[str, ...]] = ("precision", "weights")
 
     def cost(self, given: "HeadInputs") -> "Cost":
         """Return what all of them take on the views of an image."""

@@ -21,7 +21,6 @@ and of the hidden layer, 4 D + 5 c D. Softmax statistics, indices and the like a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from maect.recipes import (
     Contrastive,
@@ -35,19 +34,17 @@ from maect.recipes import (
 FLOAT = 4
 
 
-class Computed(Protocol):
-    """Settings that say how a training is computed."""
+@dataclass(frozen=True)
+class PassMode:
+    """Mode of the passes of a training through its parts.
 
-    @property
-    def precision(self) -> str:
-        """Of matrix products, bf16 or fp32."""
+    Attributes:
+        product: bytes of a number in matrix products.
+        checkpointing: whether blocks are computed again in the backward pass.
+    """
 
-    @property
-    def activation_checkpointing(self) -> bool:
-        """Return whether blocks are computed again in the backward pass."""
-
-    def view_settings(self) -> tuple[View, ...]:
-        """Return how each view of an image is made."""
+    product: int
+    checkpointing: bool
 
 
 @dataclass(frozen=True)
@@ -131,13 +128,13 @@ def block_flops(tokens: int, width: int) -> float:
     return 24 * tokens * width**2 + 4 * tokens**2 * width
 
 
-def blocks_memory(computed: Computed, tokens: int, width: int, trained: int) -> Activations:
+def blocks_memory(passes: PassMode, tokens: int, width: int, trained: int) -> Activations:
     """This many blocks that learn, or none that do, and the norm behind them; for one view.
 
     A block that keeps nothing has the inputs of itself and of its MLP, a norm's output, and the
     hidden layer before and after GELU; with checkpointing its own input is kept.
     """
-    c, checkpointing = _product(computed), computed.activation_checkpointing
+    c, checkpointing = passes.product, passes.checkpointing
     block, norm, begin = (8 + 14 * c) * width, 4 * width, (4 + 5 * c) * width
     passing = (12 + 8 * c) * width - norm if checkpointing or not trained else 0
     passing -= norm if checkpointing and trained else 0
@@ -145,11 +142,6 @@ def blocks_memory(computed: Computed, tokens: int, width: int, trained: int) -> 
     # The norm behind the blocks is over then, and the input of the block is kept.
     backward = begin - norm + (block - norm if checkpointing else 0) if trained else 0
     return Activations(tokens * kept, tokens * passing, tokens * backward)
-
-
-def _product(computed: Computed) -> int:
-    """Bytes of a number in matrix products."""
-    return 2 if computed.precision == "bf16" else 4
 
 
 # --- encoder --------------------------------------------------------------------------------------
@@ -175,41 +167,41 @@ def encode_flops(encoder: Encoder) -> float:
 
 
 def encoder_cost(
-    computed: Computed, encoder: Encoder, groups: Sequence[ViewGroup], trained_blocks: int
+    passes: PassMode, encoder: Encoder, groups: Sequence[ViewGroup], trained_blocks: int
 ) -> Cost:
     """The encoder, of which the last blocks learn; with the patch embedding if these are all."""
     whole = trained_blocks == encoder.depth
-    operations, passes = 0.0, []
+    operations, memories = 0.0, []
     for group in groups:
         embed = 2 * group.patches * _patch_values(encoder) * encoder.width
         blocks = encoder.depth * block_flops(group.tokens, encoder.width)
         # The pixels need no gradient: one product in the backward pass, not two.
         view = (2 if whole else 1) * embed + (1 + 2 * trained_blocks / encoder.depth) * blocks
         operations += group.views * view
-        own = blocks_memory(computed, group.tokens, encoder.width, trained_blocks)
-        pixels = _product(computed) * group.patches * _patch_values(encoder) if whole else 0
+        own = blocks_memory(passes, group.tokens, encoder.width, trained_blocks)
+        pixels = passes.product * group.patches * _patch_values(encoder) if whole else 0
         memory = Activations(own.kept + pixels, own.forward, own.backward)
-        passes.append(memory.times(group.views))
+        memories.append(memory.times(group.views))
     weights = encoder_weights(encoder)
     trained = encoder_weights(encoder, trained_blocks)
-    return Cost(weights, trained, operations, tuple(passes), exported=weights)
+    return Cost(weights, trained, operations, tuple(memories), exported=weights)
 
 
 # --- MAE's decoder --------------------------------------------------------------------------------
 
 
-def decoder_cost(computed: Computed, encoder: Encoder, group: ViewGroup, mask_ratio: float) -> Cost:
+def decoder_cost(passes: PassMode, encoder: Encoder, group: ViewGroup, mask_ratio: float) -> Cost:
     """MAE's decoder on the views of one size, and the loss; registers do not reach it.
 
     The loss keeps the difference on masked patches in float32. While it is computed there are its
     two sides, and the prediction in both precisions.
     """
-    c, tokens, width = _product(computed), 1 + group.patches, encoder.decoder_width
+    c, tokens, width = passes.product, 1 + group.patches, encoder.decoder_width
     values, pixels = _patch_values(encoder), group.patches * _patch_values(encoder)
     embed = 2 * (group.tokens - encoder.registers) * encoder.width * width
     predict = 2 * tokens * width * values
     forward = embed + encoder.decoder_depth * block_flops(tokens, width) + predict
-    own = blocks_memory(computed, tokens, width, encoder.decoder_depth)
+    own = blocks_memory(passes, tokens, width, encoder.decoder_depth)
     masked = FLOAT * mask_ratio * pixels
     loss = (c + FLOAT) * pixels + 2 * masked
     behind = c * tokens * width + masked  # the blocks
@@ -227,14 +219,14 @@ class HeadInputs:
     """Inputs of heads in a training.
 
     Attributes:
-        computed: how it is computed.
+        passes: how it passes through them.
         width: of the encoder's output.
         groups: views that the heads read.
         batch_size: of the training.
         encoder_learns: whether the gradient goes on into the encoder.
     """
 
-    computed: Computed
+    passes: PassMode
     width: int
     groups: Sequence[ViewGroup]
     batch_size: int
@@ -265,7 +257,7 @@ def nnclr_cost(head: Contrastive, given: HeadInputs) -> Cost:
             products += logits
     operations = 2 * views * (products + 2 * logits) + 2 * others * passed
 
-    c = _product(given.computed)
+    c = given.passes.product
     kept = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
     exact = FLOAT if head.precision == "fp32" else 2
     lookup = (2 * exact + 0.5) * head.queue_size if looks_up else 0
@@ -300,7 +292,7 @@ def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
     products += 2 * pairs * embedding * given.batch_size
     products += 2 * pairs * embedding if head.negatives == "own" else 0
 
-    c, exact = _product(given.computed), FLOAT if head.precision == "fp32" else 2
+    c, exact = given.passes.product, FLOAT if head.precision == "fp32" else 2
     vector = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
     kept = heads * (views * vector + pairs * FLOAT * given.batch_size)
     lookup = looking * (2 * exact + 0.5) * head.queue_size

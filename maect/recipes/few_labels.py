@@ -3,11 +3,13 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from pydantic import Field
 
 from maect.core.errors import UserError
 from maect.core.files import sha256_file
-from maect.core.settings import Settings, later
+from maect.core.settings import Settings
 from maect.paper import read_paper
 
 OFFICIAL = read_paper("lists", dict[str, str])
@@ -38,18 +40,9 @@ class FewLabels(Settings):
 
     subsets: str | None = None
     """Folder of the official lists (`maect retrieve`); none: seeded subsets."""
-    lists_sha256: dict[str, str] = later({})
+    lists_sha256: dict[str, str] = Field(default_factory=dict)
     """Of the lists when an experiment was read; nobody writes it by hand. Without it a list is the
     official one of its name."""
-
-    @classmethod
-    def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The checksums of lists that are not official: those were in no digest before."""
-        values = super().decisive(values)
-        lists = values.get("lists_sha256", {}).items()
-        own = {name: sha256 for name, sha256 in lists if OFFICIAL.get(name) != sha256}
-        values = {key: value for key, value in values.items() if key != "lists_sha256"}
-        return values | ({"lists_sha256": own} if own else {})
 
     @property
     def lists(self) -> list[Path]:

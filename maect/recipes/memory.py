@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from maect.recipes import Encoder, views_by_size
-from maect.recipes.cost import FLOAT, Computed, Cost
+from maect.recipes import Encoder, View, views_by_size
+from maect.recipes.cost import FLOAT, Cost
 
 GIB = 2**30
 BUCKET = 25_000_000
@@ -82,11 +82,12 @@ class Footprint:
 
 
 def footprint(
-    computed: Computed,
     encoder: Encoder,
+    views: Sequence[View],
     images: int,
     parts: Sequence[Cost],
     *,
+    precision: str,
     averaged: int = 0,
     mixes: bool = False,
 ) -> Footprint:
@@ -95,29 +96,31 @@ def footprint(
     The backward pass meets the last part first, and frees what each part kept.
 
     Args:
-        computed: how it is computed, and the views of an image.
         encoder: shape of the images.
+        views: of an image.
         images: of a pass on one rank.
         parts: of the objective.
+        precision: of matrix products, bf16 or fp32.
         averaged: weights with a running average.
         mixes: whether images are mixed in pairs.
     """
     weights, trained = sum(part.weights for part in parts), sum(part.trained for part in parts)
-    copies = 2 * trained if computed.precision == "bf16" else 0
+    copies = 2 * trained if precision == "bf16" else 0
     worst = kept = 0.0
     for memory in (memory for part in parts for memory in part.passes):
         kept += images * memory.kept
         forward, backward = copies + images * memory.forward, copies + images * memory.backward
         worst = max(worst, kept + forward, kept + backward)
     buffers = sum(part.buffers for part in parts)
-    inputs, prepared = _inputs(computed, encoder, images, mixes)
-    frozen = 2 * (weights - trained) if computed.precision == "bf16" else 0
+    inputs, prepared = _inputs(views, encoder, images, mixes)
+    frozen = 2 * (weights - trained) if precision == "bf16" else 0
     return Footprint(weights, trained, averaged, buffers, inputs, prepared, worst, frozen)
 
 
-def _inputs(computed: Computed, encoder: Encoder, images: int, mixes: bool) -> tuple[float, float]:
+def _inputs(
+    views: Sequence[View], encoder: Encoder, images: int, mixes: bool
+) -> tuple[float, float]:
     """Bytes of the views of some images, and at the worst moment of making them, size by size."""
-    views = computed.view_settings()
     inputs = prepared = 0.0
     for size, numbers in views_by_size(views, encoder.image_size).items():
         own = images * len(numbers) * FLOAT * encoder.pixels.channels * size**2

@@ -13,7 +13,7 @@ from pydantic import ConfigDict, StringConstraints
 
 from maect.core.files import need
 from maect.core.seeds import seed_of
-from maect.core.settings import LocalPath, SettingsFile, later
+from maect.core.settings import LocalPath, SettingsFile
 from maect.report.groups import Groups
 
 Name = Annotated[str, StringConstraints(min_length=1)]
@@ -47,7 +47,7 @@ class ShownConfig(SettingsFile):
     """Whether to show the paper's numbers; they are of ImageNet-1k."""
     classes: LocalPath | None = None
     """Index of shards that names the classes, for a figure that shows them."""
-    groups: Groups | None = later(None)
+    groups: Groups | None = None
     """Groups of these classes, for a figure that shows them in place of the classes."""
 
     @classmethod
@@ -94,9 +94,9 @@ class SummaryConfig(SettingsFile):
     """Folder of the images that it was trained on, as the commands name it."""
     explored: LocalPath | None = None
     """Result of the protocol `explore` for that run."""
-    shards: LocalPath | None = later(None)
+    shards: LocalPath | None = None
     """Folder of a split's shards, of which the page shows some images."""
-    classifies: bool = later(False)
+    classifies: bool = False
     """Whether that run has a linear probe, which `maect predict` needs."""
 
 

@@ -18,6 +18,7 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.core.files import read_json, read_mapping, write_text
 from maect.evaluate.explore import columns_of
+from maect.records import EvaluationRecord
 from maect.report.configs import ImagesConfig
 from maect.report.figures.data import read_tensors
 from maect.report.render import render_page
@@ -161,9 +162,10 @@ def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
     if not audit.exists():
         return []
     found = read_json(audit)
-    about = read_mapping(explored.with_suffix(".json")).get("provenance", {}).get("splits", {})
+    result = EvaluationRecord.seek(explored.with_suffix(".json"))
+    about = result.provenance.get("splits", {}) if result else {}
     shown = {name.removeprefix("features_"): made["index_digest"] for name, made in about.items()}
-    digests = found["splits"] if isinstance(found, dict) else {}  # a list: of earlier versions
+    digests = found["splits"]
     for path in audit.parent.glob("shards/*/*/index.json"):  # of splits that are not shown
         shown.setdefault(path.parent.name, read_mapping(path).get("digest"))
     if not about or not digests or any(shown.get(split, of) != of for split, of in digests.items()):

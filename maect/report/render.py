@@ -21,7 +21,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from maect.core.errors import UserError, entry
-from maect.core.files import read_json, write_text
+from maect.core.files import write_text
+from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import TABLES, Detail, Metric, Table
 from maect.report.tables import build_table, read_table, result_file, result_of, write_table
@@ -188,13 +189,15 @@ def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, 
             path = result_file(evaluations, run, name)
             if path is None:
                 continue
-            result = read_json(path)
-            kept = {key: result.get(key) for key in ("metrics", "settings", "provenance")}
+            result = EvaluationRecord.read(path)
+            kept = result.model_dump(mode="json", exclude={"left_sha256"})
             anchor = f"{run}-{name}"
             results[anchor] = _source(f"evaluations/{run}/{path.name}", anchor, kept)
-            record = evaluations.parent / "runs" / run / "run.json"
-            if run not in runs and record.exists():
-                runs[run] = _source(f"runs/{run}/run.json", f"run-{run}", read_json(record))
+            folder = evaluations.parent / "runs" / run
+            if run not in runs and is_finished(folder):
+                told = RunRecord.of(folder).model_dump(mode="json", exclude_none=True)
+                file = str(RunRecord.path(Path("runs", run)))
+                runs[run] = _source(file, f"run-{run}", told)
     return {
         "Where the numbers come from": list(results.values()),
         "The runs behind them: recipe, seed, versions, cost": list(runs.values()),

@@ -14,6 +14,7 @@ from PIL import Image
 from maect.core.entries import entries
 from maect.core.errors import counted, entry
 from maect.core.files import read_mapping, read_table_text, write_text
+from maect.records import RunRecord
 from maect.report.configs import Row, ShownConfig, SummaryConfig
 from maect.report.images import Explored
 from maect.report.registry import FIGURES, TABLES
@@ -125,18 +126,18 @@ def _rows(table: Path) -> list[Row]:
 def made(table: Path) -> str:
     """Return when the trainings behind a table ended, and their duration; empty: not known."""
     names = [run for row in _rows(table) for run in row.runs]
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, RunRecord] = {}
     while names:
         run = names.pop()
-        record = read_mapping(table.parents[1] / "runs" / run / "run.json")
+        record = RunRecord.find(table.parents[1] / "runs" / run)
         if record and run not in records:
             records[run] = record
-            names += [record["source"]] if record.get("source") else []
-    trained = [record for record in records.values() if record.get("finished")]
-    hours = sum(record.get("device_hours", 0) / record.get("world_size", 1) for record in trained)
+            names += [record.source] if record.source else []
+    trained = [record for record in records.values() if record.finished]
+    hours = sum((record.device_hours or 0) / (record.world_size or 1) for record in trained)
     if not trained or not hours:
         return ""
-    day = max(record["finished"] for record in trained)[:10]
+    day = max(str(record.finished) for record in trained)[:10]
     took = f"{hours * 60:.0f} minutes" if hours < 2 else f"{hours:.1f} hours"
     return f"{counted(len(trained), 'training')}, {took} together; the last one ended on {day}."
 

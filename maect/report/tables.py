@@ -5,22 +5,21 @@ import itertools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import pandas as pd
-from pydantic import ValidationError
 
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError, entry
-from maect.core.files import read_json, read_mapping, read_table_text, write_table_text
+from maect.core.files import read_table_text, write_table_text
 from maect.paper import FOLDER
-from maect.recipes import Encoder
+from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric, Table
-from maect.stages import STAGES
+from maect.stages import STAGES, Training, recorded
 
 KEYS = ["architecture", "method"]
 COST = ("hours", "overhead")
@@ -36,11 +35,7 @@ def read_metrics(path: Path) -> dict[str, Any]:
     Raises:
         UserError: not a result of an evaluation.
     """
-    result = read_json(path)
-    metrics = result.get("metrics") if isinstance(result, dict) else None
-    if not isinstance(metrics, dict):
-        raise UserError(f"{path}: not an evaluation's result (it has no `metrics`); evaluate again")
-    return metrics
+    return EvaluationRecord.read(path).metrics
 
 
 def result_of(evaluations: Path, run: str, names: Sequence[str], key: str) -> Path | None:
@@ -60,9 +55,9 @@ def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -
     path = evaluations / run / f"{name}{ending}"
     if not path.exists():
         return None
-    told = read_mapping(path.with_suffix(".json")).get("provenance", {}).get("encoder_sha256")
-    runs = read_mapping(evaluations.parent / "runs" / run / "run.json")
-    encoder = runs.get("sha256", {}).get("encoder.safetensors")
+    result = EvaluationRecord.seek(path.with_suffix(".json"))
+    record = RunRecord.find(evaluations.parent / "runs" / run)
+    told, encoder = (one and one.encoder_sha256 for one in (result, record))
     if None not in (told, encoder) and told != encoder:
         _leave_out(path, run)
         return None
@@ -302,12 +297,12 @@ def trained_with(setting: str, row: Row, runs: Path) -> str | None:
     Raises:
         UserError: a record that is missing or not one.
     """
-    if not row.runs or not (runs / row.runs[0] / "run.json").exists():
+    if not row.runs or not is_finished(runs / row.runs[0]):
         return None
     values = [
-        str(record.get("recipe", {}).get(setting, UNKNOWN))
+        str(record.settings.get(setting, UNKNOWN))
         for record in reversed(chain(row.runs[0], runs))
-        if STAGES[record["stage"]].trains_encoder
+        if STAGES[record.stage].trains_encoder
     ]
     values = [value.removesuffix(".0") for value in values]
     if set(values) == {UNKNOWN}:
@@ -315,49 +310,44 @@ def trained_with(setting: str, row: Row, runs: Path) -> str | None:
     return values[0] if len(set(values)) == 1 else "; ".join(values)
 
 
-def chain(run: str, runs: Path) -> list[dict[str, Any]]:
+def chain(run: str, runs: Path) -> list[RunRecord]:
     """Records of a run and of all it started from, the run itself first.
 
     Raises:
         UserError: a record that is missing or not one.
     """
-    records: list[dict[str, Any]] = []
+    records: list[RunRecord] = []
     name: str | None = run
     while name is not None:
-        path = runs / name / "run.json"
-        record = read_json(path)
-        if not isinstance(record, dict) or "stage" not in record:
-            raise UserError(f"{path}: not a completion record; run {name} again")
-        if any(seen["run"] == record["run"] for seen in records):
-            raise UserError(f"{path}: run {name} starts from itself")
+        record = RunRecord.of(runs / name)
+        if any(seen.run == record.run for seen in records):
+            raise UserError(f"{RunRecord.path(runs / name)}: run {name} starts from itself")
         records.append(record)
-        name = record.get("source")
+        name = record.source
     return records
 
 
-def flops_of_step(record: Mapping[str, Any]) -> float:
+def flops_of_step(record: RunRecord) -> float:
     """Operations of one update of a finished run, counted from its settings.
 
     Raises:
         UserError: settings that this version does not have.
     """
-    try:
-        stage = STAGES[record["stage"]].model_validate(record["recipe"])
-        encoder = Encoder.model_validate(record["encoder"])
-    except (KeyError, ValidationError):
-        raise UserError(f"run {record['run']}: settings of another version; run it again") from None
-    return stage.flops_per_image(encoder) * record["recipe"]["batch_size"]
+    stage, encoder = recorded(record), record.encoder
+    if encoder is None or not isinstance(stage, Training):
+        raise UserError(f"run {record.run}: trained nothing; run it again")
+    return stage.flops_per_image(encoder) * stage.batch_size
 
 
-def hours_of(records: list[dict[str, Any]]) -> tuple[float, float]:
+def hours_of(records: list[RunRecord]) -> tuple[float, float]:
     """Device hours of all training in a chain, and what comes after pre-training in percent of it.
 
     NaN where a part was not trained here: what public weights cost is not known.
     """
-    first = STAGES.get(records[-1]["stage"])
+    first = STAGES.get(records[-1].stage)
     if first is None or not first.trains:
         return math.nan, math.nan
-    hours = [float(record["device_hours"]) for record in records]
+    hours = [record.device_hours or 0.0 for record in records]
     if hours[-1] <= 0:
         return math.nan, math.nan
     return sum(hours), 100 * sum(hours[:-1]) / hours[-1]
@@ -392,9 +382,9 @@ def trained_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
 
     def told(run: str) -> tuple[float, float]:
         records = chain(run, runs)
-        stage = STAGES.get(records[0]["stage"])
-        hours = float(records[0]["device_hours"]) if stage and stage.trains else math.nan
-        return hours, float(records[-1].get("recipe", {}).get("epochs", math.nan))
+        stage = STAGES.get(records[0].stage)
+        hours = records[0].device_hours or 0.0 if stage and stage.trains else math.nan
+        return hours, float(records[-1].epochs or math.nan)
 
     return _by_row(rows, runs, ("hours", "pretraining_epochs"), told)
 
@@ -412,8 +402,8 @@ def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
 
     def start(run: str) -> tuple[float]:
         first = chain(run, runs)[-1]
-        entries = finished_entries(runs / first["run"], first)
-        until = first.get("recipe", {}).get("epochs", 0) / 10
+        entries = finished_entries(runs / first.run, first.logged_epochs)
+        until = (first.epochs or 0) / 10
         losses = [e["loss_nnclr"] for e in entries if "loss_nnclr" in e and e["epoch"] <= until]
         return (statistics.fmean(losses) if losses else math.nan,)
 
@@ -436,7 +426,7 @@ def _by_row(
     """
     lines = []
     for row in rows:
-        done = [run for run in row.runs if (runs / run / "run.json").exists()]
+        done = [run for run in row.runs if is_finished(runs / run)]
         values = [values_of(run) for run in done]
         if done and len(done) == len(row.runs) and all(math.isnan(value[0]) for value in values):
             continue

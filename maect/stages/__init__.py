@@ -6,9 +6,11 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from maect.core.errors import UserError, check_names
-from maect.core.settings import one_line
+from maect.core.settings import one_line, validated
 from maect.recipes import Encoder, Pixels, load_encoder, merge, recipe_values
+from maect.recipes.computing import Computing, separate
 from maect.recipes.timm_encoders import find_timm
+from maect.records import RunRecord
 from maect.stages.fine_tune import FineTune
 from maect.stages.head import Head
 from maect.stages.imported import Import
@@ -22,8 +24,10 @@ __all__ = [
     "Stage",
     "Training",
     "check_source",
+    "load_computing",
     "load_import",
     "load_recipe",
+    "recorded",
     "starts_from",
 ]
 
@@ -45,6 +49,17 @@ def starts_from(name: str) -> tuple[str, ...]:
     """Names of the stages whose runs a stage may start from."""
     named = STAGES[name].starts_from
     return tuple(other for other in STAGES if other != name) if EVERY_OTHER in named else named
+
+
+def recorded(record: RunRecord) -> Stage:
+    """The stage of a finished run, with the settings that it had.
+
+    Raises:
+        UserError: a stage or settings that there are not.
+    """
+    where = f"run {record.run}"
+    check_names(f"{where}: stage", [record.stage], STAGES)
+    return validated(STAGES[record.stage], record.settings, f"{where}: settings")
 
 
 def check_source(
@@ -95,7 +110,7 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
     Raises:
         UserError: unknown recipe, stage, size or key, or a value out of range.
     """
-    values = merge(recipe_values(name, size), overrides or {})
+    values, _ = separate(merge(recipe_values(name, size), overrides or {}))
     trained = [name for name, stage in STAGES.items() if stage.trains]
     stage = str(values.pop("stage"))
     check_names(f"recipe {name}: stage", [stage], trained)
@@ -103,6 +118,14 @@ def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None
         return cast(Training, STAGES[stage].model_validate(values))
     except ValidationError as error:
         raise one_line(error, f"recipe {name}") from None
+
+
+def load_computing(
+    name: str, size: str, overrides: Mapping[str, Any], computing: Mapping[str, Any]
+) -> Computing:
+    """Return how a recipe is computed, with overrides among its settings or beside them."""
+    _, values = separate(recipe_values(name, size) | dict(overrides))
+    return validated(Computing, values | dict(computing), "computing")
 
 
 def load_import(

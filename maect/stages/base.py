@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
-from maect.core.settings import later
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
+from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, HeadInputs, ViewGroup, encoder_cost, view_groups
 from maect.recipes.few_labels import FewLabels
 from maect.train.stage import RunInputs, Stage, Training, Updates
@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # these import torch
     from maect.data.index import Index
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
+    from maect.train.optimizer import ParameterGroup
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
 RANDOM = ("flip", "jitter", "blur", "gray", "solarize")
@@ -60,12 +61,12 @@ class WithoutLabels(Training):
     """Replaces the augmentation's crop scale, for images whose object fills the frame."""
     flip: float | None = Field(default=None, ge=0, le=1)
     """Replaces the probability of a horizontal flip (0 where left and right mean something)."""
-    blur: float | None = later(None, ge=0, le=1)
+    blur: float | None = Field(default=None, ge=0, le=1)
     """Replaces the probability of blur (0 where images have few pixels and it leaves nothing)."""
-    jitter: float | None = later(None, ge=0, le=1)
+    jitter: float | None = Field(default=None, ge=0, le=1)
     """Likewise of jittered colours; with the next two, an augmentation may be taken apart."""
-    gray: float | None = later(None, ge=0, le=1)
-    solarize: float | None = later(None, ge=0, le=1)
+    gray: float | None = Field(default=None, ge=0, le=1)
+    solarize: float | None = Field(default=None, ge=0, le=1)
     lr_counts_views: bool = True
     """lr = base_lr x batch_size x views / 256 (authors' code); False leaves `views` out."""
     views: int = Field(default=2, ge=1)
@@ -133,21 +134,27 @@ class WithoutLabels(Training):
         """The views that the heads read: all; a stage whose heads read fewer says which."""
         return view_groups(encoder, self.view_settings(), self.mask_ratio)
 
-    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+    def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
         """Return what the encoder takes, then what the heads take."""
         groups = view_groups(encoder, self.view_settings(), self.mask_ratio)
         trained, read = self.trained_blocks(encoder), self.views_read(encoder)
         learns = self.reaches_encoder and trained > 0
-        given = HeadInputs(self, encoder.width, read, self.batch_size, learns)
+        passes = self.passes(computing)
+        given = HeadInputs(passes, encoder.width, read, self.batch_size, learns)
         heads = {name: head.cost(given) for name, head in self.heads.items()}
-        return {"encoder": encoder_cost(self, encoder, groups, trained), **heads}
+        return {"encoder": encoder_cost(passes, encoder, groups, trained), **heads}
+
+    @property
+    def whole_batch(self) -> bool:
+        """Those of heads are."""
+        return bool(self.heads)
 
     @property
     def reaches_encoder(self) -> bool:
         """Return whether the heads' gradient goes on into the encoder."""
         return True
 
-    def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
+    def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
         """Each head's rates for that head, `encoder_rates` for everything else."""
         from maect.train.optimizer import grouped
 
@@ -240,11 +247,6 @@ class WithoutLabels(Training):
                     f"batch_size {self.batch_size} does not divide queue_size {head.queue_size}: "
                     "the queue is filled in whole batches"
                 )
-        if self.heads and self.accumulation != 1:
-            raise ValueError(
-                "accumulation must be 1 in contrastive stages: batch statistics and negatives are "
-                "those of the whole global batch"
-            )
         return self
 
 
@@ -300,7 +302,6 @@ class Supervised(Updates, FewLabels):
     randaugment_magnitude: float = Field(default=9.0, ge=0, le=10)
     crop_scale: tuple[float, float] = (0.08, 1.0)
     flip: float = Field(default=0.5, ge=0, le=1)
-    zero_stage: Literal[0, 1, 2] = 1
 
     @property
     def mixes(self) -> bool:
@@ -311,20 +312,6 @@ class Supervised(Updates, FewLabels):
     def peak_lr(self) -> float:
         """Peak learning rate of the classifier."""
         return self.base_lr * self.batch_size / 256
-
-    def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of processes that the batch does not split over.
-
-        Raises:
-            UserError: with the numbers.
-        """
-        super().check_ranks(ranks)
-        share = self.batch_size // (ranks * self.accumulation)
-        if self.mixes and share % 2:
-            raise UserError(
-                f"batch_size {self.batch_size}: Mixup and CutMix pair images, and {ranks} ranks x "
-                f"accumulation {self.accumulation} leave {share} each, an odd number"
-            )
 
     @model_validator(mode="after")
     def _possible(self) -> Self:

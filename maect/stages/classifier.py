@@ -83,7 +83,6 @@ class Classifier(Objective):
         if stage.frozen_blocks > depth:
             raise UserError(f"frozen_blocks {stage.frozen_blocks}: the encoder has {depth} blocks")
         encoder.requires_grad_(True).freeze(stage.frozen_blocks)
-        encoder.checkpointing = stage.activation_checkpointing
         self.stage, self.seed = stage, seed
         self.pooling: Pooling = pooling if stage.pooling == "encoder" else stage.pooling
         if self.pooling == "cls" and not encoder.settings.class_token:

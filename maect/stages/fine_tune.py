@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from maect.core.errors import UserError
-from maect.core.settings import later
 from maect.recipes import Encoder
+from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, encoder_cost, view_groups
 from maect.recipes.few_labels import fraction_list, shots_list
 from maect.stages.base import Supervised
@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # these import torch
     from maect.stages.classifier import Classifier
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
+    from maect.train.optimizer import ParameterGroup
 
 
 class FineTune(Supervised, Training):
@@ -36,6 +37,7 @@ class FineTune(Supervised, Training):
     # There are many of them (seeds, subsets, encoders), and nothing goes on from their states.
     keeps_state: ClassVar[bool] = False
     labelled: ClassVar[bool] = True
+    highest_zero: ClassVar[int] = 2
 
     shots: int = Field(default=0, ge=0)
     """This many labels per class instead of a fraction; 0: a fraction."""
@@ -43,7 +45,7 @@ class FineTune(Supervised, Training):
     """Which of the subsets with this many shots."""
     subset_seed: int = 0
     """Seed of the subset where no lists are given."""
-    held_out: float = later(0.0, ge=0, lt=1)
+    held_out: float = Field(default=0.0, ge=0, lt=1)
     """Train without this part of every class's labelled images, and score the epochs on it."""
 
     @model_validator(mode="after")
@@ -51,6 +53,20 @@ class FineTune(Supervised, Training):
         if self.shots and self.fraction < 1:
             raise ValueError("shots and fraction: leave out one of them")
         return self
+
+    def check_ranks(self, ranks: int, computing: Computing = PLAIN) -> None:
+        """Refuse a number of processes that the batch does not split over, in pairs if they mix.
+
+        Raises:
+            UserError: with the numbers.
+        """
+        super().check_ranks(ranks, computing)
+        share = self.batch_size // (ranks * computing.accumulation)
+        if self.mixes and share % 2:
+            raise UserError(
+                f"batch_size {self.batch_size}: Mixup and CutMix pair images, and {ranks} ranks x "
+                f"accumulation {computing.accumulation} leave {share} each, an odd number"
+            )
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -154,7 +170,7 @@ class FineTune(Supervised, Training):
         vit, _, pooling = load_encoder_weights(self.need(source) / "encoder.safetensors")
         return Classifier(self, vit, len(classes), pooling, seed)
 
-    def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
+    def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
         """Layer-wise decay in the encoder, the peak itself for norm and classifier."""
         from maect.train.optimizer import grouped, layer_scale
 
@@ -168,7 +184,7 @@ class FineTune(Supervised, Training):
         return grouped(objective, rates)
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:
-        """Write the encoder and its classifier; `run.json` says which images were labelled."""
+        """Write the encoder and its classifier; its record says which images were labelled."""
         from maect.data.subsets import subset_record
         from maect.models.weights import save_encoder, save_tensors
         from maect.train.checkpoint import PARAM
@@ -200,8 +216,8 @@ class FineTune(Supervised, Training):
                 f"frozen_blocks {self.frozen_blocks}: the encoder has {encoder.depth} blocks"
             )
 
-    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+    def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
         """Return what the encoder takes; the classifier is small."""
         groups = view_groups(encoder, self.view_settings())
         tuned = encoder.depth - self.frozen_blocks
-        return {"encoder": encoder_cost(self, encoder, groups, tuned)}
+        return {"encoder": encoder_cost(self.passes(computing), encoder, groups, tuned)}

@@ -1,17 +1,17 @@
 """Encoders that others have trained."""
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import field_validator
 
 from maect.core.errors import UserError, did_you_mean
-from maect.core.files import read_json, read_mapping, sha256_file, write_record
-from maect.core.settings import digest, later
+from maect.core.files import read_mapping, sha256_file
+from maect.core.settings import digest
 from maect.models.layouts import LAYOUTS
 from maect.recipes import Pixels
+from maect.records import ENCODER, ImportedFile, RunRecord
 from maect.train.stage import Stage
 
 if TYPE_CHECKING:  # it imports torch
@@ -27,7 +27,7 @@ class Import(Stage):
 
     layout: str | None = None
     """How the checkpoint is laid out, a key of `LAYOUTS`; none: detected from its content."""
-    timm: str | None = later(None)
+    timm: str | None = None
     """In place of a layout: the model's full name in timm (`maect.recipes.timm_encoders`)."""
 
     @field_validator("layout")
@@ -80,9 +80,9 @@ def import_weights(
     from maect.models.weights import save_encoder
     from maect.train.run_folder import origin
 
-    record = folder / "run.json"
+    record = RunRecord.path(folder)
     trained = (folder / "state").exists() or (folder / "metrics.jsonl").exists()
-    if trained or (record.exists() and read_json(record).get("stage") != "import"):
+    if trained or (record.exists() and RunRecord.of(folder).stage != "import"):
         raise UserError(f"{folder}: holds a run that was trained here; import into another folder")
     exported = weights if weights.is_dir() else weights.parent
     about = read_mapping(exported / "config.json")
@@ -109,37 +109,32 @@ def import_weights(
             raise UserError(f"{weights}: {name} has values that are not finite; fetch it again")
     sha256, found = sha256_file(weights), weights.stat()
     record.unlink(missing_ok=True)  # it would be about another encoder for a moment
-    save_encoder(folder / "encoder.safetensors", new.tensors, new.encoder, new.pooling)
-    write_record(
-        record,
-        {
-            "run": folder.name,
-            "stage": "import",
-            "fingerprint": digest("import", new.timm or layout, new.encoder, new.pooling, sha256),
-            "weights": {
-                "file": weights.name,
-                "sha256": sha256,
-                "size": found.st_size,
-                "modified": found.st_mtime_ns,
-                "layout": layout,
-                "left_out": new.left_out,
-                **({} if new.timm is None else _timm_record(new)),
-            },
-            "size": new.size,
-            "encoder": new.encoder.model_dump(mode="json"),
-            "pooling": new.pooling,
-            "seed": None,
-            "source": None,
-            "files": ["encoder.safetensors"],
-            "sha256": {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")},
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            **origin(),
-        },
-    )
+    save_encoder(folder / ENCODER, new.tensors, new.encoder, new.pooling)
+    RunRecord(
+        run=folder.name,
+        stage="import",
+        fingerprint=digest("import", new.timm or layout, new.encoder, new.pooling, sha256),
+        weights=ImportedFile(
+            file=weights.name,
+            sha256=sha256,
+            size=found.st_size,
+            modified=found.st_mtime_ns,
+            layout=layout,
+            left_out=new.left_out,
+            **({} if new.timm is None else _timm_record(new)),
+        ),
+        size=new.size,
+        encoder=new.encoder,
+        pooling=new.pooling,
+        files=(ENCODER,),
+        sha256={ENCODER: sha256_file(folder / ENCODER)},
+        finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **origin(),
+    ).write(record)
     return layout, new
 
 
-def is_another_file(weights: Path, imported: Mapping[str, Any]) -> bool:
+def is_another_file(weights: Path, imported: ImportedFile) -> bool:
     """Return whether a checkpoint is there and has other bytes than the one that was imported.
 
     It is read only where its size or time differs.
@@ -150,10 +145,9 @@ def is_another_file(weights: Path, imported: Mapping[str, Any]) -> bool:
     """
     try:
         found = weights.stat()
-        same = found.st_size, found.st_mtime_ns
-        if same == (imported.get("size"), imported.get("modified")):
+        if (found.st_size, found.st_mtime_ns) == (imported.size, imported.modified):
             return False
-        return "sha256" in imported and sha256_file(weights) != imported["sha256"]
+        return sha256_file(weights) != imported.sha256
     except OSError:  # not needed any more
         return False
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from maect.recipes import Encoder
+from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.cost import Cost, decoder_cost, view_groups
 from maect.stages.base import SelfSupervised
 
@@ -42,7 +43,6 @@ class Pretrain(SelfSupervised):
         with seeded(seed):
             vit, decoder = build_encoder(encoder), Decoder(encoder)
             head = NNCLRHead(encoder.width, self.head) if self.head else None
-        vit.checkpointing = decoder.checkpointing = self.activation_checkpointing
         return MaskedAutoencoder(
             self, vit, decoder, head, seed,
             normalize_pixels=self.normalize_pixels,
@@ -63,9 +63,9 @@ class Pretrain(SelfSupervised):
         """Not if it is detached."""
         return self.contrastive == "combined"
 
-    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+    def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
         """The decoder's between the encoder's and the head's."""
-        costs = super().costs(encoder)
+        costs = super().costs(encoder, computing)
         (group,) = view_groups(encoder, self.view_settings(), self.mask_ratio)
-        decoder = decoder_cost(self, encoder, group, self.mask_ratio)
+        decoder = decoder_cost(self.passes(computing), encoder, group, self.mask_ratio)
         return {"encoder": costs.pop("encoder"), "decoder": decoder, **costs}

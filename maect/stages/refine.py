@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from maect.core.settings import later
 from maect.recipes import LOCAL, Encoder, Refiner, View
 from maect.stages.base import WithoutLabels
 from maect.train.stage import Stage
@@ -34,7 +33,7 @@ class RefineHeads(WithoutLabels):
     min_lr: float = Field(ge=0)
     """Where the cosine ends, for the heads and the uppermost layers."""
     head: Refiner
-    pool: Literal["cls", "mean"] | None = later(None)
+    pool: Literal["cls", "mean"] | None = None
     """What heads and evaluations read, [CLS] or the mean of the patch tokens, in place of what the
     encoder's size says. `refine_heads` leaves a copy of the source's encoder, with its pooling."""
 
@@ -114,7 +113,6 @@ class RefineHeads(WithoutLabels):
             heads = RefinerHeads(encoder.width, self.head, blocks, views)
         if self.trains_encoder:
             vit.freeze(encoder.depth - self.trained_blocks(encoder))
-            vit.checkpointing = self.activation_checkpointing
         return RefinerObjective(self, vit, heads, seed, self.trains_encoder)
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:

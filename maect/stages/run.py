@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from pydantic import Field, SerializeAsAny
 
 from maect.core.context import Context
-from maect.core.errors import UserError, check_names
-from maect.core.files import read_mapping
-from maect.core.settings import LocalPath, SettingsFile, digest, later, validated
+from maect.core.errors import UserError
+from maect.core.settings import LocalPath, SettingsFile, digest, validated
 from maect.recipes import Encoder, OnlineEvaluation
+from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.memory import GIB
-from maect.stages import STAGES, Stage, Training, check_source
+from maect.records import RunRecord
+from maect.stages import STAGES, Stage, Training, check_source, recorded
 
 if TYPE_CHECKING:  # it imports torch
     from maect.train.trainer import Verdict
@@ -33,13 +34,16 @@ class RunConfig(SettingsFile):
     """Folder of the run that this one starts from."""
     weights: LocalPath | None = None
     """The published checkpoint that is imported; its path is no part of the run's identity."""
-    test: LocalPath | None = later(None)
+    test: LocalPath | None = None
     """Shards of the split that a fine-tuning is scored on after every epoch."""
-    resize: int | None = later(None, gt=0)
+    resize: int | None = Field(default=None, gt=0)
     """Shorter side of images before the centre crop wherever the encoder is used; none: 256/224 of
     the image size. What is trained does not depend on it."""
     encoder: Encoder
     settings: SerializeAsAny[Stage]
+    """All that decides what comes out."""
+    computing: Computing | None = None
+    """How it is trained; none: an import, or as usual. No part of the run's identity."""
     look: OnlineEvaluation | None = None
     """How often its encoder is looked at while it trains; no part of the run's identity."""
 
@@ -49,27 +53,25 @@ class RunConfig(SettingsFile):
         """Refuse settings that do not fit the encoder, or the run to start from."""
         try:
             self.settings.check_encoder(self.encoder)
+            if isinstance(self.settings, Training):
+                self.settings.check_computing(self.computing or PLAIN)
         except ValueError as error:
             raise UserError(f"{where}: settings: {error}") from None
         if self.source is None:
             check_source(where, self.settings, self.encoder, None, "source")
             return
         # One that is not finished yet is refused by the command.
-        record = read_mapping(self.source / "run.json")
-        if record:
-            about = f"{self.source}/run.json"
-            check_names(f"{about}: stage", [record["stage"]], STAGES)
-            stage = validated(STAGES[record["stage"]], record.get("recipe", {}), f"{about}: recipe")
-            encoder = validated(Encoder, record["encoder"], f"{about}: encoder")
-            source = self.source.name, stage, encoder
+        record = RunRecord.find(self.source)
+        if record and record.encoder:
+            source = self.source.name, recorded(record), record.encoder
             check_source(f"{where}: source", self.settings, self.encoder, source, "source")
 
     def named(self, path: Path) -> Self:
         """The same run, to be at another path."""
         return self.model_copy(update={"run": path.absolute().parent.name})
 
-    def training(self, where: str | Path) -> tuple[Training, Path]:
-        """Return what to train, and the shards of the images.
+    def training(self, where: str | Path) -> tuple[Training, Computing, Path]:
+        """Return what to train, how, and the shards of the images.
 
         Args:
             where: this file, for the message.
@@ -79,25 +81,21 @@ class RunConfig(SettingsFile):
         """
         if not self.settings.trains or self.shards is None:
             raise UserError(f"{where}: stage {self.stage} does not train; `maect import {where}`")
-        return cast(Training, self.settings), self.shards
+        return cast(Training, self.settings), self.computing or PLAIN, self.shards
 
     @property
     def digest(self) -> str:
         """Identity of what the run is told; where its inputs are is not part of it."""
         return digest(self.stage, self.settings, self.encoder, self.seed)
 
-    def fingerprint(self, folder: Path, data: str, weights: dict[str, str]) -> str:
-        """Identity of what the run in a folder gives.
+    def fingerprint(self, data: str, weights: dict[str, str]) -> str:
+        """Identity of what the run gives.
 
         Args:
-            folder: of the run.
             data: digest of its shards.
             weights: checksums of those that it starts from, by their files' names.
         """
-        from maect.train.run_folder import identity_of  # it imports NumPy
-
-        given = self.stage, self.settings, self.encoder, self.seed
-        return identity_of(folder, *given, data, weights)
+        return digest(self.stage, self.settings, self.encoder, self.seed, data, weights)
 
 
 def resize_of(run: Path) -> int | None:
@@ -114,7 +112,7 @@ def train(
     save_every_minutes: float = 2.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
-    computed: dict[str, Any] | None = None,
+    computing: dict[str, Any] | None = None,
     replay: int | None = None,
     trace: str | None = None,
 ) -> "Verdict":
@@ -127,8 +125,8 @@ def train(
         save_every_minutes: how much work a kill may cost.
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
-        computed: settings of how it is computed, chosen to fit into the devices' memory
-            (`Training.fitted`).
+        computing: how to train in place of what the file says, chosen to fit into the devices'
+            memory (`Training.fitted`).
         replay: only repeat this step, in a copy of the run.
         trace: first and last step to profile, such as `100-105`.
 
@@ -140,15 +138,18 @@ def train(
     from maect.train import trainer
 
     told = RunConfig.read(config, submitted=digest)
-    stage, shards = told.training(config)
-    stage = stage.model_copy(update=computed)
-    folder = Path(config).absolute().parent
-    with memory_told(lambda said: _too_large(stage, told.encoder, context.world_size, said)):
+    stage, how, shards = told.training(config)
+    if computing is not None:
+        how = validated(Computing, computing, "computing")
+        stage.check_computing(how)
+    run = trainer.RunInputs(
+        Path(config).absolute().parent, shards, stage, told.encoder, told.seed, told.source,
+        told.test, told.resize, how,
+    )  # fmt: skip
+    with memory_told(lambda said: _too_large(stage, how, told.encoder, context.world_size, said)):
         verdict = trainer.train(
             context,
-            trainer.RunInputs(
-                folder, shards, stage, told.encoder, told.seed, told.source, told.test, told.resize
-            ),
+            run,
             look=told.look,
             save_every_minutes=save_every_minutes,
             convert_world_size=convert_world_size,
@@ -160,10 +161,12 @@ def train(
     return verdict
 
 
-def _too_large(stage: Training, encoder: Encoder, ranks: int, said: str) -> str:
+def _too_large(
+    stage: Training, computing: Computing, encoder: Encoder, ranks: int, said: str
+) -> str:
     """Return advice for a device whose memory is too small, also at the next attempt."""
-    share = stage.batch_size // (ranks * stage.accumulation)
-    expected = stage.peak_memory(encoder, ranks) / GIB
+    share = stage.batch_size // (ranks * computing.accumulation)
+    expected = stage.peak_memory(encoder, ranks, computing) / GIB
     return (
         f"out of GPU memory with {share} images on each of {ranks} ranks, where {expected:.0f} GiB "
         f"were expected: {said}; say in the profile what a GPU is (`gpu`), or set "

@@ -99,5 +99,5 @@ def export_head(
     """Write a head; `name` is its name in the objective."""
     with torch.device("meta"):
         shapes = build_head(head, encoder).exported()
-    metadata = {"head": head.model_dump_json(), "width": str(encoder.width)}
+    metadata = {"head": head.header, "width": str(encoder.width)}
     save_tensors(path, reader.part(PARAM, f"{name}.", shapes), metadata)

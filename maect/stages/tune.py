@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
-from maect.core.settings import later
 from maect.recipes import Contrastive, Encoder
 from maect.stages.base import SelfSupervised
 
@@ -26,7 +25,7 @@ class Tune(SelfSupervised):
     frozen_blocks: int = Field(ge=0)
     encoder_ema: float = Field(ge=0, lt=1)
     head: Contrastive
-    from_scratch: bool = later(False)
+    from_scratch: bool = False
     """Begins with random weights, without a run to start from: a control."""
 
     @model_validator(mode="after")
@@ -64,7 +63,6 @@ class Tune(SelfSupervised):
         with seeded(seed):
             vit, head = build_encoder(encoder), NNCLRHead(encoder.width, self.head)
         vit.freeze(self.frozen_blocks)
-        vit.checkpointing = self.activation_checkpointing
         return ContrastiveObjective(self, vit, head, seed)
 
     def encoder_rates(self, name: str | None, depth: int) -> tuple[float, float]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import UserError
-from maect.core.files import read_json
 from maect.launch.owner import own
+from maect.records import RunRecord, is_finished
 from maect.tools.plan_text import size_text
 from maect.train.run_folder import check_weights, remove_states
 
@@ -39,10 +39,10 @@ def states(root: Path) -> Iterator[OldStates]:
 
 def _needed(run: Path) -> str:
     """Return why the states beside what a run left have to stay; empty if they do not."""
-    if not (run / "run.json").exists():
+    if not is_finished(run):
         return "its training is not finished"
     try:
-        files = read_json(run / "run.json")["files"]
+        files = RunRecord.of(run).files
         check_weights(run)
     except UserError as error:
         return f"what it left is damaged: {error}"

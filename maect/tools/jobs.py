@@ -20,6 +20,7 @@ from maect.launch.record import belongs, read_job
 from maect.launch.resources import fixed_nodes, gpu_here, node_range, training_nodes
 from maect.recipes.flops import relative_speed
 from maect.recipes.memory import gpu_memory
+from maect.records import RunRecord
 from maect.stages.run import RunConfig
 from maect.train.run_folder import (
     check_not_lost,
@@ -29,6 +30,7 @@ from maect.train.run_folder import (
     remove_states,
     replaced,
 )
+from maect.train.run_folder import outputs as run_outputs
 
 if TYPE_CHECKING:
     from maect.train.replay import Repetition
@@ -118,14 +120,12 @@ def train(
     Raises:
         UserError: what cannot work, and what would be another run than the one that lies there.
     """
-    stage, shards = config.training(path)
+    stage, computing, shards = config.training(path)
     data = need_shards(shards)
     if config.source is not None:
-        need(config.source / "run.json", "finished run")
-    identity = fingerprint(
-        path.parent, config.stage, stage, config.encoder, config.seed, data, config.source
-    )
-    outputs = [path.parent / name for name in (*stage.outputs, "run.json")]
+        need(RunRecord.path(config.source), "finished run")
+    identity = fingerprint(config.stage, stage, config.encoder, config.seed, data, config.source)
+    outputs = run_outputs(path.parent, stage)
     kept.put_back(outputs, lambda: is_finished(path.parent, identity, intact=True))
     finished = is_finished(path.parent, identity)
     devices = where.resources.devices
@@ -134,15 +134,13 @@ def train(
     nodes = training_nodes(where.nodes, devices, stage.batch_size, step, relative_speed(gpu))
     if not (finished or convert_world_size or replaced(path.parent, identity)):
         nodes = _as_saved(path.parent, nodes, where)
-    stage.check_ranks(nodes * devices)
-    memory, computed = gpu_memory(gpu), {}
-    if memory is not None:
+    stage.check_ranks(nodes * devices, computing)
+    if (memory := gpu_memory(gpu)) is not None:
         looked = config.look is not None
-        fitted = stage.fitted(config.encoder, nodes, devices, memory, looked)
-        computed = {key: value for key, value in fitted if value != getattr(stage, key)}
-        if computed:
-            said = ", ".join(f"{key}: {value}" for key, value in computed.items())
+        fitted = stage.fitted(config.encoder, computing, nodes, devices, memory, looked)
+        if said := fitted.changes(computing):
             log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
+        computing = fitted
     if finished:
         if trace:
             raise UserError(f"--trace {trace}: {path.parent} is finished; trace a run of its own")
@@ -169,7 +167,7 @@ def train(
         convert_world_size=convert_world_size,
         stage_to=stage_to or None,
         trace=trace or None,
-        computed=computed,
+        computing=computing.model_dump(mode="json"),
     )
     # A rank may have been killed after the record was written: no other one is started then.
     if not stage.keeps_state and is_finished(path.parent, identity):
@@ -227,12 +225,12 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
     run = run.absolute()
     path = need(run / "config.yaml", "resolved file of a run")
     config = RunConfig.read(path)
-    stage, shards = config.training(path)
+    stage, _, shards = config.training(path)
     if where.detach:
         raise UserError("--detach: the job of a replay ends with its command")
     told = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
     given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
-    if fingerprint(run, *given) != told:
+    if fingerprint(*given) != told:
         raise UserError(f"{path}: not what the run was told (recipe.json): settings, seed, source "
                         "or shards have changed since")  # fmt: skip
     steps = stage.total_steps(stage.training_images(open_index(shards)).n)
@@ -265,8 +263,8 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
                 told,
                 config=str(copy / path.name),
                 digest=config.digest,
-                # As its last job was told: settings that were fitted to the devices' memory.
-                computed=job.request.get("arguments", {}).get("computed") if job else None,
+                # As its last job was told, fitted to the devices' memory.
+                computing=job.request.get("arguments", {}).get("computing") if job else None,
                 replay=step,
             )
         except BaseException:  # nobody could look after a job whose folder is gone

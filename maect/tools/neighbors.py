@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from maect.core.entries import entries
-from maect.core.files import read_mapping
 from maect.core.seeds import seedless
 from maect.evaluate.base import Features
 from maect.evaluate.store import moments, open_features, standardize
 from maect.experiment import Experiment
 from maect.experiment.expand import begins_with
 from maect.experiment.resolve import features_file
+from maect.records import RunRecord, is_finished
 from maect.stages.tune import Tune
 
 LEAST = 40.0
@@ -48,7 +48,7 @@ def warnings(experiment: Experiment) -> list[str]:
         tuned = run.settings
         if not isinstance(tuned, Tune) or tuned.augmentation != "min" or tuned.from_scratch:
             continue
-        if tuned.head.lookup != "topk" or (experiment.folder(name) / "run.json").exists():
+        if tuned.head.lookup != "topk" or is_finished(experiment.folder(name)):
             continue
         if (one := measured(experiment, name)) is not None and one.percent < LEAST:
             found.setdefault(seedless(name), one)
@@ -81,8 +81,9 @@ def measured(experiment: Experiment, name: str) -> Measured | None:
 
 def _logged(folder: Path, key: str, last: int) -> float | None:
     """Mean of the last values of a run's log; None where there are none."""
-    record = read_mapping(folder / "run.json")
-    values = [e[key] for e in entries(folder / "metrics.jsonl", TAIL, record) if key in e]
+    record = RunRecord.find(folder)
+    epochs = record.logged_epochs if record else None
+    values = [e[key] for e in entries(folder / "metrics.jsonl", TAIL, epochs) if key in e]
     return float(np.mean(values[-last:])) if values else None
 
 

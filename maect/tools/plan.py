@@ -32,9 +32,11 @@ from maect.launch.progress import part
 from maect.launch.resources import WALL_MINUTES, count_devices, fixed_nodes, training_nodes
 from maect.paper import read_paper
 from maect.recipes import Encoder
+from maect.recipes.computing import Computing
 from maect.recipes.cost import encode_flops
 from maect.recipes.flops import peak_flops, relative_speed
 from maect.recipes.memory import gpu_memory
+from maect.records import EvaluationRecord, RunRecord
 from maect.stages import STAGES, Training
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
@@ -163,18 +165,20 @@ def measured(root: Path, stage: str, size: str, encoder: Encoder) -> tuple[float
     A finished run with the same encoder is nearer to the truth than a `throughput` result, which
     is without loader and network.
     """
-    shape = encoder.model_dump(mode="json")
-    for file in sorted(root.glob("runs/*/run.json")):
-        record = read_mapping(file)
-        same = record.get("stage") == stage and record.get("encoder") == shape
-        if same and record.get("images_per_second") and record.get("world_size"):
-            return record["images_per_second"] / record["world_size"], str(file)
+    for folder in sorted(root.glob("runs/*")):
+        record = RunRecord.find(folder)
+        if record is None or record.stage != stage or record.encoder != encoder:
+            continue
+        if record.images_per_second and record.world_size:
+            speed = record.images_per_second / record.world_size
+            return speed, str(RunRecord.path(folder))
     for file in sorted(root.glob("evaluations/*/*.json")):
-        result = read_mapping(file)
-        about = result.get("provenance", {}).get("protocol"), result.get("settings", {}).get("size")
-        speed = result.get("metrics", {}).get("samples_per_second", {})
-        if about == (Throughput.name, size) and stage in speed:
-            return speed[stage], str(file)
+        if (result := EvaluationRecord.seek(file)) is None:
+            continue
+        about = result.provenance.get("protocol"), result.settings.get("size")
+        speeds = result.metrics.get("samples_per_second", {})
+        if about == (Throughput.name, size) and stage in speeds:
+            return speeds[stage], str(file)
     return None
 
 
@@ -350,13 +354,13 @@ def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -
 def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
     run, resources = experiment.runs[job.wildcards["run"]], job.resources
     told = run_config(experiment, run.name)
-    encoder, (stage, folder) = run.encoder, told.training(run.name)
+    encoder, (stage, computing, folder) = run.encoder, told.training(run.name)
     devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
     gpu = str(resources.get("gpu") or "")
     asked, relative = str(resources["nodes"]), relative_speed(gpu)
     nodes = training_nodes(asked, devices, stage.batch_size, step, relative)
     looked = experiment.spec.look is not None
-    stage, fitted = _fitted(stage, encoder, nodes, devices, gpu, looked)
+    computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, looked)
     shards = plan.shards(folder)
     speed = measured(experiment.root, stage.name, run.size, encoder)
     left = 1 - part_done(experiment.folder(run.name))
@@ -377,23 +381,24 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
         stage.name, run.name, nodes, devices, seconds, 60.0 * float(resources["runtime"]), source,
         makes=experiment.folder(run.name), needs=_makers(inputs_of_run(experiment, run.name)),
         bytes=stage.state_bytes(encoder), here=is_here(job), fitted=fitted,
-        memory=stage.peak_memory(encoder, nodes * devices),
+        memory=stage.peak_memory(encoder, nodes * devices, computing),
     )  # fmt: skip
 
 
 def _fitted(
-    stage: Training, encoder: Encoder, nodes: int, devices: int, gpu: str, looked: bool
-) -> tuple[Training, str]:
-    """A training as it would be computed on its GPUs, and what that changes."""
+    stage: Training, computing: Computing, encoder: Encoder, nodes: int, devices: int, gpu: str,
+    looked: bool,
+) -> tuple[Computing, str]:  # fmt: skip
+    """Return how a training would be computed on its GPUs, and what that changes."""
     memory = gpu_memory(gpu)
     if memory is None:
-        return stage, ""
+        return computing, ""
     try:
-        chosen = stage.fitted(encoder, nodes, devices, memory, looked)
+        chosen = stage.fitted(encoder, computing, nodes, devices, memory, looked)
     except UserError as error:
-        return stage, f"does not fit: {error}"
-    changed = [f"{key}: {value}" for key, value in chosen if value != getattr(stage, key)]
-    return chosen, f"{', '.join(changed)}, to fit into {gpu}" if changed else ""
+        return computing, f"does not fit: {error}"
+    changed = chosen.changes(computing)
+    return chosen, f"{changed}, to fit into {gpu}" if changed else ""
 
 
 def _features(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:

@@ -5,11 +5,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
-from maect.core.files import read_json
 from maect.core.kept import backup_of, standing
 from maect.core.yaml_files import read_yaml
 from maect.experiment import load
@@ -17,6 +16,7 @@ from maect.launch import clusters, record
 from maect.launch.progress import duration, part, seconds_left
 from maect.launch.record import Job
 from maect.launch.state import STOPPED, Cluster, state_of
+from maect.records import RunRecord
 
 NOT_STARTED = "not started"
 BAR = 10
@@ -96,9 +96,10 @@ def status(root: Path) -> tuple[str, list[Status]]:
     Raises:
         UserError: there is nothing of an experiment in it.
     """
+    done = RunRecord.path(Path())
     marks = [
         path
-        for name in ("job.json", "run.json", backup_of(Path("run.json")).name)
+        for name in (Path("job.json"), done, backup_of(done))
         for path in root.glob(f"runs/*/{name}")
     ]
     runs = {path.parent.name: path.parent for path in marks}
@@ -108,7 +109,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
     order = list(known) + sorted(runs.keys() - known.keys())
     seen = clusters()
     lines = [
-        look(runs[name], name, standing(runs[name] / "run.json").exists(), seen)
+        look(runs[name], name, standing(RunRecord.path(runs[name])).exists(), seen)
         if name in runs
         else Status(name, known[name], NOT_STARTED)
         for name in order
@@ -140,15 +141,15 @@ def evaluations(root: Path, clusters: Mapping[str, Cluster]) -> Iterator[Status]
 
 def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -> Status:
     """The state of one folder that a job works in."""
-    run: dict[str, Any] = {}
+    run: RunRecord | None = None
     try:
         job, note = record.read_job(folder), ""
-        run = read_json(standing(folder / "run.json")) if done else {}
+        run = RunRecord.read(standing(RunRecord.path(folder))) if done else None
     except (UserError, OSError) as error:
         job, note = None, str(error)
     report = record.progress(folder, job)
     number = f"{job.cluster} {job.id or '-'}" if job else ""
-    logged = entries(folder / "metrics.jsonl", TAIL, run)
+    logged = entries(folder / "metrics.jsonl", TAIL, run.logged_epochs if run else None)
     loss = report.get("loss", logged[-1].get("loss") if logged else None)
     looked = [entry["look_knn"] for entry in logged if "look_knn" in entry]
     knn = report.get("knn") or (looked[-1] if looked else None)
@@ -156,10 +157,9 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     held = timing.get("held_seconds")
     useful = timing["useful_seconds"] / held if held else None
     if done:
-        speed, stage = run.get("images_per_second"), str(run.get("stage", ""))
-        return Status(
-            name, stage, "done", 1.0, speed, None, loss, knn, run.get("useful_part"), number, note
-        )
+        about = (run.stage, run.images_per_second, run.useful_part) if run else ("", None, None)
+        stage, speed, useful = about
+        return Status(name, stage, "done", 1.0, speed, None, loss, knn, useful, number, note)
     if job is None:
         return Status(name, "", "unknown", note=note)
     word, note = state_and_note(folder, job, clusters)

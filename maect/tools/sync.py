@@ -14,6 +14,7 @@ from maect.core.entries import entries
 from maect.core.errors import UserError
 from maect.core.files import read_json, write_record
 from maect.core.yaml_files import read_yaml
+from maect.records import is_finished
 from maect.train.metrics import LOOKS
 
 SYNCED = "synced.json"
@@ -132,7 +133,7 @@ def sync(service: str, run: Path, project: str) -> int:
             copy.log(step, line.pop("timing") | line, pictures)
             done = step
     finally:
-        copy.close((run / "run.json").exists())
+        copy.close(is_finished(run))
         write_record(path, known | {service: {"id": copy.id, "step": done}})
     return len(new)
 

@@ -16,6 +16,7 @@ import yaml
 from maect.core.errors import UserError, did_you_mean
 from maect.core.files import read_mapping, write_text
 from maect.experiment import Experiment, load
+from maect.records import RunRecord
 from maect.report.configs import Row
 from maect.report.registry import TABLES, Metric
 from maect.report.tables import DECIMALS, build_table, read_table
@@ -158,8 +159,8 @@ def verify(
     for cell in asked:
         frame = build_table(cell.table, [cell.row], again / "evaluations", paper=False)
         value = float(frame[cell.metric.name].iloc[0])
-        made = [read_mapping(again / "runs" / one / "run.json") for one in cell.row.runs]
-        sums = [one.get("sha256", {}).get("encoder.safetensors", "") for one in made]
+        made = [RunRecord.find(again / "runs" / one) for one in cell.row.runs]
+        sums = [one and one.encoder_sha256 for one in made]
         same = sums == [str(known.get(one, "")) for one in cell.row.runs]
         most, why = tolerance(cell, same, images)
         difference = round(value - cell.value, DECIMALS)

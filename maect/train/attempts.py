@@ -1,7 +1,7 @@
 """Record of what computes each attempt of a run, compared when the run resumes.
 
-`recipe.json` and, once finished, `run.json` have the history: an entry holds from its step on.
-None of it is part of the run's identity. Where all of it is the same, so are the bits.
+`recipe.json` and, once finished, the run's record have the history: an entry holds from its step
+on. None of it is part of the run's identity. Where all of it is the same, so are the bits.
 """
 
 import os
@@ -14,8 +14,8 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.settings import Settings, validated
+from maect.recipes.computing import Computing
 from maect.train.run_folder import noted, origin, write_noted
-from maect.train.stage import COMPUTED, NEVER_DECISIVE, Training
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -44,11 +44,11 @@ class Attempt(Settings):
     """Those of `VARIABLES` that are set."""
     compiled: bool
     """Whether the blocks are compiled, which `compile: true` asks for."""
-    settings: dict[str, Any] = Field(default_factory=dict)
-    """Those of the stage that say how it is computed."""
+    computing: Computing
+    """What is asked for."""
 
     @classmethod
-    def now(cls, context: Context, step: int, compiled: bool, stage: Training) -> Self:
+    def now(cls, context: Context, step: int, compiled: bool, computing: Computing) -> Self:
         """Return what computes here; called on every rank."""
         import torch
 
@@ -69,7 +69,7 @@ class Attempt(Settings):
             instructions=instructions,
             environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
             compiled=compiled,
-            settings=stage.model_dump(mode="json", include={*COMPUTED, *NEVER_DECISIVE}),
+            computing=computing,
         )
 
     def differences(self, before: "Attempt") -> Iterator[str]:
@@ -113,9 +113,9 @@ def _text(value: Any) -> str:
 
 
 def _flat(attempt: Attempt) -> dict[str, Any]:
-    parts = "versions", "environment", "settings"
+    parts = "versions", "environment", "computing"
     values = attempt.model_dump(mode="json", exclude={"step", *parts})
-    return values | attempt.versions | attempt.environment | attempt.settings
+    return values | attempt.versions | attempt.environment | attempt.computing.model_dump()
 
 
 def _cpu_name() -> str:

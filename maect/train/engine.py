@@ -13,7 +13,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -29,8 +29,10 @@ from maect.models.decoder import Decoder
 from maect.models.heads import QueueHead
 from maect.models.precision import mixed_precision
 from maect.models.vit import VisionEncoder
+from maect.recipes.computing import PLAIN, Computing
 from maect.train.checkpoint import AVERAGE, PARAM, Shard
 from maect.train.exchange import Exchange, Piece
+from maect.train.optimizer import ParameterGroup
 from maect.train.stage import Training
 
 _BUCKET = 50_000_000
@@ -104,40 +106,44 @@ class Engine(ABC):
         self,
         module: nn.Module,
         settings: Training,
-        groups: list[dict[str, Any]],
+        groups: list[ParameterGroup],
         device: torch.device,
+        computing: Computing,
     ) -> None:
         """Prepare a module; the subclass distributes its parameters and calls `_wrap`.
 
         Args:
             module: on the device.
-            settings: precision of the steps apart, all that says how they are computed.
+            settings: batch and updates.
             groups: trained parameters with `peak_lr` and `weight_decay`.
             device: this rank's.
+            computing: how it is trained.
         """
         self.module, self.shards = module, list[Shard]()
         self._on_gpu = device.type == "cuda"
-        use_attention(module, settings.attention)
-        self.not_compiled = compile_blocks(module, device) if settings.compile else ""
-        self.compiled = settings.compile and not self.not_compiled
+        use_attention(module, computing.attention)
+        for part in cast_parts(module):
+            part.checkpointing = computing.activation_checkpointing
+        self.not_compiled = compile_blocks(module, device) if computing.compile else ""
+        self.compiled = computing.compile and not self.not_compiled
         self._peaks, self._multiplier = [group["peak_lr"] for group in groups], 0.0
-        self._in_parts = settings.accumulation > 1
+        self._pieces, self._in_parts = computing.accumulation, computing.accumulation > 1
         names = {id(p): name for name, p in module.named_parameters()}
         self._trained = {names[id(p)]: p for group in groups for p in group["params"]}
 
     def _wrap(
-        self, groups: list[dict[str, Any]], settings: Training, partitions: dict[str, Any]
+        self, groups: list[ParameterGroup], settings: Training, partitions: dict[str, Any]
     ) -> Any:
         """Start DeepSpeed's engine, with AdamW for groups of tensors; returns its optimizer."""
         import deepspeed
 
         betas = (settings.beta1, settings.beta2)
-        self._adam = GuardedAdamW(groups, lr=0.0, betas=betas, fused=self._on_gpu)
+        plain = cast("list[dict[str, Any]]", groups)
+        self._adam = GuardedAdamW(plain, lr=0.0, betas=betas, fused=self._on_gpu)
         ranks = dist.get_world_size()
         config = {
-            "train_micro_batch_size_per_gpu": settings.batch_size
-            // (ranks * settings.accumulation),
-            "gradient_accumulation_steps": settings.accumulation,
+            "train_micro_batch_size_per_gpu": settings.batch_size // (ranks * self._pieces),
+            "gradient_accumulation_steps": self._pieces,
             "zero_optimization": partitions,
             "gradient_clipping": 0.0,  # 1 by default; the method has none
             "zero_allow_untested_optimizer": True,
@@ -274,15 +280,16 @@ class Replicated(Engine):
         self,
         module: nn.Module,
         settings: Training,
-        groups: list[dict[str, Any]],
+        groups: list[ParameterGroup],
         device: torch.device,
+        computing: Computing,
     ) -> None:
         """Move the parameters into buckets."""
-        super().__init__(module, settings, groups, device)
+        super().__init__(module, settings, groups, device, computing)
         self._exchange = Exchange(
             module,
             groups,
-            settings.zero_stage == 1,
+            computing.zero_stage == 1,
             _cast_by_autocast(module, settings, device),
             list(readers(module, self.compiled)),
             self._in_parts,
@@ -363,15 +370,16 @@ class Partitioned(Engine):
         self,
         module: nn.Module,
         settings: Training,
-        groups: list[dict[str, Any]],
+        groups: list[ParameterGroup],
         device: torch.device,
+        computing: Computing,
     ) -> None:
         """Let DeepSpeed partition the parameters; find where they went."""
-        super().__init__(module, settings, groups, device)
-        self._whole = settings.zero_stage == 2  # parameters are; gradients are partitioned
+        super().__init__(module, settings, groups, device, computing)
+        self._whole = computing.zero_stage == 2  # parameters are; gradients are partitioned
         bucket = min(_BUCKET, 2 * sum(p.numel() for p in self._trained.values()))
         partitions: dict[str, Any] = {
-            "stage": settings.zero_stage,
+            "stage": computing.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
             "overlap_comm": False,
@@ -443,11 +451,15 @@ class Partitioned(Engine):
 
 
 def build_engine(
-    module: nn.Module, settings: Training, groups: list[dict[str, Any]], device: torch.device
+    module: nn.Module,
+    settings: Training,
+    groups: list[ParameterGroup],
+    device: torch.device,
+    computing: Computing = PLAIN,
 ) -> Engine:
-    """The engine of the settings' ZeRO stage; arguments as `Engine` has them."""
-    kind = Replicated if settings.zero_stage < 2 else Partitioned
-    return kind(module, settings, groups, device)
+    """The engine of a ZeRO stage; arguments as `Engine` has them."""
+    kind = Replicated if computing.zero_stage < 2 else Partitioned
+    return kind(module, settings, groups, device, computing)
 
 
 class GuardedAdamW(torch.optim.AdamW):
@@ -474,10 +486,10 @@ def _cast_by_autocast(
     """Parts in which autocast casts layers' weights."""
     if not mixed_precision(device, settings.precision)._enabled:
         return []
-    return list(cast_parts(module))
+    return [*cast_parts(module)]
 
 
-def cast_parts(module: nn.Module) -> Iterator[nn.Module]:
+def cast_parts(module: nn.Module) -> Iterator[VisionEncoder | Decoder]:
     """Parts whose layers compute in bfloat16 under autocast."""
     return (part for part in module.modules() if isinstance(part, VisionEncoder | Decoder))
 
@@ -495,9 +507,9 @@ def readers(module: nn.Module, compiled: bool = False) -> Iterator[nn.Module]:
             yield from readers(child, compiled)
 
 
-def _as_updated(groups: list[dict[str, Any]], exchange: Exchange) -> list[dict[str, Any]]:
+def _as_updated(groups: list[ParameterGroup], exchange: Exchange) -> list[ParameterGroup]:
     """Parameter groups of the pieces that this rank updates; groups of which it has none go."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, ParameterGroup] = {}
     for piece in exchange.pieces:
         piece.weights.grad = piece.gradients
         found.setdefault(piece.group, {**groups[piece.group], "params": []})

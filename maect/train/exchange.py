@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from maect.recipes.memory import BUCKET
+from maect.train.optimizer import ParameterGroup
 
 ALIGNED = 32
 """Elements: every parameter begins at 128 bytes, where vectorised kernels can read it."""
@@ -122,7 +123,7 @@ class Exchange:
     def __init__(
         self,
         module: nn.Module,
-        groups: list[dict[str, Any]],
+        groups: list[ParameterGroup],
         sharded: bool,
         models: Sequence[nn.Module] = (),
         readers: Sequence[nn.Module] = (),

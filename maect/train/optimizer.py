@@ -2,9 +2,20 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import NotRequired, TypedDict
 
-from torch import nn
+from torch import Tensor, nn
+
+
+class ParameterGroup(TypedDict):
+    """Parameters with one learning rate and weight decay, as AdamW takes them."""
+
+    params: list[Tensor]
+    names: NotRequired[list[str]]
+    lr: NotRequired[float]
+    """0 until the first step."""
+    peak_lr: float
+    weight_decay: float
 
 
 def layer_scale(name: str, depth: int, decay: float) -> float:
@@ -25,7 +36,7 @@ def layer_scale(name: str, depth: int, decay: float) -> float:
     return decay ** (depth + 1)
 
 
-def grouped(module: nn.Module, rates: Callable[[str], tuple[float, float]]) -> list[dict[str, Any]]:
+def grouped(module: nn.Module, rates: Callable[[str], tuple[float, float]]) -> list[ParameterGroup]:
     """Group trainable parameters for AdamW by learning rate and weight decay.
 
     Biases and everything of one dimension (norms) are not decayed; [CLS] and mask token are.
@@ -35,9 +46,9 @@ def grouped(module: nn.Module, rates: Callable[[str], tuple[float, float]]) -> l
         rates: peak learning rate and weight decay of a parameter, by its name.
 
     Returns:
-        Groups with `params`, `names`, `lr` (0 until the first step), `peak_lr`, `weight_decay`.
+        The groups, in the order of their first parameters.
     """
-    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    groups: dict[tuple[float, float], ParameterGroup] = {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue

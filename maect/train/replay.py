@@ -18,6 +18,7 @@ from maect.core.errors import UserError
 from maect.core.files import patiently, read_json, write_record
 from maect.data.index import Index
 from maect.data.order import Order
+from maect.records import RunRecord, is_finished
 from maect.train.checkpoint import saved
 
 REPORT = "replay.json"
@@ -178,5 +179,6 @@ def _listed(values: Mapping[str, str]) -> str:
 
 def ranks_of(run: Path, states: Sequence[Path]) -> int | None:
     """Return how many ranks computed what follows the newest state, as far as the run says."""
-    file = states[0] / "state.json" if states else run / "run.json"
-    return patiently(read_json, file).get("world_size") if file.exists() else None
+    if states:
+        return int(patiently(read_json, states[0] / "state.json")["world_size"])
+    return patiently(RunRecord.of, run).world_size if is_finished(run) else None

@@ -1,5 +1,6 @@
 """Records of a run's folder, and whether its contents are still about this run."""
 
+import itertools
 import logging
 import platform
 import shutil
@@ -12,9 +13,7 @@ from typing import Any
 import maect
 from maect.core.errors import UserError
 from maect.core.files import (
-    checked_sha256,
     read_json,
-    read_mapping,
     sha256_file,
     write_record,
     write_text,
@@ -23,6 +22,9 @@ from maect.core.kept import kept, put_back
 from maect.core.settings import digest
 from maect.data.decode import decoder_name
 from maect.recipes import Encoder
+from maect.records import ENCODER, RunRecord, checked_sha256
+from maect.records import is_finished as has_record
+from maect.train.stage import Stage
 
 log = logging.getLogger(__name__)
 
@@ -30,42 +32,20 @@ PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = (
     "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "source.diff", "recipe.json",
 )  # fmt: skip
-"""Of a run that is set aside; beside what its `run.json` names, which goes first of all."""
+"""Of a run that is set aside; beside its record and what that names, which go first of all."""
+RECORD = (RunRecord.path(Path()).name,)
 
 
 def fingerprint(
-    folder: Path,
     name: str,
-    stage: Any,
+    stage: Stage,
     encoder: Encoder,
     seed: int,
     data: str,
     source: Path | None,
 ) -> str:
     """Identity of a run's result: settings, shape, seed, data and what it starts from."""
-    return identity_of(folder, name, stage, encoder, seed, data, source_files(source))
-
-
-def identity_of(
-    folder: Path,
-    name: str,
-    stage: Any,
-    encoder: Encoder,
-    seed: int,
-    data: str,
-    weights: dict[str, str],
-) -> str:
-    """The same, by the checksums of the weights that it starts from.
-
-    How it is computed was once a part of it: a run in `folder` that began so keeps its own.
-    """
-    rest = encoder, seed, data, weights
-    if before := noted(folder):
-        began = before.get("began_with", before.get("recipe", {}))
-        same = stage.decisive(began) == stage.decisive(stage.model_dump(mode="json"))
-        if same and before.get("fingerprint") == digest(name, began, *rest):
-            return str(before["fingerprint"])
-    return digest(name, stage, *rest)
+    return digest(name, stage, encoder, seed, data, source_files(source))
 
 
 def source_files(source: Path | None) -> dict[str, str]:
@@ -76,12 +56,15 @@ def source_files(source: Path | None) -> dict[str, str]:
     """
     if source is None:
         return {}
-    if not (source / "encoder.safetensors").exists():
+    if not (source / ENCODER).exists():
         raise UserError(f"{source}: no encoder.safetensors: the run to start from is not finished")
-    record = read_json(source / "run.json") if (source / "run.json").exists() else {}
-    own = {"encoder.safetensors", "head.safetensors"}  # also those of a record without checksums
-    given = {name for name in own if (source / name).exists()} | record.get("sha256", {}).keys()
+    given = RunRecord.of(source).sha256 if has_record(source) else (ENCODER,)
     return {name: checked_sha256(source / name) for name in given}
+
+
+def outputs(folder: Path, stage: Stage) -> list[Path]:
+    """Return the files that a finished run leaves, its record last."""
+    return [*(folder / name for name in stage.outputs), RunRecord.path(folder)]
 
 
 def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
@@ -97,7 +80,7 @@ def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
     """
     if not _is_whole(folder) or replaced(folder, identity):
         return False
-    if read_json(folder / "run.json").get("fingerprint") != identity:
+    if RunRecord.of(folder).fingerprint != identity:
         return False
     if intact:
         check_weights(folder)
@@ -113,9 +96,9 @@ def _is_at(name: str, sha256: str, *folders: Path) -> bool:
 
 def _is_whole(folder: Path) -> bool:
     """Return whether there is a completion record with all files that it promises."""
-    if not (folder / "run.json").exists():
+    if not has_record(folder):
         return False
-    return all((folder / name).exists() for name in read_json(folder / "run.json")["files"])
+    return all((folder / name).exists() for name in RunRecord.of(folder).files)
 
 
 def remove_states(folder: Path) -> None:
@@ -131,7 +114,7 @@ def check_weights(folder: Path) -> None:
     Raises:
         UserError: a file is damaged.
     """
-    for name in read_json(folder / "run.json").get("sha256", {}):
+    for name in RunRecord.of(folder).sha256:
         checked_sha256(folder / name)
 
 
@@ -173,14 +156,13 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     if before.exists() and known.exists() and not (before / "recipe.json").exists():
         _put_back(before, folder)  # a kill came between
     if before.exists() and not known.exists():  # this very recipe's, set aside by another one
-        weights = read_mapping(before / "run.json").get("sha256", {})
-        if not all(_is_at(name, sha256, before, folder) for name, sha256 in weights.items()):
-            (before / "run.json").unlink()  # what it is about is written again
+        record = RunRecord.find(before)
+        weights = record.sha256.items() if record else ()
+        if not all(_is_at(name, sha256, before, folder) for name, sha256 in weights):
+            RunRecord.path(before).unlink()  # what it is about is written again
         _put_back(before, folder)
     if known.exists():
         old = noted(folder)
-        began = old.get("began_with", old.get("recipe"))
-        told |= {} if began == recipe["recipe"] else {"began_with": began}
         told |= {key: old[key] for key in ("saved", "attempts") if key in old}
     elif (folder / "metrics.jsonl").exists():
         raise UserError(
@@ -256,13 +238,13 @@ def origin() -> dict[str, Any]:
 
 
 def _move(folder: Path, to: Path, back: bool = False) -> None:
-    """Move what a run left, its recipe last, or first and its `run.json` last on the way back.
+    """Move what a run left, its recipe last, or first and its record last on the way back.
 
     A kill in between is made good by the next start, of this run or another: the folder's recipe
     says whose the parts are in it, and in the `stale-` folder that has none.
     """
-    left = [read_mapping(path / "run.json").get("files", []) for path in (folder, to)]
-    names = ["run.json", *left[0], *left[1], *_MOVED]
+    left = [record.files for path in (folder, to) if (record := RunRecord.find(path))]
+    names = [*RECORD, *itertools.chain(*left), *_MOVED]
     for name in reversed(names) if back else names:
         if (folder / name).exists() and not (to / name).is_dir():
             (folder / name).rename(to / name)
@@ -270,7 +252,7 @@ def _move(folder: Path, to: Path, back: bool = False) -> None:
 
 def _put_back(aside: Path, folder: Path) -> None:
     # Weights alone are damaged ones, that were left behind.
-    if any((aside / name).exists() for name in ("run.json", *_MOVED)):
+    if any((aside / name).exists() for name in (*RECORD, *_MOVED)):
         _move(aside, folder, back=True)
     with suppress(OSError):  # what it did not promise is not lost
         aside.rmdir()

@@ -91,7 +91,7 @@ class Scores:
 
     @property
     def record(self) -> dict[str, Any]:
-        """Return what states and `run.json` say."""
+        """Return what states and the run's record say."""
         about = {"index_digest": self.index.digest, "resize": self.resize}
         return about | {"accuracies": list(self.accuracies)}
 

@@ -2,16 +2,18 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from maect.core.errors import UserError
-from maect.core.settings import Settings, later
+from maect.core.settings import Settings
 from maect.recipes import Encoder, View
-from maect.recipes.cost import FLOAT, Cost, encoder_weights
+from maect.recipes.computing import PLAIN, Computing
+from maect.recipes.cost import FLOAT, Cost, PassMode, encoder_weights
 from maect.recipes.memory import GIB, Footprint, footprint
 
 if TYPE_CHECKING:  # these import torch
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # these import torch
     from maect.data.transforms import Change
     from maect.train.checkpoint import StateReader
     from maect.train.objective import Objective
+    from maect.train.optimizer import ParameterGroup
 
 EVERY_OTHER = "every other"
 """Stands in `starts_from` for all stages but the one itself."""
@@ -49,7 +52,7 @@ class Stage(Settings):
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Files that a finished run has beside `run.json`."""
+        """Files that a finished run has beside its record."""
         return ("encoder.safetensors",)
 
     @property
@@ -88,21 +91,6 @@ class Stage(Settings):
         return FLOAT * encoder_weights(encoder)
 
 
-COMPUTED = {
-    "zero_stage": 1,
-    "accumulation": 1,
-    "compile": False,
-    "activation_checkpointing": False,
-    "attention": "sdpa",
-}
-"""How a training is computed, not what: it may change at any time, and changes nothing else.
-
-Each stands for itself in digests with the default that it had when it was still a part of them.
-"""
-NEVER_DECISIVE = ("deterministic",)
-"""Likewise, and was in no digest."""
-
-
 class Updates(Settings):
     """Settings of the updates of a training."""
 
@@ -112,36 +100,45 @@ class Updates(Settings):
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     precision: Literal["bf16", "fp32"] = "bf16"
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    accumulation: int = Field(default=1, gt=0)
-    """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
-    compile: bool = False
-    activation_checkpointing: bool = False
-    deterministic: bool = later(False)
-    """The same bits at every start also on GPUs; on CPUs they are so anyway."""
 
-    @classmethod
-    def decisive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """All but how it is computed."""
-        values = super().decisive(values)
-        values = {key: value for key, value in values.items() if key not in NEVER_DECISIVE}
-        return values | {key: value for key, value in COMPUTED.items() if key in values}
 
-    def check_ranks(self, ranks: int) -> None:
+class Training(Updates, Stage):
+    """Settings of every stage that trains.
+
+    Attributes:
+        highest_zero: ZeRO stage that it can be trained with.
+    """
+
+    highest_zero: ClassVar[int] = 3
+
+    @property
+    def whole_batch(self) -> bool:
+        """Return whether batch statistics or negatives are those of the whole global batch."""
+        return False
+
+    def check_computing(self, computing: Computing) -> None:
+        """Refuse a way of computing that these settings rule out.
+
+        Raises:
+            ValueError: which.
+        """
+        if computing.zero_stage > self.highest_zero:
+            raise ValueError(f"zero_stage {computing.zero_stage}: at most {self.highest_zero}")
+        if self.whole_batch and computing.accumulation != 1:
+            raise ValueError(
+                "accumulation must be 1 in contrastive stages: batch statistics and negatives are "
+                "those of the whole global batch"
+            )
+
+    def check_ranks(self, ranks: int, computing: Computing = PLAIN) -> None:
         """Refuse a number of processes that the batch does not split over.
 
         Raises:
             UserError: with the numbers.
         """
-        if self.batch_size % (ranks * self.accumulation):
-            parts = f"{ranks} ranks x accumulation {self.accumulation}"
+        if self.batch_size % (ranks * computing.accumulation):
+            parts = f"{ranks} ranks x accumulation {computing.accumulation}"
             raise UserError(f"batch_size {self.batch_size} is not a multiple of {parts}")
-
-
-class Training(Updates, Stage):
-    """Settings of every stage that trains."""
-
-    attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
 
     def images_of(self, images: int, classes: int) -> int:
         """Images of an epoch, of a training split with this many images and classes."""
@@ -218,20 +215,27 @@ class Training(Updates, Stage):
             UserError: no source where one is needed, or one that does not fit.
         """
 
+    def passes(self, computing: Computing) -> PassMode:
+        """Return how the training passes through its parts."""
+        product = 2 if self.precision == "bf16" else 4
+        return PassMode(product, computing.activation_checkpointing)
+
     @abstractmethod
-    def costs(self, encoder: Encoder) -> dict[str, Cost]:
+    def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
         """Count what each part of the objective takes, by its name, in the forward pass' order."""
 
     def flops_per_image(self, encoder: Encoder) -> float:
         """Operations of one training step, forward and backward over all views, per image."""
         return sum(part.operations for part in self.costs(encoder).values())
 
-    def footprint(self, encoder: Encoder, images: int) -> Footprint:
+    def footprint(self, encoder: Encoder, images: int, computing: Computing = PLAIN) -> Footprint:
         """Device memory of a pass over this many images on one rank."""
-        costs = self.costs(encoder)
+        costs = self.costs(encoder, computing)
         averaged = 0 if self.encoder_average is None else costs["encoder"].trained
-        parts = list(costs.values())
-        return footprint(self, encoder, images, parts, averaged=averaged, mixes=self.mixes)
+        return footprint(
+            encoder, self.view_settings(), images, list(costs.values()),
+            precision=self.precision, averaged=averaged, mixes=self.mixes,
+        )  # fmt: skip
 
     def state_bytes(self, encoder: Encoder) -> int:
         """Bytes that a finished run leaves: its exports and, if it keeps them, its states.
@@ -245,21 +249,24 @@ class Training(Updates, Stage):
         exported = FLOAT * sum(part.exported for part in costs.values())
         return (STATES * state if self.keeps_state else 0) + exported
 
-    def peak_memory(self, encoder: Encoder, ranks: int) -> float:
+    def peak_memory(self, encoder: Encoder, ranks: int, computing: Computing = PLAIN) -> float:
         """Bytes of each rank's device at the worst moment of a step."""
-        images = self.batch_size // (ranks * self.accumulation)
-        return self.footprint(encoder, images).peak(self.zero_stage, ranks, self.accumulation)
+        passes = computing.accumulation
+        footprint = self.footprint(encoder, self.batch_size // (ranks * passes), computing)
+        return footprint.peak(computing.zero_stage, ranks, passes)
 
     def fitted(
-        self, encoder: Encoder, nodes: int, devices: int, memory: float, looked: bool = False
-    ) -> Self:
-        """The same, computed so that each device's memory is enough, at the least cost.
+        self, encoder: Encoder, computing: Computing, nodes: int, devices: int, memory: float,
+        looked: bool = False,
+    ) -> Computing:  # fmt: skip
+        """Return the cheapest way of computing it for which each device's memory is enough.
 
         More passes per update cost nearly nothing, checkpointing a third of the time. ZeRO 1 is no
         slower than 0 (docs/scaling.md); ZeRO 2 hides none of its exchange, and comes last.
 
         Args:
             encoder: its shape.
+            computing: what is asked for.
             nodes: of the job.
             devices: ranks on a node, each with a device.
             memory: bytes of a device.
@@ -270,46 +277,48 @@ class Training(Updates, Stage):
         """
         ranks = nodes * devices
         memory -= FLOAT * self.footprint(encoder, 1).weights if looked else 0
-        if chosen := self._fitting(encoder, ranks, memory):
+        if chosen := self._fitting(encoder, computing, ranks, memory):
             return chosen
         more = range(nodes + 1, 8 * nodes + 1)
         even = (n for n in more if not self.batch_size % (n * devices))
-        enough = next((n for n in even if self._fitting(encoder, n * devices, memory)), None)
-        least = min(way.peak_memory(encoder, ranks) for way in self.ways(ranks))
+        fits = (n for n in even if self._fitting(encoder, computing, n * devices, memory))
+        enough = next(fits, None)
+        least = min(self.peak_memory(encoder, ranks, way) for way in self.ways(computing, ranks))
         raise UserError(
             f"{self.name}: batch_size {self.batch_size} on {ranks} GPUs takes "
-            f"{self.peak_memory(encoder, ranks) / GIB:.0f} GiB of each, "
+            f"{self.peak_memory(encoder, ranks, computing) / GIB:.0f} GiB of each, "
             f"{least / GIB:.0f} with zero_stage, activation_checkpointing and accumulation as far "
             f"as possible, and it has {memory / GIB:.0f}; "
             + (f"{enough} nodes would do" if enough else "a smaller batch_size or encoder would do")
         )
 
-    def ways(self, ranks: int) -> Iterator[Self]:
+    def ways(self, computing: Computing, ranks: int) -> Iterator[Computing]:
         """The ways of computing it that `fitted` may choose, the cheapest first.
 
         A stage refuses what it is not made for, such as several passes where there are negatives.
         """
-        most = max(self.accumulation, self.batch_size // ranks // LEAST_IMAGES)
-        zero, checkpointing = self.zero_stage, self.activation_checkpointing
+        given = computing.accumulation
+        most = max(given, self.batch_size // ranks // LEAST_IMAGES)
+        zero, checkpointing = computing.zero_stage, computing.activation_checkpointing
         ways = [(zero, checkpointing), (max(1, zero), checkpointing)]
         ways += [(max(1, zero), True), (max(2, zero), True)]
         for zero, checkpointing in dict.fromkeys(ways):
-            for passes in range(self.accumulation, most + 1, self.accumulation):
+            for passes in range(given, most + 1, given):
                 how = {"zero_stage": zero, "activation_checkpointing": checkpointing}
-                try:
-                    given = self.model_dump() | how | {"accumulation": passes}
-                    way = type(self).model_validate(given)
-                    way.check_ranks(ranks)
-                except (ValidationError, UserError):
-                    continue
-                yield way
+                way = computing.model_copy(update=how | {"accumulation": passes})
+                with suppress(ValueError, UserError):
+                    self.check_computing(way)
+                    self.check_ranks(ranks, way)
+                    yield way
 
-    def _fitting(self, encoder: Encoder, ranks: int, memory: float) -> Self | None:
-        ways = self.ways(ranks)
-        return next((way for way in ways if way.peak_memory(encoder, ranks) <= memory), None)
+    def _fitting(
+        self, encoder: Encoder, computing: Computing, ranks: int, memory: float
+    ) -> Computing | None:
+        ways = self.ways(computing, ranks)
+        return next((w for w in ways if self.peak_memory(encoder, ranks, w) <= memory), None)
 
     @abstractmethod
-    def parameter_groups(self, objective: "Objective") -> list[dict[str, Any]]:
+    def parameter_groups(self, objective: "Objective") -> "list[ParameterGroup]":
         """Trainable parameters for AdamW (`maect.train.optimizer.grouped`)."""
 
     @abstractmethod
@@ -322,7 +331,7 @@ class Training(Updates, Stage):
             index: the images that it was trained on.
 
         Returns:
-            What `run.json` says beside what it says of every run: `pooling` at least.
+            What its record says beside what it says of every run: `pooling` at least.
         """
 
     def need(self, source: Path | None) -> Path:
@@ -350,6 +359,7 @@ class RunInputs:
         test: shard folder of the split that a classifier is scored on after every epoch.
         resize: of images that are scored or looked at: shorter side before the centre crop; none:
             256/224 of their size.
+        computing: how it is trained.
     """
 
     folder: Path
@@ -360,3 +370,4 @@ class RunInputs:
     source: Path | None = None
     test: Path | None = None
     resize: int | None = None
+    computing: Computing = PLAIN

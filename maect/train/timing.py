@@ -15,6 +15,7 @@ from maect.core.context import Context
 from maect.data.loader import Batch, Draw, fill, image_names, layout_of
 from maect.data.packed import Packed
 from maect.recipes import Encoder, views_by_size
+from maect.recipes.computing import PLAIN, Computing
 from maect.train.checkpoint import Saver
 from maect.train.device_time import DeviceTime
 from maect.train.engine import build_engine, seconds_between
@@ -39,8 +40,9 @@ class _Unsaved(Trainer):
 
 @contextmanager
 def trainer_alone(
-    stage: Training, objective: Objective, context: Context, device: torch.device, steps: int
-) -> Iterator[Trainer]:
+    stage: Training, objective: Objective, context: Context, device: torch.device, steps: int,
+    computing: Computing = PLAIN,
+) -> Iterator[Trainer]:  # fmt: skip
     """A trainer around a new engine that saves nothing, for as long as the block runs.
 
     Args:
@@ -49,9 +51,11 @@ def trainer_alone(
         context: this rank's, in a process group.
         device: this rank's.
         steps: of the learning rates' schedule.
+        computing: how it is trained.
     """
     objective.to(device)
-    engine = build_engine(objective, stage, stage.parameter_groups(objective), device)
+    groups = stage.parameter_groups(objective)
+    engine = build_engine(objective, stage, groups, device, computing)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     with TemporaryDirectory() as name:
@@ -62,7 +66,7 @@ def trainer_alone(
                 objective=objective, engine=engine, device=device, step=0, steps=steps,
                 images=IMAGES, saver=Saver(Path(name), context, None), metrics=None,
                 watchdog=watchdog, save_seconds=float("inf"), record={}, losses=[],
-                clock=DeviceTime(context, {}),
+                clock=DeviceTime(context, {}), accumulation=computing.accumulation,
             )  # fmt: skip
         finally:
             watchdog.close()
@@ -115,7 +119,7 @@ def step_seconds(trainer: Trainer, steps: int, more: float = 0.0) -> list[float]
     """
     stage, on_gpu = trainer.stage, trainer.device.type == "cuda"
     batch = random_batch(stage, trainer.encoder, stage.batch_size // trainer.context.world_size)
-    if stage.accumulation == 1:  # as in a training: a part of a batch draws for itself
+    if trainer.accumulation == 1:  # as in a training: a part of a batch draws for itself
         batch = packed(batch, trainer.objective.draw, on_gpu)
     marks, began = [], time.perf_counter()
 

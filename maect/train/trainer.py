@@ -27,13 +27,14 @@ from maect.core.distributed import (
 )
 from maect.core.entries import entries, log_interval, missing
 from maect.core.errors import RankError, UserError, counted
-from maect.core.files import sha256_file, write_record
+from maect.core.files import sha256_file
 from maect.core.kept import keep
 from maect.data.index import Index, open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.models.attention import flash_kernel
 from maect.recipes import Encoder, OnlineEvaluation
+from maect.records import RunRecord
 from maect.train.attempts import Attempt, note_attempt, threads_before
 from maect.train.checkpoint import (
     Saver,
@@ -58,6 +59,7 @@ from maect.train.run_folder import (
     is_finished,
     noted,
     origin,
+    outputs,
     remove_states,
 )
 from maect.train.scores import Scores, accuracy
@@ -109,27 +111,25 @@ def train(
         trace: first and last step to profile into `traces/`, such as `100-105`.
 
     Returns:
-        "done" once `run.json` is written; "requeue" if told to stop, with the state saved.
+        "done" once its record is written; "requeue" if told to stop, with the state saved.
 
     Raises:
         UserError: settings, data, source and saved state do not go together.
     """
     # ---- what is trained, and whether it is done already
-    stage, folder = run.stage, run.folder
-    if stage.deterministic:
+    stage, computing, folder = run.stage, run.computing, run.folder
+    if computing.deterministic:
         be_deterministic()
     device = start(context)
     split = open_index(run.shards)
     split.check_channels(run.encoder.pixels.channels)
-    stage.check_ranks(context.world_size)
+    stage.check_ranks(context.world_size, computing)
     images = stage.training_images(split)
     scores = _scores(run, split)
     identity, fence, said = None, None, list[str]()
     if context.rank == 0:
         split.check_rows()
-        identity = fingerprint(
-            folder, stage.name, stage, run.encoder, run.seed, split.digest, run.source
-        )
+        identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
         claim(folder, identity, _told(run))
         fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")
@@ -153,7 +153,7 @@ def train(
     groups = stage.parameter_groups(objective)
     objective.to(device)
     looker = OnlineEvaluator(look, images, run.resize, objective, context, device) if look else None
-    engine = build_engine(objective, stage, groups, device)
+    engine = build_engine(objective, stage, groups, device, computing)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
     record: dict[str, Any] = {}
@@ -163,13 +163,13 @@ def train(
         record, reader = reader.record, None
 
     # ---- what computes it
-    attempt = Attempt.now(context, step, engine.compiled, stage)
+    attempt = Attempt.now(context, step, engine.compiled, computing)
     if context.rank == 0:
         said += note_attempt(folder, attempt)
         without = "computed without, which may change the last bits"
         if engine.not_compiled:
             said.append(f"compile: true is not possible here ({engine.not_compiled}): {without}")
-        if stage.attention == "flash_attn" and flash_kernel() is None:
+        if computing.attention == "flash_attn" and flash_kernel() is None:
             said.append(f"attention: flash_attn is not installed here: {without}")
         for sentence in said:
             log.warning("%s: %s", folder, sentence)
@@ -198,7 +198,7 @@ def train(
         watchdog=Watchdog(folder, context),
         save_seconds=60 * save_every_minutes,
         record={"fingerprint": identity},
-        losses=record.get("losses") if record else [],
+        losses=record["losses"] if record else [],
         clock=DeviceTime(
             context, record, metrics.device_seconds if metrics else 0.0, max(8, log_interval(steps))
         ),
@@ -206,6 +206,7 @@ def train(
         looker=looker,
         replay=repeat,
         trace=window,
+        accumulation=computing.accumulation,
     )
     try:
         if step < last:
@@ -223,7 +224,7 @@ def train(
                 threads=max(1, context.cpus),
                 change=stage.image_change(run.seed),
                 # A part of a batch draws for itself.
-                draw=objective.draw if stage.accumulation == 1 else None,
+                draw=objective.draw if computing.accumulation == 1 else None,
                 pinned=device.type == "cuda",
             )
             if not trainer.run(islice(batches, last - step)):
@@ -252,7 +253,7 @@ def train(
         _finish(run, identity, images, trainer)
         # A Snakemake that starts anew deletes what no rule of it has finished; then the state is
         # all there is, and the launcher removes it in the end.
-        if keep([folder / name for name in (*stage.outputs, "run.json")]) and not stage.keeps_state:
+        if keep(outputs(folder, stage)) and not stage.keeps_state:
             remove_states(folder)
     barrier()
     return "done"
@@ -268,13 +269,13 @@ class Trainer:
         metrics: rank 0's, None elsewhere.
         save_seconds: between two states.
         record: what every state says beside its step.
-        losses: sum and number of the losses of each epoch so far, part of the state; None in a
-            run that began before states had them.
+        losses: sum and number of the losses of each epoch so far, part of the state.
         clock: times the steps; part of the state.
         scores: of the epochs so far, if they are scored.
         looker: looks at the encoder now and then, if anything does.
         replay: of the step that is repeated, if one is: then nothing is saved.
         trace: profiles some of the steps, if it is asked for.
+        accumulation: forward passes of an update.
     """
 
     context: Context
@@ -291,12 +292,13 @@ class Trainer:
     watchdog: Watchdog
     save_seconds: float
     record: dict[str, Any]
-    losses: list[tuple[float, int]] | None
+    losses: list[tuple[float, int]]
     clock: DeviceTime
     scores: Scores | None = None
     looker: OnlineEvaluator | None = None
     replay: Replay | None = None
     trace: Trace | None = None
+    accumulation: int = 1
 
     def __post_init__(self) -> None:
         self._saved_at = time.monotonic()
@@ -347,7 +349,7 @@ class Trainer:
             torch._foreach_copy_(self._before, self._changing)
         self._forwarded = True
         means: dict[str, Any] = {}
-        pieces, marks = self.stage.accumulation, list[Mark]()
+        pieces, marks = self.accumulation, list[Mark]()
         for number in range(pieces):
             inputs = self._prepare(_piece(batch, number, pieces))
             marks.append(self.engine.mark())
@@ -495,7 +497,7 @@ class Trainer:
             if self.metrics is not None:
                 self.metrics.sync()
             buffers = self._saved_buffers() if self.context.rank == 0 else {}
-            record = self.record | ({} if self.losses is None else {"losses": list(self.losses)})
+            record = self.record | {"losses": list(self.losses)}
             record |= {} if self.scores is None else {"scores": self.scores.record}
             record |= self.clock.record
             self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
@@ -537,11 +539,10 @@ class Trainer:
                 "slow": self.watchdog.straggler,
             }
         )
-        if self.losses is not None:
-            epoch = (done - size) // self.images
-            self.losses += [(0.0, 0)] * (epoch + 1 - len(self.losses))
-            loss, count = self.losses[epoch]
-            self.losses[epoch] = (loss + values["loss"], count + 1)
+        epoch = (done - size) // self.images
+        self.losses += [(0.0, 0)] * (epoch + 1 - len(self.losses))
+        loss, count = self.losses[epoch]
+        self.losses[epoch] = (loss + values["loss"], count + 1)
         every = log_interval(self.steps)
         looked = "look_rank_me" in values
         due = self.step % every == 0 or self.step == self.steps or looked or "accuracy" in values
@@ -687,10 +688,11 @@ def _as_before(context: Context, folder: Path, step: int) -> list[str]:
 
 
 def _told(run: RunInputs) -> dict[str, Any]:
-    """Return what `recipe.json` and `run.json` say about a run's settings."""
+    """Return what `recipe.json` says about a run, and its record."""
     return {
         "stage": run.stage.name,
-        "recipe": run.stage.model_dump(mode="json"),
+        "settings": run.stage.model_dump(mode="json"),
+        "computing": run.computing.model_dump(mode="json"),
         "seed": run.seed,
         "encoder": run.encoder.model_dump(mode="json"),
         "source": run.source.name if run.source is not None else None,
@@ -711,12 +713,14 @@ def _finish(
     timing = [entry["timing"] for entry in logged]
     speeds = sorted(t["images_per_second"] for t in timing)
     held, useful = trainer.clock.held, trainer.clock.useful
+    steps = run.stage.total_steps(images.n)
+    unlogged = missing({entry["step"] for entry in logged}, steps, steps)
     record = {
         "run": run.folder.name,
         "fingerprint": identity,
         **_told(run),
         **exported,
-        "files": list(run.stage.outputs),
+        "files": run.stage.outputs,
         "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},
         "world_size": trainer.context.world_size,
         "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
@@ -726,12 +730,8 @@ def _finish(
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **origin(),
         "attempts": noted(run.folder).get("attempts", []),
+        "losses": [loss / max(count, 1) for loss, count in trainer.losses],
+        "scores": trainer.scores and trainer.scores.record,
+        "unlogged_steps": unlogged or None,
     }
-    if trainer.losses is not None:
-        record["losses"] = [loss / max(count, 1) for loss, count in trainer.losses]
-    if trainer.scores is not None:
-        record["scores"] = trainer.scores.record
-    steps = run.stage.total_steps(images.n)
-    if unlogged := missing({entry["step"] for entry in logged}, steps, steps):
-        record["unlogged_steps"] = unlogged
-    write_record(run.folder / "run.json", record)
+    RunRecord.model_validate(record).write(RunRecord.path(run.folder))

@@ -22,7 +22,7 @@ from PIL import Image
 import maect
 from maect.answers.vectors import embed
 from maect.core.context import SingleRank
-from maect.core.files import sha256_file, write_json
+from maect.core.files import sha256_file, write_record
 from maect.data.shards import shard
 from maect.evaluate.features import extract
 from maect.evaluate.store import open_features
@@ -53,7 +53,7 @@ def a_run(folder: Path, size: str) -> None:
         module = build_encoder(shape).eval()
     save_encoder(folder / "encoder.safetensors", module.state_dict(), shape, "mean")
     digest = {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")}
-    write_json(folder / "run.json", {"run": "r", "stage": "import", "sha256": digest})
+    write_record(folder / "run.json", {"run": "r", "stage": "import", "sha256": digest})
 
 
 def main() -> None:

@@ -36,11 +36,13 @@ from maect.data.loader import Batch
 from maect.models import attention, precision, vit
 from maect.models.decoder import Decoder
 from maect.recipes import Encoder, load_encoder, views_by_size
+from maect.recipes.computing import PLAIN, Computing
 from maect.recipes.memory import GIB
 from maect.stages import load_recipe
 from maect.stages.base import WithoutLabels
 from maect.stages.classifier import Classifier
 from maect.stages.fine_tune import FineTune
+from maect.train.engine import cast_parts
 from maect.train.exchange import CAST
 from maect.train.stage import Training
 
@@ -237,11 +239,14 @@ def lend(objective: nn.Module) -> None:
 
 
 def count(
-    stage: Training, encoder: Encoder, images: int, classes: int = 1000, lent: bool = False
-) -> Step:
+    stage: Training, encoder: Encoder, images: int, classes: int = 1000, lent: bool = False,
+    computing: Computing = PLAIN,
+) -> Step:  # fmt: skip
     """Count a step of so many images of one rank; `lent`: with an engine's copies of weights."""
     with torch.device("meta"):
         objective = build(stage, encoder, classes)
+    for part in cast_parts(objective):
+        part.checkpointing = computing.activation_checkpointing
     ids = np.arange(images, dtype=np.int64)
     sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
     with pretended() as gpu:
@@ -281,9 +286,11 @@ def build(stage: Training, encoder: Encoder, classes: int) -> Any:
     return Classifier(stage, vit.build_encoder(encoder), classes, "mean", 0)
 
 
-def sizes_of(step: Step, stage: Training, encoder: Encoder, images: int) -> str:
+def sizes_of(
+    step: Step, stage: Training, encoder: Encoder, images: int, computing: Computing
+) -> str:
     """Peak as counted and as planned."""
-    planned = stage.footprint(encoder, images).passes
+    planned = stage.footprint(encoder, images, computing).passes
     return f"{step.peak / GIB:.2f} GiB, planned {planned / GIB:.2f} ({planned / step.peak:.3f})"
 
 
@@ -319,15 +326,15 @@ def main() -> None:
     for size in options.sizes.split(","):
         for recipe in options.recipes.split(","):
             for checkpointing in (False, True)[: 2 if options.what == "memory" else 1]:
-                changes = {"activation_checkpointing": checkpointing}
-                fine = recipe == "fine_tune"
-                stage = FineTune(**changes) if fine else load_recipe(recipe, size, changes)
+                how = Computing(activation_checkpointing=checkpointing)
+                stage = FineTune() if recipe == "fine_tune" else load_recipe(recipe, size)
                 encoder = load_encoder(size)
-                step = count(stage, encoder, options.images, lent=options.what == "time")
+                lent = options.what == "time"
+                step = count(stage, encoder, options.images, lent=lent, computing=how)
                 if options.what == "time":
                     text = times_of(step)
                 elif options.what == "memory":
-                    text = sizes_of(step, stage, encoder, options.images)
+                    text = sizes_of(step, stage, encoder, options.images, how)
                 else:
                     text = kernels_of(step)
                 name = f"{size} {recipe}{' checkpointing' if checkpointing else ''}"

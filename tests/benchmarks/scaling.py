@@ -51,6 +51,7 @@ class Machine:
         latency: seconds of the smallest collective between two ranks, and of each doubling.
         cores: CPU cores of a rank, each decoding `decode` images (two views) a second.
         read: bytes/s that a node reads from the file system; `shared`: that all nodes read.
+        zero: ZeRO stage.
     """
 
     gpu: str = "A100"
@@ -65,6 +66,7 @@ class Machine:
     decode: float = 590.0
     read: float = 2e9
     shared: float = 200e9
+    zero: int = 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def buckets(stage: Stage, encoder: Encoder) -> tuple[list[Part], int]:
     with torch.device("meta"):
         objective = build(stage, encoder, 1000)
     learning = [(n, w, 0) for n, w in objective.named_parameters() if w.requires_grad]
-    adds_up = stage.precision != "bf16" or stage.accumulation > 1
+    adds_up = stage.precision != "bf16"
     models = () if adds_up else list(cast_parts(objective))
     layers = [layer for model in models for layer in model.modules() if isinstance(layer, CAST)]
     cast = {id(w) for layer in layers for w in layer.parameters(recurse=False)}
@@ -101,7 +103,7 @@ def buckets(stage: Stage, encoder: Encoder) -> tuple[list[Part], int]:
     learnt, _ = in_front(weight for _, weight, _ in learning)
     # A reader waits for its buckets when it is called: with the first of its weights.
     waited = dict.fromkeys(fronts, -1.0)
-    for reader in readers(objective, stage.compile):
+    for reader in readers(objective):
         own = [id(weight) for weight in reader.parameters()]
         waited.update(dict.fromkeys(own, min((fronts[key] for key in own), default=0.0)))
     found = []
@@ -123,26 +125,27 @@ def in_front(weights: Iterable[Tensor]) -> tuple[dict[int, float], int]:
 
 
 def exposed(
-    stage: Stage, encoder: Encoder, seconds: float, byte: float, latency: float
+    stage: Stage, encoder: Encoder, seconds: float, byte: float, latency: float, zero: int
 ) -> tuple[float, float]:
     """Seconds for which a step waits for gradients, and for weights, one bucket behind the other.
 
     Args:
-        stage, encoder: of ZeRO 0 or 1.
+        stage, encoder: what is trained.
         seconds: of the passes, spread evenly: over all weights, and twice over those that learn.
         byte: seconds of each that is reduced to slices, or gathered from them.
         latency: seconds of a collective beside that.
+        zero: ZeRO stage, 0 or 1.
     """
     parts, weights = buckets(stage, encoder)
     backward = seconds / (1 + weights / 2 / sum(part.size for part in parts))
     forward = seconds - backward
     sent = arrived = stalled = 0.0
     for part in parts:
-        there_and_back = part.everywhere or not stage.zero_stage
+        there_and_back = part.everywhere or not zero
         sent = max(sent, backward * (1 - part.front))
         sent += (8 if there_and_back else 4) * part.size * byte + latency
     for part in reversed(parts):
-        if stage.zero_stage and not part.everywhere:
+        if zero and not part.everywhere:
             arrived += (2 if part.cast else 4) * part.size * byte + latency
             stalled = max(stalled, arrived - forward * max(part.read, 0))
     return sent - backward, stalled
@@ -182,13 +185,13 @@ def terms(stage: Stage, encoder: Encoder, ranks: int, machine: Machine) -> dict[
     work = max(compute, launches)
     if ranks == 1:
         late = 0.0
-    elif stage.zero_stage < 2:
-        late = sum(exposed(stage, encoder, work, others / bus, latency))
-        late += m.beside * min((2 - stage.zero_stage) * exchange, 2 / 3 * work)
+    elif m.zero < 2:
+        late = sum(exposed(stage, encoder, work, others / bus, latency, m.zero))
+        late += m.beside * min((2 - m.zero) * exchange, 2 / 3 * work)
     else:
         late = 3 * (exchange + 2 * latency)
     late += latency  # loss, norm and flags are summed before an update
-    own = ranks if stage.zero_stage else 1
+    own = ranks if m.zero else 1
     # Gradients into buckets, 6 bytes each; of a slice their mean, AdamW and the cast: 8 + 28 + 6.
     update = trained * (6 + 42 / own) / bandwidth
     out = {
@@ -224,9 +227,9 @@ def step(parts: dict[str, float]) -> float:
     return max(device, parts["loader"], parts["reading"])
 
 
-def table(name: str, size: str, machine: Machine, zero: int) -> list[str]:
+def table(name: str, size: str, machine: Machine) -> list[str]:
     """A line for each number of ranks that divides the batch."""
-    stage, encoder = load_recipe(RECIPES[name], size, {"zero_stage": zero}), load_encoder(size)
+    stage, encoder = load_recipe(RECIPES[name], size), load_encoder(size)
     rows = []
     for ranks in (2**power for power in range(11)):
         if stage.batch_size % ranks:
@@ -332,7 +335,7 @@ def main() -> None:
         print(*measure(options.rounds), sep="\n")
         return
     for name in options.stage or RECIPES:
-        print(*table(name, options.size, Machine(options.gpu), options.zero), "", sep="\n")
+        print(*table(name, options.size, Machine(options.gpu, zero=options.zero)), "", sep="\n")
 
 
 if __name__ == "__main__":

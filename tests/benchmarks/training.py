@@ -29,6 +29,7 @@ from maect.data.loader import Batch
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, load_encoder
+from maect.recipes.computing import PLAIN, Computing, separate
 from maect.stages import load_recipe
 from maect.stages.base import SelfSupervised as Stage
 from maect.stages.objectives import Views
@@ -65,8 +66,9 @@ def source_run(folder: Path, shape: Encoder) -> Path:
 
 
 def engine_steps(
-    stage: Stage, shape: Encoder, device: torch.device, steps: int, between: Callable[[], None]
-) -> list[float]:
+    stage: Stage, shape: Encoder, device: torch.device, steps: int, between: Callable[[], None],
+    how: Computing = PLAIN,
+) -> list[float]:  # fmt: skip
     """Seconds of each step of the engine, as `maect` runs it; `between` is called before each."""
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as name:
@@ -82,7 +84,7 @@ def engine_steps(
                 yield batch
                 seconds.append(clock(device) - began)
 
-        with trainer_alone(stage, objective, ALONE, device, steps) as trainer:
+        with trainer_alone(stage, objective, ALONE, device, steps, how) as trainer:
             trainer.metrics = metrics
             trainer.run(batches())
         metrics.close()
@@ -193,7 +195,8 @@ def in_own_process(
 def measure(value: dict[str, Any]) -> None:
     """Print speed, operations a second and peak memory of one variant as JSON."""
     device, shape = join(value["device"]), load_encoder(value["size"])
-    stage = settings(value["recipe"], value["size"], value["batch"], **value["changes"])
+    changes, how = separate(value["changes"])
+    stage = settings(value["recipe"], value["size"], value["batch"], **changes)
     before, steps = peak_memory(device), value["steps"] + WARM_UP
     if value["explicit"]:
         plain = PlainLoop(stage, shape, device, explicit=True)
@@ -201,7 +204,7 @@ def measure(value: dict[str, Any]) -> None:
             plain.step()
         seconds = plain.seconds
     else:
-        seconds = engine_steps(stage, shape, device, steps, lambda: None)
+        seconds = engine_steps(stage, shape, device, steps, lambda: None, Computing(**how))
     speed = stage.batch_size / statistics.median(seconds[WARM_UP:])
     found = {
         "images_per_second": speed,

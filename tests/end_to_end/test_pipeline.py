@@ -42,7 +42,7 @@ def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
     for run in ENCODERS:
         folder = undisturbed.results / "runs" / run
         record = json.loads((folder / "run.json").read_text())
-        assert {"recipe", "seed", "versions", "world_size", "device_hours"} <= set(record)
+        assert {"settings", "computing", "versions", "device_hours"} <= set(record)
         assert record["world_size"] == 1
         assert list((folder / "tensorboard").iterdir())
         steps = [line["step"] for line in metric_lines(undisturbed, run)]
@@ -350,7 +350,7 @@ def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mae/encoder.safetensors").exists() and bits(undisturbed) == before
     record = json.loads((tmp_path / "mae/run.json").read_text())
-    assert (record["run"], record["recipe"]["epochs"]) == ("mae", 1)
+    assert (record["run"], record["settings"]["epochs"]) == ("mae", 1)
 
     refused = maect("train", config, "settings.epochs=1", "--devices", "1")
     assert refused.returncode == 2 and "name its file with --out" in one_line(refused.stderr)

@@ -22,6 +22,7 @@ from sklearn.datasets import load_digits
 
 from maect.answers.cluster_page import write_clusters
 from maect.answers.vectors import Vectors
+from maect.core.files import write_record
 from maect.evaluate.clusters import cluster
 from maect.evaluate.explore import atlas
 from maect.experiment import Experiment, load
@@ -86,7 +87,7 @@ def write_results(experiment: Experiment) -> None:
         folder = root / "runs" / run
         folder.mkdir(parents=True)
         record = {"run": run, "stage": stage, "source": source, "device_hours": 0.5, "seed": 0}
-        (folder / "run.json").write_text(json.dumps(record))
+        write_record(folder / "run.json", record)
     results = ("mae_tiny", "ct_min_tiny")
     for number, run in enumerate(results):
         metrics = {

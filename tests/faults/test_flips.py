@@ -123,7 +123,7 @@ def resumed(root: Path, folder: Path) -> object:
     claim(
         run,
         IDENTITY[0],
-        {key: told[key] for key in ("stage", "recipe", "seed", "encoder", "source")},
+        {key: told[key] for key in ("stage", "settings", "seed", "encoder", "source")},
     )
     return "claimed"
 

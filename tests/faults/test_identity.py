@@ -60,8 +60,8 @@ def train(found: Experiment, name: str, bits: bytes = b"") -> None:
         path.write_bytes(f"{name} {path.name} ".encode() + bits)
     record = {
         "run": name, "stage": told.stage, "seed": told.seed,
-        "fingerprint": fingerprint(folder, *given, data, told.source),
-        "recipe": told.settings.model_dump(mode="json"),
+        "fingerprint": fingerprint(*given, data, told.source),
+        "settings": told.settings.model_dump(mode="json"),
         "encoder": told.encoder.model_dump(mode="json"),
         "source": told.source and told.source.name,
         "files": [path.name for path in weights],

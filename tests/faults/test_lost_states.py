@@ -111,7 +111,7 @@ def test_states_that_were_removed_on_purpose(tmp_path: Path, how: str) -> None:
     (folder / "state/step-000000003").mkdir(parents=True)
     (folder / "state/step-000000003/state.json").write_text("{}")
     write_record(folder / "recipe.json", {"fingerprint": "f", "saved": 3})
-    write_record(folder / "run.json", {"files": [], "sha256": {}})
+    write_record(folder / "run.json", {"run": "r", "stage": "tune"})
     if how == "maect clean":
         clean.clean(tmp_path, remove=True)
     else:

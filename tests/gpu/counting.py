@@ -185,6 +185,7 @@ def main() -> None:
     from first_day import Alone, Here, stage_of, trainer_of
 
     from maect.models import attention, precision
+    from maect.recipes.computing import Computing
     from maect.train import exchange
     from maect.train.engine import start
     from maect.train.timing import packed, random_batch
@@ -199,10 +200,10 @@ def main() -> None:
     here = Here(start(context), False, Path(tempfile.mkdtemp()))
     for recipe in options.recipes:
         stage, encoder = stage_of(here, recipe, options.size, 4 * options.ranks)
-        stage = stage.model_copy(update={"zero_stage": options.zero})
+        how = Computing(zero_stage=options.zero)
         full, (stage, encoder) = (stage, encoder), narrow(stage, encoder)
         exchange.BUCKET = bucket_of(full, (stage, encoder))
-        with trainer_of(here, stage, encoder, 8, context) as trainer:
+        with trainer_of(here, stage, encoder, 8, context, how) as trainer:
             batch = random_batch(trainer.stage, trainer.encoder, 4)
             batch = packed(batch, trainer.objective.draw, pinned=False)
             counts = counted(trainer, [batch] * 8, 7)

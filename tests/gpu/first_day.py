@@ -253,27 +253,31 @@ def objective_of(stage: Any, encoder: Any, classes: int = 10, built: Path | None
 
 @contextmanager
 def trainer_of(
-    here: Here, stage: Any, encoder: Any, steps: int, context: Any = None
+    here: Here, stage: Any, encoder: Any, steps: int, context: Any = None, how: Any = None
 ) -> Iterator[Any]:
     """A trainer around a new engine that saves nothing."""
+    from maect.recipes.computing import PLAIN
     from maect.train.timing import trainer_alone
 
     objective = objective_of(stage, encoder, built=here.built)
-    with trainer_alone(stage, objective, context or Alone(), here.device, steps) as trainer:
+    with trainer_alone(
+        stage, objective, context or Alone(), here.device, steps, how or PLAIN
+    ) as trainer:
         yield trainer
 
 
-def step_times(here: Here, stage: Any, encoder: Any, steps: int) -> dict[str, float]:
+def step_times(here: Here, stage: Any, encoder: Any, steps: int, **how: Any) -> dict[str, float]:
     """Median seconds of a step of the trainer from batches on the CPU, the first one, memory."""
     import torch
 
+    from maect.recipes.computing import Computing
     from maect.train.timing import step_seconds
 
     if here.cuda:
         gc.collect()  # engines before this one are held in circles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with trainer_of(here, stage, encoder, steps) as trainer:
+    with trainer_of(here, stage, encoder, steps, how=Computing(**how)) as trainer:
         if trainer.engine.not_compiled:
             raise Needs(f"what compiles: {trainer.engine.not_compiled}")
         lengths = step_seconds(trainer, steps)
@@ -619,8 +623,8 @@ def memory(here: Here) -> Outcome:
         peaks = []
         for batch in (16, 32):
             changes = {"activation_checkpointing": True} if saving else {}
-            stage, encoder = stage_of(here, recipe, "large", batch, **changes)
-            peaks.append(step_times(here, stage, encoder, 2)["peak_gib"] * 1024)
+            stage, encoder = stage_of(here, recipe, "large", batch)
+            peaks.append(step_times(here, stage, encoder, 2, **changes)["peak_gib"] * 1024)
         slope = (peaks[1] - peaks[0]) / 16
         values[name] = {"mib_an_image": slope, "mib_without": peaks[0] - 16 * slope, "plan": mib}
         should[name] = here.small or abs(slope / mib - 1) <= 0.1
@@ -662,7 +666,7 @@ def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[s
     torch._dynamo.reset()  # which kernel attention takes is no part of what graphs are kept for
     batch, steps = (8, 4) if here.small else (batch, 12)
     changes = {"compile": how == "compiled", "attention": "packed" if how == "packed" else "sdpa"}
-    stage, encoder = stage_of(here, recipe, size, batch, **changes)
+    stage, encoder = stage_of(here, recipe, size, batch)
     order = [
         SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
         SDPBackend.MATH,
@@ -671,7 +675,7 @@ def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[s
         found = times_by_hand(here, stage, encoder, steps)
     else:
         with sdpa_kernel(order, set_priority=True) if how == "cuDNN" else nullcontext():
-            found = step_times(here, stage, encoder, steps)
+            found = step_times(here, stage, encoder, steps, **changes)
     found["images_per_second"] = batch / found["step_ms"] * 1e3
     flops = stage.flops_per_image(encoder) * found["images_per_second"]
     found["tflops"] = flops / 1e12
@@ -704,9 +708,9 @@ def compilation(here: Here) -> Outcome:
     import torch
 
     join(here)
-    stage, encoder = stage_of(here, "mae", "base", 8, compile=True)
+    stage, encoder = stage_of(here, "mae", "base", 8)
     torch._dynamo.utils.counters.clear()
-    found = step_times(here, stage, encoder, 3)
+    found = step_times(here, stage, encoder, 3, compile=True)
     counters = torch._dynamo.utils.counters
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     values = {"graphs": graphs, "breaks": breaks, **found}
@@ -783,7 +787,7 @@ def same_bits(here: Here) -> Outcome:
     join(here)
     must = {}
     for recipe in ("mae", "head_min", "ct_aug", "fine_tune"):
-        stage, encoder = stage_of(here, recipe, "base", 16, deterministic=True)
+        stage, encoder = stage_of(here, recipe, "base", 16)
         found = []
         for _ in range(2):
             with trainer_of(here, stage, encoder, 4) as trainer:

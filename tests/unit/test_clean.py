@@ -1,6 +1,5 @@
 """`maect clean`: what may go, and what has to stay."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from maect import cli
 from maect.core.errors import UserError
-from maect.core.files import sha256_file
+from maect.core.files import sha256_file, write_record
 from maect.tools.clean import clean
 from maect.train.run_folder import replaced
 
@@ -21,7 +20,9 @@ def training(root: Path, name: str, finished: bool = True) -> Path:
     if finished:
         (folder / "encoder.safetensors").write_bytes(b"weights")
         files = {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")}
-        (folder / "run.json").write_text(json.dumps({"files": [*files], "sha256": files}))
+        write_record(
+            folder / "run.json", {"run": "a", "stage": "tune", "files": [*files], "sha256": files}
+        )
     return folder
 
 

@@ -438,8 +438,6 @@ def test_flip_and_blur_replace_those_of_both_views() -> None:
     for view, before in zip(changed.view_settings(), plain.view_settings(), strict=True):
         assert (view.flip, view.blur, view.crop_scale) == (0.0, 0.0, (0.3, 1.0))
         assert (view.jitter, view.solarize) == (before.jitter, before.solarize)
-    # Runs that were begun before there was such a setting go on.
-    assert "blur" in changed.model_dump() and "blur" not in plain.model_dump()
 
 
 def test_seeds_of_one_run_and_of_one_entry(tmp_path: Path) -> None:
@@ -664,7 +662,7 @@ def test_fine_tunings_are_runs_that_only_their_full_name_names(tmp_path: Path) -
     assert told.test == Path(f"r/shards/{dataset}/val").absolute()
     assert told.resize == found.datasets[dataset].resize
     assert found.shards(dataset, "val") / "index.json" in resolve.inputs_of_run(found, last.name)
-    assert "test" not in resolve.run_config(found, "mae_tiny").model_dump(mode="json")
+    assert resolve.run_config(found, "mae_tiny").test is None
     # `mae_*` is the file's run alone.
     assert {run for run, name in found.evaluations if name == "knn"} == {"mae_tiny", last.name}
     told = run_config(found, last.name)
@@ -958,3 +956,27 @@ def test_editors_accept_all_experiments_and_no_misspelt_key(tmp_path, capsys):
         wrong = copy.deepcopy(told)
         functools.reduce(dict.__getitem__, path, wrong)[key] = value
         assert list(check.iter_errors(wrong)), key
+
+
+def test_how_a_run_is_computed_stands_beside_its_settings(tmp_path: Path) -> None:
+    """Written under `set:` or `computing:`; also of the trainings of an evaluation."""
+    one = {"recipe": "mae", "size": "tiny"}
+    runs = {
+        "plain": one,
+        "within": one | {"set": {"zero_stage": 0}},
+        "beside": one | {"computing": {"zero_stage": 0, "accumulation": 2}},
+    }
+    evaluate = [{"runs": ["plain"], "protocols": ["fine_tune"]}]
+    told = {"protocols": {"fine_tune": {"compile": True}}, "evaluate": evaluate, "tables": []}
+    found = load(write(tmp_path, runs=runs, **told))
+    plain, within, beside = (resolve.run_config(found, name) for name in runs)
+    assert plain.digest == within.digest == beside.digest
+    assert (within.computing.zero_stage, beside.computing.accumulation) == (0, 2)
+    tuned = next(run for run in found.runs.values() if run.scored_by)
+    assert tuned.computing.compile and not found.runs["plain"].computing.compile
+    for changes, message in (
+        ({"runs": {"m": one | {"computing": {"zero": 1}}}}, "unknown key 'zero'"),
+        ({"protocols": {"knn": {"compile": True}}}, "knn trains no run"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load(write(tmp_path, **changes))

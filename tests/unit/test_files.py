@@ -12,12 +12,11 @@ from maect.core.errors import UserError
 from maect.core.files import (
     UMASK,
     atomic_write,
-    checked_sha256,
     read_json,
     read_mapping,
-    write_json,
     write_record,
 )
+from maect.records import checked_sha256
 
 
 def test_a_failure_keeps_what_was_there(tmp_path: Path) -> None:
@@ -59,7 +58,10 @@ def test_a_file_that_is_not_the_one_of_its_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         checked_sha256(path)
     path.write_bytes(b"x")
-    write_json(tmp_path / "run.json", {"sha256": {path.name: checked_sha256(path)}})
+    write_record(
+        tmp_path / "run.json",
+        {"run": "r", "stage": "tune", "sha256": {path.name: checked_sha256(path)}},
+    )
     path.write_bytes(b"y")
     with pytest.raises(UserError, match="damaged"):
         checked_sha256(path)

@@ -141,7 +141,7 @@ def finished_run(root: Path, made: str = "a", begun: str = "a") -> list[Path]:
     (run / "recipe.json").write_text(f'{{"fingerprint": "{begun}"}}')
     paths = [run / "encoder.safetensors", run / "run.json"]
     paths[0].write_text("weights")
-    paths[1].write_text(f'{{"stage": "tune", "fingerprint": "{made}"}}')
+    paths[1].write_text(f'{{"run": "r", "stage": "tune", "fingerprint": "{made}"}}')
     return paths
 
 
@@ -155,7 +155,7 @@ def test_readers_know_what_was_put_aside(tmp_path: Path) -> None:
     keep(paths)
     for path in paths:
         path.unlink()
-    assert standing(paths[1]).read_text() == '{"stage": "tune", "fingerprint": "a"}'
+    assert standing(paths[1]).read_text() == '{"run": "r", "stage": "tune", "fingerprint": "a"}'
     (line,) = status(tmp_path)[1]
     assert (line.name, line.stage, line.state) == ("ct_min_tiny", "tune", "done")
     need_encoder(paths[0])

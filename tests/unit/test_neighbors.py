@@ -1,6 +1,5 @@
 """`maect plan` and `doctor` on neighbours that are not good enough for tuning with crops alone."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import yaml
 
 from maect.core.entries import line_of
+from maect.core.files import write_record
 from maect.evaluate.store import write_features
 from maect.experiment import Experiment, load
 from maect.tools import neighbors
@@ -106,7 +106,7 @@ def test_only_tuning_with_crops_and_a_look_up_is_warned_of_and_once(
     # A finished run is not to be warned of.
     for run in ("ct_min_tiny", "ct_min_tiny-s1"):
         (experiment.folder(run)).mkdir(parents=True)
-        (experiment.folder(run) / "run.json").write_text(json.dumps({"stage": "tune"}))
+        write_record(experiment.folder(run) / "run.json", {"run": run, "stage": "tune"})
     assert warnings(experiment) == []
 
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.experiment import Experiment, load
 from maect.launch.record import Job, write_job
 from maect.recipes import Pixels, load_encoder
@@ -145,10 +146,9 @@ def test_a_measurement_beats_operations(here: Path) -> None:
     assert "throughput.json" in planned.source
     # A finished run of the same kind is nearer, and half of the work is done.
     (root / "runs/ct_aug_tiny").mkdir(parents=True)
-    record = {"stage": "tune", "encoder": encoder.model_dump(), "world_size": 4}
-    (root / "runs/ct_aug_tiny/run.json").write_text(
-        json.dumps(record | {"images_per_second": 100.0})
-    )
+    record = {"run": "ct_aug_tiny", "stage": "tune", "world_size": 4, "images_per_second": 100.0}
+    record["encoder"] = encoder.model_dump(mode="json")
+    write_record(root / "runs/ct_aug_tiny/run.json", record)
     (root / "runs/ct_min_tiny").mkdir()
     job = Job("local", "maect-x", 2, 0, progress={"step": 125, "steps": 250})
     write_job(root / "runs/ct_min_tiny", job)
@@ -159,9 +159,10 @@ def test_a_measurement_beats_operations(here: Path) -> None:
 
 def test_a_run_on_images_of_many_channels_is_a_measurement(here: Path) -> None:
     encoder = load_encoder("tiny", None, FIVE)
-    record = {"stage": "tune", "encoder": encoder.model_dump(mode="json"), "world_size": 4}
+    record = {"run": "ct", "stage": "tune", "encoder": encoder.model_dump(mode="json")}
     (here / "runs/ct").mkdir(parents=True)
-    (here / "runs/ct/run.json").write_text(json.dumps(record | {"images_per_second": 100.0}))
+    speed = {"images_per_second": 100.0, "world_size": 4}
+    write_record(here / "runs/ct/run.json", record | speed)
     known = measured(here, "tune", "tiny", encoder)
     assert known is not None and known[0] == 25.0
 

@@ -252,7 +252,10 @@ def test_what_a_finished_run_leaves(disk: Disk, tmp_path: Path) -> None:
         with atomic_write(run / name) as temporary:
             temporary.write_bytes(name.encode() * 100)
     sums = {name: sha256_file(run / name) for name in names}
-    write_record(run / "run.json", {"fingerprint": "ours", "files": names, "sha256": sums})
+    write_record(
+        run / "run.json",
+        {"run": "mae", "stage": "pretrain", "fingerprint": "ours", "files": names, "sha256": sums},
+    )
     disk.tell("done")
     for folder, told in disk.after_power_loss(tmp_path / "left"):
         left = folder / "runs" / "mae"

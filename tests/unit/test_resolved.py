@@ -288,7 +288,7 @@ def test_a_file_that_was_edited_is_checked_as_in_an_experiment(
 ) -> None:
     run, _ = written(tmp_path)
     for name, stage in (("head", HEAD), ("ct2", tuning(tmp_path).settings)):
-        record = {"stage": stage.name, "recipe": stage.model_dump(mode="json")}
+        record = {"run": name, "stage": stage.name, "settings": stage.model_dump(mode="json")}
         write_json(
             tmp_path / "runs" / name / "run.json",
             record | {"encoder": ENCODER.model_dump(mode="json")},

@@ -13,14 +13,20 @@ FILES = ("encoder.safetensors", "head.safetensors")
 
 
 def finish(folder: Path, identity: str) -> None:
-    claim(folder, identity, {"recipe": {"of": identity}})
+    claim(folder, identity, {"settings": {"of": identity}})
     for name in FILES:
         (folder / name).write_text(f"{name} of {identity}")
     (folder / "metrics.jsonl").write_text(identity)
     (folder / "state").mkdir()
     (folder / "state/step").write_text(identity)
     sha256 = {name: sha256_file(folder / name) for name in FILES}
-    record = {"fingerprint": identity, "files": list(FILES), "sha256": sha256}
+    record = {
+        "run": "r",
+        "stage": "tune",
+        "fingerprint": identity,
+        "files": list(FILES),
+        "sha256": sha256,
+    }
     write_record(folder / "run.json", record)
 
 
@@ -56,11 +62,11 @@ def test_nothing_is_lost_between_two_recipes(
         killed_after(count, patched)
         if count < 14:  # seven move aside, seven back
             with pytest.raises(KeyboardInterrupt):
-                claim(tmp_path, "one", {"recipe": {"of": "one"}})
+                claim(tmp_path, "one", {"settings": {"of": "one"}})
         else:
-            claim(tmp_path, "one", {"recipe": {"of": "one"}})
+            claim(tmp_path, "one", {"settings": {"of": "one"}})
     for identity in then:
-        claim(tmp_path, identity, {"recipe": {"of": identity}})
+        claim(tmp_path, identity, {"settings": {"of": identity}})
         assert is_finished(tmp_path, identity)
         assert (tmp_path / FILES[1]).read_text() == f"{FILES[1]} of {identity}"
         assert (tmp_path / "metrics.jsonl").read_text() == identity
@@ -73,14 +79,20 @@ def test_what_was_damaged_aside_never_replaces_what_is_trained_anew(tmp_path: Pa
     finish(tmp_path, "one")
     finish(tmp_path, "two")
     (tmp_path / "stale-one" / FILES[0]).write_text("a bit flipped")
-    claim(tmp_path, "one", {"recipe": {"of": "one"}})
+    claim(tmp_path, "one", {"settings": {"of": "one"}})
     assert not is_finished(tmp_path, "one")
     for name in FILES:
         (tmp_path / name).write_text("trained anew")
     sha256 = {name: sha256_file(tmp_path / name) for name in FILES}
-    record = {"fingerprint": "one", "files": list(FILES), "sha256": sha256}
+    record = {
+        "run": "r",
+        "stage": "tune",
+        "fingerprint": "one",
+        "files": list(FILES),
+        "sha256": sha256,
+    }
     write_record(tmp_path / "run.json", record)
-    claim(tmp_path, "one", {"recipe": {"of": "one"}})
+    claim(tmp_path, "one", {"settings": {"of": "one"}})
     assert is_finished(tmp_path, "one", intact=True)
 
 

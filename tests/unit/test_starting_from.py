@@ -1,7 +1,6 @@
 """`starting_from: public`: import public weights where there are any, leave the rest out."""
 
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.experiment import load
 from maect.report.claims import claims_table
 from maect.report.tables import build_table
@@ -102,7 +102,7 @@ def test_a_table_without_the_twin_leaves_the_claim_open(tmp_path: Path) -> None:
     rows = paper.rows("reimplementation")
     for run, name in itertools.product(paper.runs, ("linear_probe", "knn")):
         (tmp_path / run).mkdir(exist_ok=True)
-        (tmp_path / run / f"{name}.json").write_text(json.dumps({"metrics": {name: 75.0}}))
+        write_record(tmp_path / run / f"{name}.json", {"metrics": {name: 75.0}})
     tables = {"reimplementation": build_table("reimplementation", rows, tmp_path)}
     line = claims_table(tables).set_index("claim").loc["reimplementation"]
     assert line.verdict == "not measured"

@@ -9,7 +9,7 @@ from PIL import Image
 
 from maect.cli import main
 from maect.core.entries import line_of
-from maect.core.files import read_json
+from maect.core.files import read_json, write_record
 from maect.tools import sync
 
 
@@ -56,7 +56,7 @@ def test_only_what_is_new_is_copied(
     assert main(["sync", "wandb", str(run)]) == 0
     assert Recorder.calls == first  # nothing was new
     write_run(run, 4)
-    (run / "run.json").write_text("{}")
+    write_record(run / "run.json", {"run": "mae", "stage": "pretrain"})
     assert main(["sync", "wandb", str(run), "--project", "birds"]) == 0
     assert Recorder.calls[5:] == [("ct", "birds", "abc", 4), (4, 1.6, 2.0, []), True]
     assert read_json(run / "synced.json") == {"wandb": {"id": "abc", "step": 4}}

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from maect.core.errors import UserError
-from maect.core.files import write_json
+from maect.core.files import write_json, write_record
 from maect.experiment import load
 from maect.tools.verify import Checked, cells, chosen, tolerance, verify
 
@@ -34,9 +34,13 @@ def pipeline(published: Path, metrics: dict[str, float], sha256: str | None = No
             assert target.is_relative_to(experiment.root)
             name = target.parent.name
             assert (name, target.stem) in experiment.evaluations
-            write_json(target, {"metrics": metrics})
-            record = {"run": name, "sha256": {"encoder.safetensors": sha256 or known[name]}}
-            write_json(experiment.root / "runs" / name / "run.json", record)
+            write_record(target, {"metrics": metrics})
+            record = {
+                "run": name,
+                "stage": "tune",
+                "sha256": {"encoder.safetensors": sha256 or known[name]},
+            }
+            write_record(experiment.root / "runs" / name / "run.json", record)
         write_json(experiment.root / "shards/digits/val/index.json", {"n": 500})
         return 0
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from maect.core.errors import UserError, entry
-from maect.core.files import checked_sha256, read_json
+from maect.core.files import read_json
+from maect.records import RunRecord, checked_sha256, is_finished
 from maect.report.configs import Row, ShownConfig
 from maect.report.groups import group_names, group_numbers
 from maect.report.registry import FIGURES
@@ -122,7 +123,7 @@ class Node:
     name: str
     stage: str
     source: str | None
-    record: dict[str, Any] = field(default_factory=dict)
+    record: RunRecord | None = None
 
 
 def stage_title(stage: str) -> str:
@@ -137,8 +138,7 @@ def finished_runs(shown: ShownConfig) -> list[Node]:
     nodes: dict[str, Node] = {}
     for row in shown.rows:
         for run in row.runs[:1]:
-            if (shown.runs / run / "run.json").exists():
+            if is_finished(shown.runs / run):
                 for record in reversed(chain(run, shown.runs)):
-                    name = str(record["run"])
-                    nodes[name] = Node(name, str(record["stage"]), record.get("source"), record)
+                    nodes[record.run] = Node(record.run, record.stage, record.source, record)
     return list(nodes.values())

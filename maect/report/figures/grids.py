@@ -186,10 +186,7 @@ def neighbors_in_training(shown: ShownConfig) -> Figure:
 
 
 def _looks(shown: ShownConfig, name: str) -> Figure:
-    """Pictures of the first, a middle and the last look of every run behind the rows.
-
-    Runs of earlier versions have none, which the figure says.
-    """
+    """Pictures of the first, a middle and the last look of every run behind the rows, if any."""
     drawn: list[tuple[str, Path]] = []
     for node in finished_runs(shown):
         files = sorted((shown.runs / node.name / "looks").glob(f"{name}-*.jpg"))

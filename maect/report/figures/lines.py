@@ -15,6 +15,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from maect.core.entries import finished_entries
 from maect.core.errors import UserError
+from maect.records import is_finished
 from maect.report.configs import ShownConfig
 from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, panels
 from maect.report.figures.data import (
@@ -154,21 +155,21 @@ def knn_compute(shown: ShownConfig) -> Figure:
     figure, (ax,) = panels(1, 1, height=3.2)
     drawn, looked = set[str](), False
     for number, row in enumerate(shown.rows):
-        done = [run for run in row.runs if (shown.runs / run / "run.json").exists()]
+        done = [run for run in row.runs if is_finished(shown.runs / run)]
         accuracy, std = known[row.architecture, row.method]
         if not done or math.isnan(accuracy):
             continue
         color, before = COLORS[number % len(COLORS)], 0.0
         line = list[tuple[float, float]]()
         for record in reversed(chain(done[0], shown.runs)):
-            steps = finished_entries(shown.runs / record["run"], record)
+            steps = finished_entries(shown.runs / record.run, record.logged_epochs)
             if not steps:
-                raise UserError(f"{shown.runs / record['run']}: has no metrics.jsonl")
+                raise UserError(f"{shown.runs / record.run}: has no metrics.jsonl")
             flops = flops_of_step(record) / 1e15
             looks = [(before + flops * s["step"], s["look_knn"]) for s in steps if "look_knn" in s]
             # A line begins where that of the model before it ends.
-            line = (looks or line)[-1:] if record["run"] in drawn else [*line, *looks]
-            drawn.add(record["run"])
+            line = (looks or line)[-1:] if record.run in drawn else [*line, *looks]
+            drawn.add(record.run)
             before += flops * steps[-1]["step"]
         if line:
             looked = True
@@ -243,25 +244,25 @@ def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
 
     None of a run that is not tuned with neighbours, or that has no k-NN or whose MAE has none.
     """
-    if not (shown.runs / run / "run.json").exists():
+    if not is_finished(shown.runs / run):
         return None
     records = chain(run, shown.runs)
-    head = records[0].get("recipe", {}).get("head") or {}
+    head = records[0].settings.get("head") or {}
     results = [
         result_of(shown.evaluations, name, ("knn",), "knn_standardized")
-        for name in (run, str(records[-1]["run"]))
+        for name in (run, records[-1].run)
     ]
-    if records[0]["stage"] != "tune" or len(records) == 1 or None in results:
+    if records[0].stage != "tune" or len(records) == 1 or None in results:
         return None
     tuned, before = (
         float(read_metrics(path)["knn_standardized"]) for path in results if path is not None
     )
-    steps = finished_entries(shown.runs / run, records[0])
+    steps = finished_entries(shown.runs / run, records[0].logged_epochs)
     right = [step["lookup_accuracy"] for step in steps if "lookup_accuracy" in step]
     if head["lookup"] != "none" and not right:
         return None
     part = float(np.mean(right)) if right else 100.0
-    return records[0]["recipe"]["augmentation"], head["lookup"], part, tuned - before
+    return records[0].settings["augmentation"], head["lookup"], part, tuned - before
 
 
 def label_efficiency(shown: ShownConfig) -> Figure:
@@ -428,7 +429,7 @@ def training_curves(shown: ShownConfig) -> Figure:
     units: dict[str, str] = {}
     for node in finished_runs(shown):
         path = shown.runs / node.name / "metrics.jsonl"
-        lines = finished_entries(path.parent, node.record)
+        lines = finished_entries(path.parent, node.record.logged_epochs if node.record else 0.0)
         title, parts = stage_title(node.stage), curve(lines, "epoch", "loss_mae")
         line = parts if len(parts[0]) else curve(lines, "epoch", "loss")
         if lines and not len(line[0]):

@@ -1,6 +1,5 @@
 """Photographs that nobody took, and runs whose encoder has random weights."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from maect.core.files import sha256_file
+from maect.core.files import sha256_file, write_record
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
 from maect.recipes import load_encoder
@@ -55,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "finished": "2026-01-01T00:00:00Z", "encoder": encoder.model_dump(mode="json"),
         "sha256": {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")},
     }  # fmt: skip
-    (folder / "run.json").write_text(json.dumps(record))
+    write_record(folder / "run.json", record)
     (folder / "config.yaml").write_text(
         f"run: ct\nstage: import\nsize: tiny\nresize: 20\nencoder: {encoder.model_dump_json()}\n"
     )

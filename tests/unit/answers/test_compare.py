@@ -14,6 +14,7 @@ from maect.answers.encoder import ImageEncoder
 from maect.cli import main
 from maect.core.files import sha256_file
 from maect.models.weights import load_encoder_weights, save_encoder
+from maect.records import RunRecord
 from maect.tools.compare import named, open_folder
 
 from .conftest import photograph
@@ -47,9 +48,9 @@ def other(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in module.parameters():
             parameter.mul_(0.5)
     save_encoder(folder / "encoder.safetensors", module.state_dict(), settings, pooling)
-    record = (folder / "run.json").read_text()
-    old, new = (sha256_file(path / "encoder.safetensors") for path in (run, folder))
-    (folder / "run.json").write_text(record.replace(old, new))
+    sums = {"encoder.safetensors": sha256_file(folder / "encoder.safetensors")}
+    record = RunRecord.of(folder).model_copy(update={"sha256": sums})
+    record.write(RunRecord.path(folder))
     return folder
 
 

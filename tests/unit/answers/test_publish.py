@@ -14,7 +14,7 @@ from PIL import Image
 
 import maect
 from maect.cli import main
-from maect.core.files import read_json, sha256_file
+from maect.core.files import read_json, sha256_file, write_record
 from maect.models.weights import save_tensors
 
 CLASSES = ["a hen", "b", "c"]
@@ -34,7 +34,7 @@ def tuned(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tensors(folder / "head.safetensors", head, {"classes": json.dumps(CLASSES)})
     record = read_json(folder / "run.json") | {"stage": "fine_tune", "run": folder.name}
     record["sha256"]["head.safetensors"] = sha256_file(folder / "head.safetensors")
-    (folder / "run.json").write_text(json.dumps(record))
+    write_record(folder / "run.json", record)
     (root / "evaluations" / folder.name).mkdir(parents=True)
     result = {
         "metrics": {"knn": 91.25, "knn_best": 95.5, "k": 3},

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from maect.core.errors import SupersededError, UserError
-from maect.core.files import read_json, sha256_file, write_json
+from maect.core.files import read_json, sha256_file, write_record
 from maect.evaluate import PROTOCOLS, load_evaluation
 from maect.evaluate.base import EvaluationJob
 from maect.evaluate.clustering import Clustering
@@ -29,7 +29,10 @@ def test_tensors_of_a_job_that_was_stopped_are_not_those_of_the_result_beside_th
     run = tmp_path / "run"
     shutil.copytree(features, run)
     checksum = sha256_file(run / "encoder.safetensors")
-    write_json(run / "run.json", {"sha256": {"encoder.safetensors": checksum}})
+    write_record(
+        run / "run.json",
+        {"run": "ct", "stage": "tune", "sha256": {"encoder.safetensors": checksum}},
+    )
     test = store(tmp_path / "test.safetensors", *blobs(60, 12, 6, 0), encoder_sha256=checksum)
     config = resolved(EvaluationJob(run, tmp_path / "c.json", {"test": test}), Clustering(runs=2))
     evaluate(rank, config=config)
@@ -78,7 +81,10 @@ def test_a_result_is_of_its_encoder_settings_and_inputs(
     run = tmp_path / "run"
     shutil.copytree(images / "runs" / "mae", run)
     checksum = sha256_file(run / "encoder.safetensors")
-    write_json(run / "run.json", {"sha256": {"encoder.safetensors": checksum}})
+    write_record(
+        run / "run.json",
+        {"run": "ct", "stage": "tune", "sha256": {"encoder.safetensors": checksum}},
+    )
     features = {"encoder_sha256": checksum}
     paths = {
         split: store(tmp_path / f"{split}.safetensors", *blobs(60, 12, 6, seed), **features)
@@ -109,8 +115,8 @@ def test_a_damaged_encoder_is_no_result(images: Path, tmp_path: Path, rank: Rank
     run = tmp_path / "run"
     shutil.copytree(images / "runs" / "mae", run)
     encoder = run / "encoder.safetensors"
-    record = {"sha256": {"encoder.safetensors": sha256_file(encoder)}}
-    write_json(run / "run.json", record)
+    record = {"run": "r", "stage": "tune", "sha256": {encoder.name: sha256_file(encoder)}}
+    write_record(run / "run.json", record)
     data = bytearray(encoder.read_bytes())
     data[-1] ^= 1
     encoder.write_bytes(data)

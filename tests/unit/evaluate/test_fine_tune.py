@@ -1,6 +1,5 @@
 """Which trainings there are, on which images, what is refused, and what a score is the mean of."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.data.index import ID, Index, open_index
 from maect.data.subsets import class_view, fraction_rows, fraction_rows_of, subset_record
 from maect.evaluate.accuracy import Accuracy, FineTuned
@@ -17,6 +17,7 @@ from maect.evaluate.base import EvaluationJob
 from maect.evaluate.features import extract
 from maect.evaluate.low_shot import LowShot, choose, labelled
 from maect.evaluate.store import open_features
+from maect.recipes.computing import Computing, separate
 from maect.stages.fine_tune import FineTune
 
 from .conftest import Rank
@@ -100,7 +101,8 @@ def test_too_few_images(images: Path, values: dict, message: str) -> None:
 )
 def test_batches_that_do_not_split(values: dict, ranks: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        FineTune(**values).check_ranks(ranks)
+        values, how = separate(values)
+        FineTune(**values).check_ranks(ranks, Computing(**how))
 
 
 def test_one_class_is_not_enough(images: Path, tmp_path: Path) -> None:
@@ -147,8 +149,14 @@ def test_a_mean_and_what_it_is_the_mean_of(
 
 def test_only_the_runs_that_were_asked_for_are_scored(images: Path, tmp_path: Path) -> None:
     stage, test = FineTune(**FEW), open_index(images / "shards" / "val")
-    record = {"recipe": stage.model_dump(mode="json"), "seed": 0, "sha256": {"a": "b"}}
-    (tmp_path / "run.json").write_text(json.dumps(record))
+    record = {
+        "run": "r",
+        "stage": "fine_tune",
+        "settings": stage.model_dump(mode="json"),
+        "seed": 0,
+        "sha256": {"a": "b"},
+    }
+    write_record(tmp_path / "run.json", record)
     (tmp_path / "a").touch()
     for other, seed in ((FineTune(epochs=7, **FEW), 0), (stage, 1)):
         with pytest.raises(UserError, match="trained with other settings"):
@@ -204,10 +212,17 @@ def test_twins_leave_out_a_part_of_every_class_and_choose_the_epoch(
     monkeypatch.setattr("maect.evaluate.accuracy.FineTuned", Trained)
     folders = {suffix: tmp_path / suffix for suffix in plan}
     for suffix, (stage, seed) in plan.items():
-        record = {"recipe": stage.model_dump(mode="json"), "seed": seed, "sha256": {}}
+        record = {
+            "run": "r",
+            "stage": "fine_tune",
+            "settings": stage.model_dump(mode="json"),
+            "seed": seed,
+            "sha256": {},
+        }
         folders[suffix].mkdir()
-        record["scores"] = {"accuracies": [10.0, 30.0, 30.0]}
-        (folders[suffix] / "run.json").write_text(json.dumps(record))
+        about = {"index_digest": "", "resize": None}
+        record["scores"] = about | {"accuracies": [10.0, 30.0, 30.0]}
+        write_record(folders[suffix] / "run.json", record)
     inputs = {"test": images / "shards" / "val"}
     job = EvaluationJob(tmp_path, tmp_path / "x.json", inputs)
     metrics = settings.score(Rank(), job, folders)

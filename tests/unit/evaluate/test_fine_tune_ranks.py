@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from maect.cli import main
 from maect.core.entries import entries
 from maect.core.errors import UserError
-from maect.core.files import read_json, write_json
+from maect.core.files import read_json, sha256_file, write_json, write_record
 from maect.data.index import open_index
 from maect.data.loader import evaluation_batches
 from maect.evaluate.accuracy import Accuracy, FineTuned
@@ -126,7 +126,8 @@ def test_a_finished_run_keeps_no_states_whenever_it_was_killed(
     # Nor does the command start any rank, where all is done.
     (left / "step-000000012").mkdir(parents=True)
     source = shutil.copytree(job["source"], tmp_path / "mae")
-    write_json(source / "run.json", {})
+    sums = {"encoder.safetensors": sha256_file(source / "encoder.safetensors")}
+    write_record(source / "run.json", {"run": "mae", "stage": "pretrain", "sha256": sums})
     config = RunConfig(
         run="seed0", stage="fine_tune", size="tiny", seed=job["seed"], shards=job["shards"],
         source=source, encoder=job["encoder"],

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from maect.core.errors import UserError
-from maect.core.settings import digest
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig
 from maect.evaluate.accuracy import Accuracy
@@ -16,7 +15,6 @@ from maect.evaluate.low_shot import LowShot
 from maect.experiment import resolve
 from maect.experiment.load import Experiment, load
 from maect.experiment.start import missing_lists
-from maect.recipes.few_labels import OFFICIAL
 from maect.stages.fine_tune import FineTune
 from maect.stages.run import RunConfig
 from maect.tools.job_commands import Changed
@@ -77,27 +75,6 @@ def test_an_edited_list_is_another_evaluation_and_training(tmp_path: Path, lists
     assert changed(before, after) == ["low_shot", "fine_tune_low_shot", RUNS[1]]
     (lists / NAMES[2]).write_text("another\n")
     assert changed(after, identities(experiment(tmp_path, lists))) == ["fine_tune_10pct", RUNS[2]]
-
-
-@pytest.mark.parametrize(
-    ("settings", "before"),
-    [
-        (FineTune(shots=1, subsets="/lists"), "964815a6dfce7e37"),
-        (LowShot(subsets="/lists"), "70bee45c1f9ce1dd"),
-    ],
-    ids=["fine_tune", "low_shot"],
-)
-def test_official_lists_are_in_no_digest(settings: FineTune | LowShot, before: str) -> None:
-    """As they were in none before lists had checksums: what is there by them stays."""
-
-    def of(lists: dict[str, str]) -> FineTune | LowShot:
-        return settings.model_copy(update={"lists_sha256": lists})
-
-    official = of({file.name: OFFICIAL[file.name] for file in settings.lists})
-    others = of({file.name: "0" * 64 for file in settings.lists})
-    assert digest(settings) == digest(official) == before != digest(others)
-    old, new = (each.model_dump(mode="json") for each in (settings, official))
-    assert old != new and settings.decisive(old) == settings.decisive(new)
 
 
 def test_a_job_refuses_lists_that_it_was_not_prepared_with(

@@ -15,6 +15,7 @@ from sklearn.datasets import load_sample_image
 
 import maect
 from maect.cli import main
+from maect.core.files import write_record
 from maect.models.export import crop_fraction
 from maect.models.vit import build_encoder, seeded
 from maect.models.weights import save_encoder
@@ -22,7 +23,7 @@ from maect.recipes import Encoder, Pixels, load_encoder
 
 RECORD = {
     "stage": "tune", "source": "head_min", "seed": 3, "source_revision": "abc",
-    "finished": "2026-01-01T00:00:00Z", "recipe": {"epochs": 7}, "versions": {"torch": "2"},
+    "finished": "2026-01-01T00:00:00Z", "settings": {"epochs": 7}, "versions": {"torch": "2"},
 }  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def finished_run(folder, encoder, pooling, **record):
         for parameter in module.parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape))
     save_encoder(folder / "encoder.safetensors", module.state_dict(), encoder, pooling)
-    (folder / "run.json").write_text(json.dumps(RECORD | {"run": folder.name} | record))
+    write_record(folder / "run.json", RECORD | {"run": folder.name} | record)
     images = torch.rand(2, encoder.pixels.channels, encoder.image_size, encoder.image_size)
     with torch.no_grad():
         return images, module.pool(module(images).tokens, pooling)
@@ -146,7 +147,8 @@ def test_onnx_gives_the_same_vectors(tmp_path, capsys, monkeypatch):
 
 
 def test_the_model_card_says_where_it_comes_from(tmp_path):
-    weights = {"file": "checkpoint.pth", "sha256": "f" * 64, "layout": "ibot"}
+    weights = {"file": "checkpoint.pth", "sha256": "f" * 64, "layout": "ibot", "left_out": {}}
+    weights |= {"size": 1, "modified": 1}
     finished_run(tmp_path / "ibot", load_encoder("tiny"), "cls", stage="import", weights=weights)
     assert main(["export", str(tmp_path / "ibot"), str(tmp_path / "out")]) == 0
     card = (tmp_path / "out/README.md").read_text()

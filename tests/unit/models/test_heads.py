@@ -224,7 +224,7 @@ def test_an_oracle_is_right_as_often_as_it_is_told():
 def test_only_an_oracle_is_wrong_at_will():
     with pytest.raises(ValueError, match=r"oracle_right 0.5: only `lookup: oracle` has one"):
         head_of(oracle_right=0.5)
-    assert "oracle_right" not in head_of(lookup="oracle").settings.model_dump()
+    assert "oracle_right" not in head_of(lookup="oracle").settings.header
 
 
 @pytest.mark.parametrize("others", [0, 1, 2, 5])

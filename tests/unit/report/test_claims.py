@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from maect.core.files import write_json
+from maect.core.files import write_record
 from maect.report.claims import (
     claims_table,
     compare,
@@ -359,7 +359,9 @@ def test_models_of_other_pretrainings_are_not_compared(tables, result, evaluatio
         result(run, "clustering", accuracy=50.0 + epochs, silhouette=1.0)
         stage = "pretrain" if source is None else "tune"
         record = {"run": run, "stage": stage, "source": source, "device_hours": 1.0}
-        write_json(tmp_path / "runs" / run / "run.json", record | {"recipe": {"epochs": epochs}})
+        write_record(
+            tmp_path / "runs" / run / "run.json", record | {"settings": {"epochs": epochs}}
+        )
     rows = [Row("tiny", run, [run]) for run in runs]
     tables = {"clustering": build_table("clustering", rows, evaluations)}
     tables["trained"] = trained_table(rows, tmp_path / "runs")

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 
 from maect.core.entries import entries, line_of
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.recipes import load_encoder
 from maect.report import registry
 from maect.report.configs import Row, ShownConfig
@@ -112,9 +113,9 @@ def results(tmp_path, result, embedding) -> Path:
         folder.mkdir(parents=True)
         settings = load_recipe(recipe, "tiny")
         record = {"run": run, "stage": settings.name, "source": source, "device_hours": 0.5}
-        record["recipe"] = settings.model_dump(mode="json")
+        record["settings"] = settings.model_dump(mode="json")
         record["encoder"] = load_encoder("tiny").model_dump(mode="json")
-        (folder / "run.json").write_text(json.dumps(record))
+        write_record(folder / "run.json", record)
         more = {"lookup_accuracy": 40.0} if recipe == "ct_min" else {}
         lines = [{"epoch": n / 4, "loss": 2.0 - n / 100} | more for n in range(1, 40)]
         (folder / "metrics.jsonl").write_text(log_of(lines))
@@ -420,7 +421,7 @@ def test_curves_of_one_stage_share_a_panel(results, out):
     runs = results.parent / "runs"
     (runs / "other").mkdir()
     record = {"run": "other", "stage": "pretrain", "source": None, "device_hours": 0.5}
-    (runs / "other/run.json").write_text(json.dumps(record))
+    write_record(runs / "other/run.json", record)
     (runs / "other/metrics.jsonl").write_text((runs / "mae_tiny/metrics.jsonl").read_text())
     draw(shown("training_curves", results, [ROWS[0], Row("tiny", "x", ["other"])]), *out)
     assert {"#0072B2", "#D55E00"} <= colors_in(out[1])
@@ -461,16 +462,16 @@ def test_gain_is_of_the_mae_that_a_run_begins_with(results, result):
     for name, head, right, knn in made:
         (runs / name).mkdir()
         recipe = told | {"head": told["head"] | head}
-        record = {"run": name, "stage": "tune", "source": "head_tiny", "recipe": recipe}
-        (runs / name / "run.json").write_text(json.dumps(record))
+        record = {"run": name, "stage": "tune", "source": "head_tiny", "settings": recipe}
+        write_record(runs / name / "run.json", record)
         more = {} if right is None else {"lookup_accuracy": right}
         lines = [{"epoch": n, "loss": 1.0} | more for n in (1, 2)]
         (runs / name / "metrics.jsonl").write_text(log_of(lines))
         result(name, "knn", knn=1.0, knn_standardized=knn)
     # Without a run to start from there is nothing to gain on.
     (runs / "scratch").mkdir()
-    record = {"run": "scratch", "stage": "tune", "source": None, "recipe": told}
-    (runs / "scratch/run.json").write_text(json.dumps(record))
+    record = {"run": "scratch", "stage": "tune", "source": None, "settings": told}
+    write_record(runs / "scratch/run.json", record)
     (runs / "scratch/metrics.jsonl").write_text(log)
     result("scratch", "knn", knn=1.0, knn_standardized=50.0)
     names = ("mae_tiny", "ct_tiny", "all_right", "right", "none", "scratch")
@@ -490,7 +491,7 @@ def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):
     for run, loss in (("combined", 0.004), ("detached", 5.0)):
         (runs / run).mkdir()
         record = {"run": run, "stage": "pretrain", "source": None, "device_hours": 0.5}
-        (runs / run / "run.json").write_text(json.dumps(record))
+        write_record(runs / run / "run.json", record)
         parts = {"loss": 1 + loss, "loss_mae": 1.0, "loss_nnclr": 5.0}
         log = log_of([{"epoch": n, **parts} for n in range(1, 9)])
         (runs / run / "metrics.jsonl").write_text(log)
@@ -513,7 +514,7 @@ def test_titles_of_panels_do_not_meet(results):
     for run, stage in (("mae_tiny", "pretrain"), (long, "head"), ("ct_min_of_photographs", "tune")):
         (runs / run).mkdir(exist_ok=True)
         record = {"run": run, "stage": stage, "source": None, "device_hours": 0.5}
-        (runs / run / "run.json").write_text(json.dumps(record))
+        write_record(runs / run / "run.json", record)
         log = [{"epoch": n, "loss": 1.0, "look_knn": 40.0} for n in (1, 2)]
         (runs / run / "metrics.jsonl").write_text(log_of(log))
     rows = [Row("tiny", run, [run]) for run in ("mae_tiny", long, "ct_min_of_photographs")]

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from maect.core.entries import line_of
+from maect.core.files import write_record
 from maect.report.configs import Row, ShownConfig
 from maect.report.registry import TABLES
 from maect.report.render import Printed, printed, render
@@ -62,9 +63,10 @@ def table_of(root: Path, *rows: tuple[str, float]) -> Path:
         folder = root / f"runs/{method}_tiny"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "metrics.jsonl").write_text(line_of(22, {"loss": 1.0}, {"device_seconds": 1.0}))
-        about = {"source": None if method == "mae" else "mae_tiny", "device_hours": 1.0}
+        about = {"run": folder.name, "stage": "tune", "device_hours": 1.0}
+        about |= {} if method == "mae" else {"source": "mae_tiny"}
         about |= {"world_size": 2, "finished": f"2026-11-2{len(method)}T03:00:00Z"}
-        (folder / "run.json").write_text(json.dumps(about))
+        write_record(folder / "run.json", about)
     return table
 
 

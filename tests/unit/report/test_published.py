@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from maect.core.entries import line_of
-from maect.core.files import read_json, write_json
+from maect.core.files import read_json, write_json, write_record
 from maect.experiment import load
 from maect.experiment.resolve import evaluation_config, run_config
 from maect.report.render import MISSING
@@ -215,10 +215,10 @@ def train_here(run: str, checksum: str, **changes: Any) -> None:
     told = {name: getattr(config, name).model_dump(mode="json") for name in ("settings", "encoder")}
     source = config.source.name if config.source else None
     record = {"run": run, "stage": config.stage, "source": source, "seed": config.seed}
-    record |= {"recipe": told["settings"] | changes, "encoder": told["encoder"]}
+    record |= {"settings": told["settings"] | changes, "encoder": told["encoder"]}
     record |= {"device_hours": 1.0, "sha256": {ENCODER: checksum}}
     folder = Path("results/cifar10/runs") / run
-    write_json(folder / "run.json", record)
+    write_record(folder / "run.json", record)
     step = line_of(5859, {"epoch": 30.0, "loss": 0.4}, {"device_seconds": 3600.0})
     (folder / "metrics.jsonl").write_text(step)
 

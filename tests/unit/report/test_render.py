@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from maect.cli import main
+from maect.core.files import write_record
 from maect.report.configs import Row
 from maect.report.render import printed, render
 from maect.report.tables import build_table, paper_table, printed_tables, write_table
@@ -61,7 +62,7 @@ def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
     result("ct-s0", "clustering", accuracy=50.0, silhouette=1.0)
     run = evaluations.parent / "runs" / "ct-s0" / "run.json"
     run.parent.mkdir(parents=True)
-    run.write_text('{"recipe": "<ct_min>"}')
+    write_record(run, {"run": "<ct-s0>", "stage": "tune"})
     # Of several seeds the first that was run.
     rows = [Row("large", "ct_min", ["ct", "ct-s0"]), Row("large", "mae", ["not_run"])]
     frame = build_table("clustering", rows, evaluations)
@@ -70,7 +71,7 @@ def test_every_number_leads_to_its_result_and_its_run(result, evaluations):
     assert links == ["ct-s0-clustering"] * 2
     ids = re.findall(r'<pre id="([^"]+)">', page)
     assert ids == ["ct-s0-clustering", "run-ct-s0"]
-    assert "&lt;ct_min&gt;" in page
+    assert "&lt;ct-s0&gt;" in page
 
 
 def test_no_minus_zero_and_no_rounding_surprise(result, evaluations):

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from maect.core.errors import UserError
+from maect.core.files import write_record
 from maect.report.registry import TABLES
 from maect.report.render import printed, render
 from maect.report.tables import (
@@ -47,7 +48,8 @@ def test_results_of_an_encoder_that_is_gone_are_left_out(result, evaluations):
     assert (line.knn, line.linear_probe) == (70.0, 70.0)  # nobody knows the encoder
     run = evaluations.parent / "runs/ct_min_large/run.json"
     run.parent.mkdir(parents=True)
-    run.write_text(json.dumps({"sha256": {"encoder.safetensors": "new"}}))
+    told = {"run": "ct_min_large", "stage": "tune"}
+    write_record(run, told | {"sha256": {"encoder.safetensors": "new"}})
     line = build_table("extended", row, evaluations).iloc[0]
     assert line.knn == 70.0 and math.isnan(line.linear_probe)
 
@@ -80,8 +82,8 @@ def test_how_a_model_was_trained_is_told_by_its_runs(evaluations, tmp_path):
         ("ct_public", "tune", "public", {"epochs": 20, "views": 2, "mask_ratio": 0.0}),
     ):
         (runs / run).mkdir(parents=True)
-        record = {"run": run, "stage": stage, "source": source, "recipe": recipe}
-        (runs / run / "run.json").write_text(json.dumps(record))
+        record = {"run": run, "stage": stage, "source": source, "settings": recipe}
+        write_record(runs / run / "run.json", record)
     rows = [
         Row("large", "ct_min", ["ct"]),
         Row("large", "mae_public", ["public"]),
@@ -255,7 +257,7 @@ def test_wrong_input_is_named(result, evaluations):
     with pytest.raises(UserError, match="'high', not a finite number"):
         build_table("clustering", [row], evaluations)
     path.write_text('{"accuracy": 1.0}')
-    with pytest.raises(UserError, match="no `metrics`"):
+    with pytest.raises(UserError, match="metrics: Field required"):
         build_table("clustering", [row], evaluations)
     path.write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):

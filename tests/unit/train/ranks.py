@@ -107,10 +107,11 @@ def _rank(rank, world_size, meeting, jobs, results, options):
 
 def train(
     context, *, folder, shards, stage, settings, encoder, seed, source, test=None, resize=None,
-    **options,
+    computing=(), **options,
 ):  # fmt: skip
     """A training whose parts a test names one by one."""
     from maect.recipes import Encoder, OnlineEvaluation
+    from maect.recipes.computing import Computing
     from maect.stages import STAGES
     from maect.train import trainer
 
@@ -120,6 +121,7 @@ def train(
     run = trainer.RunInputs(
         Path(folder), Path(shards), STAGES[stage].model_validate(settings),
         Encoder.model_validate(encoder), seed, source and Path(source), test and Path(test), resize,
+        Computing.model_validate(dict(computing)),
     )  # fmt: skip
     return trainer.train(context, run, **options)
 

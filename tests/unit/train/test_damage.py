@@ -239,7 +239,10 @@ def test_a_log_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_damaged_weights_of_a_finished_run_are_named(tmp_path: Path) -> None:
     file = tmp_path / "encoder.safetensors"
     file.write_bytes(b"weights")
-    write_record(tmp_path / "run.json", {"sha256": {file.name: sha256_file(file)}})
+    write_record(
+        tmp_path / "run.json",
+        {"run": "r", "stage": "tune", "sha256": {file.name: sha256_file(file)}},
+    )
     check_weights(tmp_path)
     file.write_bytes(b"weighty")
     with pytest.raises(UserError, match=r"encoder\.safetensors: damaged .*delete it"):

@@ -121,7 +121,7 @@ def attempt(machine: Machine, steps: int, minutes: float, folder, **spied) -> Tr
     objective.prepare = objective.after_update = lambda *_: None
     objective.health, objective.has_health = lambda size: ({}, None), True
     stage = SimpleNamespace(
-        accumulation=1, batch_size=8, epochs=1, encoder_average=None, lr_multiplier=lambda *_: 1.0
+        batch_size=8, epochs=1, encoder_average=None, lr_multiplier=lambda *_: 1.0
     )
     machine.pass_time(START)
     training = Trainer(

@@ -11,6 +11,7 @@ from ranks import run
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from maect.recipes.computing import Computing
 from maect.recipes.memory import CONTEXT, FLOAT, FRAGMENTS, Footprint
 from maect.stages import load_recipe
 from maect.train import engine
@@ -25,9 +26,10 @@ KEPT = 4 * WIDTH - 1
 def build(zero_stage: int) -> engine.Engine:
     torch.manual_seed(0)
     layer = torch.nn.Linear(WIDTH, WIDTH)
-    settings = load_recipe("mae", "base", {"batch_size": 2, "zero_stage": zero_stage})
+    settings = load_recipe("mae", "base", {"batch_size": 2})
+    how = Computing(zero_stage=zero_stage)
     group = {"params": list(layer.parameters()), "peak_lr": 1e-3, "weight_decay": 0.0}
-    return engine.build_engine(layer, settings, [group], torch.device("cpu"))
+    return engine.build_engine(layer, settings, [group], torch.device("cpu"), how)
 
 
 def step(trained: engine.Engine) -> engine.Engine:

@@ -9,6 +9,7 @@ from tiny_runs import ENCODER
 from maect.models import precision, vit
 from maect.models.decoder import Decoder
 from maect.recipes import load_encoder
+from maect.recipes.computing import Computing
 from maect.train import engine, exchange
 
 RANKS, ROWS, STEPS = 3, 2, 3
@@ -31,10 +32,9 @@ def groups(layers):
 
 
 class Settings:
-    compile, attention, beta1, beta2 = False, "sdpa", 0.9, 0.95
+    beta1, beta2 = 0.9, 0.95
 
-    def __init__(self, zero_stage, accumulation, precision="fp32"):
-        self.zero_stage, self.accumulation = zero_stage, accumulation
+    def __init__(self, accumulation, precision="fp32"):
         self.precision = precision
         self.batch_size = RANKS * ROWS * accumulation
 
@@ -50,8 +50,9 @@ def trained(context, zero_stage, accumulation):
     exchange.BUCKET = 100  # the middle layer has more
     layers, events = module(), []
     ours = engine.build_engine(
-        layers, Settings(zero_stage, accumulation), groups(layers), torch.device("cpu")
-    )
+        layers, Settings(accumulation), groups(layers), torch.device("cpu"),
+        Computing(zero_stage=zero_stage, accumulation=accumulation),
+    )  # fmt: skip
     ours._exchange.__class__._send = noted(ours._exchange.__class__._send, events)
     layers[0].weight.register_hook(lambda _: events.append("first layer"))
 
@@ -201,8 +202,11 @@ def encoded(context, lending, zero_stage, checkpointing, frozen, passes):
         {"params": [p for p in trained if p.ndim == 1], "peak_lr": 1e-2, "weight_decay": 0.0},
     ]
     ours = engine.build_engine(
-        module, Settings(zero_stage, passes, "bf16"), groups, torch.device("cpu")
-    )
+        module, Settings(passes, "bf16"), groups, torch.device("cpu"),
+        Computing(
+            zero_stage=zero_stage, accumulation=passes, activation_checkpointing=checkpointing
+        ),
+    )  # fmt: skip
     side = ENCODER.image_size
     for number in range(STEPS):
         for part in range(passes):

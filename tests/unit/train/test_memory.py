@@ -8,6 +8,7 @@ from documented import multicrop
 
 from maect.core.errors import UserError
 from maect.recipes import Encoder, load_encoder
+from maect.recipes.computing import PLAIN, Computing, separate
 from maect.recipes.memory import GIB, gpu_memory
 from maect.stages import STAGES, load_recipe
 
@@ -65,6 +66,12 @@ CASES = {
 }
 
 
+def both(changes):
+    """Settings, and how they are computed."""
+    given, how = separate(changes)
+    return given, Computing(**how)
+
+
 def stage_of(recipe, size="base", **changes):
     if recipe == "multicrop":
         return multicrop(local_size=20, read=(1, 3), **{"head": HEAD, **changes})
@@ -78,9 +85,10 @@ def test_as_counted_on_a_pretended_device(case):
     from fake_gpu import count
 
     recipe, changes = CASES[case]
+    changes, how = both(changes)
     stage = stage_of(recipe, **{"batch_size": 64, **changes})
-    counted = count(stage, SHAPE, stage.batch_size, classes=10)
-    planned = stage.footprint(SHAPE, stage.batch_size)
+    counted = count(stage, SHAPE, stage.batch_size, classes=10, computing=how)
+    planned = stage.footprint(SHAPE, stage.batch_size, how)
     assert planned.passes == pytest.approx(counted.peak, rel=0.1)
     assert planned.prepared == pytest.approx(counted.prepared, rel=0.1)
     called = {*counted.prepare, *counted.forward, *counted.backward}
@@ -115,10 +123,9 @@ def test_states_are_shared_by_the_ranks():
 def test_what_does_not_fit_is_computed_in_parts(recipe, size, gpu, ranks, chosen):
     stage, encoder, memory = stage_of(recipe, size), load_encoder(size), gpu_memory(gpu)
     assert (stage.peak_memory(encoder, ranks) > memory) is bool(chosen)
-    fitted = stage.fitted(encoder, ranks // 4, 4, memory)
-    assert {key: value for key, value in fitted if value != getattr(stage, key)} == chosen
-    assert fitted.peak_memory(encoder, ranks) <= memory
-    assert fitted.decisive(fitted.model_dump()) == stage.decisive(stage.model_dump())
+    fitted = stage.fitted(encoder, PLAIN, ranks // 4, 4, memory)
+    assert fitted == Computing(**chosen)
+    assert stage.peak_memory(encoder, ranks, fitted) <= memory
 
 
 def test_zero_2_comes_last_and_1_before_checkpointing():
@@ -130,28 +137,28 @@ def test_zero_2_comes_last_and_1_before_checkpointing():
         (18 * GIB, CHECKPOINTING),
         (17 * GIB, CHECKPOINTING | {"zero_stage": 2}),
     ):
-        fitted = tune.fitted(encoder, 1, 4, memory)
-        assert {key: value for key, value in fitted if value != getattr(tune, key)} == chosen
-        assert fitted.peak_memory(encoder, 4) <= memory
-    plain = stage_of("ct_min", "huge14", zero_stage=0)
-    assert plain.peak_memory(encoder, 4) > whole
-    assert plain.fitted(encoder, 1, 4, whole).zero_stage == 1
+        fitted = tune.fitted(encoder, PLAIN, 1, 4, memory)
+        assert fitted == Computing(**chosen)
+        assert tune.peak_memory(encoder, 4, fitted) <= memory
+    plain = Computing(zero_stage=0)
+    assert tune.peak_memory(encoder, 4, plain) > whole
+    assert tune.fitted(encoder, plain, 1, 4, whole).zero_stage == 1
 
 
 def test_what_fits_in_no_way_is_refused_with_what_would():
     with pytest.raises(
         UserError, match=r"tune: batch_size 512 on 1 GPUs takes .* \d nodes would do"
     ):
-        stage_of("ct_min", "huge14").fitted(load_encoder("huge14"), 1, 1, 30 * GIB)
+        stage_of("ct_min", "huge14").fitted(load_encoder("huge14"), PLAIN, 1, 1, 30 * GIB)
     with pytest.raises(UserError, match="a smaller batch_size or encoder would do"):
-        stage_of("mae", "huge14").fitted(load_encoder("huge14"), 1, 4, 6 * GIB)
+        stage_of("mae", "huge14").fitted(load_encoder("huge14"), PLAIN, 1, 4, 6 * GIB)
 
 
 def test_pairs_of_mixed_images_stay_together():
     stage = stage_of("fine_tune", batch_size=4 * 34)
-    assert {way.accumulation for way in stage.ways(4)} == {1}  # 17 is odd
+    assert {way.accumulation for way in stage.ways(PLAIN, 4)} == {1}  # 17 is odd
     stage = stage_of("fine_tune", batch_size=4 * 34, mixup=0, cutmix=0)
-    assert {way.accumulation for way in stage.ways(4)} == {1, 2}
+    assert {way.accumulation for way in stage.ways(PLAIN, 4)} == {1, 2}
 
 
 def test_memory_by_name():

@@ -311,7 +311,6 @@ def test_what_does_not_fit_the_encoder(changes, message):
         ({"warmup_epochs": 25}, "warmup_epochs 25.0 of 25 epochs"),
         ({"min_lr": 0.1}, "min_lr 0.1 is above the peak"),
         ({"mask_ratio": 0.5}, "less than or equal to 0"),
-        ({"accumulation": 2}, "accumulation must be 1"),
         ({"batch_size": 100}, "does not divide queue_size 1024"),
         ({"augmentation": "mae"}, "augmentation"),
         ({"head": {"lookup": "none"}}, "unknown key 'head.lookup'"),

@@ -8,6 +8,7 @@ from PIL import Image
 
 from maect.data.shards import shard
 from maect.recipes import Encoder
+from maect.recipes.computing import separate
 from maect.stages.head import Head
 from maect.stages.pretrain import Pretrain
 from maect.stages.tune import Tune
@@ -58,12 +59,14 @@ def job_maker(root, shards):
         if "head" in values or "head" in changes:
             head = HEAD | values.get("head", {}) | changes.pop("head", {})
             values = values | {"head": head}
+        changes, how = separate(changes)
         settings = model.model_validate(values | changes)
         return {
             "folder": str(folder / name),
             "shards": str(shards),
             "stage": stage,
             "settings": settings.model_dump(mode="json"),
+            "computing": how,
             "encoder": ENCODER.model_dump(mode="json"),
             "seed": 1,
             "source": None if source is None else str(folder / source),

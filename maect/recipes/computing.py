@@ -1,0 +1,37 @@
+"""Settings of how a training is computed: on record, and no part of what it is."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from maect.core.settings import Settings
+
+
+class Computing(Settings):
+    """A way of computing a training. It may change at any time; only rounding depends on it."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    accumulation: int = Field(default=1, gt=0)
+    """Forward passes per optimizer step. Batch statistics forbid it in contrastive stages."""
+    compile: bool = False
+    """The transformer blocks."""
+    activation_checkpointing: bool = False
+    attention: Literal["sdpa", "packed", "flash_attn"] = "sdpa"
+    deterministic: bool = False
+    """The same bits at every start also on GPUs; on CPUs they are so anyway."""
+
+    def changes(self, before: "Computing") -> str:
+        """Return what differs from another way, as `key: value, …`."""
+        told = self.model_dump()
+        other = before.model_dump()
+        return ", ".join(f"{key}: {value}" for key, value in told.items() if value != other[key])
+
+
+PLAIN = Computing()
+
+
+def separate(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split what was written side by side into settings and how they are computed."""
+    how = {key: value for key, value in values.items() if key in Computing.model_fields}
+    return {key: value for key, value in values.items() if key not in how}, how

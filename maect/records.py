@@ -1,0 +1,188 @@
+"""Completion records of runs and evaluations: who writes, reads and checks against them."""
+
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from maect.core.errors import UserError
+from maect.core.files import RUN, read_mapping, read_record, sha256_file, write_record
+from maect.core.settings import Settings, validated
+from maect.recipes import Encoder
+from maect.recipes.computing import Computing
+
+ENCODER = "encoder.safetensors"
+
+
+class Record(Settings):
+    """A JSON file with a format and its own checksum; what is none is not in it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file.
+
+        Raises:
+            UserError: it is missing, damaged or of another format.
+        """
+        return validated(cls, read_record(path), str(path))
+
+    @classmethod
+    def seek(cls, path: Path) -> Self | None:
+        """Read a file that others may be writing or removing; none: not there, or damaged."""
+        try:
+            return cls.model_validate(read_mapping(path)) if path.exists() else None
+        except (OSError, ValidationError):
+            return None
+
+    def write(self, path: Path) -> None:
+        """Write the file, atomically."""
+        values = self.model_dump(mode="json")
+        write_record(path, {key: value for key, value in values.items() if value is not None})
+
+
+class ImportedFile(Settings):
+    """The checkpoint that an import was made from."""
+
+    file: str
+    sha256: str
+    size: int
+    modified: int
+    """Of the file, in nanoseconds."""
+    layout: str | None
+    left_out: dict[str, int]
+    """Number of tensors by pattern."""
+    timm: str | None = None
+    timm_version: str | None = None
+    arguments: dict[str, int] | None = None
+    transform: dict[str, Any] | None = None
+
+
+class EpochScores(Settings):
+    """Accuracy after each epoch, in percent."""
+
+    index_digest: str
+    resize: int | None
+    accuracies: tuple[float, ...]
+
+
+class Subset(Settings):
+    """The images of a split that had labels."""
+
+    images: int
+    sha256: str
+    """Of their names."""
+
+
+class RunRecord(Record):
+    """Completion record of a run: written last, once all that it names is there."""
+
+    run: str
+    stage: str
+    fingerprint: str = ""
+    """Identity of the result: of settings, shape, seed, data and what it starts from."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Of the stage; `maect.stages.recorded` reads them."""
+    computing: Computing | None = None
+    """How its last job trained it; none: an import."""
+    seed: int | None = None
+    encoder: Encoder | None = None
+    size: str | None = None
+    source: str | None = None
+    """Name of the run that it started from."""
+    weights: ImportedFile | None = None
+    pooling: str | None = None
+    subset: Subset | None = None
+    files: tuple[str, ...] = ()
+    sha256: dict[str, str] = Field(default_factory=dict)
+    world_size: int | None = None
+    device_hours: float | None = None
+    held_hours: float | None = None
+    useful_part: float | None = None
+    images_per_second: float | None = None
+    finished: str | None = None
+    """When, in UTC."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    source_revision: str | None = None
+    attempts: tuple[dict[str, Any], ...] = ()
+    losses: tuple[float, ...] | None = None
+    """Means of the epochs."""
+    scores: EpochScores | None = None
+    unlogged_steps: str | None = None
+
+    @classmethod
+    def path(cls, folder: Path) -> Path:
+        """Return where the record of the run in a folder is."""
+        return folder / RUN
+
+    @classmethod
+    def of(cls, folder: Path) -> Self:
+        """Read the record of the run in a folder.
+
+        Raises:
+            UserError: the run is not finished, or its record is damaged or of another format.
+        """
+        return cls.read(cls.path(folder))
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the record of the run in a folder; none: there is none, or it is damaged."""
+        return cls.seek(cls.path(folder))
+
+    @property
+    def encoder_sha256(self) -> str | None:
+        """Return the checksum of the encoder that it left."""
+        return self.sha256.get(ENCODER)
+
+    @property
+    def epochs(self) -> float | None:
+        """Return for how many it was trained; none: it was not."""
+        return self.settings.get("epochs")
+
+    @property
+    def logged_epochs(self) -> float:
+        """Return the epochs that its log goes up to, as far as that is known."""
+        return 0.0 if self.unlogged_steps else self.epochs or 0.0
+
+
+def is_finished(folder: Path) -> bool:
+    """Return whether the run in a folder has a completion record."""
+    return RunRecord.path(folder).exists()
+
+
+class EvaluationRecord(Record):
+    """Result of an evaluation."""
+
+    metrics: dict[str, Any]
+    settings: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, Any] = Field(default_factory=dict)
+    left_sha256: str | None = None
+    """Of the tensors beside it."""
+
+    @property
+    def encoder_sha256(self) -> str | None:
+        """Return the checksum of the encoder that was evaluated."""
+        return self.provenance.get("encoder_sha256")
+
+
+def checked_sha256(path: Path) -> str:
+    """sha256 of a file that a run or an evaluation left.
+
+    Raises:
+        UserError: it is missing, or not the one that the record beside it promises.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such file; its run is not finished")
+    actual, promised = sha256_file(path), None
+    if is_finished(path.parent):
+        record = RunRecord.path(path.parent)
+        promised = RunRecord.read(record).sha256.get(path.name)
+    elif (record := path.with_suffix(".json")).exists():
+        promised = EvaluationRecord.read(record).left_sha256
+    if promised not in (None, actual):
+        raise UserError(
+            f"{path}: damaged (its checksum is not that in {record.name}); delete it and start "
+            "again"
+        )
+    return actual
