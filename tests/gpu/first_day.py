@@ -641,15 +641,16 @@ BY_HAND = "as in facebookresearch/mae"
 
 
 def times_by_hand(here: Here, stage: Any, encoder: Any, steps: int) -> dict[str, float]:
-    """Median seconds of a step as facebookresearch/mae writes it."""
-    from training import PlainLoop
+    """Median step as facebookresearch/mae writes it, and memory."""
+    from training import PlainLoop, peak_memory
 
     objective = objective_of(stage, encoder, built=here.built)
     loop = PlainLoop(stage, encoder, here.device, explicit=True, objective=objective)
     for _ in range(steps):
         loop.step()
     warm = sorted(loop.seconds[steps // 2 :])
-    return {"step_ms": 1e3 * warm[len(warm) // 2]}
+    found = {"step_ms": 1e3 * warm[len(warm) // 2]}
+    return found | ({"peak_gib": peak_memory(here.device) / 2**30} if here.cuda else {})
 
 
 def speed_of(here: Here, recipe: str, size: str, batch: int, how: str) -> dict[str, float]:

@@ -136,8 +136,10 @@ def carried(packages: Path | None) -> None:
     if packages is None or LIBRARY.exists():
         return
     with suppress(OSError):  # a folder that cannot be written: another decoder does
-        for file in (*packages.glob(LIBRARY.name), *packages.glob("libjpeg.so*")):
-            shutil.copy(file, LIBRARY.parent)
+        for file in (*packages.glob("libjpeg.so*"), *packages.glob(LIBRARY.name)):
+            new = LIBRARY.with_name(f"{file.name}.new")
+            shutil.copy(file, new)
+            new.replace(LIBRARY.with_name(file.name))
 
 
 def write_shards(given: Path | None, work: Path, few: bool) -> Path:
@@ -304,7 +306,7 @@ def do(options: argparse.Namespace) -> dict[str, Any]:
         return {"status": f"needs {needs}"}
     except Exception as error:
         text = "".join(traceback.format_exception(error))
-        return {"status": "error", "error": text[-1500:]}
+        return {"status": "error", "must": True, "error": text[-1500:]}
 
 
 def versions() -> dict[str, str]:
