@@ -150,7 +150,7 @@ def write_shards(given: Path | None, work: Path, few: bool) -> Path:
     if (shards / "index.json").exists():
         return shards
     if source is None:
-        source = drawn(work / "drawn", 300 if few else 20_000)
+        source = drawn(work / "drawn", 600 if few else 20_000)
     elif source.is_dir():
         source = source / "train" if (source / "train").is_dir() else source
     else:  # in a tar that is packed nothing is read here and there
