@@ -333,7 +333,7 @@ class Report:
         """Seconds from a check's beginning, when the report was written, to what was said last."""
         log = self.file.with_name("log.txt")
         last = log.stat().st_mtime if log.exists() else 0.0
-        return max(0.0, last - self.file.stat().st_mtime)
+        return round(max(0.0, last - self.file.stat().st_mtime), 1)
 
     def _learned(self, name: str) -> dict[str, Any]:
         """Values of the last training, however it ended."""
