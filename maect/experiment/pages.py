@@ -380,7 +380,7 @@ PAGES = {
         Page(
             "datasets", "Data sets", "maect.report.datasets:make_datasets",
             lambda e: ["datasets"] if _several(e) else [], _datasets_config, _datasets_inputs,
-            "Tables", ("csv", "md", "html"),
+            endings=("csv", "md", "html"),
         ),
         Page(
             "images", "Page of images", "maect.report.images:make_images",
