@@ -59,6 +59,7 @@ def test_the_settings_are_capis() -> None:
         "weight_decays": [5e-4, 1e-3, 5e-2],
         "held_out": 0.1,
         "head_width": 64,
+        "real_labels": None,
     }
 
 

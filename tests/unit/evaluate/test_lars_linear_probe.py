@@ -187,4 +187,3 @@ def test_held_out_images_choose_the_epoch(images: Path, tmp_path: Path, name: st
     assert metrics["by_epoch"] == plain["by_epoch"]
     assert metrics[f"{name}_held_out"] == metrics["by_epoch"][metrics["held_out_epoch"] - 1]
     assert 0 <= metrics["held_out_accuracy"] <= 100
-    assert "held_out" not in base.model_dump()
