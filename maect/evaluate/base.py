@@ -168,6 +168,8 @@ class Protocol(Settings):
     """Whether `encoder.safetensors` itself is read."""
     minutes: ClassVar[float] = 10.0
     """Assumed for a plan where `flops` is not known: of 50,000 test images."""
+    least_seconds: ClassVar[float] = 10.0
+    """Likewise, of any number of them."""
     test_data: ClassVar[str | None] = None
     """What the test split was used for beside the score; goes into the result."""
 

@@ -35,6 +35,7 @@ class Explore(ReadsFeatures):
     name: ClassVar[str] = "explore"
     title: ClassVar[str] = "map, groups and look-alikes"
     labelled: ClassVar[bool] = False
+    least_seconds: ClassVar[float] = 25.0  # to load UMAP's compiled code
     writes_tensors: ClassVar[bool] = True
     test_data: ClassVar[str | None] = "everything is fitted to the images that are shown"
 

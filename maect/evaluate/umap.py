@@ -39,6 +39,7 @@ class Umap(ReadsFeatures):
     name: ClassVar[str] = "umap"
     title: ClassVar[str] = "UMAP embedding"
     labelled: ClassVar[bool] = False
+    least_seconds: ClassVar[float] = 25.0  # to load UMAP's compiled code
     writes_tensors: ClassVar[bool] = True
     test_data: ClassVar[str | None] = (
         "the embedding is fitted to the test split's features; labels only choose the classes"

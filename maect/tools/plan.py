@@ -40,7 +40,7 @@ from maect.records import EvaluationRecord, RunRecord
 from maect.stages import STAGES, Training
 
 IMAGENET_VAL = 50_000  # images, which protocols without operations state their minutes for
-LEAST = 10.0  # seconds of any of them; assumed
+LEAST = 10.0  # seconds of any other job that is no training; assumed
 START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
 START_HERE = 15.0  # likewise on one machine
 SAMPLES = 100  # images whose size is looked at
@@ -444,7 +444,9 @@ def _evaluation(plan: Plan, job: RuleJob, experiment: Experiment, device: Device
         part = min(1.0, images(settings.test_split) / IMAGENET_VAL)
     except KeyError:
         part = 1.0
-    return replace(priced, seconds=LEAST + part * 60 * settings.minutes, source="assumed")
+    return replace(
+        priced, seconds=settings.least_seconds + part * 60 * settings.minutes, source="assumed"
+    )
 
 
 def _on_devices(
@@ -454,7 +456,8 @@ def _on_devices(
     nodes, devices = fixed_nodes(str(job.resources["nodes"])), devices_of(job.resources)
     rate = device.together(nodes * devices)
     rate *= FP32 if exact and device.name != "cpu" else 1
-    seconds = None if flops is None else flops / rate
+    start = LEAST if is_here(job) else 0.0  # hours elsewhere, which do not show it
+    seconds = None if flops is None else start + flops / rate
     limit = 60.0 * float(job.resources["runtime"])
     more |= {"here": is_here(job)}
     return PlannedJob(job.rule, name, nodes, devices, seconds, limit, device.source, **more)
