@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from maect.core.commands import Positive, Word, command, positive
 from maect.core.errors import UserError, counted
-from maect.core.files import need, read_json
-from maect.records import RunRecord
+from maect.core.files import RUN, need, read_json
 
 log = logging.getLogger(__name__)
 
@@ -266,7 +265,7 @@ def export(
     from maect.models.export import export_onnx, export_run
     from maect.stages.run import resize_of
 
-    need(RunRecord.path(run), "finished run")
+    need(run / RUN, "finished run")
     print(export_run(run, out, resize or resize_of(run), card_of(run, licence)))
     if onnx:
         print(f"{export_onnx(out)}: images, normalised as config.json says, to vectors")
@@ -293,7 +292,7 @@ def publish(
     """
     from maect.answers.publish import publish as fill
 
-    need(RunRecord.path(run), "finished run")
+    need(run / RUN, "finished run")
     classes = fill(run, out, repository, licence, base_model, resize)
     what = f"a classifier of {classes} classes" if classes else "an encoder"
     print(f"{out}: {what}, ready for the hub")
