@@ -444,7 +444,8 @@ def page(lines: list[dict[str, Any]]) -> str:
         status = line.get("status", "under way")
         out.append(f"| {line['name']} | {seconds} | {status} | {'; '.join(what)} |")
     trained = [values_of(line) for line in lines if line["name"] == TRAINING and values_of(line)]
-    return "\n".join([*out, *(curves(trained[-1]) if trained else [])]) + "\n"
+    cut = ["", "The hour was cut off here: other checks and the last training are missing."]
+    return "\n".join([*out, *(curves(trained[-1]) if trained else cut)]) + "\n"
 
 
 def values_of(line: dict[str, Any]) -> dict[str, Any]:

@@ -167,6 +167,22 @@ def test_what_the_end_of_the_hour_cuts_off_is_no_fault(tmp_path):
         assert (line["status"], line["must"]) == (status, status == "too slow")
 
 
+def test_the_rehearsal_on_record():
+    """Its page is made of its report, says what it is, and hides no fault."""
+    import hour
+
+    folder = GPU.parents[1] / "docs" / "results" / "gpu_rehearsal"
+    lines = report(folder)
+    said = hour.page(lines)
+    assert (folder / "README.md").read_text() == said
+    assert said.startswith("# The hour on a GPU, rehearsed on a CPU\n\nShapes are tiny")
+    for line in lines:
+        known = line["status"] in ("passed", "missed", "goes on", "killed", "out of time")
+        assert known or line["status"].startswith("needs "), line
+    whole = any(line["name"] == hour.TRAINING for line in lines)
+    assert whole or "The hour was cut off here" in said
+
+
 def test_attention_with_one_gradient_stacks_nothing():
     """What an hour times beside flash: by shapes alone, since no CPU has the kernel."""
     from fake_gpu import Counting, flash_attention
