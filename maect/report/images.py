@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from maect.core.errors import UserError
-from maect.core.files import read_json, read_mapping, write_text
+from maect.core.files import read_mapping, read_record, write_text
 from maect.evaluate.explore import columns_of
 from maect.records import EvaluationRecord
 from maect.report.configs import ImagesConfig
@@ -158,10 +158,13 @@ def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
     Args:
         audit: as `maect audit` writes it.
         explored: what `explore` left of a run; its JSON says of which images.
+
+    Raises:
+        UserError: `audit` is damaged, no record or of another format.
     """
     if not audit.exists():
         return []
-    found = read_json(audit)
+    found = read_record(audit)
     result = EvaluationRecord.seek(explored.with_suffix(".json"))
     about = result.provenance.get("splits", {}) if result else {}
     shown = {name.removeprefix("features_"): made["index_digest"] for name, made in about.items()}

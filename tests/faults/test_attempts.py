@@ -22,7 +22,7 @@ from maect.train.attempts import Attempt, note_attempt, threads_before
 SEEN: dict[str, Any] = {
     "step": 0, "revision": "a", "versions": {"torch": "2.0", "maect": "1"}, "ranks": 2,
     "threads": 2, "device": "one", "instructions": "AVX2", "environment": {}, "compiled": True,
-    "settings": {"attention": "sdpa"},
+    "computing": {"attention": "sdpa"},
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def attempt(**changes: Any) -> Attempt:
         ),
         ({"compiled": False}, "resumes with compiled False, it was True"),
         (
-            {"settings": {"attention": "flash_attn"}},
+            {"computing": {"attention": "flash_attn"}},
             "resumes with attention flash_attn, it was sdpa",
         ),
     ],

@@ -23,6 +23,7 @@ from maect.evaluate import EvaluationConfig, load_evaluation
 from maect.evaluate.evaluation import Completion, evaluate
 from maect.evaluate.features import extract, read_part, write_part
 from maect.evaluate.training_free import Score
+from maect.records import ImportedFile, RunRecord
 from maect.stages.imported import is_another_file
 from maect.tools.compare import _read_scores, _write_scores
 from maect.train import trainer
@@ -138,7 +139,7 @@ def test_a_flipped_label_of_a_large_index(
     from maect.stages.run import RunConfig
 
     told = RunConfig.read(pipeline / "results/runs/mae_tiny/config.yaml")
-    stage, _ = told.training("mae_tiny")
+    stage, _, _ = told.training("mae_tiny")
     run = trainer.RunInputs(tmp_path / "run", shards, stage, told.encoder, told.seed)
     with pytest.raises(UserError, match=r"index\.npy: changed since it was written"):
         trainer.train(SingleRank(cpus=2), run)
@@ -150,12 +151,12 @@ def test_a_log_that_was_cut_between_two_lines(
 ) -> None:
     """A finished run's log whose last lines are gone without a trace."""
     run = pipeline / RUN
-    record, log = read_json(run / "run.json"), run / "metrics.jsonl"
-    count = len(finished_entries(run, record))
+    epochs, log = RunRecord.of(run).logged_epochs, run / "metrics.jsonl"
+    count = len(finished_entries(run, epochs))
     assert count > 4 and not caplog.text
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:-2]))
-    assert len(finished_entries(run, record)) == count - 2
+    assert len(finished_entries(run, epochs)) == count - 2
     assert f"{log}: the entries after epoch" in caplog.text
 
 
@@ -384,10 +385,10 @@ def test_weights_that_were_replaced_are_imported_again(tmp_path: Path) -> None:
     weights = tmp_path / "w.pth"
     weights.write_bytes(b"first")
     found = weights.stat()
-    noted = {
-        "file": "w.pth", "sha256": sha256_file(weights),
-        "size": found.st_size, "modified": found.st_mtime_ns,
-    }  # fmt: skip
+    noted = ImportedFile(
+        file="w.pth", sha256=sha256_file(weights), size=found.st_size,
+        modified=found.st_mtime_ns, layout="mae", left_out={},
+    )  # fmt: skip
     assert not is_another_file(weights, noted)
     weights.touch()
     assert not is_another_file(weights, noted)

@@ -11,12 +11,13 @@ from PIL import Image
 from maect.answers.audit import audit, open_splits
 from maect.cli import main
 from maect.core.errors import UserError
-from maect.core.files import read_json, sha256_file, write_record
+from maect.core.files import read_json, sha256_file
 from maect.data.config import CONFIG, ShardsConfig
 from maect.data.index import open_index
 from maect.data.shards import shard
 from maect.evaluate.store import write_features
 from maect.experiment.chosen_shards import note_taken
+from maect.records import EvaluationRecord
 from maect.report.images import pairs_of
 
 from .conftest import photograph
@@ -92,15 +93,18 @@ def test_the_command_writes_tables_and_a_page(
     assert not pairs_of(results / "audit.json", explored)  # of nobody knows what
     for changed in ("", "0"):
         about = {f"features_{n}": {"index_digest": d + changed} for n, d in digests.items()}
-        write_record(explored.with_suffix(".json"), {"provenance": {"splits": about}})
+        result = EvaluationRecord(metrics={}, provenance={"splits": about})
+        result.write(explored.with_suffix(".json"))
         assert pairs_of(results / "audit.json", explored) == ([] if changed else pairs)
     # A split that is shown must be the one that was looked at; others may not be shown.
     shown = {"features_val": {"index_digest": digests["val"]}}
-    write_record(explored.with_suffix(".json"), {"provenance": {"splits": shown}})
+    result = EvaluationRecord(metrics={}, provenance={"splits": shown})
+    result.write(explored.with_suffix(".json"))
     assert pairs_of(results / "audit.json", explored) == pairs
     assert "audit.json: not of the images as they are now" in caplog.text
-    (results / "audit.json").write_text(json.dumps(pairs))  # as before: it may be of any
-    assert not pairs_of(results / "audit.json", explored)
+    (results / "audit.json").write_text(json.dumps(pairs))  # of nobody knows which images
+    with pytest.raises(UserError, match=r"audit\.json: no record"):
+        pairs_of(results / "audit.json", explored)
     assert {"a", "b", "split_a", "split_b", "similarity"} < pairs[0].keys()
     assert (out / "pairs.csv").read_text().splitlines()[1] == "3.png,copy.png,train,val,1.0,true"
     page = (out / "index.html").read_text()

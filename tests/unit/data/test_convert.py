@@ -16,6 +16,7 @@ from sample_images import deep_png, jpeg, photographs
 from torch.nn import functional as F
 
 from maect.core.errors import UserError
+from maect.core.settings import digest
 from maect.data.convert import (
     look,
     make_ready,
@@ -372,10 +373,13 @@ def test_own_mean_and_deviation() -> None:
 
 def test_pixels_are_part_of_an_encoder_only_where_they_are_stated() -> None:
     plain = load_encoder("tiny")
-    assert "pixels" not in plain.model_dump()
-    assert Encoder.model_validate(plain.model_dump()) == plain
     own = load_encoder("tiny", 16, BANDS)
-    assert Encoder.model_validate_json(own.model_dump_json()) == own
+    for encoder, stated in ((plain, False), (own, True)):
+        assert ("pixels" in json.loads(encoder.header)) == stated
+        without = encoder.model_dump(mode="json", exclude={"pixels"}, exclude_defaults=True)
+        assert (digest(encoder) != digest(without)) == stated
+        assert Encoder.model_validate_json(encoder.header) == encoder
+        assert Encoder.model_validate_json(encoder.model_dump_json()) == encoder
     for wrong, message in (
         ({"channels": 2}, "channels 2: mean of each must be given"),
         ({"mean": (0.5,)}, "mean: 1 values for 3 channels"),

@@ -111,7 +111,7 @@ def test_the_record_of_an_import(tmp_path, capsys):
     )
     record = json.loads((tmp_path / "runs/ibot/run.json").read_text())
     sum_ = subprocess.run(["sha256sum", words[1]], capture_output=True, text=True, check=True)
-    assert record["weights"] == {
+    assert {key: value for key, value in record["weights"].items() if value is not None} == {
         "file": "checkpoint_teacher.pth",
         "sha256": sum_.stdout.split()[0],
         "size": Path(words[1]).stat().st_size,
@@ -119,7 +119,7 @@ def test_the_record_of_an_import(tmp_path, capsys):
         "layout": "ibot",
         "left_out": {"masked_embed": 1, "head.*": 2},
     }
-    assert (record["stage"], record["run"], record["source"]) == ("import", "ibot", None)
+    assert (record["stage"], record["run"], record.get("source")) == ("import", "ibot", None)
     before = (tmp_path / "runs/ibot/encoder.safetensors").read_bytes()
     assert main([*words, "--layout", "ibot", "--size", "tiny"]) == 0
     assert (tmp_path / "runs/ibot/encoder.safetensors").read_bytes() == before
@@ -474,7 +474,7 @@ def test_positions_for_another_image_size_are_interpolated(published):
 def test_a_trained_run_is_not_replaced(sign, tmp_path):
     torch.save(plain_vit.mae()[0], tmp_path / "mae.pth")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / sign).write_text('{"stage": "tune"}')
+    (tmp_path / "run" / sign).write_text('{"run": "run", "stage": "tune"}')
     with pytest.raises(UserError, match="holds a run that was trained here"):
         import_weights(tmp_path / "mae.pth", tmp_path / "run")
     assert not (tmp_path / "run/encoder.safetensors").exists()
