@@ -30,7 +30,7 @@ SNAKEFILE = PIPELINE / "Snakefile"
 
 TARGETS = (
     "report", "tables", "figures", "evaluations", "encoders", "shards",
-    "claims", "images", "summary", "report_html",
+    "claims", "datasets", "images", "summary", "report_html",
 )  # fmt: skip
 """Rules that may be asked for by name; anything else is a file."""
 

@@ -22,11 +22,11 @@ from sklearn.datasets import load_digits
 
 from maect.answers.cluster_page import write_clusters
 from maect.answers.vectors import Vectors
-from maect.core.files import write_record
 from maect.evaluate.clusters import cluster
 from maect.evaluate.explore import atlas
 from maect.experiment import Experiment, load
-from maect.experiment.resolve import evaluation_config
+from maect.experiment.resolve import evaluation_config, run_config
+from maect.records import EvaluationRecord, RunRecord
 from maect.report.configs import ImagesConfig, SummaryConfig
 from maect.report.images import make_images
 from maect.report.summary import make_summary
@@ -82,12 +82,13 @@ def write_results(experiment: Experiment) -> None:
     root = experiment.root
     images, labels = load_digits(return_X_y=True)
     sources = {"mae_tiny": None, "head_min_tiny": "mae_tiny", "ct_min_tiny": "head_min_tiny"}
-    stages = ("pretrain", "head", "tune")
-    for (run, source), stage in zip(sources.items(), stages, strict=True):
-        folder = root / "runs" / run
-        folder.mkdir(parents=True)
-        record = {"run": run, "stage": stage, "source": source, "device_hours": 0.5, "seed": 0}
-        write_record(folder / "run.json", record)
+    for run, source in sources.items():
+        told = run_config(experiment, run)
+        assert (told.source and told.source.name) == source
+        RunRecord(
+            run=run, stage=told.stage, settings=told.settings.model_dump(mode="json"),
+            seed=told.seed, encoder=told.encoder, source=source, device_hours=0.5,
+        ).write(RunRecord.path(root / "runs" / run))  # fmt: skip
     results = ("mae_tiny", "ct_min_tiny")
     for number, run in enumerate(results):
         metrics = {
@@ -101,8 +102,8 @@ def write_results(experiment: Experiment) -> None:
         for name, values in metrics.items():
             config = evaluation_config(experiment, run, name)
             settings = config.settings.model_dump(mode="json") | {"resize": config.resize}
-            result = {"metrics": values, "settings": settings, "provenance": {"run": run}}
-            (folder / f"{name}.json").write_text(json.dumps(result))
+            record = EvaluationRecord(metrics=values, settings=settings, provenance={"run": run})
+            record.write(folder / f"{name}.json")
         points = np.ascontiguousarray(images[:300, 20 + number : 22 + number], np.float32)
         save_file({"points": points, "labels": labels[:300].astype(np.int64)},
                   folder / "umap.safetensors")  # fmt: skip
@@ -331,7 +332,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"a": f"{NASTY}/No. 1.png", "b": "elsewhere.png", "similarity": 0.991,
               "split_a": "train", "split_b": "val"}]  # fmt: skip
     about = {"features_train": {"index_digest": "1"}, "features_val": {"index_digest": "2"}}
-    explored.with_suffix(".json").write_text(json.dumps({"provenance": {"splits": about}}))
+    record = EvaluationRecord(metrics={"images": 200}, provenance={"splits": about})
+    record.write(explored.with_suffix(".json"))
     audited = {"splits": {"train": "1", "val": "2"}, "pairs": pairs}
     (root / "audit.json").write_text(json.dumps(audited))
     ImagesConfig(name="birds", explored=[explored], audit=root / "audit.json").write(
