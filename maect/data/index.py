@@ -105,6 +105,7 @@ class Index:
         path = self.directory / "index.npy"
         if path.stat().st_size > _HASHED_ON_OPEN:
             _check_sha256(path, self.record["index_sha256"])
+            _check_sha256(self.directory / CHECKSUMS, self.record["crc32_sha256"])
 
     def check_channels(self, channels: int) -> None:
         """Refuse images of another number of channels.
@@ -232,14 +233,15 @@ def open_index(directory: str | Path) -> Index:
     record = read_json(directory / "index.json")
     path = directory / "index.npy"
     try:
+        sums, sums_sha256 = directory / CHECKSUMS, record["crc32_sha256"]
         if path.stat().st_size <= _HASHED_ON_OPEN:
             _check_sha256(path, record["index_sha256"])
+            _check_sha256(sums, sums_sha256)
         mapped = np.load(path, mmap_mode="r", allow_pickle=False)
         shape = (record["n"], len(COLUMNS))
         shards = tuple(directory / shard["file"] for shard in record["shards"])
         names, digest = tuple(record["class_names"]), record["digest"]
-        _check_sha256(directory / CHECKSUMS, record["crc32_sha256"])
-        checksums = np.load(directory / CHECKSUMS, mmap_mode="r", allow_pickle=False)
+        checksums = np.asarray(np.load(sums, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
     except (KeyError, TypeError) as error:
@@ -259,8 +261,7 @@ def open_index(directory: str | Path) -> Index:
             raise UserError(
                 f"{shard}: {size} bytes, {recorded.get('size')} recorded; shard it again"
             )
-    sums = np.asarray(checksums)
-    return Index(directory, rows, names, digest, shards, record, sums, _Files(shards))
+    return Index(directory, rows, names, digest, shards, record, checksums, _Files(shards))
 
 
 def _check_sha256(path: Path, sha256: str) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from maect.core.files import sha256_file, write_json
-from maect.data.index import COLUMNS, open_index
+from maect.data.index import CHECKSUMS, COLUMNS, open_index
 from maect.data.order import Order
 
 SIZES = (10**4, 10**5, 1_281_167, 10**7, 10**8, 10**9)
@@ -27,16 +27,21 @@ SECONDS, MEGABYTES = 1.0, 300.0
 
 def simulate(folder: Path, n: int) -> None:
     """An index of `n` samples without content."""
-    np.lib.format.open_memmap(
-        folder / "index.npy", mode="w+", dtype=np.int64, shape=(n, len(COLUMNS))
-    )
+    files = {"index.npy": (np.int64, (n, len(COLUMNS))), CHECKSUMS: (np.uint32, (n,))}
+    for name, (dtype, shape) in files.items():
+        np.lib.format.open_memmap(folder / name, mode="w+", dtype=dtype, shape=shape)
     (folder / "train-000000.tar").touch()
     small = n <= 2_000_000
+
+    def sha256(name: str) -> str:
+        return sha256_file(folder / name) if small else ""
+
     record = {
         "n": n,
         "class_names": [],
         "digest": "simulated",
-        "index_sha256": sha256_file(folder / "index.npy") if small else "",
+        "index_sha256": sha256("index.npy"),
+        "crc32_sha256": sha256(CHECKSUMS),
         "shards": [{"file": "train-000000.tar", "size": 0, "sha256": "", "count": n}],
     }
     write_json(folder / "index.json", record)

@@ -128,7 +128,7 @@ def attempt(machine: Machine, steps: int, minutes: float, folder, **spied) -> Tr
         context=place, stage=stage, encoder=None, objective=objective, engine=Engine(machine),
         device=torch.device("cpu"), step=step, steps=steps, images=8 * steps, saver=Saver(machine),
         metrics=None, watchdog=Watchdog(folder, place), save_seconds=60 * minutes, record={},
-        losses=None, clock=DeviceTime(place, record),
+        losses=[], clock=DeviceTime(place, record),
     )  # fmt: skip
     batch = trainer.Batch(0, *[torch.zeros(8)] * 3, (torch.zeros(1, 8),))
     assert training.run(batch for _ in range(steps - step))

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from maect.models.vit import build_encoder
 from maect.models.weights import save_encoder
 from maect.recipes import Encoder, View, load_encoder
+from maect.recipes.computing import PLAIN
 from maect.recipes.cost import encoder_cost, view_groups
 from maect.recipes.flops import peak_flops
 from maect.stages import load_recipe
@@ -125,8 +126,8 @@ def test_views_of_two_sizes_as_counted_by_torch():
             for views, size in ((2, 20), (3, 8))
         )
         loss.backward()
-    stage = load_recipe("ct_min", "base", {})
-    assert counter.get_total_flops() == encoder_cost(stage, SHAPE, groups, 3).operations
+    passes = load_recipe("ct_min", "base", {}).passes(PLAIN)
+    assert counter.get_total_flops() == encoder_cost(passes, SHAPE, groups, 3).operations
 
 
 def test_vit_large():
