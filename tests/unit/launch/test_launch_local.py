@@ -135,11 +135,19 @@ def test_launcher_and_submission_killed_together(run):
 @pytest.mark.parametrize("change", [{"name": "another"}, {"state": "ended", "ending": "stopped"}])
 def test_job_that_was_replaced_or_given_up_runs_nothing(run, change):
     """It starts late, when nobody could find or cancel it."""
+    gate, late = run.folder.with_name("gate"), run.folder.with_name("late-python")
+    gate.touch()
+    late.write_text(
+        f'#!/bin/sh\nwhile [ -e "{gate}" ]; do sleep 0.05; done\nexec "{sys.executable}" "$@"\n'
+    )
+    late.chmod(0o755)
+    run.resources["python"] = str(late)
     launcher = run.start()
     wait_for(lambda: list(run.folder.glob("jobs/*/submitted.json")))
     run.kill(launcher)
     name = run.job().name
     run.change_job(**change)
+    gate.unlink()
     wait_for(lambda: list(run.folder.glob(f"jobs/{name}/*_0_result.pkl")))
     assert run.starts() == []
 
