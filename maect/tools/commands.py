@@ -158,7 +158,7 @@ def compare(
 
 @command(names=("tables", "figures"), example="page results/digits/tables/low_shot.yaml")
 def page(config: Path) -> None:
-    """Make one page of a report: a table, a figure, claims, images or summary.
+    """Make one page of a report: a table, a figure, claims, data sets, images or summary.
 
     Args:
         config: the resolved file.
