@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from maect.core.errors import UserError
 from maect.core.files import RUN, read_mapping, read_record, sha256_file, write_record
-from maect.core.settings import Settings, validated
+from maect.core.settings import Settings, one_line
 from maect.recipes import Encoder
 from maect.recipes.computing import Computing
 
@@ -24,9 +24,13 @@ class Record(Settings):
         """Read a file.
 
         Raises:
-            UserError: it is missing, damaged or of another format.
+            UserError: it is missing, damaged, incomplete or of another format.
         """
-        return validated(cls, read_record(path), str(path))
+        try:
+            return cls.model_validate(read_record(path))
+        except ValidationError as error:
+            fault = one_line(error, str(path))
+            raise UserError(f"{fault}; remove the file, and start what writes it again") from None
 
     @classmethod
     def seek(cls, path: Path) -> Self | None:

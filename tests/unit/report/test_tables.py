@@ -257,7 +257,7 @@ def test_wrong_input_is_named(result, evaluations):
     with pytest.raises(UserError, match="'high', not a finite number"):
         build_table("clustering", [row], evaluations)
     path.write_text('{"accuracy": 1.0}')
-    with pytest.raises(UserError, match="metrics: Field required"):
+    with pytest.raises(UserError, match="metrics: Field required; remove the file, and start"):
         build_table("clustering", [row], evaluations)
     path.write_text("{")
     with pytest.raises(UserError, match="not valid JSON"):
