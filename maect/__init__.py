@@ -14,12 +14,16 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from maect.core.imports import defer_compiler
+
 if TYPE_CHECKING:  # they import torch
     from maect.answers.encoder import ImageEncoder
     from maect.data.dataset import ShardDataset
 
 __all__ = ["evaluate", "load", "shards", "train"]
 __version__ = "0.2.0"
+
+defer_compiler()  # of PyTorch: before torch, timm or torchvision import it
 
 
 def load(

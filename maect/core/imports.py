@@ -1,50 +1,39 @@
-"""Imports of two kinds: packages that can be called, and timm without torch's compiler.
+"""Imports of two kinds: packages that can be called, and PyTorch without its compiler.
 
-timm hardly uses the compiler, which takes as long to import as torch.
+The compiler takes as long to import as PyTorch. Optimizers, timm and torchvision import it and
+hardly use it.
 """
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-DYNAMO = "torch._dynamo"
-UTILS = f"{DYNAMO}.utils"
+COMPILER = "torch._dynamo"
+UTILS = f"{COMPILER}.utils"
 
 
-def import_timm() -> None:
-    """Import timm and torchvision; what they ask of the compiler waits until somebody calls it.
+def defer_compiler() -> None:
+    """Put off the import of PyTorch's compiler until something of it is needed.
 
-    torchvision names one function of it, and timm decorates one method. Everything else that is
-    asked of it meanwhile imports it, as always. It changes nothing that is imported already.
+    Until then nothing is compiled, and `disable` and `graph_break`, which optimizers call, have
+    nothing to do. A compiler that is imported already stays.
     """
-    if "timm" in sys.modules or DYNAMO in sys.modules:
+    if COMPILER in sys.modules:
         return
-    with _deferred_compiler():
-        importlib.import_module("timm")
-
-
-@contextmanager
-def _deferred_compiler() -> Iterator[None]:
-    compiler: Any = importlib.import_module("torch.compiler")
-    disable = compiler.disable
-    package, utils = _Deferred(DYNAMO), _Deferred(UTILS)
-    package.__path__ = []  # so that it has modules
-    vars(utils)["is_compile_supported"] = _later(lambda: _real(UTILS).is_compile_supported)
-    sys.modules |= {DYNAMO: package, UTILS: utils}
-    compiler.disable = lambda fn=None, *given, **options: (
-        _later(lambda: disable(fn, *given, **options), fn)
-        if callable(fn)
-        else disable(fn, *given, **options)
-    )
-    try:
-        yield
-    finally:
-        compiler.disable = disable
-        _forget()
+    modules = {name: _Deferred(name) for name in (COMPILER, UTILS, f"{COMPILER}.trace_rules")}
+    package, utils, rules = modules.values()
+    package.__path__ = []  # it has modules, which `_Modules` finds
+    package.__spec__ = ModuleSpec(COMPILER, None, is_package=True)
+    vars(package).update(utils=utils, trace_rules=rules, disable=_disable, graph_break=_nothing)
+    vars(utils)["is_compile_supported"] = lambda device: _real(UTILS).is_compile_supported(device)
+    vars(rules)["clear_lru_cache"] = _nothing  # a process group does, and nothing is in it
+    sys.modules |= modules
+    sys.meta_path.insert(0, _Modules())
 
 
 class _Deferred(ModuleType):
@@ -56,27 +45,58 @@ class _Deferred(ModuleType):
         return getattr(_real(self.__name__), name)
 
 
-def _real(name: str) -> Any:
-    _forget()
+def _deferred() -> bool:
+    return isinstance(sys.modules.get(COMPILER), _Deferred)
+
+
+def _real(name: str) -> ModuleType:
+    for found in [name for name, module in sys.modules.items() if isinstance(module, _Deferred)]:
+        del sys.modules[found]
+    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, _Modules)]
     return importlib.import_module(name)
 
 
-def _forget() -> None:
-    for name in (DYNAMO, UTILS):
-        if isinstance(sys.modules.get(name), _Deferred):
-            del sys.modules[name]
+def _nothing(*args: Any, **options: Any) -> None:
+    """Do what the function of another name does where nothing is compiled."""
 
 
-def _later(make: Callable[[], Any], like: Any = None) -> Callable[..., Any]:
-    """A function that is made when it is first called."""
-    made: list[Any] = []
+def _disable(fn: Any = None, *args: Any, **options: Any) -> Callable[..., Any]:
+    """Do what the compiler's function of this name does, from when there is a compiler."""
+    if not callable(fn):
+        return lambda later: _disable(later, *args, **options)
+    disabled: list[Callable[..., Any]] = []
 
-    def call(*given: Any, **options: Any) -> Any:
-        if not made:
-            made.append(make())
-        return made[0](*given, **options)
+    @wraps(fn)
+    def call(*given: Any, **named: Any) -> Any:
+        if _deferred():
+            return fn(*given, **named)
+        if not disabled:
+            disabled.append(sys.modules[COMPILER].disable(fn, *args, **options))
+        return disabled[0](*given, **named)
 
-    return wraps(like)(call) if like is not None else call
+    return call
+
+
+class _Modules(MetaPathFinder, Loader):
+    """Imports the compiler before one of its modules, and gives that one if it came with it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith(f"{COMPILER}."):
+            return None
+        package = _real(COMPILER)
+        # Python would import again what it finds among its modules.
+        if module := sys.modules.pop(name, None):
+            return ModuleSpec(name, self, loader_state=module)
+        return PathFinder.find_spec(name, package.__path__)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module: ModuleType = spec.loader_state
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It is executed already."""
 
 
 def make_callable(package: str) -> None:

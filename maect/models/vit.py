@@ -5,26 +5,21 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+from timm.layers import PatchEmbed, resample_abs_pos_embed
+from timm.models.vision_transformer import (
+    Block,
+    ResPostBlock,
+    VisionTransformer,
+    global_pool_nlc,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from maect.core.errors import UserError
-from maect.core.imports import import_timm
+from maect.models.attention import use_attention
 from maect.recipes import Encoder
-
-import_timm()
-
-from timm.layers import PatchEmbed, resample_abs_pos_embed  # noqa: E402
-from timm.models.vision_transformer import (  # noqa: E402
-    Block,
-    ResPostBlock,
-    VisionTransformer,
-    global_pool_nlc,
-)
-
-from maect.models.attention import use_attention  # noqa: E402
 
 Pooling = Literal["cls", "mean", "mean_cls", "fc_norm", "head"]
 """How tokens become one vector: [CLS], the mean of the patches, or that of all tokens before them,

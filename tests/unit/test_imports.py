@@ -1,4 +1,4 @@
-"""timm is imported without torch's compiler, and nothing that needs the compiler notices."""
+"""PyTorch's compiler is imported when it is needed, and nothing that needs it notices."""
 
 import subprocess
 import sys
@@ -12,66 +12,102 @@ def run(script: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_the_compiler_is_not_imported_and_works_when_it_is() -> None:
+def test_training_does_not_import_the_compiler() -> None:
     script = """
-import sys, torch
+import sys
+import maect.train.trainer, maect.answers.encoder
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+weights = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.AdamW([weights])
+weights.sum().backward()
+optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+optimizer.zero_grad()
+print(type(sys.modules["torch._dynamo"]).__name__, "sympy" in sys.modules)
+"""
+    assert run(script).splitlines() == ["_Deferred False"]
+
+
+def test_what_was_put_off_gives_the_real_answer() -> None:
+    script = """
 import maect.models.vit
-print("torch._dynamo" in sys.modules, "sympy" in sys.modules)
-# What was put off gives the real answer.
-import torchvision
-roi_align = sys.modules["torchvision.ops.roi_align"]
-given = roi_align.is_compile_supported("cpu")
+import sys, torch, torchvision
+given = sys.modules["torchvision.ops.roi_align"].is_compile_supported("cpu")
 from torch._dynamo.utils import is_compile_supported
 print(given == is_compile_supported("cpu"), sys.modules["torch._dynamo"].__file__ is not None)
 from timm.models.naflexvit import NaFlexRopeIterator
 print(NaFlexRopeIterator.__next__.__name__)
-# The compiler compiles, and leaves alone what it is told to.
+"""
+    assert run(script).splitlines() == ["True True", "__next__"]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "torch._dynamo.config.cache_size_limit",
+        "torch._dynamo.utils.counters",
+        "torch._dynamo.trace_rules.BUILTIN_SKIPLIST",
+    ],
+)
+def test_what_is_asked_for_is_the_real_compiler(ask: str) -> None:
+    script = f"""
+import maect
+import torch, torch._dynamo, torch._dynamo.utils
+import inspect
+inspect.getmodule(len)  # looks through all modules
+print(type(sys.modules["torch._dynamo"]).__name__)
+first = {ask}
+print(type(sys.modules["torch._dynamo"]).__name__)
+import torch._dynamo
+print(first is {ask} or first == {ask})
+"""
+    assert run("import sys\n" + script).splitlines() == ["_Deferred", "module", "True"]
+
+
+@pytest.mark.parametrize("name", ["torch._dynamo.config", "torch._dynamo.backends.registry"])
+def test_a_module_of_the_compiler_is_imported_once(name: str) -> None:
+    script = f"""
+import maect
+import importlib, sys
+module = importlib.import_module({name!r})
+import torch
+print(module is {name} is sys.modules[{name!r}])
+print(type(sys.modules["torch._dynamo"]).__name__, torch._dynamo is sys.modules["torch._dynamo"])
+print([one for one in sys.meta_path if type(one).__module__.startswith("maect")])
+"""
+    assert run(script).splitlines() == ["True", "module True", "[]"]
+
+
+def test_what_is_not_to_be_compiled_is_not() -> None:
+    """Neither what was decorated, nor what was called, before there was a compiler."""
+    script = """
+import maect
+import torch
 seen = []
 @torch.compiler.disable
 def aside(x):
     seen.append(torch.compiler.is_compiling())
     return x + 1
-print(torch.compile(lambda x: aside(x) * 2, backend="eager")(torch.ones(2)).tolist(), seen)
-from timm.layers import resample_abs_pos_embed
-from torchvision.models.feature_extraction import create_feature_extractor
-print(torch.compiler.disable.__module__)
+@torch.compiler.disable(recursive=False)
+def other(x):
+    seen.append(torch.compiler.is_compiling())
+    return x + 1
+print(aside(torch.ones(1)).item(), other(torch.ones(1)).item(), aside.__name__, seen)
+double = torch.compile(lambda x: other(aside(x)) * 2, backend="eager")
+print(double(torch.ones(1)).item(), seen)
 """
     assert run(script).splitlines() == [
-        "False False", "True True", "__next__", "[4.0, 4.0] [False]", "torch.compiler",
-    ]  # fmt: skip
+        "2.0 2.0 aside [False, False]",
+        "6.0 [False, False, False, False]",
+    ]
 
 
-@pytest.mark.parametrize(
-    "ask", ["torch._dynamo.config.cache_size_limit", "torch._dynamo.utils.counters"]
-)
-def test_what_is_asked_for_meanwhile_is_the_real_compiler(ask: str) -> None:
-    script = f"""
-import sys, torch
-from maect.core.imports import _deferred_compiler
-with _deferred_compiler():
-    import inspect
-    import torch._dynamo, torch._dynamo.utils
-    inspect.getmodule(len)  # looks through all modules
-    print(type(sys.modules["torch._dynamo"]).__name__)
-    first = {ask}
-    print(type(sys.modules["torch._dynamo"]).__name__)
-import torch._dynamo
-print(first is {ask} or first == {ask})
-"""
-    assert run(script).splitlines() == ["_Deferred", "module", "True"]
-
-
-def test_a_deferred_method_is_not_compiled() -> None:
+def test_it_leaves_alone_a_compiler_that_is_there() -> None:
     script = """
-import torch
-from maect.core.imports import _deferred_compiler
-seen = []
-with _deferred_compiler():
-    @torch.compiler.disable
-    def aside(x):
-        seen.append(torch.compiler.is_compiling())
-        return x + 1
-print(aside(torch.ones(1)).item(), aside.__name__)
-print(torch.compile(lambda x: aside(x) * 2, backend="eager")(torch.ones(1)).item(), seen)
+import torch, torch._dynamo
+before = torch._dynamo
+import maect, maect.models.vit
+print(torch._dynamo is before)
 """
-    assert run(script).splitlines() == ["2.0 aside", "4.0 [False, False]"]
+    assert run(script).splitlines() == ["True"]
