@@ -205,6 +205,7 @@ def test_what_is_asked_for_is_there_and_not_computed_again(
     )
 
 
+@pytest.mark.slow
 def test_a_second_data_set_is_a_column_of_the_page_of_data_sets(
     undisturbed: Pipeline, tmp_path: Path
 ) -> None:
@@ -337,6 +338,7 @@ def maect(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([sys.executable, "-m", "maect", *words], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_command_by_hand(undisturbed: Pipeline, tmp_path: Path) -> None:
     """A resolved file gives the same job by hand, and another one with changes, elsewhere."""
     runs, evaluations = undisturbed.results / "runs", undisturbed.results / "evaluations"

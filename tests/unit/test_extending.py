@@ -37,7 +37,11 @@ def changed(text: str, diff: str) -> str:
     return text.replace(old, new)
 
 
-@pytest.mark.parametrize("name", recipes())
+@pytest.mark.parametrize(
+    "name",
+    # The method with several heads is a stage, too.
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "A stage")) for name in recipes()],
+)
 def test_a_recipe_works_as_it_is_written(name: str, tmp_path: Path) -> None:
     for part in PARTS:
         copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy

@@ -68,6 +68,7 @@ def test_add_a_protocol(birds: Path) -> None:
     assert -1 < names["metrics"]["similarity"] < 1
 
 
+@pytest.mark.slow
 def test_read_the_report(birds: Path) -> None:
     shards, features = birds / "shards/birds/val", birds / "val.safetensors"
     words = ["--shards", str(shards), "--out", str(features)]
