@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from maect.core.imports import defer_compiler
+from maect.core.imports import defer_compiler, uncollected
 
 if TYPE_CHECKING:  # they import torch
     from maect.answers.encoder import ImageEncoder
@@ -44,7 +44,8 @@ def load(
     Raises:
         maect.core.errors.UserError: there is no encoder, or it is damaged.
     """
-    from maect.answers.encoder import ImageEncoder
+    with uncollected():
+        from maect.answers.encoder import ImageEncoder
 
     return ImageEncoder(Path(folder), device, precision, resize)
 

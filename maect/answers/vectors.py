@@ -13,12 +13,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from maect.answers.encoder import ImageEncoder
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
 from maect.core.settings import digest
@@ -29,6 +28,9 @@ from maect.data.sources.base import Entry, is_there, is_utf8
 from maect.data.sources.image_files import Unlabelled
 from maect.evaluate.clusters import comparable, scale_of
 from maect.recipes import Pixels
+
+if TYPE_CHECKING:  # it imports torch
+    from maect.answers.encoder import ImageEncoder
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +82,16 @@ class Vectors:
         if path.suffix != ".parquet":
             raise UserError(f"{path}: vectors are read from .parquet alone; {hint}")
         try:
-            table = parquet.read_table(path)
+            file = parquet.ParquetFile(path)
+            table = file.read()
             about = json.loads((table.schema.metadata or {})[b"maect"])
             column = table["vector"].combine_chunks()
-            values = column.values.to_numpy().reshape(-1, column.type.list_size)
+            # Not by `to_numpy`, which imports pandas.
+            flat = np.asarray(np.from_dlpack(column.flatten()), np.float32)
+            values = flat.reshape(-1, column.type.list_size)
             labels = table["label"].to_pylist() if "label" in table.column_names else None
             found = cls(table["file"].to_pylist(), values, labels, about)
-            promised = (parquet.read_metadata(path).metadata or {})[_CHECKSUM]
+            promised = (file.metadata.metadata or {})[_CHECKSUM]
             sound = _Content().add(found).digest() == promised
         except (
             pa.ArrowException, KeyError, ValueError, AttributeError, TypeError, OSError
@@ -97,7 +102,7 @@ class Vectors:
             raise UserError(f"{path}: damaged (its checksum differs); delete it and embed again")
         return found
 
-    def check(self, encoder: ImageEncoder, path: Path) -> None:
+    def check(self, encoder: "ImageEncoder", path: Path) -> None:
         """Refuse an encoder whose vectors cannot be compared with these.
 
         Raises:
@@ -150,14 +155,24 @@ def write_vectors(path: Path, parts: Iterable[Vectors], n: int) -> None:
 def _write_parquet(path: Path, parts: Iterable[Vectors]) -> None:
     import pyarrow as pa
     from pyarrow import parquet
+    from pyarrow.lib import StringBuilder
+
+    def texts(values: list[str]) -> pa.Array:  # `pa.array` imports pandas
+        builder = StringBuilder()
+        builder.append_values(values)
+        return builder.finish()
+
+    def floats(values: Array) -> pa.Array:
+        numbers = pa.py_buffer(np.ascontiguousarray(values, np.float32))
+        flat = pa.Array.from_buffers(pa.float32(), values.size, [None, numbers])
+        return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
     with atomic_write(path) as temporary, ExitStack() as stack:
         writer, content = None, _Content()
         for part in parts:
-            vectors = pa.FixedSizeListArray.from_arrays(part.values.ravel(), part.values.shape[1])
-            columns = {"file": pa.array(part.files, pa.string()), "vector": vectors}
+            columns = {"file": texts(part.files), "vector": floats(part.values)}
             if part.labels is not None:
-                columns["label"] = pa.array(part.labels, pa.string())
+                columns["label"] = texts(part.labels)
             table = pa.table(columns).replace_schema_metadata({"maect": json.dumps(part.about)})
             if writer is None:
                 writer = stack.enter_context(parquet.ParquetWriter(temporary, table.schema))
@@ -307,7 +322,7 @@ def open_images(
 
 
 def embed(
-    encoder: ImageEncoder, images: Path, kind: str | None = None, batch_size: int | None = None
+    encoder: "ImageEncoder", images: Path, kind: str | None = None, batch_size: int | None = None
 ) -> tuple[Vectors, dict[str, str]]:
     """Vectors of all images that can be read, in the order of their source, in memory.
 
@@ -351,7 +366,7 @@ class Embedded:
 
 def embed_into(
     out: Path,
-    encoder: ImageEncoder,
+    encoder: "ImageEncoder",
     images: Path,
     kind: str | None = None,
     batch_size: int | None = None,
@@ -399,7 +414,7 @@ class _Work:
     """The images of one `embed`: which, and what is known of them."""
 
     def __init__(
-        self, encoder: ImageEncoder, images: Path, kind: str | None, batch_size: int | None
+        self, encoder: "ImageEncoder", images: Path, kind: str | None, batch_size: int | None
     ) -> None:
         self.encoder, self.path = encoder, images
         self.batch_size = batch_size or encoder.batch_size

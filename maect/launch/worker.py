@@ -24,6 +24,7 @@ import psutil
 
 from maect.core.errors import NodeError, RankError
 from maect.core.files import held, sealed, write_record
+from maect.core.imports import uncollected
 from maect.core.log import rank_log
 from maect.launch import record
 from maect.launch.record import VERDICTS, Job
@@ -344,10 +345,8 @@ def _join(
 
 def _call(request: dict[str, Any], context: Rank) -> str:
     module, name = request["function"].split(":")
-    # Searching what is being imported for garbage would take a sixth of the time.
-    gc.disable()
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    gc.enable()
+    with uncollected():
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     verdict = function(context=context, **request["arguments"]) or "done"
     if verdict not in VERDICTS:
         raise ValueError(f"{request['function']} returned {verdict!r}, not one of {VERDICTS}")

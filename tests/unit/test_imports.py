@@ -1,9 +1,12 @@
-"""PyTorch's compiler is imported when it is needed, and nothing that needs it notices."""
+"""What commands do not wait for: PyTorch's compiler until it is needed, pandas, garbage."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from maect.core.imports import uncollected
 
 
 def run(script: str) -> str:
@@ -111,3 +114,34 @@ import maect, maect.models.vit
 print(torch._dynamo is before)
 """
     assert run(script).splitlines() == ["True"]
+
+
+def test_vectors_are_written_and_read_without_torch_or_pandas() -> None:
+    script = """
+import sys, tempfile
+from pathlib import Path
+import numpy as np
+from maect.answers.vectors import Vectors
+values = np.arange(6, dtype=np.float32).reshape(3, 2)
+with tempfile.TemporaryDirectory() as place:
+    path = Path(place) / "v.parquet"
+    Vectors(["a", "\u00fc", "c"], values, ["x", "y", "x"], {"run": "r"}).write(path)
+    back = Vectors.read(path)
+print(back.files, back.labels, back.about, np.array_equal(back.values, values))
+print("torch" in sys.modules, "pandas" in sys.modules)
+"""
+    assert run(script).splitlines() == [
+        "['a', 'ü', 'c'] ['x', 'y', 'x'] {'run': 'r'} True", "False False",
+    ]  # fmt: skip
+
+
+def test_garbage_is_looked_for_again_after_an_import() -> None:
+    for before in (True, False):
+        (gc.enable if before else gc.disable)()
+        try:
+            with pytest.raises(ImportError), uncollected():
+                assert not gc.isenabled()
+                raise ImportError
+            assert gc.isenabled() is before
+        finally:
+            gc.enable()
