@@ -57,7 +57,7 @@ def knn(queries: Tensor, bank: Tensor, labels: Tensor, bank_labels: Tensor) -> f
 def same_class(queries: Tensor, bank: Tensor, labels: Tensor, bank_labels: Tensor) -> float:
     """Return the percent of queries whose nearest vector of the bank is of their class.
 
-    That is how often a look-up with k = 1 would be right. Arguments are those of `knn`.
+    That is how often a lookup with k = 1 would be right. Arguments are those of `knn`.
     """
     nearest = (queries @ bank.T).argmax(dim=1)
     return 100 * float((bank_labels[nearest] == labels).double().mean())

@@ -25,7 +25,7 @@ from maect.records import EvaluationRecord, RunRecord
 from maect.stages.run import RunConfig
 from maect.train.run_folder import fingerprint
 
-LOOKS = ("look_knn", "look_rank_me", "look_uniformity", "look_alignment")
+ONLINE = ("online_knn", "online_rank_me", "online_uniformity", "online_alignment")
 Pair = tuple[str, str]
 
 

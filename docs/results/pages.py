@@ -115,7 +115,7 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
         f"On {' and on '.join(machines) or 'no machine yet'}. Operations, of matrix products, are "
         "counted from the settings and not measured; device hours are wall-clock hours times "
         "ranks, also where other work shared the cores. What each finished run was told is in "
-        "`resolved/`; `curves.csv` has what looks found and the loss of their steps, `runs.csv` "
+        "`resolved/`; `curves.csv` has online evaluations and the loss of their steps, `runs.csv` "
         "the fine-tunings, too, with revisions and checksums of encoders, and `measured.csv` every "
         "number of every evaluation.",
         _runs_table(runs),
@@ -281,10 +281,10 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
     """A text with numbers filled in.
 
     `{gains}` is the table of the main models, `{RUN.COLUMN}` from `runs.csv`,
-    `{RUN/EVALUATION/METRIC}` from `measured.csv`, `{RUN:COLUMN}` from the last look in
+    `{RUN/EVALUATION/METRIC}` from `measured.csv`, `{RUN:COLUMN}` from the last online evaluation in
     `curves.csv`; `{mean RUN/EVALUATION/METRIC}` is the mean over seeds, `{gain ...}` that of what
     it has more than the MAE of the same seed, and `{seeds ...}` the value of every seed, also of a
-    look; `{claims VERDICT}` is how many statements have that verdict.
+    evaluation; `{claims VERDICT}` is how many statements have that verdict.
     """
     text = text.strip()
     if "{gains}" in text:
@@ -294,10 +294,10 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
         text = re.sub(r"\{claims ([a-z ]+)\}", lambda m: str((verdict == m[1]).sum()), text)
     known, values = runs.set_index("run"), _measured(folder)
     text = re.sub(r"\{([\w-]+)\.(\w+)\}", lambda m: f"{cast(Any, known.at[m[1], m[2]]):g}", text)
-    looks: dict[tuple[str, str], float] = {}
+    online: dict[tuple[str, str], float] = {}
     if (folder / "curves.csv").exists():
         for run, last in pd.read_csv(folder / "curves.csv").groupby("run").last().iterrows():
-            looks |= {(str(run), str(name)): value for name, value in last.items()}
+            online |= {(str(run), str(name)): value for name, value in last.items()}
 
     def number(match: re.Match[str]) -> str:
         how, run, evaluation, metric = match.groups()
@@ -315,13 +315,13 @@ def _filled(text: str, folder: Path, runs: pd.DataFrame) -> str:
 
     text = re.sub(r"\{(mean |gain |seeds )?([\w.-]+)/(\w+)/(\w+)\}", number, text)
 
-    def look(match: re.Match[str]) -> str:
+    def filled(match: re.Match[str]) -> str:
         how, run, column = match.groups()
         named = _seeds(run, runs) if how else [run]
-        found = [looks[one, column] for one in named if (one, column) in looks]
+        found = [online[one, column] for one in named if (one, column) in online]
         return ", ".join(f"{one:.1f}" for one in found if not math.isnan(one)) or MISSING
 
-    return re.sub(r"\{(seeds )?([\w.-]+):(\w+)\}", look, text)
+    return re.sub(r"\{(seeds )?([\w.-]+):(\w+)\}", filled, text)
 
 
 def _spread(value: float, std: float) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pandas as pd
 from merge import (
-    LOOKS,
+    ONLINE,
     Here,
     Published,
     counts,
@@ -81,7 +81,7 @@ def collect(name: str) -> None:
         done = {pair: path for pair, path in results.items() if path.exists()}
         runs = _runs(here, published)
         _write(runs, out / "runs.csv")
-        columns = ["run", "step", "epoch", "loss", *LOOKS, "lookup_accuracy"]
+        columns = ["run", "step", "epoch", "loss", *ONLINE, "lookup_accuracy"]
         _write(_curves(merged, published), out / "curves.csv", columns)
         _write(_measured(done), out / "measured.csv", ["run", "evaluation", "metric", "value"])
         missing = _tables(merged, pd.DataFrame(runs), out)
@@ -283,13 +283,13 @@ def _first_nnclr_loss(run: str, experiment: Experiment) -> float | None:
 
 
 def _curves(experiment: Experiment, published: Published) -> list[dict[str, Any]]:
-    """Loss and looks of every run, where it was looked at."""
+    """Loss and online evaluations of every run that has them."""
     lines: list[dict[str, Any]] = []
     for run in experiment.runs:
         if run in published.runs:
             lines += published.curves[run]
         elif (path := experiment.folder(run) / "metrics.jsonl").exists():
-            lines += [{"run": run} | step for step in entries(path) if LOOKS[0] in step]
+            lines += [{"run": run} | step for step in entries(path) if ONLINE[0] in step]
     return lines
 
 

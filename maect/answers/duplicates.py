@@ -81,13 +81,13 @@ class Seen:
     mirrored: Array
 
 
-def look(source: ImageSource, pixels: Pixels, names: set[str] | None = None) -> Seen:
+def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = None) -> Seen:
     """Read each image once.
 
     Args:
         source: of the images.
         pixels: how they are read.
-        names: to look at; None: all.
+        names: to read; None: all.
     """
     entries, digests, hashes, mirrored = [], [], [], []
     for entry in source.listing().entries:
@@ -110,7 +110,7 @@ def find_alike(seen: Seen, vectors: Vectors | None = None, count: int = COUNT) -
     """The pairs that are most alike: equal files, then by hash, then by vectors.
 
     Args:
-        seen: of `look`.
+        seen: of `read_images`.
         vectors: of the same images; None: hashes alone.
         count: of pairs at most, beside those of equal files.
 
@@ -197,7 +197,7 @@ def duplicates(what: Path, out: Path, images: Path | None = None, count: int = C
         source, pixels, names = open_images(what)[0], Pixels(), None
     else:
         source, pixels, names = vectors.source(images), vectors.pixels, set(vectors.files)
-    seen = look(source, pixels, names)
+    seen = read_images(source, pixels, names)
     pairs = find_alike(seen, vectors, count)
     header = ["a", "b", "exact", "bits", *([] if vectors is None else ["similarity"])]
     plain = [{key: getattr(pair, key) for key in header} for pair in pairs]

@@ -2,7 +2,7 @@
 
 A job runs when its inputs are newer, its arguments changed, or Snakemake was killed while it ran.
 What it is asked for may be what was there all the same: it is put back then, and hours of computing
-are not repeated. What no job came to look at is put back when Snakemake ends, or at its next start
+are not repeated. What no job checked is put back when Snakemake ends, or at its next start
 if it was killed; whoever reads an encoder meanwhile puts it back, too. The backup, `.NAME.kept`,
 lies beside the first: some file systems link files within a folder only.
 """
@@ -46,7 +46,7 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
     Args:
         paths: all files of the job. Where one of them has been written since, nothing is put back
             beside it.
-        is_finished: looks at them; what raises, as damaged, is given up.
+        is_finished: checks them; what raises, as damaged, is given up.
     """
     gone = [path for path in paths if not path.exists()]
     here = [path for path in paths if path not in gone]
@@ -72,7 +72,7 @@ def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
 
 
 def restore(root: Path) -> None:
-    """Put back, in a results folder, the results that no job came to look at.
+    """Put back, in a results folder, the results that no job checked.
 
     Shards are left to their jobs, which a start asks for: only a plan says whether they fit.
     """

@@ -108,8 +108,8 @@ class Inspected:
     colors: int
 
 
-def look(data: bytes) -> Inspected:
-    """Look at an image of which nothing is known.
+def inspect_image(data: bytes) -> Inspected:
+    """Return what an unknown image is like.
 
     Raises:
         UnreadableError: it cannot be decoded.

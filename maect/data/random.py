@@ -31,7 +31,7 @@ RAND_AUGMENT = 11
 ERASE = 12
 MIX = 13
 DROP_PATH = 14
-LOOK = 15
+ONLINE = 15
 CORRUPT = 16
 HELD_OUT = 17
 WRONG = 18
@@ -130,7 +130,7 @@ def lookup_numbers(
 def wrong_lookups(
     right: float, seed: int, epochs: NDArray[np.int64], ids: NDArray[np.int64], views: int
 ) -> "Tensor":
-    """Return whether each look-up is to be wrong, where a part `right` is not: bool [views, b]."""
+    """Return whether each lookup is to be wrong, where a part `right` is not: bool [views, b]."""
     import torch
 
     rows = [uniform(seed, epochs, ids, view, WRONG, 1) for view in range(views)]

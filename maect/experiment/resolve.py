@@ -40,7 +40,7 @@ def run_config(experiment: Experiment, name: str) -> RunConfig:
         encoder=run.encoder,
         settings=run.settings,
         computing=run.computing if run.settings.trains else None,
-        look=experiment.spec.look if run.settings.trains else None,
+        online_evaluation=experiment.spec.online_evaluation if run.settings.trains else None,
     )
 
 

@@ -208,8 +208,8 @@ class ExperimentSpec(Settings):
     """The first one is what runs train on and what is evaluated, unless they say otherwise."""
     seeds: int = Field(default=1, gt=0)
     runs: dict[str, RunSpec]
-    look: OnlineEvaluation | None = None
-    """How often the encoder of every training is looked at; changing it trains nothing again."""
+    online_evaluation: OnlineEvaluation | None = None
+    """How often the encoder of every training is evaluated; changing it trains nothing again."""
     features: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
     """In which precision encoders compute the features that are stored; `auto`: TF32 from ViT-B's
     width on, float32 below it. Where there is no TF32, on CPUs, it is float32."""

@@ -25,13 +25,13 @@ from maect.stages import STAGES
 from maect.stages.run import RunConfig
 
 SHARDING = ("plan_shards", "write_shard", "index_shards")
-LOOKS_FIRST = {
+CHECKS_FIRST = {
     *(name for name, stage in STAGES.items() if stage.trains),
     *PROTOCOLS,
     "features",
     *SHARDING,
 }
-"""Rules whose jobs look whether what Snakemake deleted is what they are asked for."""
+"""Rules whose jobs check whether what Snakemake deleted is what they are asked for."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
         if job.config is not None:
             _told(experiment, job).write(job.config)
         # What Snakemake deletes now, the job may find to be what it is asked for.
-        if job.rule in LOOKS_FIRST:
+        if job.rule in CHECKS_FIRST:
             if job.forced and job.rule in STAGES:
                 set_aside(job.outputs)
             (forget if job.forced else keep)(job.outputs)
@@ -131,7 +131,7 @@ def missing_images(
 
     Args:
         experiment: whose.
-        splits: (dataset, split) to look for; none: all.
+        splits: (dataset, split) to find; none: all.
     """
     missing = []
     for name, split in experiment.splits if splits is None else splits:

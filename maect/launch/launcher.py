@@ -16,7 +16,7 @@ from maect.launch.resources import LaunchError, Resources, Task
 from maect.launch.slurm import Slurm
 from maect.launch.state import STOPPED, Cluster, Notice, State, meaning, state_of
 
-TICK = 0.5  # seconds between two looks at the files
+TICK = 0.5  # seconds between two reads of the files
 ATTEMPTS = 3  # attempts without progress before giving up
 STOP_PATIENCE = 60.0  # seconds that a job has after Ctrl-C until it saves, at least
 STOP_STEPS = 5  # as long as this many steps: it hears of it in one, and computes the next meanwhile
@@ -129,14 +129,14 @@ class _Launch:
             end, seen = self.watch(job)
             if end is None or self.completes(job, end, ours):
                 self.close(job, "done")
-                # A short job may end between two looks; its last report still says how far it came.
+                # A short job may end between two polls; its last report still says how far it came.
                 last = progress.describe(job.progress)
                 self.line.say(f"done: {last}" if last else "done")
                 return
             failure = end.failure if end.outcome in ("failed", "lost") else None
             if failure is not None and failure.kind != "UserError":
                 job.suspects = self.clusters[job.cluster].suspects(self.folder, job, failure)
-            self.close(job, end.look.text)
+            self.close(job, end.notice.text)
             if ours or seen:  # how a job ended while nobody watched is not held against it
                 failures = self.judge(job, end, failures)
 
@@ -169,9 +169,9 @@ class _Launch:
         while not how:
             self.check_place()
             record.learn_id(self.folder, job)
-            look = state_of(self.folder, job, self.clusters).look
-            self.obey(job, look)
-            how = self.stop(job, look)
+            notice = state_of(self.folder, job, self.clusters).notice
+            self.obey(job, notice)
+            how = self.stop(job, notice)
             time.sleep(TICK)
         self.asked_at = None
         self.close(job, "its settings have changed")
@@ -194,7 +194,7 @@ class _Launch:
         if known is not None and (previous is None or known.name != previous.name):
             raise LaunchError(
                 f"{self.folder}: another launcher has submitted job {known.id or known.name}: "
-                "start again to look after it"
+                "start again to watch it"
             )
         cluster, ranks, identity = (
             self.resources.cluster, self.resources.ranks, self.task.identity,
@@ -221,9 +221,9 @@ class _Launch:
         passes = job.cluster == "slurm" and slurm.passes(error)
         self.broken += not passes
         if passes or (not answer.get("refused") and self.broken < ATTEMPTS):
-            # It may have been accepted all the same: the caller looks for the unique name.
+            # It may have been accepted all the same: the caller searches for the unique name.
             what = "SLURM does not answer" if passes else "not sure that it was submitted"
-            self.line.say(f"{what}, looking for it: {' '.join(error.split())}")
+            self.line.say(f"{what}, searching for it: {' '.join(error.split())}")
             return job
         self.close(job, f"not accepted: {error}")
         if job.excluded:
@@ -241,7 +241,7 @@ class _Launch:
     def watch(self, job: Job) -> tuple[State | None, bool]:
         """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
         cluster = self.clusters[job.cluster]
-        look, seen, next_look, ended = Notice("unknown", "waiting"), False, 0.0, float("inf")
+        notice, seen, next_poll, ended = Notice("unknown", "waiting"), False, 0.0, float("inf")
         self.told = 0
         while True:
             self.check_place()
@@ -250,22 +250,22 @@ class _Launch:
                 cluster.finish(self.folder, job)
                 return None, seen
             now = time.monotonic()
-            if now >= next_look:
+            if now >= next_poll:
                 record.learn_id(self.folder, job)
-                look = state_of(self.folder, job, self.clusters).look
-                next_look = now + cluster.interval
-                seen = seen or look.phase in ("pending", "running")
+                notice = state_of(self.folder, job, self.clusters).notice
+                next_poll = now + cluster.interval
+                seen = seen or notice.phase in ("pending", "running")
                 if job.id is not None and job.state == "submitting":
                     job.state = "submitted"
                     record.write_job(self.folder, job)
-            self.obey(job, look)
-            ended = min(ended, now) if look.phase == "ended" else float("inf")
+            self.obey(job, notice)
+            ended = min(ended, now) if notice.phase == "ended" else float("inf")
             # What is left of it must not run beside the next job.
-            if now - ended >= look.grace and cluster.end(self.folder, job):
+            if now - ended >= notice.grace and cluster.end(self.folder, job):
                 self.tell(job)
-                return meaning(self.folder, job, look), seen
+                return meaning(self.folder, job, notice), seen
             if self.line.is_due():
-                self.line.show(*self.present(job, look))
+                self.line.show(*self.present(job, notice))
             time.sleep(TICK)
 
     def tell(self, job: Job) -> None:
@@ -274,17 +274,17 @@ class _Launch:
             self.told += 1
             self.line.say(sentence)
 
-    def present(self, job: Job, look: Notice) -> tuple[str, float | None]:
+    def present(self, job: Job, notice: Notice) -> tuple[str, float | None]:
         """Return what to show, and the part of the steps that is done."""
-        if look.phase == "running" and self.asked_at is None:
+        if notice.phase == "running" and self.asked_at is None:
             report = record.progress(self.folder, job)
             if report.get("slow") not in (None, self.slow):
                 self.slow = report["slow"]
                 self.line.say(self.slow)
-            return progress.describe(report) or look.text or "running", progress.part(report)
-        return "saving and stopping" if self.asked_at else look.text, None
+            return progress.describe(report) or notice.text or "running", progress.part(report)
+        return "saving and stopping" if self.asked_at else notice.text, None
 
-    def obey(self, job: Job, look: Notice) -> None:
+    def obey(self, job: Job, notice: Notice) -> None:
         """Leave the job running, or stop it, if that was asked for."""
         # A second interrupt cancels, also where Snakemake has gone by the first one.
         reason = self.interruption.reason_to_leave()
@@ -295,12 +295,12 @@ class _Launch:
             raise SystemExit(130)
         if not self.interruption.stops:
             return
-        if how := self.stop(job, look, at_once=self.interruption.stops > 1):
+        if how := self.stop(job, notice, at_once=self.interruption.stops > 1):
             self.close(job, STOPPED)
             self.line.say(f"{how} at step {job.saved}; start again to resume")
             raise SystemExit(130)
 
-    def stop(self, job: Job, look: Notice, at_once: bool = False) -> str:
+    def stop(self, job: Job, notice: Notice, at_once: bool = False) -> str:
         """Ask a job to save and stop: how it ended, or "" as long as it has not."""
         if self.asked_at is None:
             self.asked_at = time.monotonic()
@@ -315,8 +315,8 @@ class _Launch:
         late = time.monotonic() - self.asked_at > max(STOP_PATIENCE, STOP_STEPS * step)
         # However long the file system takes for a state; the ranks themselves give up one day.
         late = late and not record.is_saving(self.folder, job)
-        waits = look.phase == "pending" and cluster.waits(self.folder, job)
-        if not (at_once or late or waits or look.phase == "ended"):
+        waits = notice.phase == "pending" and cluster.waits(self.folder, job)
+        if not (at_once or late or waits or notice.phase == "ended"):
             return ""
         if not cluster.end(self.folder, job):
             self.line.say(
@@ -357,7 +357,7 @@ class _Launch:
             return failures  # SLURM did not answer; nothing was tried
         if end.outcome == "stopped":
             raise LaunchError(
-                f"{title}: job {job.id} was cancelled by a person ({end.look.text}) "
+                f"{title}: job {job.id} was cancelled by a person ({end.notice.text}) "
                 f"at step {step}; start again to resume"
             )
         # What a run that has worked elsewhere fails of may be its node's: there are others.
@@ -366,7 +366,7 @@ class _Launch:
             raise LaunchError(failure.message)
         failures = 0 if step > job.step else failures + 1
         saved = end.outcome == "saved"
-        how = "saved and returned before its end" if saved else f"ended: {end.look.text}"
+        how = "saved and returned before its end" if saved else f"ended: {end.notice.text}"
         if failures >= ATTEMPTS:
             raise LaunchError(
                 f"{title}: gave up after {failures} attempts without progress (step {step}; "

@@ -37,8 +37,8 @@ class Local(Cluster):
     record_patience = 3.0
     out_of_reach = "its processes are in another container"
 
-    def look(self, folder: Path, job: Job) -> Notice:
-        """Look at a local job.
+    def poll(self, folder: Path, job: Job) -> Notice:
+        """Return the state of a local job.
 
         Raises:
             LaunchError: it was started on another machine, where we cannot see.
@@ -76,7 +76,7 @@ class Local(Cluster):
         return Notice("running" if ranks else "pending", "" if ranks else "starting")
 
     def _from_outside(self, folder: Path, job: Job) -> Notice:
-        """Look at a job of another container: by the locks of its ranks, which one kernel keeps.
+        """Return the state of another container's job by its ranks' locks, which one kernel keeps.
 
         Raises:
             LaunchError: the file system has no locks.
@@ -131,7 +131,7 @@ def _end(name: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while (left := marked(name)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    # Repeated: a process may have started another between the look and the blow.
+    # Repeated: a process may have started another between the scan and the signal.
     for _ in range(3):
         for process in left:
             try:

@@ -107,7 +107,7 @@ class Ancestors:
     def __init__(self) -> None:
         # is_running() compares creation times, so a reused process id does not deceive it.
         self._above = [parent for parent in psutil.Process().parents() if _is_snakemake(parent)]
-        # It may have been killed before we looked: then it is no ancestor any more.
+        # It may have been killed before we checked: then it is no ancestor any more.
         self._named = os.environ.get(SNAKEMAKE, "")
 
     def are_alive(self) -> bool:

@@ -31,7 +31,7 @@ def describe(progress: dict[str, Any]) -> str:
     if _is_number(progress.get("loss")):
         parts.append(f"loss {progress['loss']:.4f}")
     if _is_number(progress.get("knn")):
-        parts.append(f"look k-NN {progress['knn']:.1f} %")
+        parts.append(f"online k-NN {progress['knn']:.1f} %")
     if _is_number(progress.get("images_per_second")):
         parts.append(f"{progress['images_per_second']:.0f} images/s")
     left = seconds_left(progress)

@@ -144,7 +144,7 @@ def _check_loopback() -> None:
         return
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-            any_socket.connect(("127.0.0.1", 9))  # a route is looked for, nothing is sent
+            any_socket.connect(("127.0.0.1", 9))  # this finds a route and sends nothing
     except OSError as error:
         raise UserError(
             f"127.0.0.1: {error.strerror}: ranks of a node talk through its interface lo, which "

@@ -57,9 +57,9 @@ ALREADY_OVER = ("Invalid job id", "already completing or completed", "already fi
 
 
 class Slurm(Cluster):
-    """SLURM, and what it has said about the jobs that one process looks after."""
+    """SLURM, and what it has said about the jobs that one process watches."""
 
-    interval = 2.0  # of looks at the shared answer
+    interval = 2.0  # between two reads of the shared answer
     out_of_reach = "SLURM does not answer"
     record_patience = 90.0  # a client of NFS may believe for a minute that it is not there
 
@@ -67,7 +67,7 @@ class Slurm(Cluster):
         self._squeue = Squeue()
         # When something was first seen, by job: patience counts from there. By this process's own
         # clock, like every time here: that of the machine may be set.
-        self._first_look: dict[str, float] = {}
+        self._first_poll: dict[str, float] = {}
         self._missing_since: dict[str, float] = {}
         self._broken_since: dict[str, float] = {}
         self._may_return_since: dict[str, float] = {}
@@ -79,13 +79,13 @@ class Slurm(Cluster):
         match = re.search(r"^ClusterName\s*=\s*(\S+)", out, re.MULTILINE)
         return match[1] if match else None
 
-    def look(self, folder: Path, job: Job) -> Notice:
-        """Look at a SLURM job, through the shared answer of squeue."""
+    def poll(self, folder: Path, job: Job) -> Notice:
+        """Return the state of a SLURM job, through the shared answer of squeue."""
         # The submission may still be under way although the launcher that began it was killed.
         if job.id is None and marked(job.name):
             return Notice("unknown", "being submitted")
-        # Whoever knows a job's id looks after its submission, whatever the submitter's clock said.
-        newer_than = self._first_look.setdefault(job.name, time.monotonic())
+        # Whoever knows a job's id polls after its submission, whatever the submitter's clock said.
+        newer_than = self._first_poll.setdefault(job.name, time.monotonic())
         if job.id is not None:
             newer_than = min(newer_than, time.monotonic() - max(0, time.time() - job.submitted))
         answer = self._squeue.ask(newer_than)
@@ -109,8 +109,8 @@ class Slurm(Cluster):
 
     def waits(self, folder: Path, job: Job) -> bool:
         """Return whether a job that squeue listed as pending has not begun since."""
-        look = self._seldom(self._ask_controller, job)
-        return look is not None and look.phase == "pending"
+        notice = self._seldom(self._ask_controller, job)
+        return notice is not None and notice.phase == "pending"
 
     def suspects(self, folder: Path, job: Job, failure: record.Failure) -> list[str]:
         """The node of the rank that failed, that others blame, or that srun says was lost.
@@ -186,19 +186,19 @@ class Slurm(Cluster):
         """A job that squeue does not list: how it ended, as far as SLURM knows."""
         assert job.id is not None
         waited = now - self._missing_since.setdefault(job.id, time.monotonic())
-        look = self._seldom(self._ask_sacct, job)
-        if look is not None and (look.phase == "ended" or waited <= FORGOTTEN):
-            return look
+        notice = self._seldom(self._ask_sacct, job)
+        if notice is not None and (notice.phase == "ended" or waited <= FORGOTTEN):
+            return notice
         return self._seldom(self._ask_controller, job) or Notice("unknown", "no answer from SLURM")
 
     def _seldom(self, question: Callable[[Job], Notice | None], job: Job) -> Notice | None:
         """The answer to a question about a job, asked as seldom as squeue."""
         key = (question.__name__, job.name)
-        asked, look = self._asked.get(key, (float("-inf"), None))
+        asked, notice = self._asked.get(key, (float("-inf"), None))
         if time.monotonic() - asked >= squeue_seconds():
-            look = question(job)
-            self._asked[key] = (time.monotonic(), look)
-        return look
+            notice = question(job)
+            self._asked[key] = (time.monotonic(), notice)
+        return notice
 
     def _word(self, job_id: str, word: str, reason: str, now: float) -> Notice:
         """Return what a word of SLURM, said at this time, means."""
@@ -222,10 +222,10 @@ class Slurm(Cluster):
         rows = [line.partition("|") for line in out.splitlines()]
         words = [state.split()[0] for state, _, name in rows if state and name == job.name]
         if code == 0 and words:
-            look = self._word(job.id, words[-1], "sacct", time.monotonic())
+            notice = self._word(job.id, words[-1], "sacct", time.monotonic())
             # The two databases contradict each other: one of them is behind.
-            lags = look.phase in ("pending", "running")
-            return Notice("unknown", "SLURM is catching up") if lags else look
+            lags = notice.phase in ("pending", "running")
+            return Notice("unknown", "SLURM is catching up") if lags else notice
         if code in (0, 127) or "disabled" in error:
             return None
         return Notice("unknown", "no answer from sacct")

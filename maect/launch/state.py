@@ -34,7 +34,7 @@ class Notice:
 class Cluster(ABC):
     """Place where jobs run. It may remember what it has seen: keep one while you watch."""
 
-    interval: float  # seconds between two looks
+    interval: float  # seconds between two polls
     record_patience: float  # seconds for a completion record to cross the file system
     out_of_reach: str  # why a job could not be ended
 
@@ -47,12 +47,12 @@ class Cluster(ABC):
         return []
 
     @abstractmethod
-    def look(self, folder: Path, job: Job) -> Notice:
-        """Look at a job."""
+    def poll(self, folder: Path, job: Job) -> Notice:
+        """Return what the cluster says about a job."""
 
     def waits(self, folder: Path, job: Job) -> bool:
-        """Return whether a job that a look found pending is so now: the look may be old."""
-        return self.look(folder, job).phase == "pending"
+        """Return whether a job that a poll found pending is so now: the poll may be old."""
+        return self.poll(folder, job).phase == "pending"
 
     @abstractmethod
     def finish(self, folder: Path, job: Job) -> None:
@@ -68,14 +68,14 @@ class State:
     """State of a job.
 
     Attributes:
-        look: what the cluster says; after the end on record, that.
+        notice: what the cluster says; after the end on record, that.
         outcome: of an ended job: its function returned ("done"; "saved": asked to save and return
             before its end), a person ended it ("stopped"), one of its ranks raised or it was never
             accepted ("failed"), it went without a word ("lost").
         failure: what a rank of an ended job said, or the last lines of its log.
     """
 
-    look: Notice
+    notice: Notice
     outcome: Literal["", "done", "saved", "stopped", "failed", "lost"] = ""
     failure: record.Failure | None = None
 
@@ -87,25 +87,25 @@ def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
     whatever became of the processes. A question that the cluster does not answer is no end.
 
     Raises:
-        LaunchError: the job runs on another machine, where nobody here can look.
+        LaunchError: the job runs on another machine, which cannot be polled from here.
     """
     if job.state == "ended":
         return meaning(folder, job, Notice("ended", job.ending or "", final=job.ending == STOPPED))
     if record.belongs(folder, job) == "copy":
         return meaning(folder, job, Notice("ended", f"a copy of {job.place}, whose job it is"))
-    return meaning(folder, job, clusters[job.cluster].look(folder, job))
+    return meaning(folder, job, clusters[job.cluster].poll(folder, job))
 
 
-def meaning(folder: Path, job: Job, look: Notice) -> State:
-    """Return what a look at a job means, with what its ranks say by now."""
-    if look.phase != "ended":
-        return State(look)
-    failure = record.failure(folder, job, look.rank)
+def meaning(folder: Path, job: Job, notice: Notice) -> State:
+    """Return what a notice about a job means, with what its ranks say by now."""
+    if notice.phase != "ended":
+        return State(notice)
+    failure = record.failure(folder, job, notice.rank)
     verdict = record.verdict(folder, job)
     if verdict == "done" or job.ending == "done":
-        return State(look, "done", failure)
-    if look.final:
-        return State(look, "stopped", failure)
+        return State(notice, "done", failure)
+    if notice.final:
+        return State(notice, "stopped", failure)
     if failure.kind or (job.state == "ended" and job.id is None):
-        return State(look, "failed", failure)
-    return State(look, "saved" if verdict else "lost", failure)
+        return State(notice, "failed", failure)
+    return State(notice, "saved" if verdict else "lost", failure)

@@ -65,13 +65,13 @@ def _asks_for_gpus(parameters: dict[str, Any]) -> bool:
     )
 
 
-def submit(folder: Path, job: Job, look: Callable[[], None]) -> dict[str, Any]:
+def submit(folder: Path, job: Job, watch: Callable[[], None]) -> dict[str, Any]:
     """Submit a job that is on record, in a process of its own: {"id": ...} or {"error": ...}.
 
     An error with `refused` true means that there is no job; after any other there may be one, which
     its unique name will show. That process has its own session (a Ctrl-C in the terminal does not
     reach the ranks) and goes through with the submission even if the launcher ends meanwhile.
-    `look` is called while it works.
+    `watch` is called while it works.
     """
     jobs = record.make_job_folder(folder, job.name)
     # In memory: nobody else can put another request in its place.
@@ -93,7 +93,7 @@ def submit(folder: Path, job: Job, look: Callable[[], None]) -> dict[str, Any]:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return {"error": f"{NO_ANSWER} {PATIENCE:.0f} s"}
-        look()
+        watch()
         time.sleep(0.02)
     try:
         answer: dict[str, Any] = read_json(jobs / "submitted.json")

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 REPORT_SECONDS = 0.5
 TEARDOWN_SECONDS = 60  # a rank that hangs after its function has returned is ended by force
 REQUEUE_TRIES = 5
-LOOKS = 4  # at a folder that is gone, until that is believed
+CHECKS = 4  # that find a folder gone, until that is believed
 
 
 class RankFile:
@@ -379,7 +379,7 @@ def _listen(
         gone = 0
         while not _is_asked_to_stop(folder, name):
             gone = 0 if is_there() else gone + 1
-            if gone == LOOKS:
+            if gone == CHECKS:
                 leave()
             # A thousand ranks asking twice a second would be a load on a shared file system.
             time.sleep(0.5 if rank == 0 else max(0.5, ranks / 64))

@@ -47,7 +47,7 @@ class Layout:
             about contrastive tuning.
         class_token: whether it has a [CLS] token.
         mae_positions: whether its position embedding is MAE's sine-cosine table: what tells apart
-            layouts with the same names. None: not looked at.
+            layouts with the same names. None: not compared.
         norm: of its blocks, before attention and MLP or behind their sums.
         mark: a name that must be there: what tells apart layouts that are alike otherwise.
         class_tokens: number of [CLS] tokens; all but the first become registers.

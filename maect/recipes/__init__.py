@@ -246,11 +246,11 @@ class OnlineEvaluation(Settings):
     """Interval of the online evaluation of a training; no part of the training's identity."""
 
     part: ClassVar[float] = 0.02
-    """Of the images trained on between two looks, a look reads at most this part: a forward pass
-    takes less than an image of any training, so it costs no more than that part of the time."""
+    """Of the images trained on between two evaluations, one reads at most this part. A forward pass
+    takes less time than training on an image, so it costs at most that part of the time."""
     every_epochs: int = Field(default=5, gt=0)
     images: int = Field(default=5000, gt=0)
-    """At most this many, and at most 2 % of those trained on between two looks."""
+    """At most this many, and at most 2 % of those trained on between two evaluations."""
 
 
 class HeadSettings(InWeights):
@@ -303,7 +303,7 @@ class Contrastive(HeadSettings):
     lookup: Literal["topk", "none", "oracle"] = "topk"
     """`none`: the other view itself is the positive; `oracle`: same-class neighbours only."""
     oracle_right: float = Field(default=1.0, ge=0, le=1)
-    """Part of the oracle's look-ups that are of the same class; the others, drawn for each view of
+    """Part of the oracle's lookups that are of the same class; the others, drawn for each view of
     an image, are the nearest of other classes."""
     stop_gradient: bool = True
     """Of the positive: the queue has none to stop; without lookup false, unless it is given."""

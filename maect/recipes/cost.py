@@ -280,14 +280,14 @@ def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
     reads; the loss keeps the softmax of all pairs. The lookup is one head's at a time.
     """
     width, hidden, embedding = given.width, head.projector_hidden, head.embedding
-    heads, looking = head.heads, given.groups[0].views
+    heads, querying = head.heads, given.groups[0].views
     views = sum(group.views for group in given.groups)
     first, rest = width * hidden, hidden * (hidden + embedding)
     predictor = 2 * embedding * head.predictor_hidden
-    pairs = looking * views
+    pairs = querying * views
 
     products = views * ((3 if given.encoder_learns else 2) * first + 3 * (rest + predictor))
-    products += looking * embedding * head.queue_size
+    products += querying * embedding * head.queue_size
     # Projections and neighbours get no gradient, predictions do.
     products += 2 * pairs * embedding * given.batch_size
     products += 2 * pairs * embedding if head.negatives == "own" else 0
@@ -295,7 +295,7 @@ def refiner_cost(head: Refiner, given: HeadInputs) -> Cost:
     c, exact = given.passes.product, FLOAT if head.precision == "fp32" else 2
     vector = (8 + c) * (2 * hidden + head.predictor_hidden) + c * width + (20 + c) * embedding
     kept = heads * (views * vector + pairs * FLOAT * given.batch_size)
-    lookup = looking * (2 * exact + 0.5) * head.queue_size
+    lookup = querying * (2 * exact + 0.5) * head.queue_size
     logits = heads * pairs * 2 * exact * given.batch_size
     weights = heads * (first + rest + predictor)
     return Cost(

@@ -44,8 +44,8 @@ class RunConfig(SettingsFile):
     """All that decides what comes out."""
     computing: Computing | None = None
     """How it is trained; none: an import, or as usual. No part of the run's identity."""
-    look: OnlineEvaluation | None = None
-    """How often its encoder is looked at while it trains; no part of the run's identity."""
+    online_evaluation: OnlineEvaluation | None = None
+    """How often its encoder is evaluated while it trains; no part of the run's identity."""
 
     kinds = ("stage", STAGES)
 
@@ -150,7 +150,7 @@ def train(
         verdict = trainer.train(
             context,
             run,
-            look=told.look,
+            online=told.online_evaluation,
             save_every_minutes=save_every_minutes,
             convert_world_size=convert_world_size,
             stage_to=stage_to,

@@ -22,7 +22,7 @@ from maect.evaluate.real import Real, RealLabels, is_imagenets
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array
 from maect.evaluate.training_free import Score, with_labels, without_labels
-from maect.tools.own_images import Images, check_same_classes, find_splits, look_at
+from maect.tools.own_images import Images, check_same_classes, find_splits, inspect_images
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,9 @@ def open_folder(name: str, path: Path) -> ImageFolder:
         UserError: no images, too few, or other classes in its test images.
     """
     train, val, _ = find_splits(path)
-    parts: tuple[Images, ...] = (look_at(train, FEWEST, skip_unreadable=True),)
+    parts: tuple[Images, ...] = (inspect_images(train, FEWEST, skip_unreadable=True),)
     if val is not None:
-        parts = (*parts, look_at(val, 1, skip_unreadable=True))
+        parts = (*parts, inspect_images(val, 1, skip_unreadable=True))
         check_same_classes(*parts)
     contents = [content for part in parts for content in _contents(part)]
     n, remarks = len(contents), []

@@ -67,10 +67,10 @@ def lines(findings: Iterable[Finding]) -> list[str]:
 def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     """Check a site and print a line for each check.
 
-    The job needs what the other checks look at: it runs only if none of them failed.
+    The job needs what the other checks read: it runs only if none of them failed.
 
     Args:
-        experiment: whose storage and trainings are looked at.
+        experiment: whose storage and trainings are checked.
         profile: folder of the cluster profile.
         try_job: whether to submit a job.
 

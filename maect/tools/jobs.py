@@ -136,8 +136,8 @@ def train(
         nodes = _as_saved(path.parent, nodes, where)
     stage.check_ranks(nodes * devices, computing)
     if (memory := gpu_memory(gpu)) is not None:
-        looked = config.look is not None
-        fitted = stage.fitted(config.encoder, computing, nodes, devices, memory, looked)
+        online = config.online_evaluation is not None
+        fitted = stage.fitted(config.encoder, computing, nodes, devices, memory, online)
         if said := fitted.changes(computing):
             log.info("%s: %s, so that it fits into the memory of %s", config.run, said, gpu)
         computing = fitted

@@ -1,7 +1,7 @@
 """Check of the neighbours: are they good enough for tuning without changed colours?
 
-A tuned encoder gets its positives from a look-up, which is as good as the features that look. Where
-most look-ups are of another class, crops and flips alone gain little
+A tuned encoder gets its positives from a lookup, which is as good as the features that look. Where
+most lookups are of another class, crops and flips alone gain little
 (`docs/results/digits_law`, `docs/results/cifar10`); labels are read for this number alone.
 """
 
@@ -21,7 +21,7 @@ from maect.records import RunRecord, is_finished
 from maect.stages.tune import Tune
 
 LEAST = 40.0
-"""Percent of right look-ups below which crops and flips are not worth their cost."""
+"""Percent of right lookups below which crops and flips are not worth their cost."""
 TAIL = 1 << 20  # bytes at the end of a log
 LAST = 10  # entries of a log that are averaged
 QUERIES, BANK = 1000, 50_000  # training images of a features file that are compared
@@ -33,7 +33,7 @@ class Measured:
     """Share of neighbours that are of the right class.
 
     Attributes:
-        percent: of look-ups, or of images and their nearest neighbour.
+        percent: of lookups, or of images and their nearest neighbour.
         source: what says so, for people.
     """
 
@@ -63,18 +63,18 @@ def warnings(experiment: Experiment) -> list[str]:
 def measured(experiment: Experiment, name: str) -> Measured | None:
     """Return what is known of a tuned run's neighbours.
 
-    Its own look-ups and those of the head that it starts from come first, then features of its
+    Its own lookups and those of the head that it starts from come first, then features of its
     MAE's or a public encoder's training images, then the last online evaluation of its MAE.
     """
     own = experiment.runs[name]
     for run in filter(None, (name, own.source)):
         if (percent := _logged(experiment.folder(run), "lookup_accuracy", LAST)) is not None:
-            return Measured(percent, f"look-ups of {run}")
+            return Measured(percent, f"lookups of {run}")
     first = begins_with(name, experiment.runs).name
     features = features_file(experiment, first, own.dataset, Features(own.split))
     if features.exists() and (percent := nearest(features)) is not None:
         return Measured(percent, f"features of {first}")
-    if (percent := _logged(experiment.folder(first), "look_neighbors", 1)) is not None:
+    if (percent := _logged(experiment.folder(first), "online_neighbors", 1)) is not None:
         return Measured(percent, f"online evaluation of {first}")
     return None
 

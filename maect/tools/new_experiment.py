@@ -38,13 +38,13 @@ from maect.tools.own_images import (
     descend,
     find_splits,
     held_out,
-    look_at,
+    inspect_images,
 )
 from maect.tools.own_training import (
     Chosen,
     encoder_for,
+    evaluate_every,
     lengths,
-    look_every,
     power_of_two,
     quickest,
     settings_of,
@@ -323,7 +323,7 @@ class Written:
             drawn += ["confusion", "cluster_retrieval", "neighbor_retrieval"]
         drawn += ["training_curves", *([] if public else ["reconstructions"])]
         drawn += ["neighbors_in_training", "pipeline"]
-        looks = look_every(chosen.epochs["ct_min"], n)
+        every = evaluate_every(chosen.epochs["ct_min"], n)
         pixels_as = images.pixels.model_dump(mode="json", exclude_defaults=True)
         name = "".join(c if c.isalnum() else "_" for c in self.folder.name) or "images"
         lines = [
@@ -351,7 +351,7 @@ class Written:
             *split_lines(
                 images, self.val, self.test, self.lists, len(self.held), self.skip_unreadable
             ),
-            f"look: {{every_epochs: {looks}}} # k-NN and pictures while it trains",
+            f"online_evaluation: {{every_epochs: {every}}} # k-NN and pictures while it trains",
             "runs:",
             *runs_of(images, chosen, n, public),
             "evaluate:",
@@ -413,9 +413,9 @@ def new_experiment(
                 f"{path}: experiments read what stands behind $ as the name of a variable; rename "
                 "the folder, or make a link to it"
             )
-    images = look_at(where, **how)
+    images = inspect_images(where, **how)
     val, test = (
-        look_at(descend(other, images.class_names), FEWEST_VAL, **how) if other else None
+        inspect_images(descend(other, images.class_names), FEWEST_VAL, **how) if other else None
         for other in others
     )
     for other in (val, test):

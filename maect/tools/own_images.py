@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from maect.core.errors import UserError, counted
-from maect.data.convert import Inspected, look, scaled
+from maect.data.convert import Inspected, inspect_image, scaled
 from maect.data.decode import UnreadableError
 from maect.data.sources import UNLABELLED, Entry, ImageSource, kind_of, open_source
 from maect.data.sources.archives import Archive
@@ -26,7 +26,7 @@ from maect.recipes import Pixels
 TRAIN = ("train", "training", "training_set", "train_set")
 VAL = ("val", "valid", "validation", "val_set", "validation_set")
 TEST = ("test", "testing", "test_set")
-LOOKED_AT = 200
+INSPECTED = 200
 GRAY = 8  # levels that the channels of a grey JPEG may differ by
 HEADER = 4096  # bytes of a PNG, in which its kind is and what is before its pixels
 FEWEST, FEWEST_VAL = 200, 20
@@ -150,7 +150,7 @@ def _check_name(folder: str, name: str) -> None:
         raise UserError(f"{where}: the name {name!r} contains a line break; rename it")
 
 
-def look_at(
+def inspect_images(
     folder: Path,
     fewest: int = FEWEST,
     *,
@@ -181,23 +181,23 @@ def look_at(
         _check_name(str(folder), entry.name)
     if len(entries) < fewest:
         raise UserError(f"{folder}: {len(entries)} images; at least {fewest} are needed")
-    looks, sizes, faults = [], [], []
-    chosen = entries[:: math.ceil(len(entries) / LOOKED_AT)]
+    inspected, sizes, faults = [], [], []
+    chosen = entries[:: math.ceil(len(entries) / INSPECTED)]
     for entry in chosen:
         try:
             data = source.read(entry)
-            looks.append(look(data))
+            inspected.append(inspect_image(data))
             sizes.append(len(data))
         except (OSError, UnreadableError) as error:
             faults.append(f"{folder / entry.name}: cannot be read as an image ({error})")
-    if not looks or (faults and not skip_unreadable):
+    if not inspected or (faults and not skip_unreadable):
         others = counted(len(faults) - 1, "other")
         more = f", nor can {others} of the {len(chosen)} opened" if len(faults) > 1 else ""
         raise UserError(f"{faults[0]}{more}; repair or remove it, or pass --skip-unreadable")
-    through = any(one.transparent for one in looks) or _shows_through(source, entries)
-    pixels, remarks = _pixels(folder, looks, through)
+    through = any(one.transparent for one in inspected) or _shows_through(source, entries)
+    pixels, remarks = _pixels(folder, inspected, through)
     if faults:
-        remarks.append(f"{len(faults)} of {len(chosen)} images looked at cannot be read: left out")
+        remarks.append(f"{len(faults)} of {len(chosen)} images inspected cannot be read: left out")
     if len(chosen) < len(entries):
         remarks.append(
             f"{len(chosen):,} of {len(entries):,} images were opened: sharding opens all, "
@@ -211,8 +211,8 @@ def look_at(
         entries=entries,
         class_names=listing.class_names,
         loose=loose,
-        side=int(statistics.median(min(one.width, one.height) for one in looks)),
-        colored=pixels.channels == 3 and any(one.colors > GRAY for one in looks),
+        side=int(statistics.median(min(one.width, one.height) for one in inspected)),
+        colored=pixels.channels == 3 and any(one.colors > GRAY for one in inspected),
         bytes_each=statistics.fmean(sizes),
         pixels=pixels,
         remarks=tuple(remarks),
@@ -242,12 +242,12 @@ def _shows_through(source: ImageSource, entries: list[Entry]) -> bool:
             head = file.read(HEADER)
             # Kind of colours (ISO/IEC 15948): 4 and 6 have alpha; others may have a chunk.
             may = head[25:26] in (b"\4", b"\6") or b"tRNS" in head
-            if may and look(head + file.read()).transparent:
+            if may and inspect_image(head + file.read()).transparent:
                 return True
     return False
 
 
-def _pixels(folder: Path, looks: list[Inspected], through: bool) -> tuple[Pixels, list[str]]:
+def _pixels(folder: Path, inspected: list[Inspected], through: bool) -> tuple[Pixels, list[str]]:
     """Return how images like these are read, and why; `through`: something shows through.
 
     Raises:
@@ -255,7 +255,7 @@ def _pixels(folder: Path, looks: list[Inspected], through: bool) -> tuple[Pixels
     """
     made: dict[str, Any] = {"orientation": "exif"}
     remarks = []
-    counts = Counter(3 if one.channels == 1 else one.channels for one in looks)
+    counts = Counter(3 if one.channels == 1 else one.channels for one in inspected)
     if len(counts) > 1:
         found = " and ".join(f"{n} of {channels}" for channels, n in counts.most_common())
         raise UserError(
@@ -263,22 +263,22 @@ def _pixels(folder: Path, looks: list[Inspected], through: bool) -> tuple[Pixels
             "of their own"
         )
     (channels,) = counts
-    if turned := sum(one.turned for one in looks):
+    if turned := sum(one.turned for one in inspected):
         are = "is turned, as its" if turned == 1 else "are turned, as their"
-        remarks.append(f"{turned} of {len(looks)} images looked at {are} EXIF says")
+        remarks.append(f"{turned} of {len(inspected)} images inspected {are} EXIF says")
     if through:
         made["background"] = (255, 255, 255)
         remarks.append("What is transparent gets a white background")
-    if deep := [one.values for one in looks if one.values is not None]:
+    if deep := [one.values for one in inspected if one.values is not None]:
         low, high = min(low for low, _ in deep), max(high for _, high in deep)
         made["range"] = (low, high if high > low else low + 1)
         remarks.append(f"Values of more than 8 bits: {low:g} to {high:g} become 0 to 255")
     if channels != 3:
         made["channels"] = channels
     # One odd file among photographs says nothing of the others.
-    if len(deep) > len(looks) / 2 or channels != 3:
+    if len(deep) > len(inspected) / 2 or channels != 3:
         span = made.get("range")
-        parts = [scaled(one.sample, span) if one.values else one.sample for one in looks]
+        parts = [scaled(one.sample, span) if one.values else one.sample for one in inspected]
         parts = [part.repeat(channels // part.shape[1], axis=1) for part in parts]
         together = np.concatenate(parts).astype(np.float64) / 255
         mean, std = together.mean(0).round(4), together.std(0).round(4).clip(0.01)
@@ -287,7 +287,7 @@ def _pixels(folder: Path, looks: list[Inspected], through: bool) -> tuple[Pixels
     return Pixels.model_validate(made), remarks
 
 
-STATISTICS = "Mean and deviation are those of the images looked at"
+STATISTICS = "Mean and deviation are those of the images inspected"
 
 
 def check_same_classes(train: Images, val: Images) -> None:

@@ -190,8 +190,8 @@ def shortened(
     return replace(chosen, epochs=fitting[-1] if fitting else least), left
 
 
-def look_every(tuned: int, n: int) -> int:
-    """Epochs between two looks: ten in tuning, and enough of them for 50 images to look at."""
+def evaluate_every(tuned: int, n: int) -> int:
+    """Epochs between two online evaluations: ten in tuning, if that leaves 50 images for each."""
     return max(tuned // 10, math.ceil(50 / OnlineEvaluation.part / n))
 
 

@@ -43,7 +43,7 @@ IMAGENET_VAL = 50_000  # images, which protocols without operations state their 
 LEAST = 10.0  # seconds of any other job that is no training; assumed
 START = 60.0  # seconds until the first step: modules, imports, process group, state; assumed
 START_HERE = 15.0  # likewise on one machine
-SAMPLES = 100  # images whose size is looked at
+SAMPLES = 100  # images whose size is read
 REQUEUED = 120.0  # seconds for which SLURM holds back a job that was put back into the queue
 UTILISATION = 0.35
 # Float32 without TF32 against dense bfloat16: A100 19.5 of 312 TFLOP/s, H100 67 of 989.
@@ -74,7 +74,7 @@ class SplitFacts:
 
 
 def shards_of(folder: Path) -> SplitFacts:
-    """Look at `shards/DATASET/SPLIT`."""
+    """Read the index of `shards/DATASET/SPLIT`."""
     index, plan = read_mapping(folder / "index.json"), read_mapping(folder / "plan.json")
     if index:
         size = sum(shard["size"] for shard in index.get("shards", []))
@@ -359,8 +359,8 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     gpu = str(resources.get("gpu") or "")
     asked, relative = str(resources["nodes"]), relative_speed(gpu)
     nodes = training_nodes(asked, devices, stage.batch_size, step, relative)
-    looked = experiment.spec.look is not None
-    computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, looked)
+    online = experiment.spec.online_evaluation is not None
+    computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, online)
     shards = plan.shards(folder)
     speed = measured(experiment.root, stage.name, run.size, encoder)
     left = 1 - part_done(experiment.folder(run.name))
@@ -387,14 +387,14 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
 
 def _fitted(
     stage: Training, computing: Computing, encoder: Encoder, nodes: int, devices: int, gpu: str,
-    looked: bool,
+    online: bool,
 ) -> tuple[Computing, str]:  # fmt: skip
     """Return how a training would be computed on its GPUs, and what that changes."""
     memory = gpu_memory(gpu)
     if memory is None:
         return computing, ""
     try:
-        chosen = stage.fitted(encoder, computing, nodes, devices, memory, looked)
+        chosen = stage.fitted(encoder, computing, nodes, devices, memory, online)
     except UserError as error:
         return computing, f"does not fit: {error}"
     changed = chosen.changes(computing)

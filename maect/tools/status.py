@@ -22,10 +22,10 @@ NOT_STARTED = "not started"
 BAR = 10
 TAIL = 65536  # bytes of metrics.jsonl that hold its last entry
 TITLES = (
-    "run", "stage", "state", "progress", "images/s", "left", "loss", "look k-NN", "useful", "job"
+    "run", "stage", "state", "progress", "images/s", "left", "loss", "online k-NN", "useful", "job"
 )  # fmt: skip
 STYLES = {"done": "green", "running": "cyan", "failed": "red", "interrupted": "yellow"}
-RIGHT = {"images/s", "left", "loss", "look k-NN", "useful"}
+RIGHT = {"images/s", "left", "loss", "online k-NN", "useful"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Status:
         state: done, running, waiting (in the queue), starting, stopped (by a person, or saved and
             returned), interrupted (its job is gone), failed, not started, unknown.
         part: of its steps that is done, or None.
-        knn: accuracy in percent on training images at the last look at its encoder, or None.
+        knn: accuracy in percent on training images at the last online evaluation, or None.
         useful: part of the device time held so far that led to steps that are kept, or None.
         note: the cluster's reason, or what went wrong.
     """
@@ -109,7 +109,7 @@ def status(root: Path) -> tuple[str, list[Status]]:
     order = list(known) + sorted(runs.keys() - known.keys())
     seen = clusters()
     lines = [
-        look(runs[name], name, standing(RunRecord.path(runs[name])).exists(), seen)
+        status_of(runs[name], name, standing(RunRecord.path(runs[name])).exists(), seen)
         if name in runs
         else Status(name, known[name], NOT_STARTED)
         for name in order
@@ -119,7 +119,8 @@ def status(root: Path) -> tuple[str, list[Status]]:
     total = ", ".join(f"{count} {state}" for state, count in counts.items())
     ready = len(list(root.glob("evaluations/*/*.json")))
     more = f"; {counted(ready, 'evaluation')} done" if ready or jobs else ""
-    more += "; look k-NN: on training images" if any(line.knn is not None for line in lines) else ""
+    if any(line.knn is not None for line in lines):
+        more += "; online k-NN: on training images"
     return f"{root}: {counted(len(lines), 'run')}: {total}{more}", [*lines, *jobs]
 
 
@@ -136,10 +137,10 @@ def evaluations(root: Path, clusters: Mapping[str, Cluster]) -> Iterator[Status]
     for kind, suffix in (("features", ".safetensors"), ("evaluations", ".json")):
         for folder in sorted(root.glob(f"{kind}/*/*.job")):
             if not folder.with_suffix(suffix).exists():
-                yield look(folder, f"{folder.parent.name} {folder.stem}", False, clusters)
+                yield status_of(folder, f"{folder.parent.name} {folder.stem}", False, clusters)
 
 
-def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -> Status:
+def status_of(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -> Status:
     """The state of one folder that a job works in."""
     run: RunRecord | None = None
     try:
@@ -151,8 +152,8 @@ def look(folder: Path, name: str, done: bool, clusters: Mapping[str, Cluster]) -
     number = f"{job.cluster} {job.id or '-'}" if job else ""
     logged = entries(folder / "metrics.jsonl", TAIL, run.logged_epochs if run else None)
     loss = report.get("loss", logged[-1].get("loss") if logged else None)
-    looked = [entry["look_knn"] for entry in logged if "look_knn" in entry]
-    knn = report.get("knn") or (looked[-1] if looked else None)
+    evaluated = [entry["online_knn"] for entry in logged if "online_knn" in entry]
+    knn = report.get("knn") or (evaluated[-1] if evaluated else None)
     timing = logged[-1].get("timing", {}) if logged else {}
     held = timing.get("held_seconds")
     useful = timing["useful_seconds"] / held if held else None
@@ -186,12 +187,12 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
         state = state_of(folder, job, clusters)
     except UserError:
         return "unknown", f"its job was started on {job.host}"
-    text = state.look.text
-    if state.look.phase == "pending":
+    text = state.notice.text
+    if state.notice.phase == "pending":
         return ("waiting" if job.cluster == "slurm" else "starting"), text
-    if state.look.phase == "running":
+    if state.notice.phase == "running":
         return "running", ""
-    if state.look.phase == "unknown":
+    if state.notice.phase == "unknown":
         return "unknown", text
     if state.outcome == "saved":
         return "stopped", "saved and returned before its end"
@@ -203,9 +204,9 @@ def state_and_note(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> t
 
 
 def shown_titles(lines: list[Status]) -> list[str]:
-    """All but look k-NN where no encoder was looked at, and useful where no run says it."""
+    """All but online k-NN where no encoder was evaluated, and useful where no run says it."""
     known = {
-        "look k-NN": any(line.knn is not None for line in lines),
+        "online k-NN": any(line.knn is not None for line in lines),
         "useful": any(line.useful is not None for line in lines),
     }
     return [title for title in TITLES if known.get(title, True)]

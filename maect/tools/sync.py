@@ -15,7 +15,7 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, write_record
 from maect.core.yaml_files import read_yaml
 from maect.records import is_finished
-from maect.train.metrics import LOOKS
+from maect.train.metrics import PICTURES
 
 SYNCED = "synced.json"
 _AT_ONCE = 500
@@ -49,7 +49,7 @@ class WandB:
 
     def log(self, step: int, values: dict[str, float], pictures: dict[str, Path]) -> None:
         """Add what was logged at a step."""
-        shown = {f"look/{name}": self._image(str(path)) for name, path in pictures.items()}
+        shown = {f"online/{name}": self._image(str(path)) for name, path in pictures.items()}
         self._run.log(values | shown, step=step)
 
     def close(self, finished: bool) -> None:
@@ -79,7 +79,7 @@ class MLflow:
         if len(self._waiting) >= _AT_ONCE:
             self._send()
         for path in pictures.values():
-            self._client.log_artifact(self.id, str(path), LOOKS)
+            self._client.log_artifact(self.id, str(path), PICTURES)
 
     def _send(self) -> None:
         self._client.log_batch(self.id, metrics=self._waiting)
@@ -128,7 +128,7 @@ def sync(service: str, run: Path, project: str) -> int:
     try:
         for line in new:
             step = int(line.pop("step"))
-            files = (run / LOOKS).glob(f"*-{step:08d}.jpg")
+            files = (run / PICTURES).glob(f"*-{step:08d}.jpg")
             pictures = {file.name.rpartition("-")[0]: file for file in sorted(files)}
             copy.log(step, line.pop("timing") | line, pictures)
             done = step

@@ -35,7 +35,7 @@ class DeviceTime:
         self._held_before: float = record.get("held_before", 0.0)
         if context.held_seconds() < (held := record.get("held_seconds", 0.0)):
             self._held_before += held
-        self._steps, self._recent, self._looking = 0, deque[float](maxlen=shown), 0.0
+        self._steps, self._recent, self._evaluating = 0, deque[float](maxlen=shown), 0.0
         self.start()
 
     def start(self) -> None:
@@ -43,14 +43,14 @@ class DeviceTime:
         self._began = self._stepped = time.monotonic()
 
     @contextmanager
-    def aside(self, useful: bool, look: bool = False) -> Iterator[None]:
+    def aside(self, useful: bool, online: bool = False) -> Iterator[None]:
         """Time a save, which is no part of a step, or an evaluation, which is kept."""
         began = time.monotonic()
         yield
         spent = time.monotonic() - began
         self._stepped += spent
         self.useful += spent * self._context.world_size if useful else 0.0
-        self._looking += spent if look else 0.0
+        self._evaluating += spent if online else 0.0
 
     def step(self) -> float:
         """Return the seconds of the step that ends now, its wait for the batch included."""
@@ -81,12 +81,13 @@ class DeviceTime:
             "held_seconds": self._context.held_seconds(),
         }
 
-    def timing(self, looked: bool) -> dict[str, float]:
-        """Part of a log entry; `looked`: with the part of the time that looks take."""
+    def timing(self, evaluated: bool) -> dict[str, float]:
+        """Part of a log entry; `evaluated`: with the share of online evaluations."""
         seconds = time.monotonic() - self._began
         timing = {
             "device_seconds": self._spent + seconds * self._context.world_size,
             "held_seconds": self.held,
             "useful_seconds": self.useful,
         }
-        return timing | ({"look_part": self._looking / max(seconds, 1e-9)} if looked else {})
+        share = self._evaluating / max(seconds, 1e-9)
+        return timing | ({"online_part": share} if evaluated else {})

@@ -520,8 +520,9 @@ def _as_updated(groups: list[ParameterGroup], exchange: Exchange) -> list[Parame
 def compile_blocks(module: nn.Module, device: torch.device) -> str:
     """Compile the transformer blocks on every rank, or on none; return why not."""
     private_caches()
-    # All blocks of a process share these: sizes of views, learning and frozen ones, looks and their
-    # last batches. Beyond PyTorch's 8 blocks would run as they are, without a word.
+    # All blocks of a process share these: sizes of views, learning and frozen ones, online
+    # evaluations, and their last batches. Beyond PyTorch's 8, blocks would run uncompiled
+    # without a warning.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     reason = ""
     try:

@@ -68,7 +68,7 @@ class Fence:
             SupersededError: it is another job's now.
         """
         self._ask_launcher()
-        # Made, not looked for: a look may be answered from this node's memory.
+        # Made, not searched for: a search may be answered from this node's memory.
         probe = self._write(self._own / uuid.uuid4().hex[:8], "")
         try:
             probe.unlink()

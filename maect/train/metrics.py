@@ -16,8 +16,8 @@ from maect.recipes.flops import peak_flops
 
 log = logging.getLogger(__name__)
 
-LOOKS = "looks"
-"""Folder of a run with the pictures of its looks."""
+PICTURES = "online"
+"""Folder of a run with the pictures of its online evaluations."""
 
 
 class Metrics:
@@ -49,8 +49,8 @@ class Metrics:
     def show(self, step: int, pictures: dict[str, NDArray[np.uint8]]) -> None:
         """Add a step's pictures [H, W, 3], which are also files beside the metrics."""
         for name, picture in pictures.items():
-            self._board.add_image(f"look/{name}", picture, step, dataformats="HWC")
-            path = self.path.parent / LOOKS / f"{name}-{step:08d}.jpg"
+            self._board.add_image(f"online/{name}", picture, step, dataformats="HWC")
+            path = self.path.parent / PICTURES / f"{name}-{step:08d}.jpg"
             try:
                 with atomic_write(path) as temporary:
                     Image.fromarray(picture).save(temporary, "JPEG", quality=90)

@@ -44,7 +44,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def parts_read(self) -> dict[str, nn.Module]:
-        """Parts, by name, that a look reads; an evaluation would the encoder at least."""
+        """Parts, by name, that an online evaluation reads: at least the encoder."""
         return {"encoder": self.encoder}
 
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""A look at what the encoder has learnt, while it trains: k-NN and measures without labels.
+"""Online evaluation: k-NN and measures without labels of an encoder while it trains.
 
 A fixed part of the training images is split into a bank and queries, so the test images stay
-unseen. The look reads a copy of the encoder, draws from the counter-based generator only and leaves
-nothing but numbers and pictures: the training's bits are those of one without it.
+unseen. The evaluation reads a copy of the encoder, draws from the counter-based generator only and
+writes nothing but numbers and pictures: the training's bits are those of one without it.
 """
 
 import logging
@@ -37,36 +37,36 @@ SIDE = 96  # pixels of an image in a picture, at most
 
 
 class OnlineEvaluator:
-    """Looks at the encoder that a training would leave if it ended now; on all ranks together."""
+    """Evaluates the encoder that a training would export if it ended now; on all ranks together."""
 
     def __init__(
         self,
-        look: OnlineEvaluation,
+        settings: OnlineEvaluation,
         index: Index,
         resize: int | None,
         objective: Objective,
         context: Context,
         device: torch.device,
     ) -> None:
-        """Choose the images, and copy what is looked at; before an engine wraps the objective.
+        """Choose the images, and copy what is evaluated; before an engine wraps the objective.
 
         Args:
-            look: how often, and at how many images.
+            settings: how often, and on how many images.
             index: the images that are trained on.
             resize: their shorter side before the centre crop; none: 256/224 of the image size.
             objective: on the device.
             context: this rank's.
             device: this rank's.
         """
-        self.every, self.resize = look.every_epochs * index.n, resize
-        count = min(look.images, index.n, int(look.part * self.every))
-        rank = random.bits(SEED, 0, index.rows[:, ID], 0, random.LOOK, 1)[:, 0]
+        self.every, self.resize = settings.every_epochs * index.n, resize
+        count = min(settings.images, index.n, int(settings.part * self.every))
+        rank = random.bits(SEED, 0, index.rows[:, ID], 0, random.ONLINE, 1)[:, 0]
         self.index = replace(index, rows=index.rows[rank.argsort(kind="stable")[:count]])
         self.queries = int(QUERIES * count)
         self.objective, self.context, self.device = objective, context, device
         self.encoder = objective.encoder.settings
         if count < LEAST:
-            log.warning("look: %s of %s images are too few", count, index.n)
+            log.warning("online evaluation: %s of %s images are too few", count, index.n)
             self.every = 0
             return
         copies = {name: deepcopy(part) for name, part in objective.parts_read().items()}
@@ -74,14 +74,14 @@ class OnlineEvaluator:
         self._trained = [name for name, p in self.parts.named_parameters() if p.requires_grad]
         self.parts.requires_grad_(False)
         self.pictures: dict[str, NDArray[np.uint8]] = {}
-        """Of the last look, on rank 0: `neighbors` and, of a decoder, `reconstructions`."""
+        """Of the last evaluation, on rank 0: `neighbors` and, of a decoder, `reconstructions`."""
 
     def due(self, before: int, after: int, last: bool) -> bool:
-        """Return whether to look, once the images trained on went from `before` to `after`."""
+        """Return whether to evaluate, once the images trained on went from `before` to `after`."""
         return self.every > 0 and (before // self.every < after // self.every or last)
 
     @torch.no_grad()
-    def look(self, shards: list[Shard]) -> dict[str, float]:
+    def evaluate(self, shards: list[Shard]) -> dict[str, float]:
         """`measures` of the fixed images, with the weights in all ranks' shards; on every rank."""
         self._take(shards)
         n, size, width = self.index.n, self.encoder.image_size, self.encoder.width
@@ -187,21 +187,21 @@ def measures(features: Tensor, pairs: Tensor, labels: Tensor) -> dict[str, float
         labels: int64 [n]; -1 where unknown.
 
     Returns:
-        `look_knn`, if all labels are known: accuracy in percent of weighted k-NN (Wu et al. 2018),
-        and `look_neighbors`: percent of the queries whose nearest image is of their class;
-        `look_rank_me`: see `rank_me`; `look_uniformity` of the queries and `look_alignment` of the
-        pairs (Wang and Isola 2020), of unit vectors. Nothing, if a feature is not finite.
+        `online_knn`, if all labels are known: accuracy in percent of weighted k-NN (Wu et al.
+        2018), and `online_neighbors`: percent of the queries whose nearest image is of their class;
+        `online_rank_me`: see `rank_me`; `online_uniformity` of the queries and `online_alignment`
+        of the pairs (Wang and Isola 2020), of unit vectors. Nothing, if a feature is not finite.
     """
     if not (features.isfinite().all() and pairs.isfinite().all()):
-        log.warning("look: the features are not finite")
+        log.warning("online evaluation: the features are not finite")
         return {}
     queries = pairs.shape[1]
     unit = F.normalize(features, dim=1)
     values = {}
     if len(labels) and int(labels.min()) >= 0:
         given = unit[:queries], unit[queries:], labels[:queries], labels[queries:]
-        values["look_knn"], values["look_neighbors"] = knn(*given), same_class(*given)
-    values["look_rank_me"] = rank_me(features)
-    values["look_uniformity"] = uniformity(unit[:queries])
-    values["look_alignment"] = alignment(pairs)
+        values["online_knn"], values["online_neighbors"] = knn(*given), same_class(*given)
+    values["online_rank_me"] = rank_me(features)
+    values["online_uniformity"] = uniformity(unit[:queries])
+    values["online_alignment"] = alignment(pairs)
     return values

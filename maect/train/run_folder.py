@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("maect", "torch", "deepspeed", "timm", "numpy", "pillow")
 _MOVED = (
-    "state", "metrics.jsonl", "tensorboard", "looks", "synced.json", "source.diff", "recipe.json",
+    "state", "metrics.jsonl", "tensorboard", "online", "synced.json", "source.diff", "recipe.json",
 )  # fmt: skip
 """Of a run that is set aside; beside its record and what that names, which go first of all."""
 RECORD = (RunRecord.path(Path()).name,)

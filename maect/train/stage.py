@@ -257,7 +257,7 @@ class Training(Updates, Stage):
 
     def fitted(
         self, encoder: Encoder, computing: Computing, nodes: int, devices: int, memory: float,
-        looked: bool = False,
+        online: bool = False,
     ) -> Computing:  # fmt: skip
         """Return the cheapest way of computing it for which each device's memory is enough.
 
@@ -270,13 +270,13 @@ class Training(Updates, Stage):
             nodes: of the job.
             devices: ranks on a node, each with a device.
             memory: bytes of a device.
-            looked: whether looks at the run have copies of the weights there.
+            online: whether an online evaluation has copies of the weights there.
 
         Raises:
             UserError: it is not enough in any way; with the numbers, and what would be.
         """
         ranks = nodes * devices
-        memory -= FLOAT * self.footprint(encoder, 1).weights if looked else 0
+        memory -= FLOAT * self.footprint(encoder, 1).weights if online else 0
         if chosen := self._fitting(encoder, computing, ranks, memory):
             return chosen
         more = range(nodes + 1, 8 * nodes + 1)
@@ -357,7 +357,7 @@ class RunInputs:
         seed: of everything random.
         source: folder of the run to start from.
         test: shard folder of the split that a classifier is scored on after every epoch.
-        resize: of images that are scored or looked at: shorter side before the centre crop; none:
+        resize: of images that are evaluated: shorter side before the centre crop; none:
             256/224 of their size.
         computing: how it is trained.
     """

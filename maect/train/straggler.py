@@ -34,7 +34,7 @@ class Slow:
 
 
 class Stragglers:
-    """Compares the ranks' paces from look to look; each straggler is found once."""
+    """Compares the ranks' paces from tick to tick; each straggler is found once."""
 
     def __init__(self, patience: float) -> None:
         """Find what has lasted for this many seconds."""
@@ -43,7 +43,7 @@ class Stragglers:
         self._since: dict[tuple[int, str], float] = {}
         self._told: set[tuple[int, str]] = set()
 
-    def look(self, now: float, paces: Mapping[int, Pace]) -> list[Slow]:
+    def compare(self, now: float, paces: Mapping[int, Pace]) -> list[Slow]:
         """Return who has been slow for long by now.
 
         Args:

@@ -65,13 +65,13 @@ from maect.train.run_folder import (
 from maect.train.scores import Scores, accuracy
 from maect.train.stage import RunInputs, Training
 from maect.train.trace import Trace, steps_of
-from maect.train.watchdog import COMPUTING, LOOKING, READING, SAVING, SCORING, UPDATING, Watchdog
+from maect.train.watchdog import COMPUTING, EVALUATING, READING, SAVING, SCORING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
 
 Verdict = Literal["done", "requeue", "stopped"]
 HEALTH_INTERVAL = 10
-"""Steps between two looks at the embedding's spread."""
+"""Steps between two checks of the embedding's spread."""
 
 
 class TrainingFault(UserError):
@@ -93,7 +93,7 @@ def train(
     save_every_minutes: float = 2.0,
     convert_world_size: bool = False,
     stage_to: str | None = None,
-    look: OnlineEvaluation | None = None,
+    online: OnlineEvaluation | None = None,
     replay: int | None = None,
     trace: str | None = None,
 ) -> Verdict:
@@ -105,7 +105,7 @@ def train(
         save_every_minutes: how much work a kill may cost.
         convert_world_size: resume from a state that another number of ranks saved.
         stage_to: node-local folder to read the shards from, copied there first.
-        look: how often to look at the encoder meanwhile; nothing that the run leaves depends on it.
+        online: how often to evaluate the encoder meanwhile; no output of the run depends on it.
         replay: repeat this step, counted from 1, in a copy of the run: train up to it, save nothing
             and say in `replay.json` what it was.
         trace: first and last step to profile into `traces/`, such as `100-105`.
@@ -152,7 +152,9 @@ def train(
         objective.restore(reader)
     groups = stage.parameter_groups(objective)
     objective.to(device)
-    looker = OnlineEvaluator(look, images, run.resize, objective, context, device) if look else None
+    evaluator = None
+    if online:
+        evaluator = OnlineEvaluator(online, images, run.resize, objective, context, device)
     engine = build_engine(objective, stage, groups, device, computing)
     if stage.encoder_average is not None:
         engine.start_average("encoder.")
@@ -203,7 +205,7 @@ def train(
             context, record, metrics.device_seconds if metrics else 0.0, max(8, log_interval(steps))
         ),
         scores=scores.resumed(record.get("scores")) if scores and record else scores,
-        looker=looker,
+        evaluator=evaluator,
         replay=repeat,
         trace=window,
         accumulation=computing.accumulation,
@@ -272,7 +274,7 @@ class Trainer:
         losses: sum and number of the losses of each epoch so far, part of the state.
         clock: times the steps; part of the state.
         scores: of the epochs so far, if they are scored.
-        looker: looks at the encoder now and then, if anything does.
+        evaluator: of the online evaluation, if there is one.
         replay: of the step that is repeated, if one is: then nothing is saved.
         trace: profiles some of the steps, if it is asked for.
         accumulation: forward passes of an update.
@@ -295,7 +297,7 @@ class Trainer:
     losses: list[tuple[float, int]]
     clock: DeviceTime
     scores: Scores | None = None
-    looker: OnlineEvaluator | None = None
+    evaluator: OnlineEvaluator | None = None
     replay: Replay | None = None
     trace: Trace | None = None
     accumulation: int = 1
@@ -334,7 +336,7 @@ class Trainer:
                 break
             self.watchdog.at(UPDATING, number)
             self._update(sums, number)
-            if self._is_looked_at(number) and self._settle():
+            if self._is_read_at_once(number) and self._settle():
                 break
             self.watchdog.at(READING, number + 1)
         if self._unread is not None:
@@ -397,8 +399,8 @@ class Trainer:
         self._unread = sums
         self.clock.step()
 
-    def _is_looked_at(self, number: int) -> bool:
-        """Return whether the model is to be looked at between this step and the next one."""
+    def _is_read_at_once(self, number: int) -> bool:
+        """Return whether the model is read between this step and the next one."""
         batch = self.stage.batch_size
         last = number == self.steps
         return (
@@ -406,8 +408,8 @@ class Trainer:
             or (self.objective.has_health and number % HEALTH_INTERVAL == 0)
             or (self.scores is not None and self._ends_an_epoch(number))
             or (
-                self.looker is not None
-                and self.looker.due((number - 1) * batch, number * batch, last)
+                self.evaluator is not None
+                and self.evaluator.due((number - 1) * batch, number * batch, last)
             )
         )
 
@@ -445,7 +447,7 @@ class Trainer:
         if self.step % HEALTH_INTERVAL == 0:
             health, fault = self.objective.health(self.stage.batch_size)
             named |= health
-        self._log(named | self._look(), norm, always=fault is not None)
+        self._log(named | self._evaluate(), norm, always=fault is not None)
         if fault:
             self._collapsed(fault)
         if save_now and not stop and self.step < self.steps:
@@ -509,18 +511,18 @@ class Trainer:
             if error:
                 raise UserError(error)
 
-    def _look(self) -> dict[str, float]:
-        """Return what a look at the encoder finds, if one is due."""
-        done = self.step * self.stage.batch_size
-        last = self.step == self.steps
-        if self.looker is None or not self.looker.due(done - self.stage.batch_size, done, last):
+    def _evaluate(self) -> dict[str, float]:
+        """Return the values of an online evaluation, if one is due."""
+        size, last = self.stage.batch_size, self.step == self.steps
+        done = self.step * size
+        if not (self.evaluator and self.evaluator.due(done - size, done, last)):
             return {}
-        self.watchdog.at(LOOKING, self.step)
-        with self.clock.aside(useful=True, look=True):
-            found = self.looker.look(self.engine.shards)
+        self.watchdog.at(EVALUATING, self.step)
+        with self.clock.aside(useful=True, online=True):
+            found = self.evaluator.evaluate(self.engine.shards)
             if self.metrics is not None:
-                self.metrics.show(self.step, self.looker.pictures)
-        self._knn = found.get("look_knn")
+                self.metrics.show(self.step, self.evaluator.pictures)
+        self._knn = found.get("online_knn")
         return found
 
     def _log(self, values: dict[str, float], norm: float, always: bool = False) -> None:
@@ -544,13 +546,13 @@ class Trainer:
         loss, count = self.losses[epoch]
         self.losses[epoch] = (loss + values["loss"], count + 1)
         every = log_interval(self.steps)
-        looked = "look_rank_me" in values
-        due = self.step % every == 0 or self.step == self.steps or looked or "accuracy" in values
+        evaluated = "online_rank_me" in values
+        due = self.step % every == 0 or self.step == self.steps or evaluated or "accuracy" in values
         if self.metrics is None or not (due or always):
             return
         low, high = self.engine.learning_rates()
         more = {"epoch": done / self.images, "lr": high, "lr_lowest": low, "grad_norm": norm}
-        timing = {"images_per_second": speed} | self.clock.timing(looked)
+        timing = {"images_per_second": speed} | self.clock.timing(evaluated)
         flops = stage.flops_per_image(self.encoder) * speed / self.context.world_size
         timing |= usage(flops, stage.precision, self.device)
         self.metrics.log(self.step, values | more, timing)

@@ -30,7 +30,7 @@ STEPS = 5  # and this many times the longest step so far, where steps take minut
 READING, COMPUTING, UPDATING = "reading the batch of", "computing", "updating the weights in"
 ORDER = (READING, COMPUTING, UPDATING)
 SAVING, SCORING = "saving the state before", "scoring the epoch after"
-LOOKING = "looking at the encoder after"
+EVALUATING = "evaluating the encoder after"
 """A rank may do so for as long as it lives."""
 
 
@@ -53,7 +53,7 @@ class Watchdog:
         self.limit = float(os.environ.get(LIMIT_VARIABLE, LIMIT))
         self._tick = min(30.0, self.limit / 10)
         self._doing = (0, READING, time.monotonic())
-        self._looked, self._resumed = time.monotonic(), float("-inf")
+        self._ticked, self._resumed = time.monotonic(), float("-inf")
         self._began: float | None = None
         self._longest: float | None = None
         self._seen: dict[int, tuple[int, float]] = {}
@@ -97,14 +97,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._tick):
-            self.look()
+            self.tick()
 
-    def look(self) -> None:
-        """Tell the others about this rank, and read what they told: in a thread, at every tick."""
+    def tick(self) -> None:
+        """Write this rank's state and read the others'; a thread calls it again and again."""
         now = time.monotonic()
-        if now - self._looked > 3 * self._tick + 1:  # suspended, and perhaps the others with us
+        if now - self._ticked > 3 * self._tick + 1:  # suspended, and perhaps the others with us
             self._resumed = now
-        self._looked = now
+        self._ticked = now
         self._write()
         if self.context.rank == 0:
             self._compare(now)
@@ -134,7 +134,7 @@ class Watchdog:
         if any("pace" not in value for value in values.values()):
             return
         paces = {rank: Pace(*value["pace"]) for rank, value in values.items()}
-        for slow in self._stragglers.look(now, paces):
+        for slow in self._stragglers.compare(now, paces):
             self.straggler = _described(slow, values[slow.rank]["who"])
             log.warning(self.straggler)
 

@@ -6,8 +6,8 @@ loader: images a second and core, decoded from the tars and cropped from the arr
 step: of pre-training and of tuning, with the loader in it: "before" reads the tars, gathers tokens
 number by number and casts queries, keys and values each for itself, as this package once did. Both
 take turns, step by step, on the same batches, and must give the same losses to the last bit.
-look: seconds of a look at the encoder (5,000 images) against those of the images trained on between
-two looks (five epochs of 50,000).
+evaluate: seconds of an online evaluation (5,000 images) against those of the images trained on
+between two of them (five epochs of 50,000).
 
 Times are of the processor, all threads: images a second and core, hardly disturbed by other jobs.
 DIR holds the shards of images of 32 x 32 pixels, such as CIFAR-10's; without it noise.
@@ -137,7 +137,7 @@ class Training:
             source = source_run(Path(name), shape) if stage.starts_from else None
             self.objective = stage.build(shape, 0, source)
         device, groups = torch.device("cpu"), stage.parameter_groups(self.objective)
-        self.looker = OnlineEvaluator(OnlineEvaluation(), index, 32, self.objective, ALONE, device)
+        self.online = OnlineEvaluator(OnlineEvaluation(), index, 32, self.objective, ALONE, device)
         self.engine = build_engine(self.objective, stage, groups, device)
         self.batches, self.old = batches(index, stage, steps, old), old
         self.losses: list[float] = []
@@ -164,13 +164,13 @@ def measure_step(recipe: str, index: Index, batch: int, steps: int) -> None:
     if old.losses != new.losses:
         sys.exit(f"{recipe}: the losses differ: {old.losses} {new.losses}")
     show(recipe, pairs[WARM_UP:], batch)
-    look = statistics.median(seconds(lambda: new.looker.look(new.engine.shards)) for _ in range(3))
-    images = new.looker.index.n
+    took = statistics.median(seconds(lambda: new.online.evaluate(new.engine.shards)) for _ in "123")
+    images = new.online.index.n
     step = statistics.median(fast for _, fast in pairs[WARM_UP:])
-    # As many images as the rule allows are looked at, of whatever number there is.
-    between = new.looker.every / batch * step
-    print(f"{recipe:<9}a look at {images} images {look:.2f} s: "
-          f"{100 * look / between:.2f} % of what lies between two", flush=True)  # fmt: skip
+    # As many images as the rule allows are evaluated, of whatever number there is.
+    between = new.online.every / batch * step
+    print(f"{recipe:<9}an evaluation of {images} images {took:.2f} s: "
+          f"{100 * took / between:.2f} % of what lies between two", flush=True)  # fmt: skip
 
 
 def main() -> None:

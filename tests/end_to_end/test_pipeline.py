@@ -55,7 +55,7 @@ def test_what_a_run_leaves(undisturbed: Pipeline) -> None:
 
 def test_the_log_shows_progress(undisturbed: Pipeline) -> None:
     log = (undisturbed.results / "logs/ct_min_tiny/tune.log").read_text()
-    # Looks at a run of seconds may miss all of it; the last line says how far it came.
+    # Polls of a run of seconds may miss all of it; the last line says how far it came.
     assert "done: epoch " in log and "images/s" in log
     # Evaluations that run beside each other say whose a line is.
     for line in (undisturbed.results / "logs/ct_min_tiny/knn.log").read_text().splitlines():
@@ -144,7 +144,7 @@ def test_a_job_that_finished_alone_is_not_computed_again(
 def test_what_was_finished_is_there_after_an_interruption(
     undisturbed: Pipeline, tmp_path: Path, end: signal.Signals
 ) -> None:
-    """Snakemake deletes what a job is about to look at; the end comes before it has looked."""
+    """Snakemake deletes what a job is about to check; the end comes before it has checked."""
     pipeline = Pipeline(tmp_path / "away", copy.deepcopy(MINI))
     pipeline.command()
     for folder in ("images", "runs"):  # the shards are made again, and are newer

@@ -38,7 +38,7 @@ from maect.launch import Resources, Task, clusters, launch, local, record, submi
 from maect.launch.owner import Ancestors, own  # noqa: E402
 from maect.launch.record import Job  # noqa: E402
 from maect.launch.state import state_of  # noqa: E402
-from maect.tools.status import look  # noqa: E402
+from maect.tools.status import status_of  # noqa: E402
 
 B = 12345  # another user, without a name
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -468,7 +468,7 @@ def test_a_copy_has_no_job(run: Run) -> None:
     copied = subprocess.run(["cp", "-a", run.folder, copy.folder], capture_output=True, text=True)
     assert all("tmp" in line for line in copied.stderr.splitlines()), copied.stderr
     try:
-        assert look(copy.folder, "x", False, clusters()).state != "running"
+        assert status_of(copy.folder, "x", False, clusters()).state != "running"
         words = finish(copy.start(steps=10, identity="after"))
         assert f"a copy of {run.folder}: local job " in words and "left alone" in words, words
         assert "re-attached" not in words and "asked" not in words
@@ -491,7 +491,7 @@ def test_a_copy_cancels_no_job_of_slurm(tmp_path: Path, monkeypatch: pytest.Monk
     job.state, job.id = "submitted", "7"
     record.write_job(first, job)
     shutil.copytree(first, copy)
-    assert state_of(copy, job, clusters()).look.phase == "ended"
+    assert state_of(copy, job, clusters()).notice.phase == "ended"
     assert not commands.asked("squeue")
     commands.says("squeue", f"comment {first}\n")
     with pytest.raises(UserError, match=f"job 7 is that of {first}: it is not cancelled"):
@@ -636,13 +636,13 @@ def test_another_machine_of_the_same_name(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(record, "namespace", lambda: local.FIRST_NAMESPACE)
     record.write_job(tmp_path, job)
     with pytest.raises(UserError, match="another machine or container called") as said:
-        here.look(tmp_path, job)
+        here.poll(tmp_path, job)
     assert "\n" not in str(said.value) and f"delete {tmp_path / 'job.json'}" in str(said.value)
     job.submitted = psutil.boot_time() - 60
-    assert here.look(tmp_path, job).text == "the machine was restarted"
+    assert here.poll(tmp_path, job).text == "the machine was restarted"
     job.namespace = "pid:[4026532000]"
     with pytest.raises(UserError, match="another machine or container called"):
-        here.look(tmp_path, job)
+        here.poll(tmp_path, job)
 
 
 # ---- small doors

@@ -155,7 +155,7 @@ EVALUATIONS = {f"evaluations/mae/{name}.json" for name in ("knn", "clustering")}
     ("changes", "expected"),
     [
         ({}, set()),
-        ({"look": {"every_epochs": 7}}, set()),
+        ({"online_evaluation": {"every_epochs": 7}}, set()),
         (runs(crop_scale=[0.25, 1.0]), {"runs/mae/run.json"}),
         (runs(zero_stage=0), set()),
         ({"features": "bf16"}, FEATURES),
@@ -169,7 +169,7 @@ EVALUATIONS = {f"evaluations/mae/{name}.json" for name in ("knn", "clustering")}
     ],
     ids=(
         "nothing",
-        "how often it is looked at",
+        "how often it is evaluated",
         "a recipe",
         "how it is computed",
         "precision",

@@ -563,7 +563,7 @@ def audit(here: Here) -> Outcome:
     should: dict[str, bool] = {}
     for recipe, most in (("mae", 3000), ("ct_aug", 2500), ("fine_tune", 2600)):
         stage, encoder = stage_of(here, recipe, "large", 8)
-        steps = 9  # from 10 on, every tenth looks at the embedding, too
+        steps = 9  # from 10 on, every tenth checks the embedding, too
         batch = random_batch(stage, encoder, 8)
         with trainer_of(here, stage, encoder, steps + 5) as trainer:
             batch = packed(batch, trainer.objective.draw, here.cuda)

@@ -54,7 +54,7 @@ TIMED, TIMED_SECONDS = 60, 6
 """Steps of each stage that are timed for it, or fewer in so many seconds."""
 SURE = 0.85
 """Part of its time that is planned."""
-LOOKS = 20
+EVALUATIONS = 20
 """At an encoder while a stage trains, at most."""
 
 
@@ -254,11 +254,11 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
     for name, own in plan["stages"].items():
         stage, encoder = stage_for(name, plan["encoder"])
         stage = stage.model_copy(update={"epochs": own["epochs"]})
-        look = OnlineEvaluation(every_epochs=-(-stage.epochs // LOOKS))
+        online = OnlineEvaluation(every_epochs=-(-stage.epochs // EVALUATIONS))
         run = RunInputs(
             work / name, work / "shards", stage, encoder, 0, source, resize=encoder.image_size
         )
-        if train(Until(here.cuda, moment), run, look=look) != "done":
+        if train(Until(here.cuda, moment), run, online=online) != "done":
             return {"status": "goes on"}
         source = run.folder
     return {"status": "passed"}
@@ -267,8 +267,8 @@ def training(options: argparse.Namespace) -> dict[str, Any]:
 def learned(work: Path) -> dict[str, Any]:
     """What the last training was to do, and what each stage has learned so far.
 
-    A curve has, at each look, the epoch, the mean loss since the look before and the accuracy of
-    k-NN, in percent, on a held-out part of the training images.
+    A curve has, at each online evaluation, the epoch, the mean loss since the one before and the
+    accuracy of k-NN, in percent, on a held-out part of the training images.
     """
     if not (work / "plan.json").exists():
         return {}
@@ -281,9 +281,9 @@ def learned(work: Path) -> dict[str, Any]:
                 entry = json.loads(line)
                 losses.append(entry["loss"])
                 own["trained"] = entry["epoch"]
-                if "look_knn" in entry:
+                if "online_knn" in entry:
                     mean = sum(losses) / len(losses)
-                    knn = entry["look_knn"]
+                    knn = entry["online_knn"]
                     curve.append({"epoch": entry["epoch"], "loss": mean, "knn": knn})
                     losses = []
         own["curve"] = curve
@@ -465,8 +465,8 @@ def curves(plan: dict[str, Any]) -> list[str]:
         seen = own["curve"]
         few = seen[:: max(1, len(seen) // 5)] if seen else []
         few += seen[-1:] if seen and few[-1] != seen[-1] else []
-        knn = ", ".join(f"{look['knn']:.1f} ({look['epoch']:.0f})" for look in few)
-        loss = ", ".join(f"{look['loss']:.3g}" for look in few)
+        knn = ", ".join(f"{one['knn']:.1f} ({one['epoch']:.0f})" for one in few)
+        loss = ", ".join(f"{one['loss']:.3g}" for one in few)
         epochs = f"{own.get('trained', 0):.0f} of {own['epochs']}, {own['epochs_of_recipe']}"
         out.append(f"| {name} | {own['images_per_second']:,.0f} | {epochs} | {knn} | {loss} |")
     return out

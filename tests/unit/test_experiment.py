@@ -951,7 +951,7 @@ def test_editors_accept_all_experiments_and_no_misspelt_key(tmp_path, capsys):
         (("runs", "mae_tiny"), "sise", "tiny"),
         (("datasets", "digits"), "kinds", "digits"),
         ((), "tables", ["low_shots"]),
-        (("look",), "every_epochs", "five"),
+        (("online_evaluation",), "every_epochs", "five"),
     ):
         wrong = copy.deepcopy(told)
         functools.reduce(dict.__getitem__, path, wrong)[key] = value

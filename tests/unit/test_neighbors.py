@@ -80,7 +80,7 @@ def test_features_tell_how_often_the_nearest_is_right(tmp_path: Path, right: flo
 
 def test_what_is_nearest_to_the_look_up_counts(experiment: Experiment) -> None:
     mae = experiment.root / "features/mae_tiny/digits-train.safetensors"
-    logged(experiment, "mae_tiny", look_neighbors=[10.0, 30.0])
+    logged(experiment, "mae_tiny", online_neighbors=[10.0, 30.0])
     found = measured(experiment, "ct_min_tiny")
     assert found is not None and found.percent == 30.0  # the last online evaluation
     assert found.source == "online evaluation of mae_tiny"
@@ -90,16 +90,16 @@ def test_what_is_nearest_to_the_look_up_counts(experiment: Experiment) -> None:
     logged(experiment, "head_min_tiny", lookup_accuracy=[90.0] * 5 + [LEAST - 2, LEAST] * 5)
     found = measured(experiment, "ct_min_tiny")
     assert found is not None and found.percent == LEAST - 1  # of the last ten entries
-    assert found.source == "look-ups of head_min_tiny"
+    assert found.source == "lookups of head_min_tiny"
     logged(experiment, "ct_min_tiny", lookup_accuracy=[LEAST + 1])
-    assert warnings(experiment) == []  # its own look-ups have become good enough
+    assert warnings(experiment) == []  # its own lookups have become good enough
 
 
 def test_only_tuning_with_crops_and_a_look_up_is_warned_of_and_once(
     experiment: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for run in ("mae_tiny", "mae_tiny-s1"):
-        logged(experiment, run, look_neighbors=[LEAST - 0.6])
+        logged(experiment, run, online_neighbors=[LEAST - 0.6])
     (line,) = warnings(experiment)
     assert line.startswith(f"ct_min_tiny: {LEAST - 0.6:.0f} % of its neighbours are of the right")
     assert "online evaluation of mae_tiny" in line and "ct_aug" in line

@@ -39,7 +39,7 @@ from maect.tools.new_experiment import (
     outlook,
     without_training,
 )
-from maect.tools.own_images import find_splits, look_at
+from maect.tools.own_images import find_splits, inspect_images
 from maect.tools.own_training import FEWEST_STEPS, HOUR, PROBES, weights
 from maect.tools.plan import Device, all_jobs, make_plan, wall
 from maect.tools.speed import busy
@@ -476,7 +476,7 @@ def test_how_odd_images_are_read_is_stated(tmp_path):
 
 
 def test_evaluations_that_the_images_allow(own):
-    images = look_at(in_classes(own, 10))  # 22 classes
+    images = inspect_images(in_classes(own, 10))  # 22 classes
     assert evaluated(images, set(), 23, "tiny")[0] == [
         "knn", "linear_probe", "low_shot", "clustering", "retrieval", "umap", "explore",
     ]  # fmt: skip
@@ -536,7 +536,7 @@ def test_images_that_sharding_would_refuse_are_named(own, tmp_path, what):
     assert not list(tmp_path.glob("mine*"))
     text = new_experiment(own, tmp_path / "mine.yaml", skip_unreadable=True)
     assert "skip_unreadable: true" in text
-    assert "# 1 of 110 images looked at cannot be read: left out.\n" in text
+    assert "# 1 of 110 images inspected cannot be read: left out.\n" in text
     assert "# 110 of 220 images were opened: sharding opens all, and names those" in text
     assert "# Up to 198 images to train on" in text
 

@@ -40,7 +40,7 @@ def test_every_table_and_figure_is_asked_for(name):
     assert set(experiment.tables) == {one for one in TABLE_NAMES if home(one) not in elsewhere}
     assert set(experiment.figures) == set(FIGURES) - {"gain_by_precision"} - (
         set()
-        if experiment.spec.look
+        if experiment.spec.online_evaluation
         else {"reconstructions", "neighbors_in_training", "knn_per_block"}
     )
 

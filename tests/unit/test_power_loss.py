@@ -64,7 +64,7 @@ class Disk:
         self._forced: dict[int, Any] = {}
         self._lock = threading.RLock()
         root.mkdir()
-        self._look()
+        self._observe()
         self._forced |= self.moments[0].folders
         for name in CHANGES:
             monkeypatch.setattr(os, name, self._recorded(getattr(os, name)))
@@ -74,28 +74,28 @@ class Disk:
         """Note that from now on something has to survive."""
         with self._lock:
             self._told += (promise,)
-            self._look()
+            self._observe()
 
     def _recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             with self._lock:
-                self._look()
+                self._observe()
                 result = function(*arguments, **named)
-                self._look()
+                self._observe()
                 return result
 
         return call
 
     def _force(self, descriptor: int) -> None:
         with self._lock:
-            moment = self._look()
+            moment = self._observe()
             inode = os.fstat(descriptor).st_ino
             known = moment.folders if inode in moment.folders else moment.files
             if inode in known:
                 self._forced = self._forced | {inode: known[inode]}
-            self._look()
+            self._observe()
 
-    def _look(self) -> Moment:
+    def _observe(self) -> Moment:
         folders: dict[int, Entries] = {}
         contents: dict[int, bytes] = {}
         self._walk(self.root, folders, contents)

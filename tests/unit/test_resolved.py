@@ -109,13 +109,14 @@ def test_an_oracle_needs_labels(tmp_path: Path) -> None:
         load_recipe("ct_min", "tiny", changes).training_images(index)
 
 
-def test_looks_are_in_the_file_and_no_part_of_the_run(tmp_path: Path) -> None:
+def test_online_evaluation_is_in_the_file_and_no_part_of_the_run(tmp_path: Path) -> None:
     plain, run = tuning(tmp_path), tmp_path / "runs/ct/config.yaml"
-    looked = plain.model_copy(update={"look": OnlineEvaluation(every_epochs=2, images=100)})
-    looked.write(run)
-    assert RunConfig.read(run) == looked and looked.digest == plain.digest
-    with pytest.raises(UserError, match=r"look\.every_epochs: .* greater than 0"):
-        RunConfig.read(run, ["look.every_epochs=0"])
+    online = OnlineEvaluation(every_epochs=2, images=100)
+    evaluated = plain.model_copy(update={"online_evaluation": online})
+    evaluated.write(run)
+    assert RunConfig.read(run) == evaluated and evaluated.digest == plain.digest
+    with pytest.raises(UserError, match=r"online_evaluation\.every_epochs: .* greater than 0"):
+        RunConfig.read(run, ["online_evaluation.every_epochs=0"])
 
 
 def test_results_may_move(tmp_path: Path) -> None:
@@ -328,13 +329,13 @@ def test_a_change_that_asks_for_other_inputs_must_name_them(
     assert not Path(out).exists()
 
 
-def test_an_experiments_looks_are_those_of_its_trainings(tmp_path: Path) -> None:
+def test_an_experiments_online_evaluation_is_that_of_its_trainings(tmp_path: Path) -> None:
     text = Path("workflow/experiments/digits.yaml").read_text()
-    text = re.sub(r"(?m)^look:.*\n", "", text)
+    text = re.sub(r"(?m)^online_evaluation:.*\n", "", text)
     (tmp_path / "unseen.yaml").write_text(text)
-    (tmp_path / "seen.yaml").write_text(text + "look: {every_epochs: 3}\n")
-    plain, looked = load(tmp_path / "unseen.yaml"), load(tmp_path / "seen.yaml")
-    assert run_config(plain, "mae_tiny").look is None
-    config = run_config(looked, "mae_tiny")
-    assert config.look == OnlineEvaluation(every_epochs=3)
+    (tmp_path / "seen.yaml").write_text(text + "online_evaluation: {every_epochs: 3}\n")
+    plain, evaluated = load(tmp_path / "unseen.yaml"), load(tmp_path / "seen.yaml")
+    assert run_config(plain, "mae_tiny").online_evaluation is None
+    config = run_config(evaluated, "mae_tiny")
+    assert config.online_evaluation == OnlineEvaluation(every_epochs=3)
     assert config.digest == run_config(plain, "mae_tiny").digest

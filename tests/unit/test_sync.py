@@ -14,14 +14,14 @@ from maect.tools import sync
 
 
 def write_run(folder: Path, steps: int) -> Path:
-    """A run that has come so far; it was looked at in every third step."""
-    (folder / "looks").mkdir(parents=True, exist_ok=True)
+    """A run that has come so far; it was evaluated at in every third step."""
+    (folder / "online").mkdir(parents=True, exist_ok=True)
     lines = (
         line_of(n, {"loss": 2.0 - n / 10}, {"device_seconds": n / 2}) for n in range(1, steps + 1)
     )
     (folder / "metrics.jsonl").write_text("".join(lines))
     for step in range(3, steps + 1, 3):
-        Image.new("RGB", (9, 9)).save(folder / f"looks/neighbors-{step:08d}.jpg")
+        Image.new("RGB", (9, 9)).save(folder / f"online/neighbors-{step:08d}.jpg")
     (folder / "config.yaml").write_text("run: ct\nsettings: {epochs: 4, head: {topk: 1}}\n")
     return folder
 
@@ -50,8 +50,8 @@ def test_only_what_is_new_is_copied(
     run = write_run(tmp_path / "ct", 3)
     assert main(["sync", "wandb", str(run), "--project", "birds"]) == 0
     assert "3 new steps to wandb" in capsys.readouterr().out
-    looked = (3, 1.7, 1.5, ["neighbors"])
-    first = [("ct", "birds", None, 4), (1, 1.9, 0.5, []), (2, 1.8, 1.0, []), looked, False]
+    evaluated = (3, 1.7, 1.5, ["neighbors"])
+    first = [("ct", "birds", None, 4), (1, 1.9, 0.5, []), (2, 1.8, 1.0, []), evaluated, False]
     assert Recorder.calls == first
     assert main(["sync", "wandb", str(run)]) == 0
     assert Recorder.calls == first  # nothing was new
@@ -104,7 +104,8 @@ def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     history = client.get_metric_history(id, "loss")
     assert [(m.step, m.value) for m in history] == [(1, 1.9), (2, 1.8), (3, 1.7), (4, 1.6)]
     assert client.get_run(id).data.params["settings.head.topk"] == "1"
-    assert [f.path for f in client.list_artifacts(id, "looks")] == ["looks/neighbors-00000003.jpg"]
+    files = client.list_artifacts(id, "online")
+    assert [file.path for file in files] == ["online/neighbors-00000003.jpg"]
 
 
 def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

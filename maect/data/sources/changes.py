@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 FILES = "files.json"
 MOST = 50_000
-"""Files that are looked at again: more would delay every start."""
+"""Files that are compared again: more would delay every start."""
 COMPARED = 200
 """Images whose content is compared again, where the time of their file has changed."""
 
@@ -30,7 +30,7 @@ def note_files(out: Path, source: ImageSource, entries: Iterable[Entry]) -> None
     """Write beside shards names, sizes and times of the files with the images, if these are few."""
     names = _files(source, entries)
     if len(names) <= MOST:
-        write_record(out / FILES, {"files": dict(sorted(_looks(source, names).items()))})
+        write_record(out / FILES, {"files": dict(sorted(_stats(source, names).items()))})
 
 
 def _files(source: ImageSource, entries: Iterable[Entry]) -> set[str]:
@@ -44,16 +44,16 @@ def _text(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
-def _looks(source: ImageSource, names: Iterable[str]) -> dict[str, Stat]:
-    """Return how each file looks from outside."""
-    looks = {}
+def _stats(source: ImageSource, names: Iterable[str]) -> dict[str, Stat]:
+    """Return the size and time of each file."""
+    stats = {}
     for name in names:
         try:
             status = os.stat(source.root / name)
-            looks[_text(name)] = status.st_size, status.st_mtime_ns
+            stats[_text(name)] = status.st_size, status.st_mtime_ns
         except OSError:
-            looks[_text(name)] = -1, 0
-    return looks
+            stats[_text(name)] = -1, 0
+    return stats
 
 
 def _noted(out: Path) -> dict[str, Stat]:
@@ -125,7 +125,7 @@ def changes(out: Path, images: Path | None = None) -> Changes | None:
         if not known.exists():
             return _other_classes(before, source, plan["class_names"])
         noted, listing = _noted(out), source.listing()
-        now = _looks(source, _files(source, listing.entries))
+        now = _stats(source, _files(source, listing.entries))
         if [*now] == [source.path.name] and [*noted] == [before.name]:  # one file, called otherwise
             now = {before.name: now[source.path.name]}
         both = now.keys() & noted.keys()
@@ -206,7 +206,7 @@ def may_differ(out: Path, images: Path) -> bool:
         return True
     try:
         source = open_source(plan["kind"], images)
-        return _looks(source, _files(source, source.listing().entries)) != _noted(out)
+        return _stats(source, _files(source, source.listing().entries)) != _noted(out)
     except (UserError, KeyError, ValueError, OSError):
         return False
 

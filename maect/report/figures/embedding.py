@@ -20,7 +20,7 @@ from maect.report.figures.data import Classes, read_tensors, result_files, row_t
 from maect.report.registry import FIGURES
 from maect.report.tables import measured, paper_value
 
-LEGEND_CLASSES = 32  # as many as have a look of their own
+LEGEND_CLASSES = 32  # as many as have a style of their own
 COLUMNS = 4
 SHORT = 3  # letters
 LONGEST = 14  # letters of a name in a panel
@@ -73,8 +73,8 @@ def _scatter(axes: Axes, points: np.ndarray, labels: np.ndarray, known: Sequence
     if len(points) > DENSE and len(known) <= len(
         CLASS_COLORS
     ):  # where points overlap, no class wins
-        looks = {number: class_style(position)[0] for position, number in enumerate(known)}
-        colors = [looks.get(number, MISSING) for number in labels[order].tolist()]
+        styles = {number: class_style(position)[0] for position, number in enumerate(known)}
+        colors = [styles.get(number, MISSING) for number in labels[order].tolist()]
         axes.scatter(points[order, 0], points[order, 1], c=colors, **options)
         return
     for number in np.unique(labels):

@@ -23,7 +23,7 @@ from maect.report.figures.data import (
 COLUMNS = 2
 NAMED_CLASSES = 20  # with more, names would overlap
 WRONG = "#D55E00"
-NOT_LOOKED_AT = "No run was looked at while it trained: give the experiment a `look`."
+NOT_EVALUATED = "No run was evaluated while it trained: add `online_evaluation` to the experiment."
 
 
 def confusion(shown: ShownConfig) -> Figure:
@@ -177,26 +177,26 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
 
 def reconstructions(shown: ShownConfig) -> Figure:
     """Of each pre-training: visible patches, what is made of them, and the image, over time."""
-    return _looks(shown, "reconstructions")
+    return _online_pictures(shown, "reconstructions")
 
 
 def neighbors_in_training(shown: ShownConfig) -> Figure:
     """Of each training: images (left) and the nearest others, over time."""
-    return _looks(shown, "neighbors")
+    return _online_pictures(shown, "neighbors")
 
 
-def _looks(shown: ShownConfig, name: str) -> Figure:
-    """Pictures of the first, a middle and the last look of every run behind the rows, if any."""
+def _online_pictures(shown: ShownConfig, name: str) -> Figure:
+    """First, middle and last pictures of online evaluation of every run behind the rows, if any."""
     drawn: list[tuple[str, Path]] = []
     for node in finished_runs(shown):
-        files = sorted((shown.runs / node.name / "looks").glob(f"{name}-*.jpg"))
+        files = sorted((shown.runs / node.name / "online").glob(f"{name}-*.jpg"))
         chosen = dict.fromkeys((0, len(files) // 2, len(files) - 1)) if files else ()
         for number in chosen:
             drawn.append((f"{node.name}, step {int(files[number].stem[-8:]):,}", files[number]))
     if not drawn:
         figure, axes = panels(1, 1, height=1.0)
         blank(axes)
-        axes[0].text(0.5, 0.5, NOT_LOOKED_AT, ha="center", va="center")
+        axes[0].text(0.5, 0.5, NOT_EVALUATED, ha="center", va="center")
         return figure
     sheets = [np.asarray(Image.open(path)) for _, path in drawn]
     columns = 1 if name == "reconstructions" else min(3, len(drawn))

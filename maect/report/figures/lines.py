@@ -44,19 +44,19 @@ LABELS = {
     "low_shot_10pct": "10 %",
     "fine_tune": "100 %",
 }
-LOOKS = {
-    "look_knn": ("k-NN at looks", "accuracy on training images (%)"),
-    "look_rank_me": ("RankMe", "effective rank"),
-    "look_uniformity": ("uniformity", "uniformity"),
-    "look_alignment": ("alignment", "alignment"),
+ONLINE = {
+    "online_knn": ("online k-NN", "accuracy on training images (%)"),
+    "online_rank_me": ("RankMe", "effective rank"),
+    "online_uniformity": ("uniformity", "uniformity"),
+    "online_alignment": ("alignment", "alignment"),
 }
-"""Panel and unit of what looks at an encoder find while it trains."""
+"""Panel and unit of each value of an online evaluation."""
 LETTERS = 13  # an inch of a title, at its size
 POINTS = 200  # more than a page shows: longer curves are averaged down to this
 # Whatever is beside the line is the paper's, whatever is filled was measured.
 _PAPER = Line2D([], [], color="#777777", marker="o", fillstyle="none", linestyle="", label="paper")
 _RECORDED = Line2D([], [], color="#777777", marker="+", linestyle="", label="hours as recorded")
-_LOOKS = Line2D([], [], color="#777777", linewidth=0.9, label="while training, on training images")
+_ONLINE = Line2D([], [], color="#777777", linewidth=0.9, label="while training, on training images")
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def knn_compute(shown: ShownConfig) -> Figure:
     frame = build_table("low_shot", shown.rows, shown.evaluations)[[*KEYS, "knn", "knn_std"]]
     known = {line[:2]: line[2:] for line in frame.itertuples(index=False, name=None)}
     figure, (ax,) = panels(1, 1, height=3.2)
-    drawn, looked = set[str](), False
+    drawn, online = set[str](), False
     for number, row in enumerate(shown.rows):
         done = [run for run in row.runs if is_finished(shown.runs / run)]
         accuracy, std = known[row.architecture, row.method]
@@ -166,13 +166,15 @@ def knn_compute(shown: ShownConfig) -> Figure:
             if not steps:
                 raise UserError(f"{shown.runs / record.run}: has no metrics.jsonl")
             flops = flops_of_step(record) / 1e15
-            looks = [(before + flops * s["step"], s["look_knn"]) for s in steps if "look_knn" in s]
+            found = [
+                (before + flops * s["step"], s["online_knn"]) for s in steps if "online_knn" in s
+            ]
             # A line begins where that of the model before it ends.
-            line = (looks or line)[-1:] if record.run in drawn else [*line, *looks]
+            line = (found or line)[-1:] if record.run in drawn else [*line, *found]
             drawn.add(record.run)
             before += flops * steps[-1]["step"]
         if line:
-            looked = True
+            online = True
             marker = "." if len(line) == 1 else ""
             ax.plot(*zip(*line, strict=True), color=color, linewidth=0.9, marker=marker)
         ax.errorbar(
@@ -185,12 +187,12 @@ def knn_compute(shown: ShownConfig) -> Figure:
     ax.set(xlabel="operations of training (10$^{15}$)", ylabel="k-NN accuracy (%)")
     ax.set_xlim(left=0)
     handles, _ = ax.get_legend_handles_labels()
-    ax.legend(handles=[*handles, _LOOKS] if looked else handles, loc="best")
+    ax.legend(handles=[*handles, _ONLINE] if online else handles, loc="best")
     return figure
 
 
 def gain_by_precision(shown: ShownConfig) -> Figure:
-    """k-NN accuracy that tuning adds, against how often its look-up was right while it trained.
+    """k-NN accuracy that tuning adds, against how often its lookup was right while it trained.
 
     Raises:
         UserError: no tuned run has both, beside the k-NN of the run that it begins with.
@@ -225,22 +227,22 @@ def gain_by_precision(shown: ShownConfig) -> Figure:
         if lookup == "none":  # the other view, which is right but no neighbour
             ax.axhline(
                 gain, color=COLORS[number], linestyle=":", linewidth=0.9,
-                label=f"{augmentation}, no look-up",
+                label=f"{augmentation}, no lookup",
             )  # fmt: skip
             continue
         ax.errorbar(
             [part], [gain], yerr=[std], color=COLORS[number], marker=MARKERS[number],
             fillstyle="none", markersize=8, linestyle="", capsize=2,
-            label=f"{augmentation}, look-up",
+            label=f"{augmentation}, lookup",
         )  # fmt: skip
     ax.axhline(0, color="#777777", linewidth=0.7)
-    ax.set(xlabel="look-ups of the right class (%)", ylabel="k-NN, gain over MAE (points)")
+    ax.set(xlabel="lookups of the right class (%)", ylabel="k-NN, gain over MAE (points)")
     ax.legend()
     return figure
 
 
 def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
-    """Augmentation, kind of look-up, percent of look-ups that were right, and points of k-NN.
+    """Augmentation, kind of lookup, percent of lookups that were right, and points of k-NN.
 
     None of a run that is not tuned with neighbours, or that has no k-NN or whose MAE has none.
     """
@@ -418,7 +420,7 @@ def training_curves(shown: ShownConfig) -> Figure:
 
     Losses of different stages are not comparable. Where a pre-training has two, MAE's is beside
     that of others, and NNCLR's has a panel of its own. So has what was found where encoders were
-    looked at while they trained: k-NN accuracy on training images, RankMe, uniformity, alignment.
+    evaluated while they trained: k-NN accuracy on training images, RankMe, uniformity, alignment.
 
     Raises:
         UserError: nothing to draw, or a file without epochs and losses.
@@ -440,11 +442,11 @@ def training_curves(shown: ShownConfig) -> Figure:
             nnclr = drawn.setdefault(f"{title}, NNCLR", {})
             nnclr[node.name] = curve(lines, "epoch", "loss_nnclr")
         # A head is trained on an encoder that stays as it is.
-        for key, (what, unit) in LOOKS.items() if STAGES[node.stage].trains_encoder else ():
-            looks = curve(lines, "epoch", key)
-            if len(looks[0]):
+        for key, (what, unit) in ONLINE.items() if STAGES[node.stage].trains_encoder else ():
+            evaluated = curve(lines, "epoch", key)
+            if len(evaluated[0]):
                 units[f"{title}, {what}"] = unit
-                drawn.setdefault(f"{title}, {what}", {})[node.name] = looks
+                drawn.setdefault(f"{title}, {what}", {})[node.name] = evaluated
     drawn = {title: runs for title, runs in drawn.items() if runs}
     if not drawn:
         raise UserError("training curves: no run to draw")

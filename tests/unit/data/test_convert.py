@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from maect.core.errors import UserError
 from maect.core.settings import digest
 from maect.data.convert import (
-    look,
+    inspect_image,
     make_ready,
     picture_of,
     ready_array,
@@ -281,7 +281,7 @@ def test_deep_colors_by_their_range(kind: str, channels: int) -> None:
         assert abs(made - expected).max() <= 1
     else:
         assert np.array_equal(made, np.broadcast_to(expected[..., :3], made.shape))
-    seen = look(data)
+    seen = inspect_image(data)
     assert seen.channels == min(channels, 3) and seen.values is not None
     assert 100 <= seen.values[0] < 120 and 4080 < seen.values[1] <= 4095
     assert seen.transparent == (channels == 4 and kind == "PNG")
@@ -420,11 +420,11 @@ def test_arrays_and_pictures_are_made_ready_alike() -> None:
 def test_what_shows_through_is_no_channel_of_a_tiff() -> None:
     values = colors(1, 4)
     data = tiff(values, photometric="rgb", extrasamples=["unassalpha"])
-    assert look(data).channels == 3
+    assert inspect_image(data).channels == 3
     made = np.asarray(open_rgb(make_ready(data, Pixels(range=(100, 4095))).data)[0])
     assert np.array_equal(made, np.rint(255 * (values[..., :3].astype(float) - 100) / 3995))
     bands = tiff(values, photometric="minisblack", planarconfig="contig")  # say nothing of it
-    assert look(bands).channels == 4
+    assert inspect_image(bands).channels == 4
 
 
 @pytest.mark.parametrize("code", range(1, 9))
@@ -439,19 +439,19 @@ def test_a_deep_tiff_is_upright_as_pillow_turns_it(code: int) -> None:
         assert (ready.height, ready.width) == upright.shape
         grey = np.asarray(open_rgb(ready.data)[0])[..., 0]
         assert np.array_equal(grey, np.rint(255 * (upright.astype(float) - 100) / 3995))
-    assert (look(data).height, look(data).width) == upright.shape
+    assert (inspect_image(data).height, inspect_image(data).width) == upright.shape
 
 
 def test_one_bit_is_black_and_white_whatever_the_range() -> None:
     data = tiff(scan(1) > 2000, photometric="minisblack")
-    assert look(data).values is None
+    assert inspect_image(data).values is None
     made = np.asarray(open_rgb(make_ready(data, Pixels(range=(0, 4095))).data)[0])
     assert np.array_equal(made[..., 0] == 255, scan(1) > 2000) and set(np.unique(made)) == {0, 255}
 
 
 def test_values_that_are_no_brightness_are_refused() -> None:
     for data in (tiff(scan(1).astype(np.complex64)), npy(scan(1) > 2000)):
-        for read in (look, lambda data: make_ready(data, DEEP)):
+        for read in (inspect_image, lambda data: make_ready(data, DEEP)):
             with pytest.raises(UnreadableError, match=r"values of type (complex64|bool)"):
                 read(data)
 

@@ -180,7 +180,7 @@ def test_steps_train_what_the_stage_trains(rank: Rank) -> None:
 
 
 def test_the_trainers_own_steps_are_timed(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Augmentation, both passes, update, averages and the embedding's look, once a step each."""
+    """Augmentation, both passes, update, averages and the embedding's check, once a step each."""
     stage = load_recipe("ct_aug", "tiny")
     objective = stage.objective(SMALL, 0)
     calls: Counter[str] = Counter()

@@ -268,10 +268,10 @@ class World:
             self.at(self.now + 5, lambda: self.begin(job, restart))
 
     def begin(self, job: Job, restart: int) -> None:
-        """The ranks look whether they are meant, and take the right to write."""
+        """The ranks check whether they are meant, and take the right to write."""
         if job.state != "RUNNING" or job.restarts != restart:
             return
-        if self.done or not self.is_meant(job):  # a training looks whether it is complete
+        if self.done or not self.is_meant(job):  # a training checks whether it is complete
             self.end(job, "COMPLETED")
             return
         others = [training for training in self.trainings if training.alive]
@@ -418,7 +418,7 @@ class World:
                 job.state = "CANCELLED"
         return 0, "", ""
 
-    def submit(self, folder: File, job: record.Job, look: Callable[[], None]) -> dict[str, object]:
+    def submit(self, folder: File, job: record.Job, watch: Callable[[], None]) -> dict[str, object]:
         """The process that calls sbatch; it outlives a launcher that is killed."""
         fault = None
         if self._pending and self._pending[0].at <= self.now:

@@ -70,7 +70,7 @@ def test_progress_line():
     line = progress.describe(report)
     assert line == "epoch 3/100  step 120/4000  loss 0.5123  812 images/s  00:32:20 left"
     line = progress.describe({"loss": 1.0, "knn": 61.52, "images_per_second": 7.0})
-    assert line == "loss 1.0000  look k-NN 61.5 %  7 images/s"
+    assert line == "loss 1.0000  online k-NN 61.5 %  7 images/s"
     assert progress.describe({"knn": None}) == ""
     # A resumed attempt's speed is that of its own steps; before the second step it is unknown.
     assert progress.seconds_left({"step": 20, "first_step": 20, "steps": 40, "seconds": 0}) is None

@@ -111,4 +111,4 @@ def test_outcomes(tmp_path: Path, job: Job, changes: dict, rank: dict | None, ou
         value = {"rank": 0, "end": None} | (said if rank.get("end") == "error" else {}) | rank
         rank_file(tmp_path, job.name, 0).write_text(json.dumps(value))
     state = state_of(tmp_path, ended, clusters())
-    assert (state.look.phase, state.outcome) == ("ended", outcome)
+    assert (state.notice.phase, state.outcome) == ("ended", outcome)

@@ -43,7 +43,7 @@ def job(tmp_path):
 def test_words_of_squeue(tmp_path, commands, job, word, phase, grace, final):
     cluster = Slurm()
     commands.says("squeue", f"7|{word}|None|maect-a-1\n")
-    state = cluster.look(tmp_path, job)
+    state = cluster.poll(tmp_path, job)
     assert (state.phase, state.grace, state.final) == (phase, grace, final)
     assert not commands.asked("sacct")
 
@@ -52,11 +52,11 @@ def test_a_clock_that_is_set_back_blinds_nobody(tmp_path, commands, job, clock):
     cluster = Slurm()
     job.submitted = clock.time()
     commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
-    assert cluster.look(tmp_path, job).phase == "running"
+    assert cluster.poll(tmp_path, job).phase == "running"
     clock.set_back(3600)
     commands.says("squeue", "7|FAILED|None|maect-a-1\n")
-    assert cluster.look(tmp_path, job).phase == "ended"
-    cluster.look(tmp_path, job)
+    assert cluster.poll(tmp_path, job).phase == "ended"
+    cluster.poll(tmp_path, job)
     assert len(commands.asked("squeue")) == 2, "and SLURM is asked no more often"
 
 
@@ -78,10 +78,10 @@ def test_words_of_sacct(tmp_path, commands, job, clock, says, phase, final):
     cluster = Slurm()
     commands.says("squeue", "")
     commands.says("sacct", says)
-    state = cluster.look(tmp_path, job)
+    state = cluster.poll(tmp_path, job)
     assert (state.phase, state.final) == (phase, final)
     assert says.endswith("-1\n") or (state.text, state.grace) == ("unknown to SLURM", 1)
-    cluster.look(tmp_path, job)
+    cluster.poll(tmp_path, job)
     assert len(commands.asked("sacct")) == 1, "asked again within the interval"
 
 
@@ -101,9 +101,9 @@ def test_only_the_controller_knows_that_there_is_no_such_job(
     commands.says("squeue", "8|RUNNING|None|another\n")
     (commands.folder / "scontrol.fails").unlink()
     commands.says("scontrol", scontrol)
-    assert Slurm().look(tmp_path, job).phase == phase
+    assert Slurm().poll(tmp_path, job).phase == phase
     commands.fails("scontrol", "slurm_load_jobs error: Unable to contact slurm controller")
-    assert Slurm().look(tmp_path, job).phase == "unknown"
+    assert Slurm().poll(tmp_path, job).phase == "unknown"
 
 
 def test_unknown_to_another_cluster_is_no_verdict(tmp_path, commands, job):
@@ -113,12 +113,12 @@ def test_unknown_to_another_cluster_is_no_verdict(tmp_path, commands, job):
         f"echo {UNKNOWN} >&2\nexit 1\n"
     )
     job.site = "there"
-    assert Slurm().look(tmp_path, job).text == "unknown to SLURM"
+    assert Slurm().poll(tmp_path, job).text == "unknown to SLURM"
     job.site = "here"
     for job.id in ("7", None):
         shutil.rmtree(tmp_path / "cache")
         with pytest.raises(UserError, match=r"submitted to the cluster here, and this is there"):
-            Slurm().look(tmp_path, job)
+            Slurm().poll(tmp_path, job)
 
 
 def test_a_shared_answer_alone_does_not_say_that_nothing_was_submitted(tmp_path, commands, job):
@@ -126,9 +126,9 @@ def test_a_shared_answer_alone_does_not_say_that_nothing_was_submitted(tmp_path,
     job.id, job.state = None, "submitting"
     commands.says("squeue", "")
     cluster = Slurm()
-    assert cluster.look(tmp_path, job).text == "never submitted"
+    assert cluster.poll(tmp_path, job).text == "never submitted"
     commands.says("squeue", "7|PENDING|None|maect-a-1\n")
-    assert cluster.look(tmp_path, job).phase == "pending" and job.id == "7"
+    assert cluster.poll(tmp_path, job).phase == "pending" and job.id == "7"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_sacct_that_fails(tmp_path, commands, job, error, phase):
     cluster = Slurm()
     commands.says("squeue", "")
     commands.fails("sacct", error)
-    assert cluster.look(tmp_path, job).phase == phase
+    assert cluster.poll(tmp_path, job).phase == phase
 
 
 def test_no_sacct_on_this_cluster(tmp_path, commands, job, monkeypatch):
@@ -153,7 +153,7 @@ def test_no_sacct_on_this_cluster(tmp_path, commands, job, monkeypatch):
     monkeypatch.setenv("PATH", str(commands.folder))
     (commands.folder / "squeue").write_text("#!/bin/sh\n")
     (commands.folder / "scontrol").write_text(f"#!/bin/sh\necho {UNKNOWN} >&2\nexit 1\n")
-    state = cluster.look(tmp_path, job)
+    state = cluster.poll(tmp_path, job)
     assert (state.phase, state.grace) == ("ended", 1)
 
 
@@ -161,7 +161,7 @@ def test_squeue_that_fails_is_no_verdict_whatever_sacct_says(tmp_path, commands,
     cluster = Slurm()
     commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     commands.says("sacct", "FAILED\n")
-    assert cluster.look(tmp_path, job).phase == "unknown"
+    assert cluster.poll(tmp_path, job).phase == "unknown"
     assert not commands.asked("sacct")
 
 
@@ -169,9 +169,9 @@ def test_submitter_whose_clock_was_ahead_is_answered(tmp_path, commands, job, cl
     cluster = Slurm()
     job.submitted = clock.time() + 3600
     commands.says("squeue", "7|RUNNING|None|maect-a-1\n")
-    cluster.look(tmp_path, job)
+    cluster.poll(tmp_path, job)
     clock.sleep(1.1)
-    assert cluster.look(tmp_path, job).phase == "running"
+    assert cluster.poll(tmp_path, job).phase == "running"
 
 
 @pytest.mark.parametrize(
@@ -199,12 +199,12 @@ def test_job_that_lost_a_rank_and_is_not_ended(
     commands.says("scontrol", f"JobId=7 JobName=maect-a-1 Requeue=1 Restarts={restarts} Reboot=0")
     record.make_job_folder(tmp_path, job.name)
     record.log(tmp_path, job, 0).write_text(log)
-    assert cluster.look(tmp_path, job).phase == "running"
+    assert cluster.poll(tmp_path, job).phase == "running"
     clock.sleep(0.3)
     # The same answer says nothing new.
-    assert cluster.look(tmp_path, job).phase == "running"
+    assert cluster.poll(tmp_path, job).phase == "running"
     clock.sleep(1)
-    assert cluster.look(tmp_path, job).phase == phase
+    assert cluster.poll(tmp_path, job).phase == phase
 
 
 @pytest.mark.parametrize("word", ["RUNNING", "NODE_FAIL"])
@@ -217,14 +217,14 @@ def test_silence_of_slurm_ends_no_job(tmp_path, commands, job, clock, monkeypatc
     record.log(tmp_path, job, 0).write_text("maect: attempt 0\nsrun: error: n1: task 3: Killed\n")
     (commands.folder / "scontrol.fails").unlink()
     commands.says("scontrol", "JobId=7 JobName=maect-a-1 Requeue=1 Restarts=0 Reboot=0")
-    cluster.look(tmp_path, job)
+    cluster.poll(tmp_path, job)
     commands.fails("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
     for _ in range(4):
         clock.sleep(1)
-        assert cluster.look(tmp_path, job).phase in ("running", "unknown")
+        assert cluster.poll(tmp_path, job).phase in ("running", "unknown")
     (commands.folder / "squeue.fails").unlink()
     clock.sleep(1)
-    assert cluster.look(tmp_path, job).phase == "ended"
+    assert cluster.poll(tmp_path, job).phase == "ended"
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def test_home_that_is_full_or_without_locks(tmp_path, commands, job, clock, monk
     cluster = Slurm()
     (tmp_path / "cache").write_text("in the way of the folder")
     commands.says("squeue", "7|PENDING|None|maect-a-1\n")
-    assert cluster.look(tmp_path, job).phase == "pending"
-    assert cluster.look(tmp_path, job).phase == "pending"
+    assert cluster.poll(tmp_path, job).phase == "pending"
+    assert cluster.poll(tmp_path, job).phase == "pending"
     assert len(commands.asked("squeue")) == 1
     (tmp_path / "cache").unlink()
     cluster = Slurm()
@@ -259,7 +259,7 @@ def test_home_that_is_full_or_without_locks(tmp_path, commands, job, clock, monk
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(slurm.fcntl, "flock", refuse)
-    assert cluster.look(tmp_path, job).phase == "pending"
+    assert cluster.poll(tmp_path, job).phase == "pending"
     assert len(commands.asked("squeue")) == 2
 
 

@@ -87,7 +87,7 @@ def test_names_and_notes_are_whole_for_programs():
     assert lines[1].split() == ["why"] * 40
 
 
-def test_the_last_look_at_an_encoder(tmp_path):
+def test_the_last_online_evaluation(tmp_path):
     folder = tmp_path / "experiment/runs/mae"
     folder.mkdir(parents=True)
     write_record(folder / "run.json", {"run": "r", "stage": "pretrain", "images_per_second": 9.0})
@@ -96,12 +96,12 @@ def test_the_last_look_at_an_encoder(tmp_path):
     (folder / "metrics.jsonl").write_text(log)
     assert "k-NN" not in columns(status(tmp_path / "experiment")[1])[0]
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(line_of(3, {"loss": 1.0, "look_knn": 42.25}, timing))
+        file.write(line_of(3, {"loss": 1.0, "online_knn": 42.25}, timing))
         file.write(line_of(4, {"loss": 0.5}, timing))
     about, lines = status(tmp_path / "experiment")
-    assert about.endswith("look k-NN: on training images")
+    assert about.endswith("online k-NN: on training images")
     head, line = columns(lines)
-    assert "look k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
+    assert "online k-NN" in head and line.split()[-2:] == ["0.5000", "42.2"]
 
 
 def test_useful_time_and_stragglers(run, tmp_path):

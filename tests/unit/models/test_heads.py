@@ -148,7 +148,7 @@ def test_loss_and_lookup_against_loops(lookup, ema):
     head.queue_ids[:8] = ids  # own entries, to be left out
     head.queue[:8] = F.normalize(torch.randn(8, 6, dtype=torch.float64), dim=1)
     head.queue_labels[:] = torch.arange(32) % 3
-    if lookup == "oracle_right":  # every third look-up is to be wrong
+    if lookup == "oracle_right":  # every third lookup is to be wrong
         numbers = numbers + head.settings.topk * (torch.arange(16).reshape(2, 8) % 3 == 0)
     for copies in (False, True):
         if copies:  # as in a batch over the end of an epoch

@@ -119,12 +119,12 @@ def results(tmp_path, result, embedding) -> Path:
         more = {"lookup_accuracy": 40.0} if recipe == "ct_min" else {}
         lines = [{"epoch": n / 4, "loss": 2.0 - n / 100} | more for n in range(1, 40)]
         (folder / "metrics.jsonl").write_text(log_of(lines))
-        (folder / "looks").mkdir()
+        (folder / "online").mkdir()
         for step in (10, 20, 30, 39):
             for name in ("neighbors", "reconstructions")[: 1 + (recipe == "mae")]:
                 high = 36 if name == "neighbors" else 18
                 sheet = np.linspace(0, 255, 48 * high).reshape(high, 48).astype(np.uint8)
-                Image.fromarray(sheet).convert("RGB").save(folder / f"looks/{name}-{step:08d}.jpg")
+                Image.fromarray(sheet).convert("RGB").save(folder / f"online/{name}-{step:08d}.jpg")
     for number, run in enumerate(("mae_tiny", "ct_tiny")):
         embedding(run)
         for file, arrays in clusters(300 + 200 * number).items():
@@ -167,7 +167,7 @@ def test_the_papers_numbers_are_left_out_of_other_images(name, results, out):
 
 
 @pytest.mark.parametrize("name", ["reconstructions", "neighbors_in_training"])
-def test_runs_that_nobody_looked_at_are_no_error(name, evaluations, out):
+def test_runs_without_online_evaluation_are_no_error(name, evaluations, out):
     """A pipeline whose runs are of an earlier version still ends with a report."""
     draw(shown(name, evaluations), *out)
     with Image.open(out[1]) as image:
@@ -430,12 +430,12 @@ def test_curves_of_one_stage_share_a_panel(results, out):
 def test_compute_adds_up_and_what_was_shared_is_drawn_once(results):
     for run in ("mae_tiny", "head_tiny", "ct_tiny"):
         path = results.parent / "runs" / run / "metrics.jsonl"
-        looks = [
+        logged = [
             {key: step[key] for key in ("epoch", "loss")}
-            | ({"look_knn": step["step"]} if step["step"] % 13 == 0 else {})
+            | ({"online_knn": step["step"]} if step["step"] % 13 == 0 else {})
             for step in entries(path)
         ]
-        path.write_text(log_of(looks))
+        path.write_text(log_of(logged))
     (ax,) = knn_compute(shown("knn_compute", results)).axes
     first, second = (line.get_xydata() for line in ax.lines if len(line.get_xydata()) > 1)
     assert list(first[:, 1]) == [13, 26, 39]
@@ -479,11 +479,11 @@ def test_gain_is_of_the_mae_that_a_run_begins_with(results, result):
     (ax,) = gain_by_precision(shown("gain_by_precision", results, rows)).axes
     drawn = [line.get_xydata().tolist() for line in ax.lines if line.get_linestyle() != "None"]
     assert [[52.0, 6.0], [100.0, 8.0]] in drawn  # 85 and 87, of 79
-    assert [[0.0, 1.5], [1.0, 1.5]] in drawn  # without look-up: a height
+    assert [[0.0, 1.5], [1.0, 1.5]] in drawn  # without lookup: a height
     points = [line.get_xydata().tolist() for line in ax.lines if len(line.get_xydata()) == 1]
     assert [[40.0, 3.0]] in points
     legend = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert sorted(legend) == ["min, look-up", "min, no look-up", "min, oracle"]
+    assert sorted(legend) == ["min, lookup", "min, no lookup", "min, oracle"]
 
 
 def test_the_nnclr_loss_of_pretraining_has_a_panel_of_its_own(results):
@@ -515,7 +515,7 @@ def test_titles_of_panels_do_not_meet(results):
         (runs / run).mkdir(exist_ok=True)
         record = {"run": run, "stage": stage, "source": None, "device_hours": 0.5}
         write_record(runs / run / "run.json", record)
-        log = [{"epoch": n, "loss": 1.0, "look_knn": 40.0} for n in (1, 2)]
+        log = [{"epoch": n, "loss": 1.0, "online_knn": 40.0} for n in (1, 2)]
         (runs / run / "metrics.jsonl").write_text(log_of(log))
     rows = [Row("tiny", run, [run]) for run in ("mae_tiny", long, "ct_min_of_photographs")]
     with styled():
@@ -528,11 +528,11 @@ def test_titles_of_panels_do_not_meet(results):
     assert max(box.x1 for box in boxes) <= figure.bbox.x1
 
 
-def test_looks_at_the_encoder_have_a_panel_of_their_own(results):
+def test_online_evaluations_have_a_panel_of_their_own(results):
     before = len(training_curves(shown("training_curves", results)).axes)
     path = results.parent / "runs/mae_tiny/metrics.jsonl"
     with open(path, "a") as file:
-        file.write(log_of([{"epoch": 1, "loss": 1.0, "look_knn": 40.0}]))
+        file.write(log_of([{"epoch": 1, "loss": 1.0, "online_knn": 40.0}]))
     axes = training_curves(shown("training_curves", results)).axes
     assert len(axes) == before + 1 and "accuracy" in axes[-1].get_ylabel()
     assert axes[-1].lines[0].get_xydata().tolist() == [[1, 40]]

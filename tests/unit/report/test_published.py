@@ -90,14 +90,14 @@ def folder(tmp_path: Path, result, evaluations) -> Path:
     open_one = dict.fromkeys(claim, "") | {"verdict": "not measured", "statement": "It is large."}
     pd.DataFrame([claim, open_one]).to_csv(out / "claims.csv", index=False)
     write_json(out / "evaluations.json", {"asked": 16, "made": 16})
-    looks = pd.DataFrame({"run": "mae_micro", "step": [1, 2], "look_knn": [40.25, 41.5]})
-    looks.to_csv(out / "curves.csv", index=False)
+    curves = pd.DataFrame({"run": "mae_micro", "step": [1, 2], "online_knn": [40.25, 41.5]})
+    curves.to_csv(out / "curves.csv", index=False)
     (out / "found.md").write_text("# Mine\n\n{gains}\n\n{claims holds} of {claims not measured}.\n")
     (out / "after_tests.csv").write_text("methods,what\nct_min.*,its length\n")
     (out / "notes.md").write_text(
         "After {mae_micro.epochs} epochs k-NN {ct_min_micro/knn/knn}, of both "
         "{mean ct_min_micro/knn/knn} ({seeds ct_min_micro/knn/knn}), {gain ct_min_micro/knn/knn}; "
-        "look {mae_micro:look_knn}; {gain ct_min_micro/umap/x}.\n"
+        "online {mae_micro:online_knn}; {gain ct_min_micro/umap/x}.\n"
     )
     return out
 
@@ -121,7 +121,7 @@ def test_a_complete_experiment_has_a_headline(folder: Path) -> None:
     assert f"| operations after MAE, of MAE's | | 20 % | {no} | |" in page
     assert page.startswith("# Mine\n\n| | MAE | + crops and flips† | + colours | paper")
     assert "1 of 1." in page and "† Chosen after test results had been seen: its length." in page
-    assert f"k-NN 43.0, of both 44.5 (43.0, 46.0), +4.0; look 41.5; {no}." in page
+    assert f"k-NN 43.0, of both 44.5 (43.0, 46.0), +4.0; online 41.5; {no}." in page
     assert "(fine-tuning, at its best epoch on the test split)" in page
 
 

@@ -115,8 +115,8 @@ def train(
     from maect.stages import STAGES
     from maect.train import trainer
 
-    if "look" in options:
-        options["look"] = OnlineEvaluation.model_validate(options["look"])
+    if "online" in options:
+        options["online"] = OnlineEvaluation.model_validate(options["online"])
 
     run = trainer.RunInputs(
         Path(folder), Path(shards), STAGES[stage].model_validate(settings),

@@ -224,11 +224,11 @@ def test_who_still_writes_to_a_log_that_was_taken_over_writes_to_nowhere(tmp_pat
 def test_a_picture_that_cannot_be_written_ends_no_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "looks").touch()  # in place of the folder
+    (tmp_path / "online").touch()  # in place of the folder
     metrics = Metrics(tmp_path, 0, 20)
     metrics.show(1, {"neighbors": np.zeros((2, 2, 3), np.uint8)})
     metrics.close()
-    assert "looks/neighbors-00000001.jpg not written" in caplog.text
+    assert "online/neighbors-00000001.jpg not written" in caplog.text
 
 
 def test_a_log_that_is_gone_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -105,11 +105,11 @@ def test_a_job_that_the_launcher_has_replaced(tmp_path: Path) -> None:
 def test_who_sees_the_folder_as_it_was_takes_over_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[str]
 ) -> None:
-    """Delayed visibility: a first look shows what was there before two other jobs."""
+    """Delayed visibility: a first search shows what was there before two other jobs."""
     before, between = Fence(tmp_path, Job(0, 0, 1)), Fence(tmp_path, Job(0, 0, 1))
-    looks = iter([seen])
+    searches = iter([seen])
     real = module.os.listdir
-    monkeypatch.setattr(module.os, "listdir", lambda path: next(looks, None) or real(path))
+    monkeypatch.setattr(module.os, "listdir", lambda path: next(searches, None) or real(path))
     last = Fence(tmp_path, Job(0, 0, 1))
     for fence in (before, between):
         with pytest.raises(SupersededError):

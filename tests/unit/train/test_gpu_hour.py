@@ -141,9 +141,9 @@ def test_a_learning_curve_survives_its_training(hour, tmp_path, monkeypatch):
     plan["stages"] = {"mae": stage, "head_min": stage}
     (work / "plan.json").write_text(json.dumps(plan))
     lines = [
-        line_of(step, {"epoch": step / 2, "loss": loss} | looked, {})
-        for step, (loss, looked) in enumerate(
-            [(3.0, {}), (2.0, {"look_knn": 40.0}), (1.0, {"look_knn": 50.0}), (9.0, {})], 1
+        line_of(step, {"epoch": step / 2, "loss": loss} | evaluated, {})
+        for step, (loss, evaluated) in enumerate(
+            [(3.0, {}), (2.0, {"online_knn": 40.0}), (1.0, {"online_knn": 50.0}), (9.0, {})], 1
         )
     ]
     (work / "mae" / "metrics.jsonl").write_text("".join(lines)[:-20])
@@ -384,7 +384,7 @@ def test_the_whole_hour_on_a_bare_machine(hour_words, tmp_path):
     for stage in lines[-1]["values"]["stages"].values():
         assert stage["trained"] == pytest.approx(stage["epochs"], rel=0.1)
         assert stage["curve"][-1]["epoch"] == stage["trained"]
-        assert all(0 <= look["knn"] <= 100 and look["loss"] > 0 for look in stage["curve"])
+        assert all(0 <= one["knn"] <= 100 and one["loss"] > 0 for one in stage["curve"])
     assert (tmp_path / "report.md").read_text() == hour.page(lines)
     assert lines[0]["values"]["torch"].startswith("2.11."), lines[0]
     assert {file.name for file in tmp_path.iterdir()} == {"report.json", "report.md", "log.txt"}

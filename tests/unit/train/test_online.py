@@ -1,4 +1,4 @@
-"""A look at the encoder: its numbers, and that a training knows nothing of it."""
+"""Online evaluation: its numbers, and that a training knows nothing of it."""
 
 import json
 import math
@@ -17,13 +17,13 @@ from maect.measures import alignment, knn, rank_me, uniformity
 from maect.recipes import OnlineEvaluation
 from maect.train.online import measures
 
-LOOK = {"every_epochs": 2, "images": 500}
+ONLINE = {"every_epochs": 2, "images": 500}
 FEW = {"batch_size": 32}  # four epochs of 12.5 steps
 
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
-    """As the others', with images enough to be looked at: 16 of 400."""
+    """As the others', with images enough to be evaluated: 16 of 400."""
     return noise_shards(tmp_path_factory.mktemp("many"), 400)
 
 
@@ -32,13 +32,13 @@ def bits(folder):
     return [(Path(folder) / n).read_bytes() for n in names if (Path(folder) / n).exists()]
 
 
-def looks(folder):
-    keys = ("step", "look_knn", "look_rank_me", "look_uniformity", "look_alignment")
-    return [{k: e[k] for k in keys} for e in metrics(folder) if "look_rank_me" in e]
+def evaluations(folder):
+    keys = ("step", "online_knn", "online_rank_me", "online_uniformity", "online_alignment")
+    return [{k: e[k] for k in keys} for e in metrics(folder) if "online_rank_me" in e]
 
 
-def without_looks(folder):
-    return [{k: v for k, v in e.items() if not k.startswith("look_")} for e in metrics(folder)]
+def without_evaluations(folder):
+    return [{k: v for k, v in e.items() if not k.startswith("online_")} for e in metrics(folder)]
 
 
 STAGES = {"mae": None, "head_min": "mae", "ct_min": "head_min"}
@@ -46,52 +46,52 @@ STAGES = {"mae": None, "head_min": "mae", "ct_min": "head_min"}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, shards):
-    """Folder of runs of all stages, each with and without looks."""
-    root = tmp_path_factory.mktemp("looks")
+    """Folder of runs of all stages, each with and without online evaluation."""
+    root = tmp_path_factory.mktemp("online")
     job, jobs = job_maker(root, shards), []
     for recipe, source in STAGES.items():
-        looked = job(f"{recipe}-looked", recipe, source, **FEW) | {"look": LOOK}
-        jobs += [job(recipe, recipe, source, **FEW), looked]
+        evaluated = job(f"{recipe}-evaluated", recipe, source, **FEW) | {"online": ONLINE}
+        jobs += [job(recipe, recipe, source, **FEW), evaluated]
     assert run(1, *jobs, log=root / "log") == ["done"] * len(jobs)
     return root / "runs"
 
 
-def test_pictures_of_looks_are_in_tensorboard(runs):
+def test_pictures_are_in_tensorboard(runs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for recipe, names in (("mae", ["neighbors", "reconstructions"]), ("ct_min", ["neighbors"])):
-        events = EventAccumulator(str(runs / f"{recipe}-looked/tensorboard"))
+        events = EventAccumulator(str(runs / f"{recipe}-evaluated/tensorboard"))
         events.Reload()
-        assert sorted(events.Tags()["images"]) == [f"look/{name}" for name in names]
-        steps = [entry["step"] for entry in looks(runs / f"{recipe}-looked")]
-        assert [picture.step for picture in events.Images("look/neighbors")] == steps
+        assert sorted(events.Tags()["images"]) == [f"online/{name}" for name in names]
+        steps = [entry["step"] for entry in evaluations(runs / f"{recipe}-evaluated")]
+        assert [picture.step for picture in events.Images("online/neighbors")] == steps
 
 
-def test_a_look_changes_no_bit_of_any_stage(runs):
+def test_an_online_evaluation_changes_no_bit_of_any_stage(runs):
     for recipe in STAGES:
-        plain, looked = runs / recipe, runs / f"{recipe}-looked"
-        assert bits(plain) == bits(looked) and len(bits(plain)) == 1 + (recipe != "mae")
-        assert without_looks(looked) == metrics(plain)
-        assert [look["step"] for look in looks(looked)] == [25, 50]
-        records = [json.loads((f / "run.json").read_text()) for f in (plain, looked)]
+        plain, evaluated = runs / recipe, runs / f"{recipe}-evaluated"
+        assert bits(plain) == bits(evaluated) and len(bits(plain)) == 1 + (recipe != "mae")
+        assert without_evaluations(evaluated) == metrics(plain)
+        assert [one["step"] for one in evaluations(evaluated)] == [25, 50]
+        records = [json.loads((f / "run.json").read_text()) for f in (plain, evaluated)]
         assert records[0]["fingerprint"] == records[1]["fingerprint"]
         assert records[0]["sha256"] == records[1]["sha256"]
-        lines = (looked / "metrics.jsonl").read_text().splitlines()
-        parts = [json.loads(line)["timing"].get("look_part") for line in lines]
+        lines = (evaluated / "metrics.jsonl").read_text().splitlines()
+        parts = [json.loads(line)["timing"].get("online_part") for line in lines]
         assert [step for step, part in enumerate(parts, 1) if part] == [25, 50]
         # Pictures beside the numbers: neighbours of any encoder, what a decoder makes of images.
         shown = ["neighbors"] + ["reconstructions"] * (recipe == "mae")
-        names = sorted(file.name for file in (looked / "looks").iterdir())
+        names = sorted(file.name for file in (evaluated / "online").iterdir())
         assert names == [f"{name}-{step:08d}.jpg" for name in shown for step in (25, 50)]
     # A frozen encoder looks the same from beginning to end, a trained one does not.
-    first, last = looks(runs / "head_min-looked")
+    first, last = evaluations(runs / "head_min-evaluated")
     assert {**first, "step": 0} == {**last, "step": 0}
-    first, last = looks(runs / "ct_min-looked")
-    assert first["look_rank_me"] != last["look_rank_me"]
+    first, last = evaluations(runs / "ct_min-evaluated")
+    assert first["online_rank_me"] != last["online_rank_me"]
 
 
-def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
-    """The last look, again from the file: of MAE its weights, of tuning their average."""
+def test_what_is_evaluated_is_what_the_run_exports(runs, shards):
+    """The last evaluation, again from the file: of MAE its weights, of tuning their average."""
     from maect.data.index import ID, open_index
     from maect.data.loader import evaluation_batches
     from maect.data.transforms import PAPER, normalize
@@ -100,7 +100,7 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
 
     index = open_index(shards)
     for recipe in ("mae", "ct_min"):
-        folder = runs / f"{recipe}-looked"
+        folder = runs / f"{recipe}-evaluated"
         encoder, _, pooling = load_encoder_weights(folder / "encoder.safetensors")
 
         class Parts(nn.Module):
@@ -109,7 +109,7 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
 
         Parts.encoder = encoder
         chosen = OnlineEvaluator(
-            OnlineEvaluation(**LOOK), index, None, Parts(), None, torch.device("cpu")
+            OnlineEvaluation(**ONLINE), index, None, Parts(), None, torch.device("cpu")
         ).index
         assert len(set(chosen.rows[:, ID].tolist())) == 16
         batches = evaluation_batches(
@@ -122,7 +122,8 @@ def test_what_is_looked_at_is_what_the_run_leaves(runs, shards):
                     for images, _, _ in batches
                 ]
             )
-        assert looks(folder)[-1]["look_rank_me"] == pytest.approx(rank_me(features), rel=1e-5)
+        last = evaluations(folder)[-1]["online_rank_me"]
+        assert last == pytest.approx(rank_me(features), rel=1e-5)
 
 
 def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
@@ -163,17 +164,17 @@ def test_reconstructions_show_what_is_visible_and_the_decoders_patches():
     assert page.shape == (16, 48, 3) and (page[:, 16:32] == raw[1].permute(1, 2, 0).numpy()).all()
 
 
-def test_killed_runs_repeat_or_keep_their_looks(job, runs, tmp_path):
+def test_killed_runs_repeat_or_keep_their_evaluations(job, runs, tmp_path):
     log = tmp_path / "log"
-    # The 25th step looks; the state before it or after it is the last one.
+    # The 25th step evaluates; the state before it or after it is the last one.
     for number, kill_at in enumerate((25, 26)):
         saves = {"save_every_minutes": 0.0 if number else 10.0}
-        broken = job(f"broken{number}", "mae", **FEW) | {"look": LOOK} | saves
+        broken = job(f"broken{number}", "mae", **FEW) | {"online": ONLINE} | saves
         with pytest.raises(RuntimeError, match="no rank answered"):
             run(1, broken, log=log, kill_at=kill_at)
         assert run(1, broken, log=log) == ["done"]
-        assert bits(broken["folder"]) == bits(runs / "mae-looked")
-        assert metrics(broken["folder"]) == metrics(runs / "mae-looked")
+        assert bits(broken["folder"]) == bits(runs / "mae-evaluated")
+        assert metrics(broken["folder"]) == metrics(runs / "mae-evaluated")
 
 
 def clear(queries, bank, bank_labels):
@@ -192,8 +193,8 @@ def clear(queries, bank, bank_labels):
     )
 
 
-def looked_clearly(context, **job):
-    """A training whose looks hang on no last bit."""
+def clearly(context, **job):
+    """A training whose evaluations depend on no last bit."""
     from maect.train import online
 
     def checked(queries, bank, labels, bank_labels):
@@ -206,21 +207,22 @@ def looked_clearly(context, **job):
 
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.slow), 1, 3])
 def test_two_ranks_see_what_one_sees(job, runs, tmp_path, zero):
-    mae = job("mae", "mae", zero_stage=zero, **FEW) | {"look": LOOK, "function": looked_clearly}
+    mae = job("mae", "mae", zero_stage=zero, **FEW) | {"online": ONLINE, "function": clearly}
     assert run(2, mae, log=tmp_path / "log") == ["done"]
-    for one, two in zip(looks(runs / "mae-looked"), looks(mae["folder"]), strict=True):
+    pairs = zip(evaluations(runs / "mae-evaluated"), evaluations(mae["folder"]), strict=True)
+    for one, two in pairs:
         assert one == pytest.approx(two, rel=1e-3)
 
 
-def test_too_few_images_are_not_looked_at(job, tmp_path):
-    mae = job("mae", "mae", epochs=1) | {"look": {"every_epochs": 1, "images": 500}}
+def test_too_few_images_are_not_evaluated(job, tmp_path):
+    mae = job("mae", "mae", epochs=1) | {"online": {"every_epochs": 1, "images": 500}}
     assert run(1, mae, log=tmp_path / "log") == ["done"]
-    assert looks(mae["folder"]) == []
-    assert "look: 8 of 400 images are too few" in (tmp_path / "log").read_text()
+    assert evaluations(mae["folder"]) == []
+    assert "online evaluation: 8 of 400 images are too few" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("pooling", ["fc_norm", "cls"])
-def test_a_classifier_is_looked_at_as_it_pools(shards, pooling):
+def test_a_classifier_is_evaluated_as_it_pools(shards, pooling):
     """Its own norm included, no branch dropped, the generator untouched."""
     from ranks import Place
 
@@ -235,18 +237,18 @@ def test_a_classifier_is_looked_at_as_it_pools(shards, pooling):
     with seeded(0):
         encoder = build_encoder(load_encoder("tiny"))
     objective = Classifier(FineTune(pooling=pooling, precision="fp32"), encoder, 4, pooling, 0)
-    arguments = OnlineEvaluation(**LOOK), open_index(shards), None, objective, Place(0, 0, 1)
-    looker = OnlineEvaluator(*arguments, torch.device("cpu"))
+    arguments = OnlineEvaluation(**ONLINE), open_index(shards), None, objective, Place(0, 0, 1)
+    evaluator = OnlineEvaluator(*arguments, torch.device("cpu"))
     for parameter in objective.parameters():
         parameter.data += 0.01  # it trains, and drops
     for drop_path in objective.drop_paths:
         drop_path.factor = torch.zeros(16)
     named = [(n, p.detach().view(-1)) for n, p in objective.named_parameters() if p.requires_grad]
     state, mode = torch.get_rng_state(), objective.training
-    found = looker.look([Shard(name, 0, {PARAM: values}) for name, values in named])
+    found = evaluator.evaluate([Shard(name, 0, {PARAM: values}) for name, values in named])
     assert torch.equal(state, torch.get_rng_state()) and objective.training == mode
-    assert found["look_rank_me"] > 1 and 0 <= found["look_knn"] <= 100
-    taken = dict(looker.parts.named_parameters())
+    assert found["online_rank_me"] > 1 and 0 <= found["online_knn"] <= 100
+    taken = dict(evaluator.parts.named_parameters())
     ours = {name for name, _ in objective.named_parameters() if not name.startswith("head.")}
     assert set(taken) == ours
     assert all(torch.equal(taken[n].view(-1), p) for n, p in named if n in ours)
@@ -275,12 +277,12 @@ def test_measures_of_known_features() -> None:
     assert alignment(torch.stack([rows, -rows])) == pytest.approx(4)
     labels = torch.arange(20) % 4
     found = measures(rows, torch.stack([rows[:4], rows[:4]]), labels)
-    assert found["look_knn"] == 100 and set(found) == {
-        "look_knn", "look_neighbors", "look_rank_me", "look_uniformity", "look_alignment",
+    assert found["online_knn"] == 100 and set(found) == {
+        "online_knn", "online_neighbors", "online_rank_me", "online_uniformity", "online_alignment",
     }  # fmt: skip
-    assert found["look_neighbors"] == 100
+    assert found["online_neighbors"] == 100
     wrong = labels.clone()
     wrong[:3] = 9  # three of four queries
-    assert measures(rows, torch.stack([rows[:4]] * 2), wrong)["look_neighbors"] == 25
-    assert "look_knn" not in measures(rows, torch.stack([rows[:4]] * 2), labels - 1)
+    assert measures(rows, torch.stack([rows[:4]] * 2), wrong)["online_neighbors"] == 25
+    assert "online_knn" not in measures(rows, torch.stack([rows[:4]] * 2), labels - 1)
     assert measures(rows * math.inf, torch.stack([rows[:4]] * 2), labels) == {}

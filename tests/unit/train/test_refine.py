@@ -351,7 +351,7 @@ def test_heads_that_a_run_goes_on_from():
 
 
 def test_kernels_do_not_grow_with_the_heads():
-    """But for the look-up of each, and what is logged of each."""
+    """But for the lookup of each, and what is logged of each."""
     from fake_gpu import count
 
     shape = Encoder(

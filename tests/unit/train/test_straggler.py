@@ -14,8 +14,8 @@ from maect.train import watchdog
 from maect.train.straggler import Pace, Stragglers
 
 
-def looks(*rates: list[tuple[float, float]]) -> list[str]:
-    """Ranks and what they wait for, as seconds a step of every rank change from look to look."""
+def compare(*rates: list[tuple[float, float]]) -> list[str]:
+    """Ranks and what they wait for, as seconds a step of every rank change from tick to tick."""
     stragglers, totals, said = Stragglers(60.0), [(0, 0.0, 0.0)] * len(rates[0]), []
     for number, window in enumerate(rates):
         totals = [
@@ -24,7 +24,7 @@ def looks(*rates: list[tuple[float, float]]) -> list[str]:
         ]
         paces = {rank: Pace(*total) for rank, total in enumerate(totals)}
         said += [
-            f"{slow.rank} {slow.at} {number}" for slow in stragglers.look(20.0 * number, paces)
+            f"{slow.rank} {slow.at} {number}" for slow in stragglers.compare(20.0 * number, paces)
         ]
     return said
 
@@ -48,22 +48,22 @@ NODE = [(0.1, 0.5)] * 2 + [(0.9, 0.5), (1.2, 0.5)]
     ],
 )
 def test_what_lasts_is_found_once(windows, said):
-    assert looks(*windows) == said
+    assert compare(*windows) == said
 
 
-def test_looks_between_two_long_steps_change_nothing():
+def test_ticks_between_two_long_steps_change_nothing():
     stragglers, paces = Stragglers(60.0), {0: Pace(1, 0.1), 1: Pace(1, 50.0)}
-    assert not stragglers.look(0.0, paces)
-    assert not [stragglers.look(float(now), paces) for now in range(1, 99)][-1]
-    assert not stragglers.look(99.0, paces | {0: Pace(2, 0.2)})
-    (slow,) = stragglers.look(100.0, {0: Pace(2, 0.2), 1: Pace(2, 100.0)})
+    assert not stragglers.compare(0.0, paces)
+    assert not [stragglers.compare(float(now), paces) for now in range(1, 99)][-1]
+    assert not stragglers.compare(99.0, paces | {0: Pace(2, 0.2)})
+    (slow,) = stragglers.compare(100.0, {0: Pace(2, 0.2), 1: Pace(2, 100.0)})
     assert (slow.rank, slow.at, round(slow.seconds)) == (1, "data", 50)
 
 
 def train_with_a_slow_loader(context, **job):
     """Rank 1 waits minutes for each of its batches, by the clock of its watchdog.
 
-    Rank 0 waits in its steps for the next look, until one of them finds somebody.
+    Rank 0 waits in its steps for the next tick, until one of them finds somebody.
     """
     if context.rank == 1:
         late, wait = [0.0], loader._wait
@@ -74,18 +74,18 @@ def train_with_a_slow_loader(context, **job):
 
         loader._wait = waiting
         watchdog.time = SimpleNamespace(monotonic=lambda: time.monotonic() + late[0])
-    looks, seen = [], []
+    ticks, seen = [], []
 
     class Counted(Stragglers):
-        def look(self, now, paces):
-            found = super().look(now, paces)
-            looks.append(now)
+        def compare(self, now, paces):
+            found = super().compare(now, paces)
+            ticks.append(now)
             return found
 
     def report(progress):
         seen.append(progress["slow"])
-        before = len(looks)
-        while context.rank == 0 and not progress["slow"] and len(looks) == before:
+        before = len(ticks)
+        while context.rank == 0 and not progress["slow"] and len(ticks) == before:
             time.sleep(0.01)
 
     watchdog.Stragglers, watchdog.SLOW_TICKS = Counted, 1

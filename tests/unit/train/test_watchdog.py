@@ -112,22 +112,22 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def pair(tmp_path, clock):
-    """Two ranks that have done one step, and what each says: `looks` are the seconds between."""
+    """Two ranks that have done one step, and what each says: `ticks` are the seconds between."""
     ranks = [Rank(0), Rank(1)]
     dogs = [Watchdog(tmp_path, rank) for rank in ranks]
 
-    def said(first, second, looks=(30,) * 30, first_step=False, other=None):
+    def said(first, second, ticks=(30,) * 30, first_step=False, other=None):
         for dog, place in zip(dogs, (first, second), strict=True):
             for step in () if first_step else (1, 2):
                 dog.at(READING, step)
             dog.at(place, 2)
         if other == "done":
             dogs[1].close()
-        for seconds in looks:
+        for seconds in ticks:
             clock.now += seconds
-            dogs[0].look()
+            dogs[0].tick()
             if other is None:
-                dogs[1].look()
+                dogs[1].tick()
         return [rank.said for rank in ranks]
 
     yield said
@@ -136,7 +136,7 @@ def pair(tmp_path, clock):
 
 
 def test_the_rank_that_is_behind_is_named(pair):
-    first, second = pair(COMPUTING, READING, looks=(30,) * 10)
+    first, second = pair(COMPUTING, READING, ticks=(30,) * 10)
     assert len(first) == 1 and first[0].startswith("rank 1 (")
     assert "has been reading the batch of step 2 for 270 s" in first[0]
     assert "this rank has waited 300 s for it, computing step 2" in first[0]
@@ -144,7 +144,7 @@ def test_the_rank_that_is_behind_is_named(pair):
 
 
 def test_nobody_is_named_before_the_limit(pair):
-    assert pair(COMPUTING, READING, looks=(30,) * 9) == [[], []]
+    assert pair(COMPUTING, READING, ticks=(30,) * 9) == [[], []]
 
 
 @pytest.mark.parametrize("other", [SAVING])
@@ -171,4 +171,4 @@ def test_nobody_is_accused_when_all_are_in_the_same_place(pair):
 
 
 def test_processes_that_were_suspended_begin_to_count_again(pair):
-    assert pair(COMPUTING, READING, looks=(30, 3600, *(30,) * 9)) == [[], []]
+    assert pair(COMPUTING, READING, ticks=(30, 3600, *(30,) * 9)) == [[], []]
