@@ -89,6 +89,12 @@ def class_style(number: int) -> tuple[str, str]:
     return CLASS_COLORS[number % colors], MARKERS[number // colors % len(MARKERS)]
 
 
+def method_style(number: int) -> tuple[str, str, Literal["-", "--", "-.", ":"]]:
+    """Colour, marker and line of a method; 32 methods before all three repeat."""
+    turn = number + number // len(COLORS)
+    return COLORS[number % len(COLORS)], MARKERS[turn % len(MARKERS)], LINES[turn % len(LINES)]
+
+
 def blank(axes: Axes | Sequence[Axes]) -> None:
     """Take everything off axes that hold a picture or nothing."""
     for one in [axes] if isinstance(axes, Axes) else axes:

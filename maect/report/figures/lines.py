@@ -17,7 +17,7 @@ from maect.core.entries import finished_entries
 from maect.core.errors import UserError
 from maect.records import is_finished
 from maect.report.configs import ShownConfig
-from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, panels
+from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, method_style, panels
 from maect.report.figures.data import (
     finished_runs,
     result_files,
@@ -105,14 +105,12 @@ def gpu_hours(shown: ShownConfig) -> Figure:
     figure, (ax,) = panels(1, 1, height=3.2 if few else 3.8)
     for number, method in enumerate(methods):
         line = sorted((p for p in points if p.method == method), key=lambda p: p.hours)
-        color = COLORS[number % len(COLORS)]
-        marker = MARKERS[(number + number // len(COLORS)) % len(MARKERS)]
+        color, marker, style = method_style(number)
         hours = [p.hours for p in line]
         ax.errorbar(
             hours, [p.accuracy for p in line],
             yerr=[0 if math.isnan(p.std) else p.std for p in line],
-            color=color, linestyle=LINES[number % len(LINES)], capsize=2,
-            marker=marker, label=method_title(method),
+            color=color, linestyle=style, capsize=2, marker=marker, label=method_title(method),
         )  # fmt: skip
         ax.plot(
             hours, [p.paper for p in line], color=color, linestyle="", fillstyle="none",
@@ -159,7 +157,7 @@ def knn_compute(shown: ShownConfig) -> Figure:
         accuracy, std = known[row.architecture, row.method]
         if not done or math.isnan(accuracy):
             continue
-        color, before = COLORS[number % len(COLORS)], 0.0
+        (color, symbol, _), before = method_style(number), 0.0
         line = list[tuple[float, float]]()
         for record in reversed(chain(done[0], shown.runs)):
             steps = finished_entries(shown.runs / record.run, record.logged_epochs)
@@ -179,8 +177,7 @@ def knn_compute(shown: ShownConfig) -> Figure:
             ax.plot(*zip(*line, strict=True), color=color, linewidth=0.9, marker=marker)
         ax.errorbar(
             [before], [accuracy], yerr=[0 if math.isnan(std) else std], color=color,
-            marker=MARKERS[number % len(MARKERS)], linestyle="", capsize=2,
-            label=row_title(row, shown.rows),
+            marker=symbol, linestyle="", capsize=2, label=row_title(row, shown.rows),
         )  # fmt: skip
     if not drawn:
         raise UserError("knn_compute figure: no run has both a k-NN and a completion record")
@@ -290,14 +287,13 @@ def label_efficiency(shown: ShownConfig) -> Figure:
     figure, axes = panels(1, len(sizes), height=2.9)
     for ax, size in zip(axes, sizes, strict=True):
         for _, line in frame[frame["architecture"] == size].iterrows():
-            number = methods.index(line["method"])
-            color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
+            color, marker, style = method_style(methods.index(line["method"]))
             known = [(x, n) for x, n in enumerate(names) if not math.isnan(line[n])]
             spread = [line[f"{n}_std"] for _, n in known]
             ax.errorbar(
                 [x for x, _ in known], [line[n] for _, n in known], capsize=2, color=color,
                 yerr=[0 if math.isnan(s) else s for s in spread], marker=marker, markersize=4,
-                linestyle=LINES[number % len(LINES)],
+                linestyle=style,
             )  # fmt: skip
             ax.plot(
                 range(len(names)), [line[f"{n}_paper"] for n in names], color=color,
@@ -307,13 +303,11 @@ def label_efficiency(shown: ShownConfig) -> Figure:
         ax.set_xticks(range(len(names)), [LABELS[name] for name in names], rotation=40, ha="right")
         ax.set_xlabel("labels")
     axes[0].set_ylabel("accuracy (%)")
+    styles = [method_style(number) for number in range(len(methods))]
     handles = [
-        Line2D(
-            [], [], color=COLORS[n % len(COLORS)], marker=MARKERS[n % len(MARKERS)],
-            linestyle=LINES[n % len(LINES)], label=method_title(method),
-        )
-        for n, method in enumerate(methods)
-    ]  # fmt: skip
+        Line2D([], [], color=color, marker=marker, linestyle=style, label=method_title(method))
+        for (color, marker, style), method in zip(styles, methods, strict=True)
+    ]
     if frame[[f"{name}_paper" for name in names]].notna().any(axis=None):
         handles.append(_PAPER)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
@@ -375,12 +369,12 @@ def knn_per_block(shown: ShownConfig) -> Figure:
             continue
         blocks = len(lines[0])
         most = max(most, blocks)
+        color, marker, style = method_style(number)
         ax.errorbar(
             range(1, blocks + 1), np.mean(lines, axis=0), capsize=2,
             label=row_title(row, shown.rows),
             yerr=np.std(lines, axis=0, ddof=1) if len(lines) > 1 else None,
-            color=COLORS[number % len(COLORS)], linestyle=LINES[number % len(LINES)],
-            marker=MARKERS[number % len(MARKERS)], markersize=3,
+            color=color, linestyle=style, marker=marker, markersize=3,
         )  # fmt: skip
     if not most:
         raise UserError("knn_per_block figure: no run has this evaluation")

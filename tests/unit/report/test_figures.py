@@ -19,7 +19,7 @@ from maect.core.files import write_record
 from maect.recipes import load_encoder
 from maect.report import registry
 from maect.report.configs import Row, ShownConfig
-from maect.report.figures import draw, styled
+from maect.report.figures import draw, method_style, styled
 from maect.report.figures.data import Node, result_files
 from maect.report.figures.embedding import moved_apart, read_points, umap
 from maect.report.figures.grids import WRONG, cluster_retrieval
@@ -226,6 +226,10 @@ def test_all_models_have_their_nearest_images(results):
     drawn = [axes for axes in cluster_retrieval(given).axes if axes.images]
     titles = list(result_files(given, ".safetensors"))
     assert len(titles) == 3 and [axes.get_title() for axes in drawn] == titles
+
+
+def test_a_ninth_method_does_not_look_like_the_first():
+    assert len({method_style(number)[:2] for number in range(32)}) == 32
 
 
 def test_names_of_classes_do_not_cover_each_other():
