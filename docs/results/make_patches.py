@@ -75,7 +75,7 @@ def write_experiment(name: str, work: Path, results: Path) -> Path:
         for split, kind in ((part, "folder"), (f"{part}_masks", "masks"))
     }
     size = "tiny" if name == "digits" else "tiny8"
-    told = {
+    config = {
         "description": f"patches of {name}",
         "storage": str(work / "results" / name),
         "datasets": {name: {"splits": images}},
@@ -88,7 +88,7 @@ def write_experiment(name: str, work: Path, results: Path) -> Path:
         "tables": ["dense"],
     }  # fmt: skip
     path = work / f"patches_{name}.yaml"
-    path.write_text(yaml.safe_dump(told, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
 
 

@@ -36,7 +36,7 @@ class Published:
     runs: dict[str, dict[str, str]]
     """Lines of `runs.csv`, by run."""
     resolved: dict[str, str]
-    """What each was told."""
+    """Config of each."""
     curves: dict[str, list[dict[str, str]]]
     """Lines of `curves.csv`, by run."""
     measured: dict[Pair, dict[str, str]]
@@ -63,8 +63,8 @@ class Here:
 def what_is_here(experiment: Experiment) -> Here:
     """Runs and results of this machine that count.
 
-    A run counts if it was told what the experiment says today and started from the weights of one
-    that counts, with the same images. A result counts if it was told the same, and if its run and
+    A run counts if its config is what the experiment says today and started from the weights of one
+    that counts, with the same images. A result counts if its config is the same, and if its run and
     all that it was made from do.
     """
 
@@ -130,10 +130,10 @@ def what_is_here(experiment: Experiment) -> Here:
 def counts(here: Here, folder: Path) -> Published:
     """What was published and is neither here nor refuted by what is.
 
-    A run counts if it was told what the experiment says today, if that holds for all that it
+    A run counts if its config is what the experiment says today, if that holds for all that it
     started from, and if each of these that is here has the checksum that was published. A result
-    counts if its run does, or has that checksum, if it was told the same, and if that holds for the
-    runs and results that it was made from. Nothing counts if the images are others.
+    counts if its run does, or has that checksum, if its config is the same, and if that holds for
+    the runs and results that it was made from. Nothing counts if the images are others.
     """
     experiment = here.experiment
     lines = {line["run"]: line for line in _lines(folder / "runs.csv")}
@@ -147,13 +147,13 @@ def counts(here: Here, folder: Path) -> Published:
         if other_images or name not in finished or name not in experiment.runs:
             return False
         try:
-            told = RunConfig.read(folder / "resolved" / f"{name}.yaml")
+            config = RunConfig.read(folder / "resolved" / f"{name}.yaml")
         except UserError:  # of a version with other settings
             return False
         source, line = experiment.runs[name].source, lines[name]
         again = here.runs.get(name)
         return (
-            told.digest == run_config(experiment, name).digest
+            config.digest == run_config(experiment, name).digest
             and (line["from"] or None) == source
             and (again is None or again.encoder_sha256 == line["encoder_sha256"])
             and (again is None or line.get("weights") in ("", None, weights(again)))
@@ -272,14 +272,14 @@ def _with_lists(value: Any) -> Any:
 
 def _restore(name: str, published: Published, to: Path) -> None:
     """A completion record and curves, as far as tables and figures of numbers read them."""
-    line, told = published.runs[name], yaml.safe_load(published.resolved[name])
+    line, config = published.runs[name], yaml.safe_load(published.resolved[name])
     RunRecord(
         run=name,
         stage=line["stage"],
         source=line["from"] or None,
         device_hours=float(line["device_hours"]),
-        settings=told.get("settings", {}),
-        encoder=told.get("encoder"),
+        settings=config.get("settings", {}),
+        encoder=config.get("encoder"),
         unlogged_steps="those that are not published",
     ).write(RunRecord.path(to))
     steps: list[dict[str, Any]] = [

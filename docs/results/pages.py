@@ -30,16 +30,16 @@ def pages(folder: Path) -> dict[str, str]:
         made["recipes.md"] = _recipes(pd.read_csv(folder / "recipes.csv", keep_default_na=False))
         if (folder / "replaced.csv").exists():
             replaced = pd.read_csv(folder / "replaced.csv", dtype=str)
-            told = (
+            note = (
                 "A run that was evaluated and then replaced, beside the others of its seed; on "
                 "test images where no training image is named. Copied by hand from the results of "
                 "that time."
             )
-            made["recipes.md"] += f"\n## Replaced\n\n{told}\n\n{_markdown(replaced)}\n"
+            made["recipes.md"] += f"\n## Replaced\n\n{note}\n\n{_markdown(replaced)}\n"
         if (folder / "tried.csv").exists():
             tried = pd.read_csv(folder / "tried.csv", dtype=str).fillna("")
-            told = "Likewise copied by hand."
-            made["recipes.md"] += f"\n## Also tried\n\n{told}\n\n{_markdown(tried)}\n"
+            note = "Likewise copied by hand."
+            made["recipes.md"] += f"\n## Also tried\n\n{note}\n\n{_markdown(tried)}\n"
     if headline:
         made["headline.md"] = headline
         if progress:
@@ -109,12 +109,12 @@ def _page(folder: Path, runs: pd.DataFrame, headline: str, progress: str) -> str
     parts.append("## Runs")
     if (folder / "images.json").exists():
         splits = read_json(folder / "images.json").items()
-        told = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
-        parts.append(f"Images, and where the digest of each split begins: {told or 'none yet'}.")
+        listed = "; ".join(f"{name}: {a['n']:,} ({a['digest'][:12]})" for name, a in splits)
+        parts.append(f"Images, and where the digest of each split begins: {listed or 'none yet'}.")
     parts += [
         f"On {' and on '.join(machines) or 'no machine yet'}. Operations, of matrix products, are "
         "counted from the settings and not measured; device hours are wall-clock hours times "
-        "ranks, also where other work shared the cores. What each finished run was told is in "
+        "ranks, also where other work shared the cores. The config of each finished run is in "
         "`resolved/`; `curves.csv` has online evaluations and the loss of their steps, `runs.csv` "
         "the fine-tunings, too, with revisions and checksums of encoders, and `measured.csv` every "
         "number of every evaluation.",

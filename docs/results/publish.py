@@ -92,8 +92,8 @@ def collect(name: str) -> None:
         write_json(out / "figures.json", shown)
         known = dict(published.results)
         for pair, result in here.results.items():
-            told = evaluation_config(experiment, *pair).digest
-            known["/".join(pair)] = {"settings": told, "left": result.left_sha256 or ""}
+            settings = evaluation_config(experiment, *pair).digest
+            known["/".join(pair)] = {"settings": settings, "left": result.left_sha256 or ""}
         known = {name: known[name] for name in map("/".join, done)}
         counted = {"asked": len(results), "made": len(done), "missing": missing}
         write_json(out / "evaluations.json", counted | {"results": known})
@@ -119,14 +119,14 @@ def _tables(merged: Experiment, runs: pd.DataFrame, out: Path) -> list[str]:
         if not all(path.exists() for path in inputs_of_shown(merged, name, figure=False)):
             missing.append(f"{name}.csv")
     if merged.spec.compare_with_paper:
-        told = claims_config(merged, "claims")
-        made |= tables_of_runs(told.rows, told.runs)
-        seeds = tables_of_seeds(shown, told.rows, told.runs)
-        made[COST] = _cost(told.rows, runs)
+        config = claims_config(merged, "claims")
+        made |= tables_of_runs(config.rows, config.runs)
+        seeds = tables_of_seeds(shown, config.rows, config.runs)
+        made[COST] = _cost(config.rows, runs)
         for own in seeds.values():
             del own[COST]
         sets, splits = tables_of_sets(shown), read_mapping(out / "images.json").items()
-        images = {name.partition(" ")[2]: told["n"] for name, told in splits}
+        images = {name.partition(" ")[2]: split["n"] for name, split in splits}
         frame = claims_table(made, seeds=seeds, sets=sets, images=images)
         _write(frame, out / "claims.csv")
     return missing
@@ -192,9 +192,11 @@ def _read(experiment: Experiment, figure: str) -> dict[str, Path]:
 
 def _can_tell(merged: Experiment, name: str) -> bool:
     """Whether a table or figure of cost has a measurement: recorded hours were disturbed."""
-    told = FIGURES[name].unless if name in FIGURES else ""
-    return not told or any(
-        result_file(merged, (run, told)).exists() for row in merged.rows(name) for run in row.runs
+    evaluation = FIGURES[name].unless if name in FIGURES else ""
+    return not evaluation or any(
+        result_file(merged, (run, evaluation)).exists()
+        for row in merged.rows(name)
+        for run in row.runs
     )
 
 

@@ -125,8 +125,8 @@ def _data(chain: list[tuple[Path, RunConfig]]) -> str:
 def _hub_data(chain: Sequence[tuple[Path, RunConfig]]) -> tuple[str, ...]:
     """Data sets of the hub that the chain was trained on: ImageNet, by its kind and its classes."""
     for folder in (config.shards for _, config in chain if config.shards is not None):
-        told = made_by(folder) if (folder / "index.json").exists() else None
-        whole = told is not None and told.kind in ("imagenet", "imagenet_train_tar")
+        origin = made_by(folder) if (folder / "index.json").exists() else None
+        whole = origin is not None and origin.kind in ("imagenet", "imagenet_train_tar")
         if whole and len(open_index(folder).class_names) == 1000:
             return (IMAGENET,)
     return ()
@@ -215,10 +215,10 @@ def _result(
 
 def _measured_on(path: Path, result: EvaluationRecord, metric: str) -> tuple[str, str]:
     """Data set and split of a metric, by the inputs of the resolved file; empty: of no images."""
-    told = path.with_suffix(".yaml")
-    if not told.exists():  # made by hand
+    written = path.with_suffix(".yaml")
+    if not written.exists():  # made by hand
         return "unknown", result.settings.get("test_split", "")
-    config = EvaluationConfig.read(told)
+    config = EvaluationConfig.read(written)
     inputs = config.settings.inputs()
     name = metric if metric in inputs else "test"  # several test sets: a metric for each
     kind = inputs.get(name)

@@ -151,7 +151,7 @@ class ImageEncoder:
             batch_size: images at once on the device.
             threads: that decode; none: all cores.
             strict: stop after the first batch with an image that cannot be read.
-            progress: told how many images are done.
+            progress: called with the number of images done.
 
         Returns:
             float32 [readable, width], in order, and why the others cannot be read, by number.

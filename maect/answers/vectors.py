@@ -452,7 +452,7 @@ class _Work:
                 self.known[entry.name] = before.values[rows[entry.name]]
 
     def _changed(self, entry: Entry) -> int | None:
-        """Return when the file of an image was changed last, in ns; None: it cannot be told."""
+        """Return when the file of an image was changed last, in ns; None: unknown."""
         for path in (self.source.root / entry.path, self.source.path):
             if path.is_file():
                 return path.stat().st_mtime_ns

@@ -23,7 +23,7 @@ class Context(Protocol):
     """Last step that is saved according to the launcher's record, or 0."""
 
     def stop_requested(self) -> bool:
-        """Return whether this rank was told to save and return."""
+        """Return whether this rank was asked to save and return."""
 
     def is_current(self) -> bool:
         """Return whether the launcher's record still names this job, as far as that can be read."""
@@ -59,7 +59,7 @@ class SingleRank:
     Attributes:
         cpus: threads that it may use.
         gpus: whether it was given GPUs.
-        patience: how often it may ask before it is told to stop; none: it never is.
+        patience: how often it may ask before it is asked to stop; none: it never is.
     """
 
     rank = local_rank = node = 0

@@ -192,7 +192,7 @@ def in_general(said: str) -> str:
 
 
 @contextmanager
-def memory_told(explain: Callable[[str], str] = in_general) -> Iterator[None]:
+def explain_out_of_memory(explain: Callable[[str], str] = in_general) -> Iterator[None]:
     """Turn every error of memory that is too small, pinned or a device's, into one line.
 
     Args:
@@ -252,7 +252,7 @@ def left_in_peace() -> Iterator[None]:
     """Leave the process group at the end of the block, but not where this rank fails on a GPU.
 
     Others may wait for it in an exchange, and NCCL's end waits for them: the error would never be
-    told. Without that, it ends the process and with it their exchange.
+    reported. Without that, it ends the process and with it their exchange.
     """
     try:
         yield

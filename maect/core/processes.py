@@ -19,15 +19,15 @@ SAFE_PATH = "PYTHONSAFEPATH"
 
 def environment() -> dict[str, str]:
     """The environment of processes that import nothing from the working folder."""
-    told = dict(os.environ) | {SAFE_PATH: "1"}
+    variables = dict(os.environ) | {SAFE_PATH: "1"}
     # An empty entry, as in `PYTHONPATH=$PYTHONPATH:...`, is the working folder.
-    if paths := [path for path in told.pop("PYTHONPATH", "").split(os.pathsep) if path]:
-        told["PYTHONPATH"] = os.pathsep.join(paths)
+    if paths := [path for path in variables.pop("PYTHONPATH", "").split(os.pathsep) if path]:
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:  # a container's user has a number only: libraries ask for the name
-        told = {"LOGNAME": str(os.getuid())} | told
-    return told
+        variables = {"LOGNAME": str(os.getuid())} | variables
+    return variables
 
 
 def private_caches() -> None:

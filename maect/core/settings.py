@@ -63,8 +63,8 @@ def one_line(error: ValidationError, where: str) -> UserError:
         return UserError(f"{where}: unknown key {key!r}; {did_you_mean(last, known, 'known keys')}")
     message = fault["msg"].removeprefix("Value error, ")
     whole = isinstance(fault["input"], dict) and fault["type"] == "value_error"
-    told = key and fault["type"] != "missing" and not whole
-    given = f" (given: {shortened(fault['input'])})" if told else ""
+    shown = key and fault["type"] != "missing" and not whole
+    given = f" (given: {shortened(fault['input'])})" if shown else ""
     return UserError(f"{where}: {key + ': ' if key else ''}{message}{given}")
 
 

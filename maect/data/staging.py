@@ -65,13 +65,13 @@ def _folder(storage: str) -> Path:
 
 def _copy(index: Index, out: Path) -> None:
     record, pixels = index.record, pixels_files(index)
-    told = {
+    checksums = {
         index.directory / "index.npy": record["index_sha256"],
         index.directory / CHECKSUMS: record["crc32_sha256"],
         pixels[0]: read_mapping(pixels[1]).get("sha256"),
     }
-    beside = [index.directory / "keys.txt", pixels[1], *told]
-    given = [_File(path, path.name, told.get(path)) for path in beside if path.exists()]
+    beside = [index.directory / "keys.txt", pixels[1], *checksums]
+    given = [_File(path, path.name, checksums.get(path)) for path in beside if path.exists()]
     shards = [path.name for path in index.shards]
     if len(set(shards)) < len(shards):  # a webdataset's, in several folders
         shards = [f"{number:06d}-{name}" for number, name in enumerate(shards)]

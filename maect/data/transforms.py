@@ -279,17 +279,17 @@ def jitter(
         axis=1,
     )
     index = moved(torch.from_numpy(rows), x.device)
-    told = moved(torch.from_numpy(table.astype(np.float32)), x.device)
-    told = told[:, :, None, None, None]
+    parameters = moved(torch.from_numpy(table.astype(np.float32)), x.device)
+    parameters = parameters[:, :, None, None, None]
     y = x.index_select(0, index)
     late = [int((before[rows] > number).sum()) for number in range(3)]
     for number in range(3):
         part = slice(None, late[number])
-        blend_(y[part], *(told[part, number + first] for first in (1, 4, 7)))
-    y = hue(y, told[:, 0])
+        blend_(y[part], *(parameters[part, number + first] for first in (1, 4, 7)))
+    y = hue(y, parameters[:, 0])
     for number in range(3):
         part = slice(late[number], None)
-        blend_(y[part], *(told[part, number + first] for first in (1, 4, 7)))
+        blend_(y[part], *(parameters[part, number + first] for first in (1, 4, 7)))
     return x.index_copy(0, index, y)
 
 

@@ -142,7 +142,7 @@ class FeaturesConfig(SettingsFile):
 
 
 class EvaluationConfig(SettingsFile):
-    """One evaluation. `NAME.json` and what else the protocol leaves go beside the file."""
+    """One evaluation. `NAME.json` and the other outputs of the protocol lie beside the file."""
 
     evaluation: str
     protocol: str
@@ -163,8 +163,8 @@ class EvaluationConfig(SettingsFile):
 
     def is_answered_by(self, result: EvaluationRecord) -> bool:
         """Return whether a result has these settings."""
-        told = dict(result.settings)
-        return told.pop("resize", None) == self.resize and self.settings.is_said_by(told)
+        settings = dict(result.settings)
+        return settings.pop("resize", None) == self.resize and self.settings.is_said_by(settings)
 
     @property
     def digest(self) -> str:

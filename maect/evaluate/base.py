@@ -56,7 +56,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class OutputOf:
-    """The tensors that another evaluation of the same run leaves beside its JSON."""
+    """The tensors that another evaluation of the same run writes beside its JSON."""
 
     evaluation: str
 
@@ -72,7 +72,7 @@ Input = Features | Shards | OutputOf | Trained
 
 
 class Interrupted(Exception):
-    """The job was told to stop and has saved what it needs to resume."""
+    """The job was asked to stop and has saved what it needs to resume."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class EvaluationJob:
         """Return what `compute` gives, JSON: a killed job that starts again does not repeat it.
 
         Args:
-            context: of the rank that computes, told that this is saved.
+            context: of the rank that computes, which reports the save.
             identity: of everything that the result depends on.
             compute: takes long.
         """
@@ -185,7 +185,7 @@ class Protocol(Settings):
         """Compute the metrics; called on every rank if `every_rank`, otherwise on rank 0.
 
         Raises:
-            Interrupted: told to stop; the state is saved.
+            Interrupted: asked to stop; the state is saved.
             UserError: an input that cannot be evaluated.
         """
 

@@ -41,15 +41,15 @@ def evaluate(context: Context, *, config: str | Path, digest: str | None = None)
         digest: of the file when the job was submitted.
 
     Returns:
-        "done", or "requeue" if the job was told to stop and has saved its state.
+        "done", or "requeue" if the job was asked to stop and has saved its state.
 
     Raises:
         UserError: a file, setting or input that the protocol cannot use.
     """
-    from maect.core.distributed import memory_told
+    from maect.core.distributed import explain_out_of_memory
 
     resolved = EvaluationConfig.read(config, submitted=digest)
-    with memory_told():
+    with explain_out_of_memory():
         return run(context, job_of(resolved, Path(config)), resolved.settings)
 
 
@@ -93,7 +93,7 @@ def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
 
 
 def outputs(out: Path, protocol: Protocol) -> list[Path]:
-    """The files that an evaluation leaves, the JSON `out` last."""
+    """The outputs of an evaluation, the JSON `out` last."""
     return [out.with_suffix(".safetensors"), out] if protocol.writes_tensors else [out]
 
 

@@ -219,7 +219,7 @@ def features(context: Context, *, config: str | Path, digest: str | None = None)
     return extract(context, encoder=encoder, shards=read.shards, out=out, **read.how)
 
 
-@distributed.memory_told()
+@distributed.explain_out_of_memory()
 def extract(
     context: Context,
     *,
@@ -245,7 +245,7 @@ def extract(
         blocks: the raw output of this many last blocks side by side, earliest first.
 
     Returns:
-        "done", or "requeue" if the job was told to stop; a restart resumes from there.
+        "done", or "requeue" if the job was asked to stop; a restart resumes from there.
 
     Raises:
         UserError: an input is missing or damaged, or the features are not finite.
@@ -317,7 +317,7 @@ def _encode(
     numbers: list[int],
     missing: int,
 ) -> bool:
-    """Encode and write some of the missing parts; False if told to stop before the last."""
+    """Encode and write some of the missing parts; False if asked to stop before the last."""
     ranges, batch = part_ranges(index.n), model.batch_size
     pieces = [
         (number, start, ranges[number][start : start + batch])

@@ -218,8 +218,8 @@ class PatchHead:
         from maect.core import distributed
         from maect.evaluate.segments import NOTHING
 
-        told = torch.tensor([x[..., 0].numel(), targets.numel()], device=x.device).double()
-        tokens, pixels = distributed.sum_over_ranks(told).tolist()
+        counts = torch.tensor([x[..., 0].numel(), targets.numel()], device=x.device).double()
+        tokens, pixels = distributed.sum_over_ranks(counts).tolist()
         if not tokens:
             return torch.zeros(1, device=x.device)
         mean = distributed.sum_over_ranks(x.sum(dim=(0, 1))) / tokens

@@ -2,7 +2,7 @@
 
 The encoder runs once per image. Every rank encodes its share of the batch; what the ranks exchange
 is up to the heads. State is saved after every epoch, every two minutes like that of a training, and
-when the job is told to stop.
+when the job is asked to stop.
 """
 
 import json
@@ -65,7 +65,7 @@ class Probing:
         """Train, and yield the number of each epoch after its last update, before it is saved.
 
         Raises:
-            Interrupted: told to stop; the state is saved.
+            Interrupted: asked to stop; the state is saved.
             UserError: heads that are no longer finite, on every rank; the state is not saved.
         """
         yield from self._finished()
@@ -75,8 +75,8 @@ class Probing:
             rate = self.settings.rate(self.step, self.plan)
             loss = self.probe.step(self.probe.read(images), targets, rate)
             self.step += 1
-            told = self.context.stop_requested()
-            save = distributed.any_rank(told or self._is_due())
+            stop = self.context.stop_requested()
+            save = distributed.any_rank(stop or self._is_due())
             reported = self.step % 10 == 0 or self.step == self.steps
             # Not in every step: to look at a loss is to wait for the GPU.
             if save or reported or self._at_end():
@@ -87,7 +87,7 @@ class Probing:
                 self._report(loss, (self.step - first) * self.settings.batch_size / seconds)
             if save and self.step < self.steps:
                 self._save()
-                if distributed.any_rank(told):
+                if distributed.any_rank(stop):
                     raise Interrupted
 
     def _is_due(self) -> bool:

@@ -96,7 +96,7 @@ class TrainsProbe(Encodes):
         """Train the probe, leave what it keeps beside the JSON, and return its metrics.
 
         Raises:
-            Interrupted: told to stop; the state is saved, and a restart ends with the same bits.
+            Interrupted: asked to stop; the state is saved, and a restart ends with the same bits.
             UserError: images, or an encoder, that the probe cannot be trained on, or a batch that
                 is larger than all epochs together or no multiple of the ranks.
         """

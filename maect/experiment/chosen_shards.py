@@ -103,15 +103,15 @@ def said_otherwise(folder: Path, split: Split, pixels: Pixels) -> str:
         return ""
     asked = ShardsConfig(images=made.images, lists_sha256=checksums, **stated)
     before, now = _compared(folder, made), _compared(folder, asked)
-    told = []
+    described = []
     for key in sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k)):
         file = stated[key] if key in made.lists_sha256.keys() | checksums else None
         if key not in now or key not in before:
             how = "no longer stated" if key in before else "not stated then"
         else:
             how = "other content" if file else f"{_said(now[key])}, made with {_said(before[key])}"
-        told.append(f"{key} ({file}: {how})" if file else f"{key} ({how})")
-    return ", ".join(told)
+        described.append(f"{key} ({file}: {how})" if file else f"{key} ({how})")
+    return ", ".join(described)
 
 
 def is_made_otherwise(folder: Path, split: Split, pixels: Pixels) -> bool:

@@ -114,8 +114,10 @@ class Experiment:
                 self._rows[name] = without_twins(self._rows[name], self.runs)
         for name in spec.figures:
             figure, rows = FIGURES[name], self._rows[name]
-            told = any((run, figure.unless) in self.evaluations for row in rows for run in row.runs)
-            if figure.trained_here and not told:
+            measured = any(
+                (run, figure.unless) in self.evaluations for row in rows for run in row.runs
+            )
+            if figure.trained_here and not measured:
                 self._rows[name] = [row for row in rows if trained.issuperset(row.runs)]
 
     def _check_plain(self) -> None:
@@ -201,11 +203,11 @@ class Experiment:
         if not isinstance(settings, FewLabels) or len(settings.lists_sha256) == len(settings.lists):
             return settings
         try:
-            told = EvaluationConfig.read(self.root / "evaluations" / run / f"{name}.yaml").settings
+            asked = EvaluationConfig.read(self.root / "evaluations" / run / f"{name}.yaml").settings
         except UserError:
             return settings
-        if isinstance(told, FewLabels) and told.subsets == settings.subsets:
-            return settings.read_lists(told.lists_sha256)
+        if isinstance(asked, FewLabels) and asked.subsets == settings.subsets:
+            return settings.read_lists(asked.lists_sha256)
         return settings
 
     @cache  # noqa: B019
@@ -256,7 +258,7 @@ class Experiment:
                 )
         for needed in settings.needs:
             if (run, self.on(needed, dataset)) not in self.asked:
-                raise self._error(f"evaluate: {name} of {run} reads what {needed} leaves; add it")
+                raise self._error(f"evaluate: {name} of {run} reads the output of {needed}; add it")
 
     def _check_resize(self, run: str, dataset: str) -> None:
         given, side = self.datasets[dataset].resize, self.runs[run].encoder.image_size

@@ -29,7 +29,7 @@ from maect.stages.imported import Import, is_another_file
 def outdated(experiment: Experiment) -> list[Path]:
     """Return files that are there and not what the experiment asks for, one of each job.
 
-    What cannot be told, since something that it was made of is gone, is left as it is. What is only
+    What is unknown, since something that it was made of is gone, is left as it is. What is only
     made of such a file is not named: it follows.
     """
     return _Comparison(experiment).outdated
@@ -72,31 +72,31 @@ class _Comparison:
                 yield RunRecord.path(folder)
 
     def is_another_run(self, name: str, made: RunRecord) -> bool:
-        told = resolve.run_config(self.experiment, name)
-        settings, shape = told.settings, told.encoder
-        if made.stage != told.stage:
+        config = resolve.run_config(self.experiment, name)
+        settings, shape = config.settings, config.encoder
+        if made.stage != config.stage:
             return True
         if isinstance(settings, Import):
             weights = made.weights
             if weights is None:
                 return False
-            if told.weights is not None and is_another_file(told.weights, weights):
+            if config.weights is not None and is_another_file(config.weights, weights):
                 return True
             if settings.layout is None and made.encoder:  # found in the weights, and this with it
                 shape = shape.model_copy(update={"class_token": made.encoder.class_token})
             asked = [(settings.layout, weights.layout), (settings.timm, weights.timm)]
             return made.encoder != shape or any(a not in (None, given) for a, given in asked)
-        if (made.encoder, made.seed) != (shape, told.seed) or not settings.is_said_by(
+        if (made.encoder, made.seed) != (shape, config.seed) or not settings.is_said_by(
             made.settings
         ):
             return True
-        if made.source != (told.source and told.source.name):
+        if made.source != (config.source and config.source.name):
             return True
-        data = self.index(told.shards) if told.shards else None
-        weights_of = self.weights(told.source) if told.source else {}
-        if data is None or (told.source and not weights_of):
+        data = self.index(config.shards) if config.shards else None
+        weights_of = self.weights(config.source) if config.source else {}
+        if data is None or (config.source and not weights_of):
             return False  # what it was made of is gone
-        return made.fingerprint != told.fingerprint(data, weights_of)
+        return made.fingerprint != config.fingerprint(data, weights_of)
 
     def features(self) -> Iterator[Path]:
         protocols = [self.experiment.evaluation(*pair) for pair in self.experiment.evaluations]
@@ -122,14 +122,14 @@ class _Comparison:
                 yield path
 
     def is_another_evaluation(self, run: str, name: str, made: EvaluationRecord) -> bool:
-        told, about = resolve.evaluation_config(self.experiment, run, name), made.provenance
-        if not told.is_answered_by(made):
+        config, about = resolve.evaluation_config(self.experiment, run, name), made.provenance
+        if not config.is_answered_by(made):
             return True
         if _differ(about, {"encoder_sha256": self.encoder(run)}):
             return True
         splits, inputs = about.get("splits", {}), about.get("inputs", {})
-        for key, kind in told.settings.inputs().items():
-            paths = told.paths(key)
+        for key, kind in config.settings.inputs().items():
+            paths = config.paths(key)
             if isinstance(kind, Features):
                 header = self.header(paths[0])
                 if _differ(splits.get(key, {}), {k: header.get(k) for k in splits.get(key, {})}):
@@ -145,17 +145,17 @@ class _Comparison:
                 trained = [self.encoder(path.name) for path in paths]
                 if None not in trained and _differ(inputs, {key: trained}):
                     return True
-        if isinstance(told.settings, RealLabels):
+        if isinstance(config.settings, RealLabels):
             try:
-                return _differ(inputs, {"real_labels": told.settings.real_sha256()})
+                return _differ(inputs, {"real_labels": config.settings.real_sha256()})
             except UserError:
-                return False  # gone: what it was scored by cannot be told
+                return False  # gone: what it was scored by is unknown
         return False
 
     def shown(self) -> Iterator[Path]:
-        for path, told, outputs in pages(self.experiment):
+        for path, config, outputs in pages(self.experiment):
             there = [output for output in outputs if output.exists()]
-            if there and not _is_made_by(told, path, there):
+            if there and not _is_made_by(config, path, there):
                 yield there[0]
 
     def record(self, path: Path) -> dict[str, Any]:
@@ -202,10 +202,10 @@ def _differ(made: Mapping[str, Any], asked: Mapping[str, Any]) -> bool:
     return any(made.get(key, value) != value for key, value in asked.items() if value is not None)
 
 
-def _is_made_by(told: SettingsFile, path: Path, outputs: Sequence[Path]) -> bool:
+def _is_made_by(config: SettingsFile, path: Path, outputs: Sequence[Path]) -> bool:
     """Return whether files were made after their resolved file, and that says what is asked for."""
     try:
-        same = type(told).read(path).identity(path) == told.identity(path)
+        same = type(config).read(path).identity(path) == config.identity(path)
     except UserError:
         return False
     written = path.stat().st_mtime_ns

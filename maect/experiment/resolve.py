@@ -1,4 +1,4 @@
-"""The jobs of an experiment: what each is told, reads and leaves."""
+"""The jobs of an experiment: the config, inputs and outputs of each."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from maect.stages.run import RunConfig
 
 
 def run_config(experiment: Experiment, name: str) -> RunConfig:
-    """All that a training or an import is told."""
+    """The config of a training or an import."""
     run = experiment.runs[name]
     scored = run.scored_by is not None
     stated = experiment.datasets[run.dataset].resize
@@ -51,7 +51,7 @@ def scored_on(experiment: Experiment, run: Run) -> Path:
 
 
 def evaluation_config(experiment: Experiment, run: str, name: str) -> EvaluationConfig:
-    """All that a protocol is told."""
+    """The config of an evaluation."""
     settings = experiment.evaluation(run, name)
     return EvaluationConfig(
         evaluation=name,
@@ -164,8 +164,8 @@ def inputs_of_evaluation(experiment: Experiment, run: str, name: str) -> list[Pa
         path = input_path(experiment, run, name, kind)
         if isinstance(path, list):
             for folder in path:
-                leaves = experiment.runs[folder.name].settings.outputs
-                files += [*(folder / file for file in leaves), RunRecord.path(folder)]
+                outputs = experiment.runs[folder.name].settings.outputs
+                files += [*(folder / file for file in outputs), RunRecord.path(folder)]
         else:
             files.append(path / "index.json" if isinstance(kind, Shards) else path)
     return files

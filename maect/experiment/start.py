@@ -78,13 +78,13 @@ def faults(experiment: Experiment, jobs: Sequence[PendingJob]) -> list[str]:
 
 
 def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
-    """Write what jobs are told, and keep what they may find to be done; for the folder's owner."""
+    """Write the configs of jobs, and keep what they may find to be done; for the folder's owner."""
     refresh_runs(experiment)
     restore(experiment.root)
     tidy(experiment.root)
     for job in jobs:
         if job.config is not None:
-            _told(experiment, job).write(job.config)
+            _config(experiment, job).write(job.config)
         # What Snakemake deletes now, the job may find to be what it is asked for.
         if job.rule in CHECKS_FIRST:
             if job.forced and job.rule in STAGES:
@@ -104,8 +104,8 @@ def prepare(experiment: Experiment, jobs: Sequence[PendingJob]) -> None:
             note_taken(experiment.own_shards(dataset, split), folder)
 
 
-def _told(experiment: Experiment, job: PendingJob) -> SettingsFile:
-    """All that a job is told."""
+def _config(experiment: Experiment, job: PendingJob) -> SettingsFile:
+    """The job's config."""
     rule, given = job.rule, job.wildcards
     if rule in PROTOCOLS:
         return resolve.evaluation_config(experiment, given["run"], given["evaluation"])
@@ -114,7 +114,7 @@ def _told(experiment: Experiment, job: PendingJob) -> SettingsFile:
     if rule == "features":
         kind = resolve.of_ending(given["split"], given["norm"])
         return resolve.features_config(experiment, given["run"], given["dataset"], kind)
-    return next(told for path, told, _ in pages(experiment) if path == job.config)
+    return next(config for path, config, _ in pages(experiment) if path == job.config)
 
 
 def _sharded(jobs: Iterable[PendingJob], rules: Sequence[str] = SHARDING) -> list[tuple[str, str]]:
@@ -212,11 +212,11 @@ def other_shards(experiment: Experiment, splits: Iterable[tuple[str, str]]) -> l
         # Bundled images are always the same.
         own = _is_sharded(experiment, name, split)
         found = experiment.changes(name, split) if own else None
-        told = [experiment.said_otherwise(name, split)]
+        parts = [experiment.said_otherwise(name, split)]
         if found and found.others:
             moved = f"images ({found.now}, made of {found.before})"
-            told.append(f"{moved if found.moved else found.now}: {found}")
-        if differs := "; ".join(part for part in told if part):
+            parts.append(f"{moved if found.moved else found.now}: {found}")
+        if differs := "; ".join(part for part in parts if part):
             again = shlex.quote(str(experiment.own_shards(name, split)))
             notes.append(
                 f"{experiment.file}: datasets: {name}: {split}: not what its shards were made of: "
@@ -289,13 +289,13 @@ def refresh_runs(experiment: Experiment) -> None:
     part of what is trained.
     """
     for name in experiment.runs:
-        path, told = experiment.folder(name) / "config.yaml", resolve.run_config(experiment, name)
+        path, config = experiment.folder(name) / "config.yaml", resolve.run_config(experiment, name)
         try:
-            same = path.exists() and RunConfig.read(path).digest == told.digest
+            same = path.exists() and RunConfig.read(path).digest == config.digest
         except UserError:  # its own job will write it
             continue
         if same:
-            told.write(path)
+            config.write(path)
 
 
 def unset_variables(path: Path) -> list[str]:

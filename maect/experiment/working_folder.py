@@ -12,7 +12,7 @@ from maect.core.owners import exposed, is_trusted, owner_name
 
 MEMORY = Path(".snakemake")
 DEFAULT_PROFILES = (Path("default"), Path("profiles/default"))
-"""Where Snakemake looks for settings without being told to."""
+"""Where Snakemake searches for settings by default."""
 
 
 def check_working_folder() -> None:
@@ -59,9 +59,9 @@ def notes(pipeline: Path, words: Sequence[str]) -> list[str]:
         words: the command line.
     """
     clones = [other_clone(folder) for folder in {Path.cwd(), pipeline}]
-    told = os.environ.get("SNAKEMAKE_PROFILE")
-    if told and not any(word.startswith("--profile") for word in words) and _is_bare(words):
-        clones.append(f"the profile is that of SNAKEMAKE_PROFILE, {told}: none was named")
+    profile = os.environ.get("SNAKEMAKE_PROFILE")
+    if profile and not any(word.startswith("--profile") for word in words) and _is_bare(words):
+        clones.append(f"the profile is that of SNAKEMAKE_PROFILE, {profile}: none was named")
     return [*filter(None, clones)]
 
 

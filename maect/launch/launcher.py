@@ -102,7 +102,7 @@ class _Launch:
     asked_at: float | None = field(default=None, init=False)
     spare_nobody: bool = field(default=False, init=False)  # there are too few nodes to exclude any
     slow: str | None = field(default=None, init=False)  # what was last said of a straggler
-    told: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
+    shown: int = field(default=0, init=False)  # sentences of the job's rank 0 that were shown
     broken: int = field(default=0, init=False)  # submissions of which neither id nor refusal came
     clusters: dict[str, Cluster] = field(default_factory=clusters, init=False)
 
@@ -242,7 +242,7 @@ class _Launch:
         """Wait for the job's end: (its end or None when it is complete, whether it was live)."""
         cluster = self.clusters[job.cluster]
         notice, seen, next_poll, ended = Notice("unknown", "waiting"), False, 0.0, float("inf")
-        self.told = 0
+        self.shown = 0
         while True:
             self.check_place()
             self.tell(job)
@@ -270,8 +270,8 @@ class _Launch:
 
     def tell(self, job: Job) -> None:
         """Show what the job says to people, once."""
-        for sentence in record.said(self.folder, job)[self.told :]:
-            self.told += 1
+        for sentence in record.said(self.folder, job)[self.shown :]:
+            self.shown += 1
             self.line.say(sentence)
 
     def present(self, job: Job, notice: Notice) -> tuple[str, float | None]:

@@ -309,7 +309,7 @@ def alive(folder: Path, name: str, rank: int) -> Iterator[None]:
 
 
 def live_ranks(folder: Path, job: Job) -> set[int] | None:
-    """The ranks that live on this machine, in whichever container; None if it cannot be told."""
+    """The ranks that live on this machine, in whichever container; None if unknown."""
     live = set()
     for path in job_folder(folder, job.name).glob("alive-*"):
         with path.open() as file:
@@ -337,7 +337,7 @@ def progress(folder: Path, job: Job | None) -> dict[str, Any]:
 
 
 def said(folder: Path, job: Job) -> list[str]:
-    """Return what rank 0 wants people to be told, a sentence each."""
+    """Return the sentences of rank 0 for people."""
     lines = read_mapping(rank_file(folder, job.name, 0)).get("said")
     return lines if isinstance(lines, list) else []
 

@@ -318,7 +318,7 @@ class Squeue:
         self._answered = float("-inf")  # when that was, by this process's clock
         self._blocked: float | None = None  # since when another process asks instead, likewise
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "maect"
-        # Two clusters seen from one home do not share their answers, if that can be told.
+        # Two clusters seen from one home do not share their answers, if that is known.
         question = "|".join([os.environ.get("SLURM_CONF", ""), *_all_jobs()])
         self._file = folder / f"squeue-{hashlib.sha256(question.encode()).hexdigest()[:12]}.json"
 

@@ -75,8 +75,8 @@ def submit(folder: Path, job: Job, watch: Callable[[], None]) -> dict[str, Any]:
     """
     jobs = record.make_job_folder(folder, job.name)
     # In memory: nobody else can put another request in its place.
-    told = os.memfd_create(job.name)
-    with (jobs / "submission.log").open("ab") as log, open(told, "w+b") as request:
+    descriptor = os.memfd_create(job.name)
+    with (jobs / "submission.log").open("ab") as log, open(descriptor, "w+b") as request:
         request.write(json.dumps(asdict(job)).encode())
         request.seek(0)
         process = subprocess.Popen(

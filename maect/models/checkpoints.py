@@ -207,13 +207,13 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
             f"--timm (docs/weights.md); {_described(checkpoint)}"
         )
     if fitting[0] == "mim_refiner":
-        told = [name for part, name in _REFINED_FROM.items() if part in file.lower()]
-        if not told:
+        named = [name for part, name in _REFINED_FROM.items() if part in file.lower()]
+        if not named:
             raise UserError(
                 f"{file}: fits mim_refiner (pooling: cls) and mim_refiner_mean (pooling: mean, "
                 "CrossMAE's); say which with --layout"
             )
-        return told[0]
+        return named[0]
     if "mae_ct" in fitting:
         if file.startswith("maect"):
             return "mae_ct"

@@ -167,9 +167,9 @@ def export_onnx(folder: Path) -> Path:
             "--onnx needs the packages onnx and onnxscript: install maect[onnx]"
         ) from None
     model = timm.create_model(f"local-dir:{folder}", pretrained=True, exportable=True).eval()
-    told = read_json(folder / "config.json")["pretrained_cfg"]
+    pretrained = read_json(folder / "config.json")["pretrained_cfg"]
     # A size of 1 would be taken for the only one.
-    images = torch.zeros(2, *told["input_size"])
+    images = torch.zeros(2, *pretrained["input_size"])
     shapes = ({0: torch.export.Dim("n")},)
     program = torch.onnx.export(
         model, (images,), dynamo=True, dynamic_shapes=shapes, verbose=False,
@@ -177,7 +177,7 @@ def export_onnx(folder: Path) -> Path:
     )  # fmt: skip
     assert program is not None
     program.model.metadata_props.update(
-        {key: json.dumps(told[key]) for key in (*_READ, "mean", "std")}
+        {key: json.dumps(pretrained[key]) for key in (*_READ, "mean", "std")}
     )
     large = sum(value.nbytes for value in model.state_dict().values()) > ONNX_BYTES
     with tempfile.TemporaryDirectory(dir=folder, prefix=".onnx-") as place:
@@ -200,10 +200,10 @@ def read_export(folder: Path) -> tuple[Path, str, int]:
     path, weights = folder / "config.json", folder / MODEL
     config = read_json(path)
     try:
-        told = verified(config["maect"])
-        same = all(told[key] == config["pretrained_cfg"][key] for key in _READ)
-        promised, identity = told["sha256"], told["encoder_sha256"]
-        resize = math.floor(told["input_size"][-1] / told["crop_pct"])
+        about = verified(config["maect"])
+        same = all(about[key] == config["pretrained_cfg"][key] for key in _READ)
+        promised, identity = about["sha256"], about["encoder_sha256"]
+        resize = math.floor(about["input_size"][-1] / about["crop_pct"])
     except ValueError as error:
         raise UserError(f"{path}: damaged ({error}); export it again") from None
     except (KeyError, TypeError, IndexError):

@@ -99,7 +99,7 @@ class QueueHead(nn.Module):
         self.register_buffer("pointer", torch.zeros((), dtype=torch.int64))
 
     def exported(self) -> dict[str, Tensor]:
-        """Return what a finished run leaves of it."""
+        """Return what a finished run exports of it."""
         return self.state_dict()
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:

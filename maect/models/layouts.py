@@ -111,7 +111,7 @@ class Family:
     layout: str | None = None
 
 
-# The first that fits is told: special ones come before those that they resemble.
+# The first that fits is taken: special ones come before those that they resemble.
 FAMILIES = (
     Family("CAPI", ("blocks.0.residual1.norm.weight", "registers"), layout="capi"),
     Family("DINOv3", ("storage_tokens",), "vit_large_patch16_dinov3.lvd1689m"),

@@ -339,7 +339,7 @@ class Contrastive(HeadSettings):
         return self
 
     @model_serializer(mode="wrap")
-    def _told_without_lookup(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _dump_without_lookup(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
         # A head's file holds them, so its checksum hangs on their order: precision and rates last.
         for key in ("precision", "head_lr", "head_weight_decay"):

@@ -23,9 +23,9 @@ class Computing(Settings):
 
     def changes(self, before: "Computing") -> str:
         """Return what differs from another way, as `key: value, …`."""
-        told = self.model_dump()
+        values = self.model_dump()
         other = before.model_dump()
-        return ", ".join(f"{key}: {value}" for key, value in told.items() if value != other[key])
+        return ", ".join(f"{key}: {value}" for key, value in values.items() if value != other[key])
 
 
 PLAIN = Computing()

@@ -75,7 +75,7 @@ class Cost:
         operations: of an image in a step, forward and backward, all views.
         passes: memory of each of its passes, in the order of the forward pass.
         buffers: bytes beside the weights.
-        exported: numbers in the file that a finished run leaves of it; 0: there is none.
+        exported: numbers in the file that a finished run exports of it; 0: there is none.
     """
 
     weights: int

@@ -98,7 +98,7 @@ class Explored:
         return stream.getvalue()
 
     def shown(self) -> dict[str, Any]:
-        """Return what the page's script is told of the run."""
+        """Return what the page's script reads about the run."""
         points = self.arrays["points"].astype(np.float64)
         low, high = points.min(axis=0), points.max(axis=0)
         spots = np.round((points - low) / max(float((high - low).max()), 1e-9) * _STEPS)

@@ -195,9 +195,9 @@ def _sources(table: Table, rows: Sequence[Row], evaluations: Path) -> dict[str, 
             results[anchor] = _source(f"evaluations/{run}/{path.name}", anchor, kept)
             folder = evaluations.parent / "runs" / run
             if run not in runs and is_finished(folder):
-                told = RunRecord.of(folder).model_dump(mode="json", exclude_none=True)
+                values = RunRecord.of(folder).model_dump(mode="json", exclude_none=True)
                 file = str(RunRecord.path(Path("runs", run)))
-                runs[run] = _source(file, f"run-{run}", told)
+                runs[run] = _source(file, f"run-{run}", values)
     return {
         "Where the numbers come from": list(results.values()),
         "The runs behind them: recipe, seed, versions, cost": list(runs.values()),
@@ -314,8 +314,8 @@ def show(root: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 1000)
     for path in sorted(root.glob("tables/*.csv")):
         print(path)
-        told = path.with_suffix(".yaml")
-        compare = not told.exists() or ShownConfig.read(told).compare_with_paper
+        config = path.with_suffix(".yaml")
+        compare = not config.exists() or ShownConfig.read(config).compare_with_paper
         console.print(for_terminal(printed(read_table(path), path.stem, compare=compare)))
     others = [*sorted(root.glob("figures/*.png")), *root.glob("report.html")]
     for path in others:

@@ -57,8 +57,8 @@ def result_file(evaluations: Path, run: str, name: str, ending: str = ".json") -
         return None
     result = EvaluationRecord.seek(path.with_suffix(".json"))
     record = RunRecord.find(evaluations.parent / "runs" / run)
-    told, encoder = (one and one.encoder_sha256 for one in (result, record))
-    if None not in (told, encoder) and told != encoder:
+    evaluated, encoder = (one and one.encoder_sha256 for one in (result, record))
+    if None not in (evaluated, encoder) and evaluated != encoder:
         _leave_out(path, run)
         return None
     return path
@@ -380,13 +380,13 @@ def trained_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
         UserError: a record that cannot be read.
     """
 
-    def told(run: str) -> tuple[float, float]:
+    def cost(run: str) -> tuple[float, float]:
         records = chain(run, runs)
         stage = STAGES.get(records[0].stage)
         hours = records[0].device_hours or 0.0 if stage and stage.trains else math.nan
         return hours, float(records[-1].epochs or math.nan)
 
-    return _by_row(rows, runs, ("hours", "pretraining_epochs"), told)
+    return _by_row(rows, runs, ("hours", "pretraining_epochs"), cost)
 
 
 def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:

@@ -39,7 +39,7 @@ def check_colors(views: Sequence[View], encoder: Encoder) -> None:
 
 
 def head_file(name: str) -> str:
-    """The file that a run leaves of a head."""
+    """The file to which a run exports a head."""
     return f"{name}.safetensors"
 
 
@@ -48,7 +48,7 @@ class WithoutLabels(Training):
 
     Their objective has named parts: `encoder`, whatever else a stage adds, and any number of
     heads, whose settings stand in `heads`. What holds for a head is said here, once: its learning
-    rate, what it costs, the file it leaves, and that a run takes it over from another one.
+    rate, what it costs, its file, and that a run takes it over from another one.
 
     Attributes:
         continues_heads: whether a run starts with the heads of the run that it starts from.
@@ -196,7 +196,7 @@ class WithoutLabels(Training):
         return objective
 
     def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
-        """Return how the tokens of the encoder that a run leaves are pooled."""
+        """Return how the tokens of the encoder that a run exports are pooled."""
         return encoder.ct_pooling
 
     def export(self, run: RunInputs, reader: "StateReader", index: "Index") -> dict[str, Any]:

@@ -288,8 +288,8 @@ class RefinerObjective(ViewsObjective):
         """Lookup numbers and, if they change, the weights of the heads' losses."""
         drawn, settings = super().draw(epochs, ids), self.heads.settings
         if settings.weights is not None:
-            told = settings.weights, len(self.heads.numbers), self.stage.epochs
-            drawn["weights"] = torch.from_numpy(head_weights(*told, epochs))
+            given = settings.weights, len(self.heads.numbers), self.stage.epochs
+            drawn["weights"] = torch.from_numpy(head_weights(*given, epochs))
         return drawn
 
     def read(self, images: Tensor) -> Tensor:
@@ -309,6 +309,6 @@ class RefinerObjective(ViewsObjective):
             with torch.set_grad_enabled(self.train_encoder and torch.is_grad_enabled()):
                 features = [self.read(images) for images in views.images]
             assert views.neighbors is not None
-            told = views.ids, views.labels, views.neighbors, views.weights
-            out = self.heads(torch.cat(features, 1), *told)
+            given = views.ids, views.labels, views.neighbors, views.weights
+            out = self.heads(torch.cat(features, 1), *given)
         return out.loss, out.metrics

@@ -35,7 +35,7 @@ class RefineHeads(WithoutLabels):
     head: Refiner
     pool: Literal["cls", "mean"] | None = None
     """What heads and evaluations read, [CLS] or the mean of the patch tokens, in place of what the
-    encoder's size says. `refine_heads` leaves a copy of the source's encoder, with its pooling."""
+    encoder's size says. `refine_heads` exports a copy of the source's encoder, with its pooling."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "RefineHeads":
@@ -69,7 +69,7 @@ class RefineHeads(WithoutLabels):
         return self.min_lr / self.peak_lr
 
     def pooling(self, encoder: Encoder) -> Literal["cls", "mean"]:
-        """Return how heads, and evaluations of what a run leaves, pool the tokens."""
+        """Return how heads, and evaluations of its outputs, pool the tokens."""
         return self.pool or super().pooling(encoder)
 
     def view_settings(self) -> tuple[View, ...]:
@@ -170,5 +170,5 @@ class Refine(RefineHeads):
 
     @property
     def encoder_average(self) -> float | None:
-        """Momentum of the encoder's running average, which is what a run leaves."""
+        """Momentum of the encoder's running average, which is what a run exports."""
         return self.encoder_ema

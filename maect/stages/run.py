@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it imports torch
 
 
 class RunConfig(SettingsFile):
-    """One run. It lies in the run's folder, where the run leaves its files."""
+    """One run. It lies in the run's folder, with the outputs of the run."""
 
     run: str
     stage: str
@@ -85,7 +85,7 @@ class RunConfig(SettingsFile):
 
     @property
     def digest(self) -> str:
-        """Identity of what the run is told; where its inputs are is not part of it."""
+        """Identity of the settings; where the inputs are is not part of it."""
         return digest(self.stage, self.settings, self.encoder, self.seed)
 
     def fingerprint(self, data: str, weights: dict[str, str]) -> str:
@@ -134,23 +134,25 @@ def train(
         UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
         NodeError: the device's memory is too small, or others have a part of it.
     """
-    from maect.core.distributed import leave, memory_told
+    from maect.core.distributed import explain_out_of_memory, leave
     from maect.train import trainer
 
-    told = RunConfig.read(config, submitted=digest)
-    stage, how, shards = told.training(config)
+    file = RunConfig.read(config, submitted=digest)
+    stage, how, shards = file.training(config)
     if computing is not None:
         how = validated(Computing, computing, "computing")
         stage.check_computing(how)
     run = trainer.RunInputs(
-        Path(config).absolute().parent, shards, stage, told.encoder, told.seed, told.source,
-        told.test, told.resize, how,
+        Path(config).absolute().parent, shards, stage, file.encoder, file.seed, file.source,
+        file.test, file.resize, how,
     )  # fmt: skip
-    with memory_told(lambda said: _too_large(stage, how, told.encoder, context.world_size, said)):
+    with explain_out_of_memory(
+        lambda said: _too_large(stage, how, file.encoder, context.world_size, said)
+    ):
         verdict = trainer.train(
             context,
             run,
-            online=told.online_evaluation,
+            online=file.online_evaluation,
             save_every_minutes=save_every_minutes,
             convert_world_size=convert_world_size,
             stage_to=stage_to,

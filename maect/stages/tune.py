@@ -74,5 +74,5 @@ class Tune(SelfSupervised):
 
     @property
     def encoder_average(self) -> float | None:
-        """Momentum of the encoder's running average, which is what a run leaves."""
+        """Momentum of the encoder's running average, which is what a run exports."""
         return self.encoder_ema

@@ -200,7 +200,7 @@ def compare(
         out: keeps vectors and scores.
         device: as of `maect.load`.
         threads: that measure; none: all cores.
-        say: told of each folder and encoder.
+        say: called for each folder and encoder.
         real_labels: ReaL's `real.json`, for folders with the images of ImageNet's validation split.
 
     Raises:

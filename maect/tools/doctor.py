@@ -87,8 +87,8 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     largest = rules.get(largest_rule(experiment), {})
     on_slurm = largest.get("cluster") == "slurm"
     note([*software(), *misspelt(rules)])
-    told = [Finding("note", warning) for warning in neighbors.warnings(experiment)]
-    note([*storage(experiment), *told])
+    warned = [Finding("note", warning) for warning in neighbors.warnings(experiment)]
+    note([*storage(experiment), *warned])
     said = driver_of(profile)
     if on_slurm:
         note([*driver(said), *setup_script(rules), *requests(rules), *wall_limits(rules)])
@@ -333,8 +333,10 @@ def storage(experiment: Experiment) -> list[Finding]:
     system = os.statvfs(folder)
     free, inodes = system.f_bavail * system.f_frsize, system.f_favail
     hint = "free some space, or set `storage` in the experiment to a larger file system"
-    told = f"{folder}: {size_text(free)} free, about {size_text(size)} needed for {experiment.name}"
-    out = [Finding("ok", told) if free > size else Finding("FAIL", told, hint)]
+    space = (
+        f"{folder}: {size_text(free)} free, about {size_text(size)} needed for {experiment.name}"
+    )
+    out = [Finding("ok", space) if free > size else Finding("FAIL", space, hint)]
     if not system.f_files:
         return [*out, Finding("note", f"{folder}: unknown how many more files are possible")]
     what = f"{folder}: {inodes:,} more files possible, about {files:,} needed"

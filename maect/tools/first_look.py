@@ -55,9 +55,9 @@ def first_look(chosen: Experiment, epochs: Mapping[str, int] = EPOCHS) -> Path:
     for name, folder in runs.items():
         config = resolve.run_config(chosen, name)
         if name in epochs:
-            told = config.settings.model_dump() | {"epochs": epochs[name]}
+            settings = config.settings.model_dump() | {"epochs": epochs[name]}
             config = config.model_copy(
-                update={"settings": validated(type(config.settings), told, name)}
+                update={"settings": validated(type(config.settings), settings, name)}
             )
         config.write(folder / "config.yaml")
     given = {
@@ -83,9 +83,9 @@ def _shard(chosen: Experiment, dataset: str) -> None:
         own = chosen.own_shards(dataset, split)
         if not (own / "index.json").exists():
             make_folder(own)
-            told = chosen.shards_config(dataset, split)
-            note_own(own, told)
-            shard(told.images, own, told.kind, told.shards, **told.options)
+            config = chosen.shards_config(dataset, split)
+            note_own(own, config)
+            shard(config.images, own, config.kind, config.shards, **config.options)
 
 
 def on_ranks(context: Context, *, runs: list[str], shards: list[str]) -> str:

@@ -228,11 +228,11 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
     stage, _, shards = config.training(path)
     if where.detach:
         raise UserError("--detach: the job of a replay ends with its command")
-    told = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
+    begun = read_json(need(run / "recipe.json", "run that has begun")).get("fingerprint")
     given = config.stage, stage, config.encoder, config.seed, need_shards(shards), config.source
-    if fingerprint(*given) != told:
-        raise UserError(f"{path}: not what the run was told (recipe.json): settings, seed, source "
-                        "or shards have changed since")  # fmt: skip
+    if fingerprint(*given) != begun:
+        raise UserError(f"{path}: not what the run began with (recipe.json): settings, seed, "
+                        "source or shards have changed since")  # fmt: skip
     steps = stage.total_steps(stage.training_images(open_index(shards)).n)
     if step > steps:
         raise UserError(f"{run}: step {step} cannot be repeated: the run has {steps} steps")
@@ -260,10 +260,10 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
                 "maect.stages.run:train",
                 (copy / REPORT).exists,
                 nodes,
-                told,
+                begun,
                 config=str(copy / path.name),
                 digest=config.digest,
-                # As its last job was told, fitted to the devices' memory.
+                # As for its last job, fitted to the devices' memory.
                 computing=job.request.get("arguments", {}).get("computing") if job else None,
                 replay=step,
             )

@@ -193,7 +193,7 @@ class PlannedJob:
         limit: wall limit of one piece in seconds.
         source: where `seconds` is from.
         makes, needs: files that say what comes after what.
-        bytes: what it leaves on disk.
+        bytes: of its outputs on disk.
         memory: bytes of each GPU, of a training.
         fitted: what is changed to fit into them, or why nothing would.
     """
@@ -353,8 +353,8 @@ def _note_shards(plan: Plan, experiment: Experiment, dataset: str, split: str) -
 
 def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) -> PlannedJob:
     run, resources = experiment.runs[job.wildcards["run"]], job.resources
-    told = run_config(experiment, run.name)
-    encoder, (stage, computing, folder) = run.encoder, told.training(run.name)
+    config = run_config(experiment, run.name)
+    encoder, (stage, computing, folder) = run.encoder, config.training(run.name)
     devices, step = devices_of(resources), stage.flops_per_image(encoder) * stage.batch_size
     gpu = str(resources.get("gpu") or "")
     asked, relative = str(resources["nodes"]), relative_speed(gpu)
@@ -369,8 +369,8 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
         plan.unknown.add(f"images of {run.dataset} {run.split}")
     else:
         images = left * stage.images_of(shards.images, shards.classes) * stage.epochs
-        if told.test is not None:  # in training images that cost as much
-            scored = left * stage.epochs * (plan.shards(told.test).images or 0)
+        if config.test is not None:  # in training images that cost as much
+            scored = left * stage.epochs * (plan.shards(config.test).images or 0)
             images += scored * encode_flops(encoder) / stage.flops_per_image(encoder)
         if speed:
             seconds, source = images / (speed[0] * nodes * devices), f"measured in {speed[1]}"

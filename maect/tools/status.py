@@ -1,4 +1,4 @@
-"""`maect status`: what every run of an experiment is doing, from the files that it leaves."""
+"""`maect status`: what every run of an experiment is doing, from the files that it writes."""
 
 import sys
 from collections import Counter

@@ -38,11 +38,11 @@ class Service(Protocol):
 class WandB:
     """Weights & Biases, in `$WANDB_MODE` and at `$WANDB_BASE_URL` as its client has it."""
 
-    def __init__(self, run: Path, project: str, id: str | None, told: dict[str, Any]) -> None:
+    def __init__(self, run: Path, project: str, id: str | None, config: dict[str, Any]) -> None:
         wandb = _package("wandb")
         self._image = wandb.Image
         self._run = wandb.init(
-            project=project, name=run.name, id=id, config=told, resume="allow", dir=str(run),
+            project=project, name=run.name, id=id, config=config, resume="allow", dir=str(run),
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=True),
         )  # fmt: skip
         self.id = str(self._run.id)
@@ -60,7 +60,7 @@ class WandB:
 class MLflow:
     """MLflow, at `$MLFLOW_TRACKING_URI`; the project is its experiment."""
 
-    def __init__(self, run: Path, project: str, id: str | None, told: dict[str, Any]) -> None:
+    def __init__(self, run: Path, project: str, id: str | None, config: dict[str, Any]) -> None:
         mlflow = _package("mlflow")
         self._client, self._metric = mlflow.MlflowClient(), mlflow.entities.Metric
         self._waiting: list[Any] = []
@@ -68,7 +68,7 @@ class MLflow:
             known = self._client.get_experiment_by_name(project)
             of = known.experiment_id if known else self._client.create_experiment(project)
             id = str(self._client.create_run(of, run_name=run.name).info.run_id)
-            for key, value in _flat(told):
+            for key, value in _flat(config):
                 self._client.log_param(id, key, value)
         self.id = id
 
@@ -121,7 +121,7 @@ def sync(service: str, run: Path, project: str) -> int:
     new = [line for line in entries(metrics) if line["step"] > before["step"]]
     if not new and before["id"] is not None:
         return 0
-    copy = SERVICES[service](run, project, before["id"], _told(run))
+    copy = SERVICES[service](run, project, before["id"], _config(run))
     # At once: should this end early, the next call goes on with the same copy.
     write_record(path, known | {service: {"id": copy.id, "step": before["step"]}})
     done = before["step"]
@@ -145,11 +145,11 @@ def _package(name: str) -> Any:
         raise UserError(f"{name} is not installed: uv pip install {name}") from None
 
 
-def _told(run: Path) -> dict[str, Any]:
-    """Return what the run was told, by its resolved file."""
+def _config(run: Path) -> dict[str, Any]:
+    """Return the run's resolved file."""
     path = run / "config.yaml"
-    told: dict[str, Any] = read_yaml(path) if path.exists() else {}
-    return told
+    config: dict[str, Any] = read_yaml(path) if path.exists() else {}
+    return config
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

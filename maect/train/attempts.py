@@ -101,11 +101,11 @@ def threads_before(folder: Path, step: int) -> int | None:
 def note_attempt(folder: Path, attempt: Attempt) -> list[str]:
     """Add an attempt to a run's history; return how it differs from the one before it."""
     before = attempts(folder, attempt.step)
-    told = list(attempt.differences(before[-1])) if before else []
-    if told or not before:
+    sentences = list(attempt.differences(before[-1])) if before else []
+    if sentences or not before:
         before.append(attempt)
     write_noted(folder, attempts=[one.model_dump(mode="json") for one in before])
-    return told
+    return sentences
 
 
 def _text(value: Any) -> str:

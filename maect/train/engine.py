@@ -318,7 +318,7 @@ class Replicated(Engine):
                     (self.shards if mine else self._replicas).append(shard)
 
     def __call__(self, inputs: Any) -> Any:
-        """Forward pass, in which layers compute with what they are lent."""
+        """Forward pass, in which layers compute with the weights they have borrowed."""
         self._exchange.lend()
         return super().__call__(inputs)
 
@@ -427,7 +427,7 @@ class Partitioned(Engine):
                 yield names[id(parameter)], gradient
 
     def complete(self, part: nn.Module | None = None) -> None:
-        """Do nothing: ZeRO 2 leaves parameters whole, and ZeRO 3 only lets them be `gathered`."""
+        """Do nothing: ZeRO 2 keeps parameters whole, and ZeRO 3 only lets them be `gathered`."""
 
     def gathered(self, module: nn.Module) -> Any:
         """Context in which a part's parameters are complete on every rank."""

@@ -10,8 +10,8 @@ DeepSpeed's ZeRO 1 waits for the whole device in each backward pass when it over
 exchanges and some dozens of kernels for each group of parameters, of which fine-tuning has 52.
 
 Autocast takes a kernel to cast each weight, and one for each of their gradients: a quarter of a
-block's. Here all weights of a bucket are cast at once, frozen ones once for all, and lent to their
-layers for a forward and backward pass; the bits are the same.
+block's. Here all weights of a bucket are cast at once, frozen ones once for all. Layers borrow them
+for a forward and backward pass; the bits are the same.
 
 Under ZeRO 1 these bfloat16 copies are gathered, half the bytes of the weights. Heads, which nobody
 casts, have buckets of their own and are gathered in float32. All of it travels while the next
@@ -55,8 +55,8 @@ class Bucket:
         averaged: gradients over all ranks: of this rank's slice if it is scattered, or of all.
         runs: number of a parameter group and where its parameters begin and end; no gaps between.
         own: this rank's slice.
-        lent: what layers compute with in place of parameters, by the parameters' numbers.
-        cast: all weights in the type of those, [n]; none if nothing is lent.
+        borrowed: what layers compute with in place of parameters, by the parameters' numbers.
+        cast: all weights in the type of those, [n]; none if nothing is borrowed.
         missing: parameters whose gradients are still to come.
         work: the exchange of gradients under way.
         coming: that of weights.
@@ -69,7 +69,7 @@ class Bucket:
     averaged: Tensor
     runs: list[tuple[int, int, int]]
     own: slice
-    lent: dict[int, "Lent"]
+    borrowed: dict[int, "Borrowed"]
     cast: Tensor | None
     missing: int = 0
     work: Any = None
@@ -78,7 +78,7 @@ class Bucket:
 
 
 @dataclass
-class Lent:
+class Borrowed:
     """A parameter in another type, a leaf with a gradient of its own.
 
     Attributes:
@@ -200,18 +200,18 @@ class Exchange:
         cast = None
         if any(id(parameter) in self._owners for _, parameter, _ in parameters):
             cast = weights.bfloat16()
-        lent = {}
+        borrowed = {}
         for number, (_, parameter, start) in enumerate(parameters):
             if cast is not None and id(parameter) in self._owners:
                 view = cast[start : start + parameter.numel()].view(parameter.shape).detach()
-                lent[number] = Lent(*self._owners[id(parameter)], view.requires_grad_())
-        return Bucket(parameters, weights, scattered, averaged, groups, own, lent, cast)
+                borrowed[number] = Borrowed(*self._owners[id(parameter)], view.requires_grad_())
+        return Bucket(parameters, weights, scattered, averaged, groups, own, borrowed, cast)
 
     def _leaves(self, bucket: Bucket) -> Iterator[Tensor]:
         """Yield what gets the gradients of the parameters of a bucket."""
         for number, (_, parameter, _) in enumerate(bucket.parameters):
-            lent = bucket.lent.get(number)
-            yield parameter if lent is None else lent.weight
+            borrowed = bucket.borrowed.get(number)
+            yield parameter if borrowed is None else borrowed.weight
 
     def lend(self) -> None:
         """Let layers compute with copies of their weights, which come when they are needed."""
@@ -219,19 +219,19 @@ class Exchange:
         for bucket in self.buckets:
             if bucket.cast is not None and not (bucket.scattered and self._gathered):
                 bucket.cast.copy_(bucket.weights)
-        for lent in self._lent():
+        for borrowed in self._borrowed():
             # Found before the parameter, which stays what it is for everyone else.
-            lent.layer.__dict__[lent.name] = lent.weight
+            borrowed.layer.__dict__[borrowed.name] = borrowed.weight
 
     def take_back(self) -> None:
         """Let the layers have their parameters again."""
-        for lent in self._lent():
-            del lent.layer.__dict__[lent.name]
+        for borrowed in self._borrowed():
+            del borrowed.layer.__dict__[borrowed.name]
 
-    def _lent(self) -> Iterator[Lent]:
+    def _borrowed(self) -> Iterator[Borrowed]:
         yield from self._frozen
         for bucket in self.buckets:
-            yield from bucket.lent.values()
+            yield from bucket.borrowed.values()
 
     def _pieces(self, bucket: Bucket) -> Iterator[Piece]:
         """Yield what this rank updates of a bucket."""
@@ -317,15 +317,15 @@ class Exchange:
 
     def copies(self) -> Iterator[Tensor]:
         """Yield what layers computed with last, the same on every rank."""
-        yield from (lent.weight for lent in self._frozen)
+        yield from (borrowed.weight for borrowed in self._frozen)
         yield from (bucket.cast for bucket in self.buckets if bucket.cast is not None)
 
     def close(self) -> None:
-        """Remove the hooks, which would keep all this alive, and what a failed pass left lent."""
+        """Remove the hooks, which would keep all this alive, and what a failed pass borrowed."""
         for hook in self._hooks:
             hook.remove()
-        for lent in self._lent():
-            lent.layer.__dict__.pop(lent.name, None)
+        for borrowed in self._borrowed():
+            borrowed.layer.__dict__.pop(borrowed.name, None)
 
     def _hook(self, bucket: Bucket) -> Any:
         def count(_: Tensor) -> None:
@@ -371,12 +371,12 @@ class Exchange:
 
 
 @torch.no_grad()
-def _frozen(layers: Iterable[nn.Module]) -> Iterator[Lent]:
+def _frozen(layers: Iterable[nn.Module]) -> Iterator[Borrowed]:
     """Copies of what layers never learn: autocast would make them anew in every pass."""
     for layer in layers:
         for name, value in layer._parameters.items():
             if value is not None and not value.requires_grad:
-                yield Lent(layer, name, value.bfloat16())
+                yield Borrowed(layer, name, value.bfloat16())
 
 
 def bundles(

@@ -119,7 +119,7 @@ class Repetition:
 
     @property
     def lines(self) -> list[str]:
-        """Return what a person is told."""
+        """Return a description for people."""
         step, fault = self.report["step"], self.report["fault"]
         lines = [f"steps {self.first} to {step} repeated: {self.compared} compared with the log"]
         if fault:

@@ -63,7 +63,7 @@ def source_files(source: Path | None) -> dict[str, str]:
 
 
 def outputs(folder: Path, stage: Stage) -> list[Path]:
-    """Return the files that a finished run leaves, its record last."""
+    """Return the outputs of a finished run, its record last."""
     return [*(folder / name for name in stage.outputs), RunRecord.path(folder)]
 
 
@@ -144,7 +144,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
         UserError: there is a log, and no record of whose it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    known, told = folder / "recipe.json", {"fingerprint": identity, **recipe}
+    known, begun = folder / "recipe.json", {"fingerprint": identity, **recipe}
     if change := replaced(folder, identity):
         log.warning("%s", change)
         other = str(noted(folder).get("fingerprint"))
@@ -163,7 +163,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
         _put_back(before, folder)
     if known.exists():
         old = noted(folder)
-        told |= {key: old[key] for key in ("saved", "attempts") if key in old}
+        begun |= {key: old[key] for key in ("saved", "attempts") if key in old}
     elif (folder / "metrics.jsonl").exists():
         raise UserError(
             f"{folder}: has a log (metrics.jsonl) and no recipe.json that says whose: put that and "
@@ -172,7 +172,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
     changes = _git("diff", "HEAD")
     if changes:
         write_text(folder / "source.diff", changes)
-    write_record(known, told)
+    write_record(known, begun)
 
 
 def noted(folder: Path) -> dict[str, Any]:
@@ -187,9 +187,9 @@ def noted(folder: Path) -> dict[str, Any]:
 
 def write_noted(folder: Path, **values: Any) -> None:
     """Add values to a run's `recipe.json`; those that are None go."""
-    told = noted(folder) | values
+    record = noted(folder) | values
     write_record(
-        folder / "recipe.json", {key: value for key, value in told.items() if value is not None}
+        folder / "recipe.json", {key: value for key, value in record.items() if value is not None}
     )
 
 

@@ -61,7 +61,7 @@ class Stage(Settings):
         return bool(self.starts_from)
 
     def inputs(self, source: "Stage") -> tuple[str, ...]:
-        """Return which of the files that a run of `source` leaves it reads."""
+        """Return which outputs of a run of `source` it reads."""
         return ("encoder.safetensors",) if self.starts_from else ()
 
     def check_encoder(self, encoder: Encoder) -> None:
@@ -87,7 +87,7 @@ class Stage(Settings):
         return 0.0
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a finished run leaves: what it exports, and its states if it keeps them."""
+        """Bytes of a finished run: what it exports, and its states if it keeps them."""
         return FLOAT * encoder_weights(encoder)
 
 
@@ -238,7 +238,7 @@ class Training(Updates, Stage):
         )  # fmt: skip
 
     def state_bytes(self, encoder: Encoder) -> int:
-        """Bytes that a finished run leaves: its exports and, if it keeps them, its states.
+        """Bytes of a finished run: its exports and, if it keeps them, its states.
 
         A state has weights and AdamW's two moments in float32, averages and buffers.
         """
@@ -323,7 +323,7 @@ class Training(Updates, Stage):
 
     @abstractmethod
     def export(self, run: "RunInputs", reader: "StateReader", index: "Index") -> dict[str, Any]:
-        """Write the files that a run leaves, from its final state.
+        """Write the outputs of a run, from its final state.
 
         Args:
             run: its folder, encoder and source.
@@ -350,7 +350,7 @@ class RunInputs:
     """Inputs of a run.
 
     Attributes:
-        folder: where it leaves its files, `runs/RUN`.
+        folder: of its outputs, `runs/RUN`.
         shards: shard folder of the train split.
         stage: what to train, with its settings.
         encoder: its shape.

@@ -41,7 +41,7 @@ class Stragglers:
         self._patience = patience
         self._before: tuple[float, Mapping[int, Pace]] | None = None
         self._since: dict[tuple[int, str], float] = {}
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def compare(self, now: float, paces: Mapping[int, Pace]) -> list[Slow]:
         """Return who has been slow for long by now.
@@ -68,5 +68,5 @@ class Stragglers:
                     slow[rank, at] = Slow(rank, at, seconds, others)
         self._since = {key: self._since.get(key, then) for key in slow}
         due = {key for key, since in self._since.items() if now - since >= self._patience}
-        new, self._told = due - self._told, self._told | due
+        new, self._reported = due - self._reported, self._reported | due
         return [slow[key] for key in sorted(new)]

@@ -111,7 +111,7 @@ def train(
         trace: first and last step to profile into `traces/`, such as `100-105`.
 
     Returns:
-        "done" once its record is written; "requeue" if told to stop, with the state saved.
+        "done" once its record is written; "requeue" if asked to stop, with the state saved.
 
     Raises:
         UserError: settings, data, source and saved state do not go together.
@@ -130,7 +130,7 @@ def train(
     if context.rank == 0:
         split.check_rows()
         identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
-        claim(folder, identity, _told(run))
+        claim(folder, identity, _described(run))
         fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
@@ -244,7 +244,7 @@ def train(
             window.close()
         engine.close()
 
-    # ---- what it leaves
+    # ---- outputs
     if repeat is not None:
         if context.rank == 0:
             repeat.write(folder, images, run.seed, stage.batch_size)
@@ -314,7 +314,7 @@ class Trainer:
         self._knn: float | None = None
 
     def run(self, batches: Iterator[Batch]) -> bool:
-        """Train until the last step, or until a rank was told to stop.
+        """Train until the last step, or until a rank was asked to stop.
 
         Returns:
             Whether all steps are done. Either way the state of the last step is saved.
@@ -382,7 +382,7 @@ class Trainer:
     def _update(self, sums: "_Sums", number: int) -> None:
         """Agree on loss, gradient and what every rank has to do at the same step; update.
 
-        The device leaves the weights as they are if loss or gradient is not finite, which the host
+        The device keeps the weights as they are if loss or gradient is not finite, which the host
         learns when it settles the step.
         """
         flags = [self.context.stop_requested(), self._is_due()]
@@ -486,7 +486,7 @@ class Trainer:
         return not (self.save_seconds and self.saver.is_writing)
 
     def save(self, wait: bool = False) -> None:
-        """Save this step's state, in the background unless told to wait.
+        """Save this step's state, in the background unless asked to wait.
 
         Raises:
             UserError: it was to be waited for, and failed.
@@ -689,7 +689,7 @@ def _as_before(context: Context, folder: Path, step: int) -> list[str]:
     ]
 
 
-def _told(run: RunInputs) -> dict[str, Any]:
+def _described(run: RunInputs) -> dict[str, Any]:
     """Return what `recipe.json` says about a run, and its record."""
     return {
         "stage": run.stage.name,
@@ -720,7 +720,7 @@ def _finish(
     record = {
         "run": run.folder.name,
         "fingerprint": identity,
-        **_told(run),
+        **_described(run),
         **exported,
         "files": run.stage.outputs,
         "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},

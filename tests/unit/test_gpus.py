@@ -291,7 +291,10 @@ def test_commands_say_so_too(
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="illegal memory access"), distributed.memory_told():
+    with (
+        pytest.raises(RuntimeError, match="illegal memory access"),
+        distributed.explain_out_of_memory(),
+    ):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     assert distributed.memory_fault(RuntimeError("")) is None
 

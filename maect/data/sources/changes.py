@@ -111,7 +111,7 @@ class Changes:
 def changes(out: Path, images: Path | None = None) -> Changes | None:
     """Return how the images differ from those in the shards that are made of them.
 
-    None: in nothing, or it cannot be told, since they were moved away as a whole, or are more than
+    None: in nothing, or unknown, since they were moved away as a whole, or are more than
     `MOST` files. Of those only the class folders are compared, and only if they lie elsewhere now.
 
     Args:

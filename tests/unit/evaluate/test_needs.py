@@ -31,7 +31,7 @@ def read(tmp_path: Path, *protocols: str, **changes: object):
     ],
 )
 def test_a_missing_evaluation_is_named(tmp_path: Path, protocol: str, needed: str) -> None:
-    with pytest.raises(UserError, match=f"{protocol} of mae reads what {needed} leaves; add it"):
+    with pytest.raises(UserError, match=f"{protocol} of mae reads the output of {needed}; add it"):
         read(tmp_path, protocol)
     assert len(read(tmp_path, protocol, needed).evaluations) == 2
 

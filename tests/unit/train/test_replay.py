@@ -124,7 +124,7 @@ def test_what_could_only_differ_is_refused(run, replay):
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("seed: 1", "seed: 2"))
     status, said = replay(run, 12, "--devices", "2")
-    assert status == 2 and "not what the run was told" in said
+    assert status == 2 and "not what the run began with" in said
 
 
 def test_a_step_that_was_not_finite_is_looked_at(shards, replay, tmp_path):
