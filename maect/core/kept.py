@@ -171,7 +171,9 @@ def need_encoder(path: Path) -> None:
         others = [other.parent.name for other in run.parent.glob(f"*/{path.name}")]
         if others:
             raise UserError(f"{run}: no such run; {did_you_mean(run.name, others)}")
-    raise UserError(f"{path}: no such encoder; train or import the run first")
+    unlike = run.is_dir() and not (run / "config.yaml").exists() and any(run.iterdir())
+    hint = " (images come after the encoder)" if unlike else ""
+    raise UserError(f"{path}: no such encoder; train or import the run first{hint}")
 
 
 def _is_backup(path: Path, other: Path) -> bool:

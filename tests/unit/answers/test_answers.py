@@ -118,6 +118,7 @@ def test_wrong_input_is_one_line(
     for command, fault in (
         (["embed", str(run), str(photographs), "--out", "a.xlsx"], "what format"),
         (["embed", str(run), "gone", "--out", "a.npy"], "gone: no such file or folder"),
+        (["embed", str(photographs), str(run)], "(images come after the encoder)"),
         (["embed", str(run), image, "--out", "a.npy"], "or --kind"),
         (["search", str(run), "gone.parquet", image], "no such file; `maect embed"),
         (["search", str(run), image, image], "vectors are read from .parquet alone"),
