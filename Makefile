@@ -51,6 +51,9 @@ $(VENV)/.compiled: $(VENV)/.installed
 demo: install
 	$(BIN)/maect demo
 
+# Tests start hundreds of processes, each of which would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Four workers on two cores: many tests wait for processes, time limits or SLURM. The checks run beside them.
 WORKERS ?= 4
 PYTEST := $(BIN)/pytest -n $(WORKERS) --max-worker-restart 2 --durations 15 --dist loadfile --no-loadscope-reorder -m "not slow"

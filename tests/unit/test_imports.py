@@ -46,12 +46,7 @@ print(NaFlexRopeIterator.__next__.__name__)
 
 
 @pytest.mark.parametrize(
-    "ask",
-    [
-        "torch._dynamo.config.cache_size_limit",
-        "torch._dynamo.utils.counters",
-        "torch._dynamo.trace_rules.BUILTIN_SKIPLIST",
-    ],
+    "ask", ["torch._dynamo.config.cache_size_limit", "torch._dynamo.trace_rules.BUILTIN_SKIPLIST"]
 )
 def test_what_is_asked_for_is_the_real_compiler(ask: str) -> None:
     script = f"""
@@ -68,18 +63,17 @@ print(first is {ask} or first == {ask})
     assert run("import sys\n" + script).splitlines() == ["_Deferred", "module", "True"]
 
 
-@pytest.mark.parametrize("name", ["torch._dynamo.config", "torch._dynamo.backends.registry"])
-def test_a_module_of_the_compiler_is_imported_once(name: str) -> None:
-    script = f"""
+def test_a_module_of_the_compiler_is_imported_once() -> None:
+    script = """
 import maect
-import importlib, sys
-module = importlib.import_module({name!r})
-import torch
-print(module is {name} is sys.modules[{name!r}])
-print(type(sys.modules["torch._dynamo"]).__name__, torch._dynamo is sys.modules["torch._dynamo"])
+import sys
+import torch, torch._dynamo.backends.registry as module
+print(module is torch._dynamo.backends.registry is sys.modules["torch._dynamo.backends.registry"])
+import torch._dynamo.config as module  # which takes no attributes of the import system
+print(module is torch._dynamo.config, torch._dynamo is sys.modules["torch._dynamo"])
 print([one for one in sys.meta_path if type(one).__module__.startswith("maect")])
 """
-    assert run(script).splitlines() == ["True", "module True", "[]"]
+    assert run(script).splitlines() == ["True", "True True", "[]"]
 
 
 def test_what_is_not_to_be_compiled_is_not() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import param_groups_layer_decay
 
 from maect.core.errors import UserError
 from maect.models.weights import load_encoder_weights
@@ -115,6 +114,8 @@ def test_drop_path_drops_whole_branches_of_single_samples(images: Path) -> None:
 def test_layer_decay_is_timms(images: Path, pooling: str) -> None:
     settings = FineTune(pooling=pooling, layer_decay=0.65, base_lr=1e-3, batch_size=512)
     model = classifier(images, settings)
+    from timm.optim import param_groups_layer_decay  # which imports PyTorch's compiler
+
     vit = timms(model, global_pool="avg" if pooling == "fc_norm" else "token")
     expected = {}
     by_id = {id(p): name for name, p in vit.named_parameters()}
