@@ -18,34 +18,10 @@ from maect.stages.run import RunConfig
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
 
-_CLASSES, _VECTORS, _PATCHES = (
-    ("image-classification", "Image classification"),
-    ("image-feature-extraction", "Image feature extraction"),
-    ("image-segmentation", "Image segmentation"),
-)
-METRICS = {
-    ("linear_probe", "linear_probe"): (_CLASSES, "accuracy", "Linear probe accuracy"),
-    ("logistic", "logistic"): (_CLASSES, "accuracy", "Logistic regression accuracy"),
-    ("robustness", "*"): (_CLASSES, "accuracy", "Linear probe accuracy"),
-    ("efficient_probe", "efficient_probe"): (_CLASSES, "accuracy", "Attentive probe accuracy"),
-    ("low_shot", "low_shot_1"): (_CLASSES, "accuracy", "1-shot accuracy"),
-    ("low_shot", "low_shot_2"): (_CLASSES, "accuracy", "2-shot accuracy"),
-    ("low_shot", "low_shot_5"): (_CLASSES, "accuracy", "5-shot accuracy"),
-    ("knn", "knn"): (_VECTORS, "knn_accuracy", "k-NN accuracy"),
-    ("knn", "knn_standardized"): (_VECTORS, "knn_accuracy", "k-NN accuracy, standardised"),
-    ("clustering", "accuracy"): (_VECTORS, "cluster_accuracy", "Cluster accuracy, without labels"),
-    ("clustering", "nmi"): (_VECTORS, "nmi", "Normalised mutual information of clusters"),
-    ("clustering", "ari"): (_VECTORS, "adjusted_rand", "Adjusted Rand index of clusters"),
-    ("patch_knn", "patch_knn"): (_PATCHES, "mean_iou", "mIoU, k-NN of patches"),
-    ("patch_logistic", "patch_logistic"): (_PATCHES, "mean_iou", "mIoU, logistic regression"),
-}
-"""By evaluation and its metric (*: any): task, type and name of what the hub shows, in percent."""
-
 HUB = read_yaml(Path(__file__).parent / "hub.yaml")
-"""BibTeX of the method of a stage (`citations`), and what the hub takes as a licence."""
+"""BibTeX of the method of a stage, the hub's licences, and what it shows of an evaluation."""
 
-IMAGENET = "ILSVRC/imagenet-1k"
-"""ImageNet-1k's data set on the hub."""
+IMAGENET = "ILSVRC/imagenet-1k"  # on the hub
 
 
 def card_of(
@@ -171,18 +147,18 @@ def _citation(chain: Sequence[tuple[Path, RunConfig]]) -> str:
 
 
 def results_of(run: Path) -> "tuple[EvalResult, ...]":
-    """The named numbers of this encoder's evaluations (`METRICS`), as the hub has them.
+    """The named numbers of this encoder's evaluations (`HUB`), as the hub has them.
 
     Scores of encoders that were fine-tuned from it are theirs, and are left out.
     """
     found = [*_of_classifier(run)]
     for path, result in _evaluations(run):
-        evaluation, _, _ = path.stem.partition(".on.")
+        known = HUB["metrics"].get(path.stem.partition(".on.")[0], {})
         for key, value in result.metrics.items():
-            named = METRICS.get((evaluation, key)) or METRICS.get((evaluation, "*"))
+            named = known.get(key) or known.get("*")
             data, split = _measured_on(path, result, key) if named else ("", "")
             if named and data and isinstance(value, float):
-                found.append(_result(named, data, split, value))
+                found.append(_result(*named, data, split, value))
     return tuple(found)
 
 
@@ -191,19 +167,16 @@ def _of_classifier(run: Path) -> "Iterator[EvalResult]":
     scores = RunRecord.of(run).scores
     test = RunConfig.read(run / "config.yaml").test if (run / "config.yaml").exists() else None
     if scores and test is not None:
-        named = _CLASSES, "accuracy", "Accuracy"
-        yield _result(named, test.parent.name, test.name, scores.accuracies[-1])
+        named = "image-classification", "accuracy", "Accuracy"
+        yield _result(*named, test.parent.name, test.name, scores.accuracies[-1])
 
 
-def _result(
-    named: tuple[tuple[str, str], str, str], data: str, split: str, value: float
-) -> "EvalResult":
+def _result(task: str, kind: str, name: str, data: str, split: str, value: float) -> "EvalResult":
     from huggingface_hub import EvalResult
 
-    (task, task_name), kind, name = named
     return EvalResult(
         task_type=task,
-        task_name=task_name,
+        task_name=HUB["tasks"][task],
         dataset_type=data,
         dataset_name=data,
         dataset_split=split or None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maect.core.errors import UserError, did_you_mean
+from maect.core.yaml_files import read_yaml
 from maect.data.retrieve import CATALOGUE
 from maect.records import is_finished
 
@@ -30,22 +31,8 @@ class Public:
     image_size: int | None = None
 
 
-PUBLIC: dict[str, Public] = {
-    # Their k-NN is published at 224 pixels; timm's configuration is of 518.
-    "dinov2_small": Public("vit_small_patch14_dinov2.lvd142m", 224),
-    "dinov2_base": Public("vit_base_patch14_dinov2.lvd142m", 224),
-    "dinov2_large": Public("vit_large_patch14_dinov2.lvd142m", 224),
-    "dinov2_small_registers": Public("vit_small_patch14_reg4_dinov2.lvd142m", 224),
-    "dinov2_base_registers": Public("vit_base_patch14_reg4_dinov2.lvd142m", 224),
-    "dinov2_large_registers": Public("vit_large_patch14_reg4_dinov2.lvd142m", 224),
-    "dinov3_small": Public("vit_small_patch16_dinov3.lvd1689m"),
-    "dinov3_base": Public("vit_base_patch16_dinov3.lvd1689m"),
-    "dinov3_large": Public("vit_large_patch16_dinov3.lvd1689m"),
-    "siglip2_base": Public("vit_base_patch16_siglip_224.v2_webli"),
-    "siglip2_large": Public("vit_large_patch16_siglip_256.v2_webli"),
-    "clip_base": Public("vit_base_patch16_clip_quickgelu_224.openai"),
-    "dino_small": Public("vit_small_patch16_224.dino"),
-} | {
+_TIMM = read_yaml(Path(__file__).with_suffix(".yaml"))
+PUBLIC = {name: Public(**given) for name, given in _TIMM.items()} | {
     name: Public()
     for name, files in CATALOGUE.items()
     if name.startswith(("mae", "maect", "moco", "msn", "dino_base", "ibot", "layer", "ijepa"))

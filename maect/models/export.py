@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+from jinja2 import StrictUndefined, Template
 
 from maect.core.errors import UserError
 from maect.core.files import (
@@ -304,14 +305,11 @@ def model_card(
     if record.weights:
         given = record.weights.model_dump()
         facts |= {f"imported {key}": given[key] for key in ("file", "sha256", "layout")}
-    lines = "\n".join(f"| {key} | {value} |" for key, value in facts.items() if value is not None)
-    more = {"settings": record.settings, "versions": record.versions}
     vector = {
         "cls": "[CLS] token after the final norm",
         "mean": "mean of the patch tokens after the final norm",
         "fc_norm": "norm of the mean of the patch tokens",
     }[pooling]
-    labels = "fine-tuned with labels" if card.labelled else "trained without labels"
     task = "image-classification" if classes else "image-feature-extraction"
     front = ModelCardData(
         license=card.licence,
@@ -323,116 +321,28 @@ def model_card(
         model_name=record.run,
         eval_results=list(card.results) or None,
     ).to_dict()
-    folder = card.repository or "PATH_OF_THIS_FOLDER"
-    of_timm = f"hf-hub:{folder}" if card.repository else f"local-dir:{folder}"
-    download = "from huggingface_hub import snapshot_download\n" if card.repository else ""
-    here = f'snapshot_download("{folder}")' if card.repository else f'"{folder}"'
-    what = f"with a classifier of {classes} classes" if classes else "without a classifier"
-    without = ", num_classes=0" if classes else ""
     pictures = encoder.pixels.channels in (1, 3)
-    transformed = "transform(image)" if pictures else "image"
-    processed = '**processor(image, return_tensors="pt")' if pictures else "image[None]"
-    classified = (
-        f"""It has a linear classifier on it, whose classes are `label_names` in `config.json`:
-
-```python
-from transformers import AutoImageProcessor, AutoModelForImageClassification
-
-processor = AutoImageProcessor.from_pretrained("{folder}")
-model = AutoModelForImageClassification.from_pretrained("{folder}").eval()
-logits = model({processed}).logits
-name = model.config.id2label[logits.argmax().item()]
-```
-
-"""
-        if classes
-        else ""
+    return Template(
+        Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    ).render(
+        front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
+        record=record,
+        facts=facts,
+        more=json.dumps({"settings": record.settings, "versions": record.versions}, indent=2),
+        encoder=encoder,
+        pixels=encoder.pixels,
+        imagenet=IMAGENET,
+        made=", ".join(f"{key} {value}" for key, value in encoder.pixels.files.items()),
+        resize=resize,
+        vector=vector,
+        classes=classes,
+        card=card,
+        folder=card.repository or "PATH_OF_THIS_FOLDER",
+        transform=TRANSFORM,
+        call=call,
+        pictures=pictures,
+        processed='**processor(image, return_tensors="pt")' if pictures else "image[None]",
     )
-    own = encoder.pixels.statistics
-    made = ", ".join(f"{key} {value}" for key, value in encoder.pixels.files.items())
-    read = f"8 bits a value by the data set's rules ({made}); " if made else ""
-    return f"""---
-{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---
-# {record.run}
-
-A vision transformer {what}, {labels}: {encoder.depth} blocks of width
-{encoder.width}, patches of {encoder.patch_size} pixels, images of {encoder.image_size} pixels.
-Its output is the {vector}, {encoder.width} numbers an image.
-
-{_reading(encoder)}
-Its vector is made with timm
-
-```python
-import timm
-
-model = timm.create_model("{of_timm}", pretrained=True{without}).eval()
-{TRANSFORM}
-vector = model({transformed}[None])
-```
-
-or with transformers
-
-```python
-from transformers import AutoImageProcessor, AutoModel
-
-processor = AutoImageProcessor.from_pretrained("{folder}")
-model = AutoModel.from_pretrained("{folder}").eval()
-vector = model({processed}).pooler_output
-```
-
-or with maect, which reads files by itself, in batches:
-
-```python
-{download}import maect
-
-vectors = maect.load({here}).encode(["IMAGE"])
-```
-
-or, from the file of weights alone,
-
-```python
-{call}
-```
-
-Images: {read}shorter side to {resize} pixels (bicubic), centre crop of {encoder.image_size},
-normalised with {"ImageNet's" if own == IMAGENET else "the data set's"} mean and standard
-deviation. `config.json` has size, crop, mean and deviation, which timm and transformers read. How a
-file becomes a picture is in no config: they skip it, and only maect does it for every file.
-
-{classified}{card.sections}## Where it comes from
-
-| | |
-| --- | --- |
-{lines}
-
-```json
-{json.dumps(more, indent=2)}
-```
-"""
-
-
-def _reading(encoder: Encoder) -> str:
-    """Return the part of the card on how Pillow reads a file for the encoder."""
-    pixels = encoder.pixels
-    if pixels.channels not in (1, 3):
-        size = f"[{pixels.channels}, {encoder.image_size}, {encoder.image_size}]"
-        how = f"`image` is float32 {size}, made as said below."
-        return f"Only maect reads files of such channels. {how}\n"
-    names, lines = "Image", ['image = Image.open("IMAGE")']
-    if pixels.orientation == "exif":
-        names, lines = "Image, ImageOps", ['image = ImageOps.exif_transpose(Image.open("IMAGE"))']
-    if pixels.background is not None:
-        behind = (*pixels.background, 255)
-        lines.append(f'behind = Image.new("RGBA", image.size, {behind})')
-        lines.append('image = Image.alpha_composite(behind, image.convert("RGBA"))')
-    grey = '.convert("L")' if pixels.channels == 1 else ""
-    lines.append(f'image = image.convert("RGB"){grey}')
-    code = "\n".join(lines)
-    return f"""A file of 8 bits a value (only maect reads deeper ones as in training) is read so:
-
-```python
-from PIL import {names}
-
-{code}
-```
-"""

@@ -1,10 +1,17 @@
 """Layouts of public checkpoints; no torch, because an experiment is checked with it."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from maect.core.yaml_files import read_yaml
+
+_STRICT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Location:
     """Place where a checkpoint may hold an encoder.
 
@@ -37,7 +44,7 @@ class Location:
         return self.prefix + name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Layout:
     """One way in which weights are published.
 
@@ -77,24 +84,7 @@ class Layout:
         return shape | {key: value for key, value in more.items() if value}
 
 
-def _moco(kept: str, other: str) -> Location:
-    """One of the two encoders that MoCo v3 trains."""
-    dropped = (f"module.{kept}.head.*", f"module.{other}.*", "module.predictor.*")
-    return Location("state_dict", f"module.{kept}.", dropped)
-
-
-# fairseq's names of what timm calls otherwise, and MIM-Refiner's.
-_IMAGE = "modality_encoders.IMAGE."
-_DATA2VEC = (
-    (f"{_IMAGE}local_encoder.", "patch_embed."),
-    (f"{_IMAGE}extra_tokens", "cls_token"),
-    (f"{_IMAGE}fixed_positional_encoder.positions", "pos_embed"),
-    (f"{_IMAGE}context_encoder.norm.", "norm_pre."),
-)
-_REFINED = (("pos_embed.embed", "pos_embed"), ("cls_tokens.tokens", "cls_token"))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_STRICT)
 class Family:
     """Public encoders that are no layout, and how a file of theirs is recognised.
 
@@ -111,97 +101,10 @@ class Family:
     layout: str | None = None
 
 
-# The first that fits is taken: special ones come before those that they resemble.
-FAMILIES = (
-    Family("CAPI", ("blocks.0.residual1.norm.weight", "registers"), layout="capi"),
-    Family("DINOv3", ("storage_tokens",), "vit_large_patch16_dinov3.lvd1689m"),
-    Family(
-        "DINOv2 with registers",
-        ("register_tokens", "blocks.0.ls1.gamma"),
-        "vit_large_patch14_reg4_dinov2",
-    ),
-    Family("BEiT", ("blocks.0.gamma_1", "blocks.0.attn.q_bias")),
-    Family("DINOv2", ("mask_token", "blocks.0.ls1.gamma"), "vit_large_patch14_dinov2"),
-    Family("AIMv2", ("trunk.blocks.0.attn.qkv.weight",), "aimv2_large_patch14_224"),
-    Family("SigLIP", ("attn_pool.latent",), "vit_large_patch16_siglip_256"),
-    Family("Perception Encoder", ("attn_pool.probe",), "vit_pe_core_large_patch14_336"),
-    Family("Hiera", ("blocks.0.attn.qkv.weight", "pos_embed_window")),
-    Family("ConvNeXt V2", ("stages.0.0.grn.gamma",), "convnextv2_base.fcmae"),
-    Family("ConvNeXt V2", ("stages.0.blocks.0.mlp.grn.weight",), "convnextv2_base.fcmae"),
-    Family("a model of transformers", ("encoder.layer.0.attention.attention.query.weight",)),
-    Family("CLIP", ("visual.transformer.resblocks.0.attn.in_proj_weight",)),
-)
+class _Known(NamedTuple):
+    layouts: dict[str, Layout]
+    families: tuple[Family, ...]
 
-# Tried from top to bottom. docs/weights.md has their sources.
-LAYOUTS: dict[str, Layout] = {
-    "mae": Layout(
-        tuple(
-            Location(entry, dropped=("decoder_*", "mask_token"))
-            for entry in ("model", "state_dict", "")
-        ),
-        "mae_pooling",
-        mae_positions=True,
-    ),
-    "mae_ct": Layout((Location("state_dict"), Location("")), "ct_pooling", mae_positions=True),
-    "crossmae": Layout(
-        (Location("model", dropped=("decoder_*", "mask_token", "dec_norms.*", "wfm.*")),),
-        "mean",
-        mae_positions=True,
-        mark="wfm.linear.weight",
-        final_norm=False,
-    ),
-    "layer_grafting": Layout((_moco("momentum_encoder", "base_encoder"),), mae_positions=True),
-    "moco_v3": Layout(
-        (
-            _moco("base_encoder", "momentum_encoder"),
-            Location("state_dict", "module.", ("module.head.*",)),
-        )
-    ),
-    "msn": Layout((Location("target_encoder", "module.", ("module.fc.*",)),)),
-    "ijepa": Layout((Location("target_encoder", "module."),), "mean", class_token=False),
-    "ibot": Layout(
-        (
-            Location("state_dict", dropped=("head.*", "masked_embed")),
-            Location("teacher", "backbone.", ("head.*", "backbone.masked_embed")),
-        ),
-        mae_positions=False,
-    ),
-    "dino": Layout((Location(""),), mae_positions=False),
-    "data2vec2": Layout(
-        (
-            Location("model", dropped=(f"{_IMAGE}decoder.*", "_ema"), renamed=_DATA2VEC),
-            # Fine-tuned by fairseq: the encoder as a part, and a classifier.
-            Location(
-                "model",
-                "model.",
-                (f"model.{_IMAGE}decoder.*", "model._ema", "head.*", "fc_norm.*", "linear_norm.*"),
-                _DATA2VEC,
-            ),
-        ),
-        norm="post",
-    ),
-    "mim_refiner_post": Layout(
-        (Location("state_dict", renamed=(*_REFINED, ("embed_norm.", "norm_pre."))),), norm="post"
-    ),
-    "mim_refiner": Layout((Location("state_dict", renamed=_REFINED),)),
-    "mim_refiner_mean": Layout((Location("state_dict", renamed=_REFINED),), "mean"),
-    "pixio": Layout(
-        tuple(Location(entry, dropped=("decoder_*", "mask_token")) for entry in ("model", "")),
-        "mean_cls",
-        class_tokens=8,
-    ),
-    "capi": Layout(
-        (
-            Location(
-                "",
-                "backbone.",
-                ("backbone.decoder.*", "backbone.mask_token", "head.*"),
-                (("encoder.blocks.", "blocks."), ("patch_embed.", "patch_embed.proj.")),
-            ),
-        ),
-        "mean",
-        class_token=False,
-        registers=16,
-        module="capi",
-    ),
-}
+
+_KNOWN = TypeAdapter(_Known).validate_python(read_yaml(Path(__file__).with_suffix(".yaml")))
+LAYOUTS, FAMILIES = _KNOWN

@@ -56,7 +56,8 @@ def summary_page(config: SummaryConfig) -> str:
         picture_title=entry(config.figure.stem, FIGURES, "figure").title if config.figure else "",
         groups=_groups(config.explored) if config.explored else [],
         **({"summary": ""} if claims is None else verdicts(claims)),
-        steps=next_steps(config),
+        config=config,
+        quoted=lambda path: shlex.quote(str(path)),
     )
 
 
@@ -199,51 +200,3 @@ def data_uri(image: bytes, kind: str) -> str:
     text = base64.b64encode(image).decode()
     lines = (text[start : start + 4000] for start in range(0, len(text), 4000))
     return f"data:image/{kind};base64," + "\n".join(lines)
-
-
-def next_steps(config: SummaryConfig) -> list[tuple[str, str]]:
-    """Return what to do next with one's own images and the last run: why, and the command."""
-    if config.run is None or config.images is None:
-        return []
-    run, images = (shlex.quote(str(path)) for path in (config.run, config.images))
-    name = config.name
-    steps = [
-        (
-            "Vectors of these or any other images, as a table",
-            f"maect embed {run} {images} --out {name}.parquet",
-        ),
-        (
-            "Groups of them without labels, with a page to look at",
-            f"maect cluster {name}.parquet --out {name}-clusters",
-        ),
-        ("Images similar to one of yours", f"maect search {run} {name}.parquet IMAGE"),
-    ]
-    if config.explored is not None:  # so there are features of what it compares
-        steps.append(("Duplicates and near-duplicates", f"maect audit {run}"))
-    if config.classifies:
-        steps.append(
-            (
-                "Classes of these or any other images, by the linear probe",
-                f"maect predict {run} {images} --out {name}-classes.csv",
-            )
-        )
-    steps.append(
-        (
-            "Vectors of a public encoder, usually better below about ten thousand images "
-            "(maect retrieve dinov2_small weights fetches it)",
-            f"maect embed dinov2_small {images} --out {name}-public.parquet",
-        )
-    )
-    return [
-        *steps,
-        (
-            "The encoder for timm, transformers and the Hugging Face hub",
-            f"maect export {run} {name}-encoder",
-        ),
-        (
-            "For better vectors of your own: more images, more epochs of the first stage, a larger "
-            "size. Change them in the experiment and start it again; it trains only what depends "
-            "on them",
-            "",
-        ),
-    ]
