@@ -1,8 +1,6 @@
 """Images that are there twice, or nearly: by their bytes, and by an encoder's features."""
 
-import base64
 import hashlib
-import io
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.answers.vectors import write_rows
+from maect.answers.vectors import jpeg_uri, write_rows
 from maect.core.errors import UserError, counted
 from maect.core.files import write_json, write_text
 from maect.data.index import HEIGHT, SIZE, WIDTH, Index, open_index
@@ -36,13 +34,9 @@ _THUMBNAIL = 128
 
 @dataclass(frozen=True)
 class Pair:
-    """Two images that are alike.
+    """Two images that are alike, by their names below their sources.
 
     Attributes:
-        a: name of the one, below its source.
-        b: name of the other.
-        split_a: where the one is.
-        split_b: where the other is.
         similarity: cosine of their standardised features, 1 of equal files.
         exact: whether their files are equal, byte for byte.
     """
@@ -67,13 +61,7 @@ class AuditedSplit:
 def open_splits(run: Path, dataset: str | None = None) -> list[AuditedSplit]:
     """The splits of a data set whose features a run's folder has beside it, by name.
 
-    Args:
-        run: `results/EXPERIMENT/runs/RUN`.
-        dataset: which, if there are features of several.
-
-    Raises:
-        UserError: features of fewer than two splits, of several data sets, of other images or of
-            another encoder.
+    A UserError if they are fewer than two, of several data sets, other images or another encoder.
     """
     root, folder = run.absolute().parents[1], run.name
     splits: dict[str, dict[str, AuditedSplit]] = defaultdict(dict)
@@ -126,7 +114,6 @@ def audit(
     standardised with mean and standard deviation of all of them.
 
     Args:
-        splits: two or more.
         threshold: least cosine of a pair.
         within: also pairs inside a split, and not only across two.
 
@@ -157,7 +144,9 @@ def audit(
             for other in firsts.values():
                 if one != other:
                     add(one, other, 1.0, True)
-    vectors = _standardised(splits)
+    features = [split.features.all() for split in splits]
+    scale = scale_of(np.concatenate(features))
+    vectors = [comparable(part, scale) for part in features]
     for t, others in enumerate(vectors):
         for s, ours in enumerate(vectors[: t + within]):
             for i, j, similarity in _near(ours, others, threshold):
@@ -180,13 +169,6 @@ def _equal_files(splits: list[AuditedSplit]) -> list[list[tuple[int, int]]]:
     return [images for images in same.values() if len(images) > 1]
 
 
-def _standardised(splits: list[AuditedSplit]) -> list[Array]:
-    """Unit vectors of each split."""
-    features = [split.features.all() for split in splits]
-    scale = scale_of(np.concatenate(features))
-    return [comparable(part, scale) for part in features]
-
-
 def _near(a: Array, b: Array, threshold: float) -> Iterator[tuple[int, int, float]]:
     """Rows of both whose product is large enough, and the product, block by block."""
     for start in range(0, len(a), _ROWS):
@@ -199,15 +181,7 @@ def _near(a: Array, b: Array, threshold: float) -> Iterator[tuple[int, int, floa
 def write_audit(
     run: str, pairs: list[Pair], splits: list[AuditedSplit], threshold: float, out: Path
 ) -> None:
-    """Write `pairs.json`, `pairs.csv` and a page with the pictures, `index.html`.
-
-    Args:
-        run: its name.
-        pairs: of `audit`.
-        splits: that they are of.
-        threshold: they were found with.
-        out: the folder.
-    """
+    """Write `pairs.json`, `pairs.csv` and a page with the pictures, `index.html`."""
     plain = [asdict(pair) for pair in pairs]
     write_json(out / "pairs.json", plain)
     header = ["a", "b", "split_a", "split_b", "similarity", "exact"]
@@ -245,6 +219,4 @@ def _thumbnail(index: Index, row: int) -> str:
     pixels = np.empty((1, index.channels, _THUMBNAIL, _THUMBNAIL), np.uint8)
     index.render(row, geometry, pixels)
     shown = pixels[0] if index.channels == 3 else pixels[0, :1].repeat(3, axis=0)
-    stream = io.BytesIO()
-    Image.fromarray(shown.transpose(1, 2, 0).copy()).save(stream, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+    return jpeg_uri(Image.fromarray(shown.transpose(1, 2, 0).copy()))

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maect.core.errors import UserError, did_you_mean
 from maect.core.yaml_files import read_yaml
 from maect.data.config import made_by
 from maect.data.index import open_index
 from maect.evaluate import EvaluationConfig, Features, Shards
-from maect.models.export import Card
+from maect.models.export import Card, fill_template
 from maect.records import EvaluationRecord, RunRecord, is_finished
 from maect.report.tables import result_file
 from maect.stages import STAGES
@@ -33,9 +33,7 @@ def card_of(
     """All that a run's card says beside the model, as far as its results folder knows.
 
     Args:
-        run: folder of the run, with its resolved file; one imported by hand has none.
         licence: of the weights, as the hub calls it.
-        repository: that the folder is for, USER/NAME on the hub.
         base_model: of the hub, that the weights come from; none: timm's, of weights of timm.
 
     Raises:
@@ -49,17 +47,23 @@ def card_of(
     labelled = STAGES[RunRecord.of(run).stage].labelled
     chain = list(reversed(_chain(run)))
     base = base_model or next(filter(None, (_of_timm(folder) for folder, _ in chain)), None)
-    parts = {
-        "Intended use": _use(labelled),
-        "Data": _data(chain),
-        "Training": _training(chain, base),
-        "Results": _results(run),
-        "Licence": _licence(chain, licence),
-        "Citation": _citation(chain),
-    }
-    sections = "".join(f"## {title}\n\n{text}\n\n" for title, text in parts.items() if text)
-    results, data = results_of(run), _hub_data(chain)
-    return Card(labelled, licence, sections, results, repository, base, data)
+    shards = dict.fromkeys(config.shards for _, config in chain if config.shards is not None)
+    known = HUB["citations"]
+    results = results_of(run)
+    used = [(path.stem, one.provenance.get("test_data")) for path, one in _evaluations(run)]
+    sections = fill_template(
+        Path(__file__).with_suffix(".md"),
+        labelled=labelled,
+        data={s: open_index(s) if (s / "index.json").exists() else None for s in shards},
+        chain=chain,
+        base=base,
+        results=results,
+        used=[(name, text) for name, text in used if text],
+        licence=licence,
+        imported=[config.weights.name for _, config in chain if config.weights is not None],
+        cited=dict.fromkeys(known[one.stage] for _, one in chain if one.stage in known),
+    )
+    return Card(labelled, licence, sections, results, repository, base, _hub_data(chain))
 
 
 def _check_name(name: str) -> None:
@@ -84,20 +88,6 @@ def _chain(run: Path) -> list[tuple[Path, RunConfig]]:
     return chain
 
 
-def _data(chain: list[tuple[Path, RunConfig]]) -> str:
-    folders = dict.fromkeys(config.shards for _, config in chain if config.shards is not None)
-    lines = []
-    for shards in folders:
-        line = f"- `{shards.parent.name}`, split `{shards.name}`"
-        if (shards / "index.json").exists():
-            index = open_index(shards)
-            line += f": {index.n:,} images"
-            classes = len(index.class_names)
-            line += f" in {classes:,} classes" if classes else " without classes"
-        lines.append(line)
-    return "\n".join(lines)
-
-
 def _hub_data(chain: Sequence[tuple[Path, RunConfig]]) -> tuple[str, ...]:
     """Data sets of the hub that the chain was trained on: ImageNet, by its kind and its classes."""
     for folder in (config.shards for _, config in chain if config.shards is not None):
@@ -114,38 +104,6 @@ def _of_timm(run: Path) -> str | None:
     return f"timm/{weights.timm}" if weights and weights.timm else None
 
 
-def _use(labelled: bool) -> str:
-    """Return what the weights are for, and what they are not for."""
-    learnt = "with labels" if labelled else "without labels"
-    return f"""Vectors of images like those under *Data*: nearest neighbours, groups, a linear
-classifier, or further training. The encoder learnt {learnt} from them. Test it on your own images
-before you rely on it. It is not meant to identify people, nor for decisions about them."""
-
-
-def _training(chain: list[tuple[Path, RunConfig]], base: str | None) -> str:
-    if not chain:
-        return ""
-    lines = [
-        "| run | stage | recipe | epochs | images a batch |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for folder, config in chain:
-        settings = config.settings.model_dump()
-        cells: list[Any] = [folder.name, config.stage, config.recipe]
-        cells += [settings.get(key) for key in ("epochs", "batch_size")]
-        lines.append("| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |")
-    if base:
-        lines += ["", f"The weights that it starts from are those of `{base}`."]
-    return "\n".join(lines)
-
-
-def _citation(chain: Sequence[tuple[Path, RunConfig]]) -> str:
-    """BibTeX of the methods of the chain."""
-    known = HUB["citations"]
-    cited = [known[config.stage] for _, config in chain if config.stage in known]
-    return "\n".join(["```bibtex", *dict.fromkeys(cited), "```"]) if cited else ""
-
-
 def results_of(run: Path) -> "tuple[EvalResult, ...]":
     """The named numbers of this encoder's evaluations (`HUB`), as the hub has them.
 
@@ -158,7 +116,8 @@ def results_of(run: Path) -> "tuple[EvalResult, ...]":
             named = known.get(key) or known.get("*")
             data, split = _measured_on(path, result, key) if named else ("", "")
             if named and data and isinstance(value, float):
-                found.append(_result(*named, data, split, value))
+                task, kind, words = named
+                found.append(_result(task, kind, words, data, split, value))
     return tuple(found)
 
 
@@ -167,8 +126,8 @@ def _of_classifier(run: Path) -> "Iterator[EvalResult]":
     scores = RunRecord.of(run).scores
     test = RunConfig.read(run / "config.yaml").test if (run / "config.yaml").exists() else None
     if scores and test is not None:
-        named = "image-classification", "accuracy", "Accuracy"
-        yield _result(*named, test.parent.name, test.name, scores.accuracies[-1])
+        on = test.parent.name, test.name, scores.accuracies[-1]
+        yield _result("image-classification", "accuracy", "Accuracy", *on)
 
 
 def _result(task: str, kind: str, name: str, data: str, split: str, value: float) -> "EvalResult":
@@ -208,28 +167,3 @@ def _evaluations(run: Path) -> list[tuple[Path, EvaluationRecord]]:
     names = sorted(path.stem for path in (evaluations / run.name).glob("*.json"))
     files = (result_file(evaluations, run.name, name) for name in names)
     return [(path, EvaluationRecord.read(path)) for path in files if path is not None]
-
-
-def _results(run: Path) -> str:
-    """The same numbers as a table, and what the test split of each was used for."""
-    lines = [
-        f"| {one.metric_name} | {one.dataset_name} | {one.dataset_split or ''} "
-        f"| {one.metric_value:.4g} |"
-        for one in results_of(run)
-    ]
-    used = [(path.stem, r.provenance.get("test_data")) for path, r in _evaluations(run)]
-    notes = [f"- {name}: {text}" for name, text in used if text]
-    if not lines:
-        return ""
-    head = ["| number | data | split | value |", "| --- | --- | --- | ---: |"]
-    return "\n".join([*head, *lines, *(["", *notes] if notes else [])])
-
-
-def _licence(chain: list[tuple[Path, RunConfig]], licence: str | None) -> str:
-    if licence is not None:
-        return licence
-    imported = [config.weights.name for _, config in chain if config.weights is not None]
-    origin = f", and by that of the published `{imported[0]}`" if imported else ""
-    return (
-        f"None is stated. What these weights may be used for depends on that of the images{origin}."
-    )

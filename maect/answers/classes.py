@@ -49,15 +49,10 @@ class VectorClassifier:
         logits = rows @ self.weight + self.bias
         logits = np.where(np.isnan(logits), -np.inf, logits)
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-        out: NDArray[np.float64] = odds / odds.sum(axis=1, keepdims=True)
-        return out
+        return odds / odds.sum(axis=1, keepdims=True)
 
     def check(self, encoder: ImageEncoder, path: Path) -> None:
-        """Refuse another encoder than that whose vectors the classifier was fitted to.
-
-        Raises:
-            UserError: it is another one, or resizes images otherwise.
-        """
+        """Refuse, by a UserError, another encoder than the one fitted to, or another resize."""
         if self.encoder_sha256 != encoder.sha256:
             raise UserError(
                 f"{path}: fitted to the vectors of another encoder than {encoder.path}; fit it "
@@ -89,11 +84,7 @@ def classifier_of(run: Path) -> Path:
 
 
 def read_classifier(path: Path) -> VectorClassifier:
-    """A linear probe or the head of a fine-tuned run as they were left, or of `fit_classifier`.
-
-    Raises:
-        UserError: no such file, a damaged one, or one of another kind.
-    """
+    """Read a linear probe or head as it was left, or of `fit_classifier`; else a UserError."""
     from maect.evaluate.linear_probe import read_probe
     from maect.models.weights import load_tensors
 
@@ -125,9 +116,6 @@ def fit_classifier(labelled: Path) -> VectorClassifier:
 
     Args:
         labelled: a features file, or a parquet file of `maect embed --kind folder`.
-
-    Raises:
-        UserError: no labels, or fewer than two classes.
     """
     if labelled.suffix == ".parquet":
         vectors = Vectors.read(labelled)

@@ -19,13 +19,9 @@ def write_clusters(
 ) -> None:
     """Write `clusters.csv` (file, cluster from 1, distance) and `index.html`, which works offline.
 
-    The page also has a coarser and a finer grouping, if the number of groups was chosen.
+    `images`: where they are, if they have moved.
 
-    Args:
-        vectors: of the images.
-        clusters: of the same images.
-        out: folder to write to.
-        images: where the images are, if they have moved.
+    The page also has a coarser and a finer grouping, if the number of groups was chosen.
     """
     alone = np.flatnonzero(clusters.cluster < 0)
     order = [int(row) for number in range(clusters.count) for row in clusters.members(number)]

@@ -36,8 +36,6 @@ class Alike:
     """Two images that are alike.
 
     Attributes:
-        a: name of the one.
-        b: name of the other.
         exact: whether their files are equal, byte for byte.
         bits: of 64 in which their perceptual hashes differ, the second as it is or mirrored.
         similarity: of their vectors, as `maect search` prints it; None without vectors.
@@ -60,20 +58,12 @@ def perceptual_hash(image: Image.Image) -> Array:
 
     grey = np.asarray(image.convert("L").resize((_SIDE, _SIDE), Image.Resampling.LANCZOS), float)
     low = dctn(grey, norm="ortho")[:8, :8].ravel()
-    signs: Array = np.where(low > np.median(low), 1, -1).astype(np.float32)
-    return signs
+    return np.where(low > np.median(low), 1, -1).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Images that can be read, and what is compared of them.
-
-    Attributes:
-        entries: in the order of the source.
-        digests: SHA-256 of the files.
-        hashes: ±1, float32 [n, 64].
-        mirrored: the same of the mirrored images.
-    """
+    """Images that can be read, with SHA-256 and hashes (±1, float32 [n, 64]), also mirrored."""
 
     entries: list[Entry]
     digests: list[bytes]
@@ -82,13 +72,7 @@ class Seen:
 
 
 def read_images(source: ImageSource, pixels: Pixels, names: set[str] | None = None) -> Seen:
-    """Read each image once.
-
-    Args:
-        source: of the images.
-        pixels: how they are read.
-        names: to read; None: all.
-    """
+    """Read each image once, or those of some names."""
     entries, digests, hashes, mirrored = [], [], [], []
     for entry in source.listing().entries:
         if names is not None and entry.name not in names:
@@ -110,7 +94,6 @@ def find_alike(seen: Seen, vectors: Vectors | None = None, count: int = COUNT) -
     """The pairs that are most alike: equal files, then by hash, then by vectors.
 
     Args:
-        seen: of `read_images`.
         vectors: of the same images; None: hashes alone.
         count: of pairs at most, beside those of equal files.
 
@@ -153,13 +136,7 @@ def _rows(vectors: Vectors, names: list[str]) -> Array:
 
 
 def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
-    """Positions of the pairs of largest product, the first smaller than the second.
-
-    Args:
-        one: float32 [n, width].
-        other: of the same images, float32 [n, width].
-        count: of pairs at most.
-    """
+    """Positions of the pairs of rows [n, width] with the largest products, the first smaller."""
     best, pairs = np.empty(0, np.float32), np.empty((0, 2), np.int64)
     for start in range(0, len(one), _ROWS):
         for begin in range(start, len(other), _ROWS):
@@ -178,16 +155,12 @@ def most_alike(one: Array, other: Array, count: int) -> list[tuple[int, int]]:
 
 
 def duplicates(what: Path, out: Path, images: Path | None = None, count: int = COUNT) -> str:
-    """Write `pairs.csv`, `pairs.json` and `index.html`, a page with both pictures of each pair.
+    """Write `pairs.csv`, `pairs.json` and `index.html`, and return how many there are, in words.
 
     Args:
         what: images (a folder, an archive, a table), or a .parquet that `maect embed` wrote.
-        out: the folder to write to.
         images: where the images of a .parquet are, if they have moved.
         count: of pairs at most, beside those of equal files.
-
-    Returns:
-        How many were found, for people.
 
     Raises:
         UserError: images that are not there, or fewer than two that can be read.

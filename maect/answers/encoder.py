@@ -13,14 +13,8 @@ from PIL import Image
 
 from maect.answers.public import find_run
 from maect.core.errors import UserError
-from maect.data.convert import (
-    make_ready,
-    ready_array,
-    ready_jpeg,
-    ready_picture,
-    render_ready,
-)
-from maect.data.decode import UnreadableError, image_size, render, render_decoded
+from maect.data.convert import make_ready, ready_array, ready_jpeg, ready_picture, render_ready
+from maect.data.decode import UnreadableError, image_size, render, resample, to_rgb
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
 from maect.evaluate.features import BATCH, Encoding, finite
@@ -44,13 +38,9 @@ class ImageEncoder:
     """An encoder with the preprocessing that belongs to it.
 
     Attributes:
-        path: of its weights.
-        sha256: of that file.
         image_size: S, of the centre crop.
         resize: shorter side before the crop.
         pooling: "cls", "mean" or "fc_norm".
-        width: numbers per image.
-        batch_size: images at once that suit the device.
     """
 
     def __init__(
@@ -147,11 +137,7 @@ class ImageEncoder:
 
         Args:
             read: gives image number i; called by several threads.
-            n: number of images.
-            batch_size: images at once on the device.
-            threads: that decode; none: all cores.
             strict: stop after the first batch with an image that cannot be read.
-            progress: called with the number of images done.
 
         Returns:
             float32 [readable, width], in order, and why the others cannot be read, by number.
@@ -176,12 +162,7 @@ class ImageEncoder:
         return out[:done], faults
 
     def pixels(self, image: ImageLike) -> NDArray[np.uint8]:
-        """Return what the encoder sees of an image, uint8 [C, S, S].
-
-        Raises:
-            UnreadableError: it cannot be decoded.
-            OSError: no such file.
-        """
+        """Return what the encoder sees of an image, uint8 [C, S, S]; else an UnreadableError."""
         pixels = self.encoding.settings.pixels
         out = np.empty((1, pixels.channels, self.image_size, self.image_size), np.uint8)
         if isinstance(image, (str, PathLike)):
@@ -209,7 +190,7 @@ class ImageEncoder:
                     f"an array {image.dtype} {image.shape}, not uint8 [H, W] or [H, W, 3]"
                 )
             image = Image.fromarray(image)
-        render_decoded(image, self._crop(*image.size), out)
+        resample(to_rgb(image), self._crop(*image.size), out)
         return out[0]
 
     def _crop(self, width: int, height: int) -> NDArray[np.int32]:

@@ -24,7 +24,6 @@ class Public:
 
     Attributes:
         timm: the model's name in timm; none: its layout is found in the file.
-        image_size: to use it at; none: its own.
     """
 
     timm: str | None = None
@@ -46,14 +45,7 @@ def folder() -> Path:
 
 
 def find_run(given: Path) -> Path:
-    """The folder of a run, or that of a public encoder, which is imported if it is not there.
-
-    Args:
-        given: a folder, or a name of `PUBLIC` if there is no such folder.
-
-    Raises:
-        UserError: neither, or the weights are not there.
-    """
+    """The folder of a run, or that of a public encoder, which is imported if it is not there."""
     name = str(given)
     if given.exists() or len(given.parts) != 1:
         return given

@@ -18,21 +18,15 @@ def publish(
     base_model: str | None = None,
     resize: int | None = None,
 ) -> int:
-    """Write what a repository needs: weights, `config.json`, model card, `.gitattributes`.
+    """Write weights, `config.json`, model card and `.gitattributes`; return the number of classes.
 
     A fine-tuned run is published with its classifier, any other as an encoder. Other files of the
     folder, such as those of a clone, stay.
 
     Args:
-        run: folder of a finished run.
-        out: folder of the repository.
         repository: its name on the hub, USER/NAME, for the model card.
-        licence: of the weights, as the hub calls it.
         base_model: of the hub, that the weights come from; by default timm's, of weights of timm.
         resize: shorter side of images before the centre crop, if not the run's.
-
-    Returns:
-        Number of classes; 0: an encoder without a classifier.
 
     Raises:
         UserError: the run is not finished or damaged, or the hub takes no such name or licence.

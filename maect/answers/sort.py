@@ -15,16 +15,12 @@ NONE = "none"
 
 
 def sort_images(table: Path, images: Path, out: Path, link: bool = False) -> dict[str, int]:
-    """Put a copy of each image, or a link to it, into a folder of its group or class.
+    """Put a copy of each image, or a link, into a folder of its group or class; return their sizes.
 
     Args:
         table: a .csv with the columns `file` and `cluster` or `class`.
         images: the folder that `file` is below.
         out: a new or empty folder; `OUT/GROUP/FILE`, with the folders that FILE has.
-        link: symbolic links in place of copies.
-
-    Returns:
-        Number of images of each folder.
 
     Raises:
         UserError: another table, an image that is not there, or a folder that is not empty.
@@ -53,11 +49,7 @@ def sort_images(table: Path, images: Path, out: Path, link: bool = False) -> dic
 
 
 def read_table(table: Path) -> list[tuple[str, str]]:
-    """Name and folder of each image.
-
-    Raises:
-        UserError: no such table, or names that would leave the folder.
-    """
+    """Name and folder of each image; a UserError if a name would leave the folder."""
     if not table.is_file():
         raise UserError(f"{table}: no such table; maect cluster and maect predict write one")
     with open(table, encoding="utf-8", newline="") as file:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from maect.core.errors import UserError
 from maect.core.files import atomic_write
@@ -67,11 +68,7 @@ class Vectors:
 
     @classmethod
     def read(cls, path: Path) -> "Vectors":
-        """Read a parquet file that `write` has written.
-
-        Raises:
-            UserError: no such file, or another one.
-        """
+        """Read a parquet file that `write` wrote, or raise a UserError: another one, or damaged."""
         import pyarrow as pa
         from pyarrow import parquet
 
@@ -103,11 +100,7 @@ class Vectors:
         return found
 
     def check(self, encoder: "ImageEncoder", path: Path) -> None:
-        """Refuse an encoder whose vectors cannot be compared with these.
-
-        Raises:
-            UserError: other weights, or images resized otherwise.
-        """
+        """Refuse an encoder whose vectors cannot be compared: other weights, or another resize."""
         for key, what in (("encoder_sha256", "encoder than"), ("resize", "resize than that of")):
             if self.about.get(key) != encoder.about[key]:
                 folder = encoder.path.parent
@@ -119,11 +112,7 @@ class Vectors:
         return Pixels.model_validate(self.about.get("pixels", {}))
 
     def source(self, images: Path | None = None) -> ImageSource:
-        """Return where the images are; `images` if they have moved.
-
-        Raises:
-            UserError: they are not there.
-        """
+        """Return where the images are, `images` if they have moved; a UserError if not there."""
         images = images or Path(self.about["images"])
         return open_images(images, self.about["kind"], self.pixels)[0]
 
@@ -134,14 +123,6 @@ def write_vectors(path: Path, parts: Iterable[Vectors], n: int) -> None:
     A parquet file has the columns `file`, `vector` (a list of float32) and, where there are
     classes, `label`; `about` is JSON under the key `maect` of its metadata. A .csv has a column for
     each number, with as many digits as give it back. Beside X.npy lies X.files.csv.
-
-    Args:
-        path: .parquet, .csv or .npy.
-        parts: at least one, of one encoder.
-        n: images in all of them.
-
-    Raises:
-        UserError: another suffix.
     """
     check_format(path)
     if path.suffix == ".parquet":
@@ -252,11 +233,7 @@ def write_rows(path: Path, header: list[str], rows: Iterable[list[Any]]) -> None
 
 
 def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
-    """Refuse a file that cannot be written, before what it is to hold is made.
-
-    Raises:
-        UserError: its suffix, or its folder.
-    """
+    """Refuse, by a UserError, a file that cannot be written, before its content is made."""
     if path.suffix not in formats:
         raise UserError(f"{path}: what format? Its name must end with {' or '.join(formats)}")
     try:
@@ -266,11 +243,7 @@ def check_format(path: Path, formats: tuple[str, ...] = FORMATS) -> None:
 
 
 def is_index(path: Path) -> bool:
-    """Return whether a file has vectors that `maect embed` wrote; a .parquet may also hold images.
-
-    Raises:
-        UserError: a damaged .parquet.
-    """
+    """Return whether a file has vectors of `maect embed`; a UserError if it is damaged."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -285,14 +258,19 @@ def is_index(path: Path) -> bool:
 
 def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: int = 128) -> str:
     """A small picture as a data URI; "" where the file cannot be read any more."""
-    try:
-        picture = None if entry is None else picture_of(source.read(entry), pixels)
-    except (UnreadableError, OSError):
-        picture = None
-    if picture is None:
+    if entry is None:
         return ""
-    stream = io.BytesIO()
+    try:
+        picture = picture_of(source.read(entry), pixels)
+    except (UnreadableError, OSError):
+        return ""
     picture.thumbnail((side, side))
+    return jpeg_uri(picture)
+
+
+def jpeg_uri(picture: Image.Image) -> str:
+    """A picture as a data URI."""
+    stream = io.BytesIO()
     picture.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
 
@@ -300,16 +278,7 @@ def thumbnail(source: ImageSource, entry: Entry | None, pixels: Pixels, side: in
 def open_images(
     images: Path, kind: str | None = None, pixels: Pixels | None = None
 ) -> tuple[ImageSource, str]:
-    """A folder, archive or table of images, or what `kind` says that it is; and its kind.
-
-    Args:
-        images: where they are.
-        kind: of source.
-        pixels: of the encoder that they are for.
-
-    Raises:
-        UserError: there is no such thing.
-    """
+    """A folder, archive or table of images, or what `kind` says that it is; and its kind."""
     if not is_there(images):
         raise UserError(f"{images}: no such file or folder; the images are expected there")
     if kind is None:
@@ -325,12 +294,6 @@ def embed(
     encoder: "ImageEncoder", images: Path, kind: str | None = None, batch_size: int | None = None
 ) -> tuple[Vectors, dict[str, str]]:
     """Vectors of all images that can be read, in the order of their source, in memory.
-
-    Args:
-        encoder: of `maect.load`.
-        images: a folder, or a table of paths.
-        kind: of source, if it is another one or if its folders are classes (`folder`).
-        batch_size: images at once on the device; none: as many as suit it.
 
     Returns:
         The vectors, and why an image was left out, by its name.
@@ -352,8 +315,6 @@ class Embedded:
     """Result of `embed_into`.
 
     Attributes:
-        images: in the file.
-        width: numbers of each.
         kept: of them, vectors that the file had before.
         left_out: why an image is not in it, by its name.
     """
@@ -510,29 +471,16 @@ class _Work:
             log.info("%s: %d of %d images", self.path, done, len(self.entries) - len(self.known))
 
     def check(self) -> None:
-        """Refuse a folder of which nothing can be read.
-
-        Raises:
-            UserError: with the first reason.
-        """
+        """Refuse a folder of which nothing can be read, with the first reason."""
         if not self.images:
+            name, why = next(iter(self.left_out.items()))
             raise UserError(
-                f"{self.path}: none of {self.listed} images can be read: {_first(self.left_out)}"
+                f"{self.path}: none of {self.listed} images can be read: {name} ({why})"
             )
 
 
-def _first(left_out: dict[str, str]) -> str:
-    name, why = next(iter(left_out.items()))
-    return f"{name} ({why})"
-
-
 def nearest(index: Vectors, queries: Array, count: int) -> tuple[Array, NDArray[np.int64]]:
-    """The images most similar to each query, most similar first; all are compared.
-
-    Args:
-        index: vectors of the images.
-        queries: float32 [q, width].
-        count: how many for each.
+    """The images most similar to each query [q, width], most similar first; all are compared.
 
     Returns:
         Similarities, float32 [q, count]: cosines of vectors that are standardised as the index is,

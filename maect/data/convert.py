@@ -3,7 +3,8 @@
 A data set says what its pixels are (`maect.recipes.Pixels`). By it an image is made ready: kept as
 it is where decoding alone gives the right pixels, as of ordinary photographs; else converted,
 without loss beyond eight bits a value, to PNG, or to an array where a PNG has too few channels. The
-same is done to images that a finished encoder is given.
+same is done to images that a finished encoder is given. What cannot be decoded, or not as the data
+set's pixels, raises `UnreadableError`.
 
 A JPEG that is only turned keeps its bytes and is turned as it is read: `render_ready` crops from
 it what upright crops show.
@@ -57,13 +58,10 @@ _TURNS = {
 
 @dataclass(frozen=True)
 class Ready:
-    """An image as it goes into a shard.
+    """An image as it goes into a shard, with the sides of the upright one.
 
     Attributes:
         data: of the file: the original's, or a PNG or array of 8 bits.
-        extension: what the file is.
-        width: of the upright image.
-        height: of the upright image.
         turned: whether it still has to be turned.
         values: the values of an image of more than 8 bits, before they were scaled.
         levels: bit n is set if one of those became n of 255.
@@ -84,14 +82,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Inspected:
-    """Properties of an image that decide how images like it should be read.
+    """Properties of an (upright) image that decide how images like it should be read.
 
     Attributes:
-        width: of the upright image.
-        height: of the upright image.
         channels: how many; transparency is none.
-        turned: whether EXIF says that it is to be turned.
-        transparent: whether anything shows through.
         values: of more than 8 bits: between which nearly all lie (all but one in 10,000 at each
             end).
         sample: some pixels as they are, [n, C].
@@ -109,11 +103,7 @@ class Inspected:
 
 
 def inspect_image(data: bytes) -> Inspected:
-    """Return what an unknown image is like.
-
-    Raises:
-        UnreadableError: it cannot be decoded.
-    """
+    """Return what an unknown image is like."""
     if not data:
         raise UnreadableError("empty file")
     turned = transparent = False
@@ -158,11 +148,7 @@ def inspect_image(data: bytes) -> Inspected:
 
 
 def make_ready(data: bytes, pixels: Pixels) -> Ready:
-    """Return what goes into a shard of a data set for the bytes of an image.
-
-    Raises:
-        UnreadableError: it cannot be decoded, or not as the data set's pixels.
-    """
+    """Return what goes into a shard of a data set for the bytes of an image."""
     if not data:
         raise UnreadableError("empty file")
     if not pixels.files:
@@ -244,11 +230,7 @@ def _as_it_is(data: bytes) -> Ready:
 
 
 def ready_jpeg(data: bytes, pixels: Pixels) -> Ready | None:
-    """`make_ready` of a JPEG for RGB, by its header alone; None: it is none, or other pixels.
-
-    Raises:
-        UnreadableError: not even a header.
-    """
+    """`make_ready` of a JPEG for RGB, by its header alone; None: it is none, or other pixels."""
     if data[:2] != _JPEG or pixels.channels != 3:
         return None
     width, height = image_size(data)
@@ -268,11 +250,7 @@ def ready_picture(image: Image.Image, pixels: Pixels) -> Ready:
 
 
 def ready_array(values: NDArray[Any], pixels: Pixels) -> Ready:
-    """The same of an upright array [H, W] or [H, W, C].
-
-    Raises:
-        UnreadableError: another number of channels, another shape, or values without a range.
-    """
+    """The same of an upright array [H, W] or [H, W, C]."""
     if values.ndim not in (2, 3) or not values.size:
         raise UnreadableError(f"an array {list(values.shape)}, not [H, W] or [H, W, C]")
     values = values if values.ndim == 3 else values[..., None]
@@ -303,11 +281,7 @@ def _check_type(values: NDArray[Any]) -> None:
 
 
 def scaled(values: NDArray[Any], span: tuple[float, float] | None) -> NDArray[np.uint8]:
-    """Values as 0 to 255: the ends of the range and what lies beyond become 0 and 255.
-
-    Raises:
-        UnreadableError: there is no range, and the values are no 16-bit integers.
-    """
+    """Values as 0 to 255: the ends of the range and what lies beyond become 0 and 255."""
     if span is None:
         if values.dtype == np.uint16:
             return (values >> 8).astype(np.uint8)
@@ -411,9 +385,6 @@ def as_stored(data: bytes, pixels: Pixels) -> tuple[Image.Image, dict[str, Any]]
     """A picture in RGB on its background and by its range, but not turned.
 
     And the arguments with which it is saved, once it is changed, to be turned as the file is.
-
-    Raises:
-        UnreadableError: it cannot be decoded, or not as the data set's pixels.
     """
     seen = Pixels(background=pixels.background, range=pixels.range)
     image = read_rgb(make_ready(data, seen).data)
@@ -453,13 +424,8 @@ def render_ready(data: bytes, geometries: NDArray[np.int32], out: Images, turned
     """`render` of what was made ready, of any number of channels.
 
     Args:
-        data: the file's bytes.
         geometries: [v, 8], of the upright image.
         out: uint8 [C, S, S] of each view, whose sizes S may differ; overwritten.
-        turned: whether the file may have to be turned, as its EXIF says.
-
-    Raises:
-        UnreadableError: it cannot be decoded.
     """
     if data[:6] == ARRAY:
         values = np.load(io.BytesIO(data), allow_pickle=False)
@@ -493,27 +459,14 @@ def is_turned(data: bytes) -> bool:
 
 
 def upright_rgb(ready: Ready) -> Image.Image:
-    """The whole picture of three channels.
-
-    Raises:
-        UnreadableError: it has other channels.
-    """
+    """The whole picture of three channels."""
     if ready.extension == "npy":
         raise UnreadableError("only pictures of three channels can be recompressed")
     return Image.fromarray(ready_pixels(ready.data, ready.turned, 3))
 
 
 def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
-    """All pixels of what was made ready, upright, uint8 [H, W, channels].
-
-    Args:
-        data: the file's bytes.
-        turned: whether the file may have to be turned, as its EXIF says.
-        channels: of the data set.
-
-    Raises:
-        UnreadableError: it cannot be decoded.
-    """
+    """All pixels of what was made ready, upright, uint8 [H, W, channels]."""
     if data[:6] == ARRAY:
         return np.asarray(np.load(io.BytesIO(data), allow_pickle=False))
     pixels = np.asarray(read_rgb(data))
@@ -521,11 +474,7 @@ def ready_pixels(data: bytes, turned: bool, channels: int) -> NDArray[np.uint8]:
 
 
 def picture_of(data: bytes, pixels: Pixels) -> Image.Image:
-    """An image of a data set for people to look at, in RGB; of rare channels the first.
-
-    Raises:
-        UnreadableError: it cannot be decoded.
-    """
+    """An image of a data set for people to look at, in RGB; of rare channels the first."""
     ready = make_ready(data, pixels)
     if ready.extension != "npy":
         return upright_rgb(ready)
@@ -534,11 +483,7 @@ def picture_of(data: bytes, pixels: Pixels) -> Image.Image:
 
 
 def ready_size(data: bytes, turned: bool) -> tuple[int, int]:
-    """Width and height of an upright image that was made ready, which is decoded in full.
-
-    Raises:
-        UnreadableError: it cannot be decoded.
-    """
+    """Width and height of an upright image that was made ready, which is decoded in full."""
     if data[:6] == ARRAY:
         values = _read_array(data, Pixels())
         assert values is not None

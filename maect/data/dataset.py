@@ -73,9 +73,6 @@ class ShardDataset(Dataset[dict[str, Any]]):
             `image`, upright: RGB (or grey, of one channel) or a tensor uint8 [C, H, W], or what
             `transform` makes of it; `label`, -1 without one; `key`, its name below the source
             without extension; `id`, its number in the split.
-
-        Raises:
-            UserError: the image is damaged; it and its tar are named.
         """
         try:
             pixels = ready_pixels(self.index.read(i), self.index.turned, self.index.channels)
@@ -112,11 +109,9 @@ class ShardDataset(Dataset[dict[str, Any]]):
 
         Args:
             batch_size: of all ranks together.
-            seed: of the order.
             steps: of the whole run; epochs follow each other without a gap.
             start_step: steps that are done; those that follow are the same as without a break.
             rank: which part of each batch to give; by default that of torch.distributed.
-            world_size: number of ranks, likewise.
 
         Raises:
             UserError: `batch_size` is not a multiple of `world_size`.
@@ -140,9 +135,6 @@ class ShardDataset(Dataset[dict[str, Any]]):
         It gives files as they are stored. Unlike a pipeline over the bare tars, it leaves out what
         a view leaves out, has the labels of the split, and raises `UserError`, with the tar's name,
         for a changed image and for a tar that ends early, which tar programs take for its end.
-
-        Args:
-            options: of `webdataset.WebDataset`; several ranks need a `nodesplitter`.
         """
         from webdataset import WebDataset
 
@@ -151,16 +143,10 @@ class ShardDataset(Dataset[dict[str, Any]]):
         return WebDataset(urls, **{"shardshuffle": False} | options).compose(partial(_known, self))
 
     def extract(self, folder: str | PathLike[str]) -> int:
-        """Write every image as CLASS/KEY.ext, of unlabelled ones KEY.ext, with its stored bytes.
+        """Write every image as CLASS/KEY.ext, of unlabelled ones KEY.ext; return their number.
 
         A class folder that keys begin with is not repeated. Stopped, it continues when it is called
         again: files that are there already are compared.
-
-        Returns:
-            Number of images.
-
-        Raises:
-            UserError: an image is damaged, or a file of other content is there already.
         """
         folder = Path(folder)
         names = self._names()
@@ -182,11 +168,7 @@ class ShardDataset(Dataset[dict[str, Any]]):
         return len(self)
 
     def _names(self) -> list[str]:
-        """Return where each image belongs, without extension.
-
-        Raises:
-            UserError: a name that leads out of the folder, or that two images have.
-        """
+        """Return where each image belongs, without extension."""
         names, labels = self.index.keys(), self.index.labels.tolist()
         folders = ["" if n == UNLABELLED else f"{self.classes[n]}/" for n in labels]
         if not all(map(str.startswith, names, folders)):

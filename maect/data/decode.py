@@ -3,17 +3,18 @@
 Three ways lead to the same pixels: the native extension (JPEG; within 1 level of Pillow), the
 portable way (simplejpeg and PyTorch's antialiased bicubic; within 2 levels) and Pillow itself for
 everything that the first two refuse. Pillow is the reference: an image that it cannot read in full
-is unreadable. EXIF orientation is not applied here, as in torchvision's ImageFolder, with which the
-published numbers were made; `maect.data.convert` does it for data sets that say so.
-`docs/reference/loader.md` says when which way is used.
+is unreadable and raises `UnreadableError`, which says why. EXIF orientation is not applied here, as
+in torchvision's ImageFolder, with which the published numbers were made; `maect.data.convert` does
+it for data sets that say so. `docs/reference/loader.md` says when which way is used.
 """
 
 import io
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TypeVar
 
 import numpy as np
 import simplejpeg
@@ -28,6 +29,7 @@ EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp", "BMP": "bmp", "GIF": 
 EXTENSIONS |= {"TIFF": "tif", "PPM": "ppm", "AVIF": "avif", "JPEG2000": "jp2", "HEIF": "heic"}
 _FORMATS = list(EXTENSIONS)
 _JPEG = b"\xff\xd8"
+T = TypeVar("T")
 # Larger pictures are decoded one at a time: a few kilobytes can declare gigabytes of pixels.
 _LARGE = 1 << 24
 _large = threading.Lock()
@@ -53,9 +55,6 @@ def read_rgb(data: bytes) -> Image.Image:
 
     Grey values are repeated, CMYK is converted, an alpha channel is dropped, 16-bit grey keeps its
     upper eight bits, of several frames the first is taken.
-
-    Raises:
-        UnreadableError: empty, truncated, corrupt, or of a pixel format without a defined range.
     """
     return open_rgb(data)[0]
 
@@ -68,11 +67,7 @@ def open_rgb(data: bytes) -> tuple[Image.Image, str]:
 
 @contextmanager
 def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
-    """The decoded picture as Pillow has it, and the extension that the content deserves.
-
-    Raises:
-        UnreadableError: as `read_rgb`; also for whatever fails inside.
-    """
+    """The decoded picture as Pillow has it, and the extension that the content deserves."""
     if not data:
         raise UnreadableError("empty file")
     try:
@@ -87,11 +82,7 @@ def open_image(data: bytes) -> Iterator[tuple[Image.Image, str]]:
 
 
 def one_at_a_time(pixels: int) -> AbstractContextManager[object]:
-    """A context for decoding a picture of this size: a large one waits for other large ones.
-
-    Raises:
-        UnreadableError: it is too large.
-    """
+    """A context for decoding a picture of this size: a large one waits for other large ones."""
     if Image.MAX_IMAGE_PIXELS is not None and pixels > 2 * Image.MAX_IMAGE_PIXELS:
         raise UnreadableError(f"{pixels:,} pixels, more than {2 * Image.MAX_IMAGE_PIXELS:,}")
     return _large if pixels > _LARGE else nullcontext()
@@ -116,14 +107,16 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def extension_of(data: bytes) -> str:
-    """Return what a file is called in a shard, by its header.
+    """Return what a file is called in a shard, by its header."""
+    return _of_header(data, _extension)
 
-    Raises:
-        UnreadableError: of no known format.
-    """
+
+def _of_header(data: bytes, read: Callable[[Image.Image], T]) -> T:
+    if not data:
+        raise UnreadableError("empty file")
     try:
         with _open(data) as image:
-            return _extension(image)
+            return read(image)
     except Exception as error:  # as in `open_image`
         raise UnreadableError(reason(error)) from None
 
@@ -134,18 +127,8 @@ def _extension(image: Image.Image) -> str:
 
 
 def image_size(data: bytes) -> tuple[int, int]:
-    """Width and height that an image's header says, without decoding it.
-
-    Raises:
-        UnreadableError: empty, or of no known format.
-    """
-    if not data:
-        raise UnreadableError("empty file")
-    try:
-        with _open(data) as image:
-            return image.size
-    except Exception as error:  # as in `open_image`
-        raise UnreadableError(reason(error)) from None
+    """Width and height that an image's header says, without decoding it."""
+    return _of_header(data, lambda image: image.size)
 
 
 def halved(data: bytes, extension: str) -> bool:
@@ -158,11 +141,7 @@ def halved(data: bytes, extension: str) -> bool:
 
 
 def lower_half(data: bytes) -> Image.Image:
-    """The bytes that `open_image` leaves out of a picture that is `halved`, decoded as it is.
-
-    Raises:
-        UnreadableError: Pillow has no way to them.
-    """
+    """The bytes that `open_image` leaves out of a picture that is `halved`, decoded as it is."""
     with _open(data) as image:
         tiles = []
         for tile in image.tile:
@@ -188,11 +167,7 @@ def _raw_mode(args: object) -> str:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """A picture in RGB, as `read_rgb` says.
-
-    Raises:
-        UnreadableError: its pixels have no defined range.
-    """
+    """A picture in RGB, as `read_rgb` says."""
     if image.mode.startswith("I;16"):
         grey = np.asarray(image, dtype=np.uint16) >> 8
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
@@ -212,12 +187,8 @@ def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
     """Decode once and resample every view into `out`.
 
     Args:
-        data: the file's bytes.
         geometries: [v, 8] (see `maect.data.transforms`).
         out: uint8 [3, S, S] of each view, whose sizes S may differ; overwritten.
-
-    Raises:
-        UnreadableError: no decoder can read the image in full.
     """
     if data[:2] == _JPEG:
         if native.library() is not None:
@@ -227,15 +198,6 @@ def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> None:
         if done:
             return
     resample(read_rgb(data), geometries, out)
-
-
-def render_decoded(image: Image.Image, geometries: NDArray[np.int32], out: Images) -> None:
-    """`render` of a picture of Pillow, by Pillow.
-
-    Raises:
-        UnreadableError: its pixels have no defined range.
-    """
-    resample(to_rgb(image), geometries, out)
 
 
 def crops(
@@ -259,11 +221,7 @@ def crops(
 
 
 def whole(data: bytes, width: int, height: int) -> NDArray[np.uint8]:
-    """All pixels as `render` sees them, uint8 [height, width, 3]: square windows side by side.
-
-    Raises:
-        UnreadableError: no decoder can read the image in full.
-    """
+    """All pixels as `render` sees them, uint8 [height, width, 3]: square windows side by side."""
     side, length = min(width, height), max(width, height)
     starts = [min(start, length - side) for start in range(0, length, side)]
     corners = [(start, 0) if width > height else (0, start) for start in starts]

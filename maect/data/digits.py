@@ -1,20 +1,17 @@
 """scikit-learn's bundled handwritten digits as an image folder, for the demo and the tests."""
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
 
-from maect.data import random
+from maect.data import new_folder, random
 
 _VAL_PER_CLASS = 50
 _SEED = 0
 _NOISE = 64
-_ANGLE = 30
+_ANGLE = 30  # degrees counter-clockwise
 
 
 def write_digits(out: Path) -> None:
@@ -38,29 +35,14 @@ def write_digits(out: Path) -> None:
     for split, (chosen, change) in {**same, **shifted}.items():
         if (out / split).exists():
             continue
-        # A split appears at once: far quicker than making each small file durable.
-        temporary = Path(tempfile.mkdtemp(prefix=f".{split}-", dir=out))
-        try:
+        with new_folder(out / split) as temporary:
             for number in order[chosen]:
                 folder = temporary / str(digits.target[number])
                 folder.mkdir(exist_ok=True)
-                image = change(_enlarged(digits.images[number]), int(number))
+                values = np.rint(digits.images[number] * (255 / 16)).astype(np.uint8)
+                grey = Image.fromarray(values).convert("RGB")
+                image = change(grey.resize((16, 16), Image.Resampling.BICUBIC), int(number))
                 image.save(folder / f"{number:04d}.png")
-            temporary.chmod(0o755)
-            os.replace(temporary, out / split)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _enlarged(image: np.ndarray) -> Image.Image:
-    """Values 0 to 16 at 8 x 8 to grey RGB at 16 x 16."""
-    grey = Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8))
-    return grey.convert("RGB").resize((16, 16), Image.Resampling.BICUBIC)
-
-
-def _inverted(image: Image.Image, number: int) -> Image.Image:
-    """Dark on light."""
-    return ImageOps.invert(image)
 
 
 def _noisy(image: Image.Image, number: int) -> Image.Image:
@@ -71,13 +53,8 @@ def _noisy(image: Image.Image, number: int) -> Image.Image:
     return Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8))
 
 
-def _rotated(image: Image.Image, number: int) -> Image.Image:
-    """Turned by 30 degrees counter-clockwise."""
-    return image.rotate(_ANGLE, Image.Resampling.BICUBIC)
-
-
 SHIFTS: dict[str, Callable[[Image.Image, int], Image.Image]] = {
-    "inverted": _inverted,
+    "inverted": lambda image, _: ImageOps.invert(image),
     "noisy": _noisy,
-    "rotated": _rotated,
+    "rotated": lambda image, _: image.rotate(_ANGLE, Image.Resampling.BICUBIC),
 }

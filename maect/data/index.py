@@ -1,4 +1,7 @@
-"""The index of a sharded split: where each sample's bytes are, read without scanning a tar."""
+"""The index of a sharded split: where each sample's bytes are, read without scanning a tar.
+
+Whatever is not as it was recorded raises a `UserError`.
+"""
 
 import hashlib
 import mmap
@@ -97,22 +100,14 @@ class Index:
         return self.record.get("pixels", {}).get("channels", 3)
 
     def check_rows(self) -> None:
-        """Compare an index with its checksum that is too large to do so at every opening.
-
-        Raises:
-            UserError: it differs.
-        """
+        """Compare an index with its checksum that is too large to do so at every opening."""
         path = self.directory / "index.npy"
         if path.stat().st_size > _HASHED_ON_OPEN:
             _check_sha256(path, self.record["index_sha256"])
             _check_sha256(self.directory / CHECKSUMS, self.record["crc32_sha256"])
 
     def check_channels(self, channels: int) -> None:
-        """Refuse images of another number of channels.
-
-        Raises:
-            UserError: with the numbers.
-        """
+        """Refuse images of another number of channels."""
         if self.channels != channels:
             raise UserError(
                 f"{self.directory}: images of {self.channels} channels, where {channels} are "
@@ -133,13 +128,8 @@ class Index:
         """Decode a sample once and resample every view into `out` (`maect.data.decode.render`).
 
         Args:
-            i: row of the sample.
             geometries: [v, 8], of the upright image.
             out: uint8 [C, S, S] of each view, whose sizes S may differ; overwritten.
-
-        Raises:
-            UnreadableError: no decoder can read the image in full.
-            UserError: as `read`.
         """
         data = self.read(i)
         if self.plain:
@@ -222,11 +212,7 @@ class Index:
 
 
 def open_index(directory: str | Path) -> Index:
-    """Open a split's index and check it against its record, without reading the shards.
-
-    Raises:
-        UserError: not sharded to the end, or a file is missing or not as recorded.
-    """
+    """Open a split's index and check it against its record, without reading the shards."""
     directory = Path(directory)
     if not (directory / "index.json").exists():
         raise UserError(f"{directory}: no index.json; make it with maect shard")

@@ -5,7 +5,7 @@ flight. Nothing is kept between steps: step s of a run is a function of its argu
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -114,9 +114,6 @@ def train_batches(
     on from epoch to epoch without a remainder: over n steps exactly n·global_batch samples come,
     every sample once an epoch. `change` and `draw` run in the decoding threads; with `draw`,
     batches are packed, in `pinned` memory if a GPU is to copy them.
-
-    Raises:
-        UserError: the world size does not divide the batch, or an image cannot be read.
     """
     if global_batch % world_size:
         raise UserError(f"batch_size {global_batch} is not a multiple of {world_size} ranks")
@@ -212,15 +209,10 @@ def _views(
         images = [packed.tensors[name] for name in image_names(len(groups))]
     batch = Batch(step, record[:, ID], epochs, record[:, LABEL], tuple(images), packed)
     out = [view for group in images for view in group.numpy()]
-    return _Job(batch, rows, np.stack(geometries, 1), out, _changer(change, batch))
-
-
-def _changer(
-    change: Change | None, batch: Batch
-) -> Callable[[Sequence[NDArray[np.uint8]], int], None] | None:
-    if change is None:
-        return None
-    return lambda views, i: change(views, int(batch.epochs[i]), int(batch.ids[i]))
+    changed = None
+    if change is not None:
+        changed = lambda views, i: change(views, int(epochs[i]), int(batch.ids[i]))  # noqa: E731
+    return _Job(batch, rows, np.stack(geometries, 1), out, changed)
 
 
 def evaluation_batches(
@@ -287,9 +279,8 @@ def _decoded(index: Index, jobs: Iterator[_Job[_Note]], threads: int) -> Iterato
     """Decode jobs with `threads` threads, a few jobs ahead; yields their notes in order."""
     pixels = open_pixels(index)
     pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="decode")
-    pending: deque[tuple[_Note, list[Future[None]]]] = deque()
 
-    def submit(job: _Job[_Note]) -> None:
+    def begun(job: _Job[_Note]) -> tuple[_Note, list[Future[None]]]:
         # Few enough for small images, whose decoding is as quick as a task's start.
         length = max(_PER_TASK, len(job.rows) // (4 * max(1, threads)))
         parts = [] if job.beside is None else [pool.submit(job.beside)]
@@ -297,11 +288,19 @@ def _decoded(index: Index, jobs: Iterator[_Job[_Note]], threads: int) -> Iterato
             pool.submit(_decode, index, pixels, job, slice(i, i + length))
             for i in range(0, len(job.rows), length)
         ]
-        pending.append((job.note, parts))
+        return job.note, parts
 
+    yield from ahead(map(begun, jobs), pool)
+
+
+def ahead(
+    jobs: Iterable[tuple[_Note, list[Future[None]]]], pool: ThreadPoolExecutor
+) -> Iterator[_Note]:
+    """Yield what tasks of a pool make, in order; a few jobs are begun before they are asked for."""
+    pending: deque[tuple[_Note, list[Future[None]]]] = deque()
     try:
         for job in jobs:
-            submit(job)
+            pending.append(job)
             if len(pending) > _IN_FLIGHT:
                 yield _wait(*pending.popleft())
         while pending:

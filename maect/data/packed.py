@@ -10,12 +10,7 @@ _ALIGNED = 64
 
 
 class Packing:
-    """Places of tensors of some shapes in one block of memory.
-
-    Attributes:
-        fields: begin, end, type and shape of each, by name.
-        size: bytes of all.
-    """
+    """Places of tensors of some shapes in one block of memory: begin, end, type and shape."""
 
     def __init__(self, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
         self.fields: dict[str, tuple[int, int, torch.dtype, tuple[int, ...]]] = {}
@@ -27,11 +22,7 @@ class Packing:
 
 
 class Packed:
-    """One piece of memory with that layout.
-
-    Attributes:
-        tensors: by name, on the CPU.
-    """
+    """One piece of memory with that layout, and the tensors in it by name."""
 
     def __init__(self, layout: Packing, pinned: bool) -> None:
         """Reserve memory, of which a GPU can copy by itself if it is pinned."""

@@ -43,9 +43,6 @@ def write_pixels(index: Index) -> None:
     """Decode the images of a split, unless one is larger than `LARGEST` or it is done already.
 
     An image fills the upper left corner of its place, as large as the split's largest sides.
-
-    Raises:
-        UserError: an image cannot be decoded any more.
     """
     path, record = pixels_files(index)
     width, height = index.rows[:, [WIDTH, HEIGHT]].max(0).tolist()

@@ -72,10 +72,8 @@ def bits(
     """Random words.
 
     Args:
-        seed: the run's seed.
         epochs: the epoch of each sample, or one for all.
         ids: stable sample ids, [b].
-        view: number of the view, 0 where there is none.
         stream: a constant of this module: what the numbers are for.
         n: words per sample.
 
@@ -101,12 +99,9 @@ def ids_shuffle(
     ids: NDArray[np.int64],
     views: Iterable[int],
 ) -> "Tensor":
-    """Random order of each sample's patches (MAE's `ids_shuffle`); the first stay visible.
+    """Random order of each sample's patches, int64 [views, b, L]; MAE's first stay visible.
 
     `views`: their numbers, each of which draws its own order.
-
-    Returns:
-        int64 [views, b, L].
     """
     import torch
 
@@ -144,9 +139,6 @@ def drop_path_factors(
 
     Args:
         rates: how often each branch is dropped, [branches].
-        seed: the training's.
-        epochs: epoch of each sample, [b].
-        ids: stable sample ids, [b].
 
     Returns:
         float32 [branches, b]: 0 where a branch is dropped, otherwise 1 / (1 - rate).

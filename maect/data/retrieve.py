@@ -61,15 +61,7 @@ CATALOGUE: dict[str, tuple[Remote, ...]] = {
 def retrieve(what: str, out: Path) -> list[Path]:
     """Fetch everything of a name in the catalogue; what is there already is only checked.
 
-    Args:
-        what: a name in `CATALOGUE`.
-        out: folder for the files, made if needed.
-
-    Returns:
-        The files, or the folders that archives were unpacked to.
-
-    Raises:
-        UserError: unknown name, no connection, or a checksum that differs.
+    Returns the files, or the folders that archives were unpacked to. A UserError says what failed.
     """
     if what not in CATALOGUE:
         hint = did_you_mean(what, CATALOGUE)

@@ -1,15 +1,12 @@
 """Drawn shapes on a background, with masks that are known exactly: the bundled dense data set."""
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from maect.data import random
+from maect.data import new_folder, random
 
 IMAGES = {"train": 800, "val": 200}
 SIDE = 32
@@ -36,7 +33,9 @@ def write_shapes(out: Path) -> None:
         first += count
         for name, place in ((split, 0), (f"{split}_masks", 1)):
             if not (out / name).exists():
-                _write(out / name, [pair[place] for pair in drawn])
+                with new_folder(out / name) as folder:
+                    for i, pair in enumerate(drawn):
+                        Image.fromarray(pair[place]).save(folder / f"{i:04d}.png")
 
 
 def draw(number: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -80,15 +79,3 @@ def _inside(kind: int, x: NDArray, y: NDArray, radius: float) -> NDArray[np.bool
     if kind == 2:
         return box & (2 * abs(x) < y + radius)
     return box & (np.minimum(abs(x), abs(y)) < 0.35 * radius)
-
-
-def _write(folder: Path, images: list[NDArray[np.uint8]]) -> None:
-    """Write a split, which appears at once."""
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        for number, image in enumerate(images):
-            Image.fromarray(image).save(temporary / f"{number:04d}.png")
-        temporary.chmod(0o755)
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

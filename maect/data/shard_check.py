@@ -22,14 +22,7 @@ from maect.data.sources import Entry, ImageSource
 
 
 def verify(directory: Path, *, threads: int = 1) -> int:
-    """Check checksums and counts of every shard, and decode every image.
-
-    Returns:
-        Number of samples, all of them sound.
-
-    Raises:
-        UserError: the faults, one line; a shard or image is named with each.
-    """
+    """Check every shard and decode every image; return their number, or a UserError with faults."""
     index = open_index(directory)
     faults = _index_faults(index)
     with ThreadPoolExecutor(max(1, threads)) as pool:
@@ -47,11 +40,7 @@ def verify(directory: Path, *, threads: int = 1) -> int:
 
 
 def differing(out: Path, source: ImageSource, entries: list[Entry]) -> list[Entry]:
-    """The images that are not those of their names in finished shards; others are not there.
-
-    Raises:
-        UserError: the shards are damaged.
-    """
+    """The images that are not those of their names in finished shards; others are not there."""
     index, plan = open_index(out), read_plan(out)
     rows = {name: row for row, name in enumerate(image_names(index))}
     known = [entry for entry in entries if entry.name in rows]

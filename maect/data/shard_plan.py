@@ -20,6 +20,7 @@ from maect.data import key_of, random
 from maect.data.index import Index
 from maect.data.sources import Entry, open_source
 from maect.data.sources.archives import WebDataset
+from maect.data.sources.base import text_lines
 from maect.data.sources.changes import note_files
 from maect.recipes import Pixels
 
@@ -99,11 +100,7 @@ def planned(
 def store_plan(
     out: Path, plan: dict[str, Any], listings: list[str], note: Callable[[], None]
 ) -> None:
-    """Write the plan, unless it is there.
-
-    Raises:
-        UserError: finished shards of another plan, which are never overwritten.
-    """
+    """Write the plan, unless it is there; finished shards of another plan are never overwritten."""
     for path in sorted((out / "parts").glob("[0-9]*.json")):
         number, record = int(path.stem), read_json(path)
         planned = plan["listings"][number] if number < plan["shards"] else None
@@ -121,22 +118,14 @@ def store_plan(
 
 
 def read_plan(out: Path) -> dict[str, Any]:
-    """The plan of a folder of shards.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The plan of a folder of shards, or a UserError: there is none."""
     if not (out / "plan.json").exists():
         raise UserError(f"{out}: no plan.json; plan the shards first (maect shard)")
     return read_json(out / "plan.json")
 
 
 def read_listing(out: Path, number: int) -> tuple[int, list[tuple[str, Entry]]]:
-    """First id, and (key, entry) of every image of a shard.
-
-    Raises:
-        UserError: no such shard, or its listing is not the planned one.
-    """
+    """First id, and (key, entry) of every image of a shard."""
     plan = read_plan(out)
     if not 0 <= number < plan["shards"]:
         raise UserError(f"{out}: no shard {number}; there are {plan['shards']}, from 0 on")
@@ -178,12 +167,7 @@ def _named(entries: list[Entry], path: Path | None, skip: bool) -> tuple[set[str
     """
     if path is None:
         return set(), []
-    try:
-        lines = set(path.read_text(encoding="utf-8").splitlines()) - {""}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
+    lines = set(text_lines(path)) - {""}
     there = {entry.name for entry in entries}
     names = {line if line in there else line.partition("\t")[0] for line in lines}
     gone = sorted(names - there)

@@ -3,7 +3,7 @@
 Layout of `out`: SPLIT-000000.tar … (webdataset: KEY.jpg, KEY.cls), index.npy, keys.txt and, last,
 index.json; of small images also pixels.npy; plan.json and parts/ belong to the making. Every step
 can be killed at any moment and run again: what is finished stays as it is, what is not is made
-again.
+again. A wrong source, or shards of another plan, raises a `UserError`.
 """
 
 import fcntl
@@ -33,13 +33,7 @@ from maect.core.kept import forget, put_back
 from maect.data import shard_name
 from maect.data.convert import Ready, make_ready, upright_rgb
 from maect.data.decode import UnreadableError
-from maect.data.index import (
-    CHECKSUMS,
-    COLUMNS,
-    ID,
-    SHARD,
-    open_index,
-)
+from maect.data.index import CHECKSUMS, COLUMNS, ID, SHARD, open_index
 from maect.data.pixels import write_pixels
 from maect.data.shard_plan import planned, read_listing, read_plan, store_plan
 from maect.data.sources import UNLABELLED, Entry, ImageSource, open_source
@@ -59,17 +53,9 @@ FEWEST_LEVELS = 64
 def shard(
     source: Path, out: Path, kind: str, shards: int, *, threads: int = 1, **options: Any
 ) -> int:
-    """Plan, write and index a split in one go; continues where an earlier call was stopped.
+    """Plan, write and index a split in one go; continues where it was stopped; return its samples.
 
-    Args:
-        source, out, kind, shards, options: see `plan_shards`.
-        threads: images decoded at once.
-
-    Returns:
-        Number of samples.
-
-    Raises:
-        UserError: wrong input; all unreadable images of the split are reported together.
+    Options are those of `plan_shards`. All unreadable images are reported together.
     """
     out = Path(out)
     plan, listings, note = planned(source, kind, out, shards, **options)
@@ -83,18 +69,11 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
     """List the source, shuffle it and assign every image to a shard. Repeating it changes nothing.
 
     Args:
-        source: folder or archive, see `maect.data.sources`.
-        kind: which kind of source.
-        out: folder of this split's shards.
-        shards: how many tars.
         options: split, their name (that of `out` by default); labels of the source, for the kinds
             that take them; only and exclude, text files of names of images to take alone and to
             leave out, one a line; skip_unreadable, to leave out what cannot be read or is no longer
             there, and to list it in the index; shorter_side, to which larger images are
             recompressed (off by default); pixels, as which the images are made ready.
-
-    Returns:
-        The content of `out`/plan.json.
 
     Raises:
         UserError: wrong source, or `out` holds shards of another plan.
@@ -111,11 +90,7 @@ def plan_shards(source: Path, kind: str, out: Path, shards: int, **options: Any)
 def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
     """Write one planned shard, unless it is finished; every image is decoded once to prove it.
 
-    Returns:
-        The tar.
-
-    Raises:
-        UserError: no such shard, or unreadable images, named.
+    Returns the tar, or raises a UserError with the names of unreadable images.
     """
     out = Path(out)
     tar = out / shard_name(read_plan(out)["split"], number)
@@ -131,16 +106,10 @@ def write_shard(out: Path, number: int, *, threads: int = 1) -> Path:
 
 
 def finish_index(out: Path, *, threads: int = 1) -> int:
-    """Merge the finished shards' parts to index.npy, keys.txt and index.json (written last).
+    """Merge the finished shards to index.npy, keys.txt and, last, index.json; return the samples.
 
     Tars that are indexed where they lie are read here, those that were not yet. Small images are
     decoded once, into pixels.npy (`maect.data.pixels`).
-
-    Returns:
-        Number of samples.
-
-    Raises:
-        UserError: shards are missing, by number.
     """
     out = Path(out)
     plan, index = read_plan(out), [out / "index.json", out / "index.npy"]
@@ -154,11 +123,7 @@ def finish_index(out: Path, *, threads: int = 1) -> int:
 
 
 def _write_all(out: Path, shards: int, threads: int) -> None:
-    """Write what is missing of all shards.
-
-    Raises:
-        UserError: unreadable images, all of them.
-    """
+    """Write what is missing of all shards."""
     faults: list[str] = []
     for number in range(shards):
         try:
@@ -171,11 +136,7 @@ def _write_all(out: Path, shards: int, threads: int) -> None:
 
 @contextmanager
 def _locked(out: Path, *, alone: bool) -> Iterator[None]:
-    """Keep others from the folder: all of them, or those that must be alone there.
-
-    Raises:
-        UserError: somebody is at work there.
-    """
+    """Keep others from the folder: all of them, or those that must be alone there."""
     try:
         (out / "parts").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -195,9 +156,6 @@ def _locked(out: Path, *, alone: bool) -> Iterator[None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
-
-
-# --- Plan -----------------------------------------------------------------------------------------
 
 
 def _record_path(out: Path, number: int) -> Path:
@@ -247,7 +205,10 @@ def _write(out: Path, number: int, threads: int) -> None:
     faults: list[str] = []
     found = _Found()
     with ExitStack() as stack:
-        file = None if tars else _Hashed(stack.enter_context(_new_file(tar)))
+        file = None
+        if not tars:
+            temporary = stack.enter_context(atomic_write(tar))
+            file = _Hashed(stack.enter_context(open(temporary, "wb")))
         source.read_ahead(listed, out)
         images = prepare(source, listed, plan["options"], threads)
         for position, ((key, entry), image) in enumerate(zip(entries, images, strict=True)):
@@ -350,13 +311,6 @@ class _Found:
         return "; ".join(said) or None
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there once it is complete."""
-    with atomic_write(path) as temporary, open(temporary, "wb") as raw:
-        yield raw
-
-
 def prepare(
     source: ImageSource, entries: list[Entry], options: dict[str, Any], threads: int
 ) -> Iterator[Ready | str]:
@@ -391,11 +345,7 @@ def _pixels(options: dict[str, Any]) -> Pixels:
 
 
 def _recompress(ready: Ready, side: int) -> Ready:
-    """A smaller JPEG, upright.
-
-    Raises:
-        UnreadableError: it has other than three channels.
-    """
+    """A smaller JPEG, upright."""
     picture = upright_rgb(ready)
     short = min(ready.width, ready.height)
     size = (round(ready.width * side / short), round(ready.height * side / short))
@@ -556,11 +506,7 @@ def _shards(
 def _read_part(
     out: Path, number: int, n: int
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.uint32]]:
-    """A shard's rows of the index, sha256 of its `n` samples, [n, 32], CRC-32 of their images.
-
-    Raises:
-        UserError: damaged.
-    """
+    """A shard's rows of the index, sha256 of its `n` samples, [n, 32], CRC-32 of their images."""
     path = _record_path(out, number).with_suffix(".npz")
     try:
         with np.load(path) as part:

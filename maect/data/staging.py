@@ -19,17 +19,13 @@ _COPIES_AT_ONCE = 4  # one stream alone does not fill a parallel file system
 
 
 def stage(directory: Path, storage: str) -> Path:
-    """A folder on node-local storage with the same split; every process of a node may call it.
+    """Return a folder on node-local storage with the same split, for all processes of a node.
 
     The first caller copies, the others wait; what is already there is not copied again.
 
     Args:
-        directory: folder of a split's shards.
         storage: node-local folder, or the name of this node's environment variable that holds it,
             such as TMPDIR; variables and `~` in a folder are filled in here, on the node.
-
-    Returns:
-        The folder to open instead.
 
     Raises:
         UserError: no such storage, or others can write there what would be read.
@@ -101,8 +97,6 @@ class _File:
     """A file to copy.
 
     Attributes:
-        path: of the original.
-        name: of the copy.
         sha256: that the original has by its record; of a file without one, what it has now.
         is_shard: its images are compared with their checksums when they are read.
     """
@@ -120,11 +114,7 @@ class _File:
         return self.is_shard or sha256_file(copy) == (self.sha256 or sha256_file(self.path))
 
     def copy(self, out: Path) -> None:
-        """Copy.
-
-        Raises:
-            NodeError: the copy is another one than the record of the original says.
-        """
+        """Copy; a NodeError if the copy is not what the record of the original says."""
         with atomic_write(out / self.name) as temporary:
             shutil.copyfile(self.path, temporary)
             if self.sha256 is not None and sha256_file(temporary) != self.sha256:

@@ -26,20 +26,9 @@ from maect.recipes.few_labels import fraction_list, shots_list
 
 
 def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
-    """Write an index of only some classes of a sharded split; the images stay where they are.
+    """Write an index of some classes of a sharded split, whose images stay; return their number.
 
     Labels are the positions in `classes`; samples keep their ids and their order.
-
-    Args:
-        shards: folder of a split's shards, or of another view.
-        out: folder of the view; opened like any other index.
-        classes: class names of that split.
-
-    Returns:
-        Number of samples.
-
-    Raises:
-        UserError: a class that the split does not have, or has no images of.
     """
     index = open_index(shards)
     labels = []
@@ -88,11 +77,9 @@ def class_view(shards: Path, out: Path, classes: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Labelled:
-    """A train split as far as subsets need it.
+    """A train split as far as subsets need it, with labels int64 [n].
 
     Attributes:
-        path: its file or folder, for messages.
-        labels: int64 [n].
         names: gives the names of the samples, in order.
         class_names: every class that there is, with or without a sample.
     """
@@ -109,9 +96,6 @@ def shots_rows(
     """Increasing rows of a split with this many samples per class.
 
     Seeded subsets are nested like MSN's: the samples for 1 shot are among those for 2 and 5.
-
-    Raises:
-        UserError: a class has fewer samples or none, or a list does not fit the split.
     """
     if folder is not None:
         return _listed(train, shots_list(folder, shots, split))
@@ -137,9 +121,6 @@ def fraction_rows_of(
     """Increasing rows of a fraction of the labels; all of them for 1.
 
     Seeded subsets are nested and take the same fraction of every class, at least one sample.
-
-    Raises:
-        UserError: a list does not fit the split.
     """
     if fraction == 1:
         return np.arange(len(train.labels))
@@ -162,10 +143,6 @@ def rows_by_name(keys: Sequence[str], names: Iterable[str], where: Path) -> NDAr
     Args:
         keys: names of the split's samples, in order.
         names: file names as in the original data set, with or without folder and extension.
-        where: folder of the split, for messages.
-
-    Raises:
-        UserError: names that the split does not have or has more than once, or an image twice.
     """
     listed = [(name, *key_of(name).rpartition("/")[::2]) for name in names]
     # Only those listed are looked up: a split may have millions of names.
@@ -206,12 +183,7 @@ def balanced_rows(
 
     Args:
         labels: int64 [n]; -1 is left out.
-        per_class: samples of each class.
-        seed: number of the subset.
         names: of the classes that there must be, also if no label says so.
-
-    Raises:
-        UserError: a class has too few samples, or none.
     """
     classes, counts, rows = _shuffled(labels, seed)
     wanted = np.union1d(classes, np.arange(len(names)))

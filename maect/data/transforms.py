@@ -132,7 +132,6 @@ def normalize(images: Tensor, pixels: Pixels) -> Tensor:
 
     Args:
         images: uint8 [b, C, S, S], or float in [0, 1].
-        pixels: whose mean and standard deviation.
 
     Returns:
         float32 [b, C, S, S].
@@ -173,9 +172,6 @@ def draw_changes(
 
     Args:
         views: probabilities of each change, by the view's number: views draw different numbers.
-        seed: the run's seed.
-        epochs: epoch of each sample, [b].
-        ids: stable sample ids, [b].
     """
     flips, uniforms, likely = [], [], []
     for number, view in views.items():
@@ -198,8 +194,6 @@ def apply_changes(images: Tensor, changes: PixelChanges, pixels: Pixels) -> Tens
 
     Args:
         images: uint8 [n, C, S, S], on any device; jitter and grey need three channels.
-        changes: of each of them.
-        pixels: whose mean and standard deviation.
 
     Returns:
         float32 [n, C, S, S], normalized, on the device of `images`.
@@ -254,7 +248,6 @@ def jitter(
 
     Args:
         x: float [b, 3, S, S] in [0, 1].
-        chosen: which samples, [b].
         strengths: uniform numbers [b, 4], one per change.
         order: uniform numbers [b, 4]; their ranks are the order of the changes.
     """
@@ -418,10 +411,7 @@ _ERASED_AREA, _ERASED_RATIO, _ERASE_TRIES = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 def randaugment(layers: int, magnitude: float, seed: int) -> Change | None:
     """RandAugment (Cubuk et al. 2020) of each decoded image's first view, for the loader.
 
-    Args:
-        layers: operations an image; with 0 there is nothing to do: None.
-        magnitude: their mean strength, 0 to 10.
-        seed: the training's.
+    So many `layers` of operations (of 0: None), of a mean strength from 0 to 10.
     """
     return partial(_randaugment, layers, magnitude, seed) if layers else None
 
@@ -464,12 +454,7 @@ def erase(
 ) -> Tensor:
     """Fill a random rectangle of some images with normal noise, in place (Zhong et al. 2020).
 
-    Args:
-        images: normalized, float [b, C, S, S].
-        probability: of an image to be changed.
-        seed: the training's.
-        epochs: epoch of each sample, [b].
-        ids: stable sample ids, [b].
+    Images are normalized, float [b, C, S, S].
     """
     if not probability:
         return images
@@ -500,8 +485,6 @@ def rectangle(u: NDArray[np.float64], height: int, width: int) -> tuple[int, int
 
     Args:
         u: uniform numbers [2 + 2 * tries]: the position, then area and aspect ratio of each try.
-        height: of the image.
-        width: of the image.
     """
     low, high = map(math.log, _ERASED_RATIO)
     for area, ratio in u[2:].reshape(-1, 2):
@@ -532,9 +515,6 @@ def draw_mix(mixup: float, cutmix: float, size: int, seed: int, step: int) -> Mi
     Args:
         mixup: parameter of Mixup's beta distribution; 0 leaves it out.
         cutmix: the same of CutMix.
-        size: side of the images.
-        seed: the training's.
-        step: number of the update, from 0.
     """
     if not mixup and not cutmix:
         return Mix()

@@ -92,8 +92,6 @@ def load_evaluation(
 
     Args:
         name: a protocol or one of its variants; with the key `protocol` in `overrides`, any name.
-        size: of the encoder.
-        overrides: settings that differ.
 
     Returns:
         The name of the protocol, which is a module of `maect.evaluate`, and the settings.

@@ -121,11 +121,6 @@ class Accuracy(RealLabels, Supervised, Protocol):
         """Encode the test images with every encoder."""
         return encode_flops(encoder) * images(self.test_split) * len(self._plain())
 
-    @property
-    def full_precision(self) -> bool:
-        """Return whether the encoder runs in float32."""
-        return self.precision == "fp32"
-
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Accuracies in percent: `fine_tune`, or `low_shot_N`, `low_shot_Npct`.
 
@@ -135,10 +130,6 @@ class Accuracy(RealLabels, Supervised, Protocol):
         of the epoch that is best, in the twin, on the images it left out, as `_held_out`.
         `accuracies` has every epoch's, `losses` their mean training loss and `weights_sha256` the
         final weights of every training.
-
-        Raises:
-            UserError: runs that are not finished or not those of these settings, or a test split
-                of other classes.
         """
         asked, given = self.trainings(), job.paths("trained")
         if len(asked) != len(given):
@@ -168,7 +159,7 @@ class Accuracy(RealLabels, Supervised, Protocol):
                     assert scores is not None  # of the images that it held out
                     results[suffix]["held_out"] = list(scores.accuracies)
                 context.report({"step": number + 1, "steps": len(folders)})
-        named = {self._name(suffix): result for suffix, result in results.items()}
+        named = {f"{self._metric(s)}-{s.rpartition('-')[2]}": r for s, r in results.items()}
         job.notes["subsets"] = {name: result["subset"] for name, result in named.items()}
         metrics: dict[str, Any] = {}
         for metric in dict.fromkeys(self._metric(suffix) for suffix in results):
@@ -205,17 +196,9 @@ class Accuracy(RealLabels, Supervised, Protocol):
             return f"low_shot_{shots}"
         return "fine_tune" if self.fraction == 1 else fraction_name(self.fraction)
 
-    def _name(self, suffix: str) -> str:
-        """Return how results name a training: `low_shot_2-split1`."""
-        return f"{self._metric(suffix)}-{suffix.rpartition('-')[2]}"
-
 
 def trained_as(folder: Path, stage: FineTune, seed: int) -> RunRecord:
-    """The record of a finished run.
-
-    Raises:
-        UserError: it was trained with other settings or another seed.
-    """
+    """The record of a finished run; a UserError if it was trained with other settings or seed."""
     record = RunRecord.of(folder)
     if record.seed != seed or not stage.is_said_by(record.settings):
         raise UserError(f"{folder}: was trained with other settings than this evaluation asks")
@@ -228,19 +211,7 @@ class FineTuned:
     def __init__(
         self, folder: Path, stage: FineTune, seed: int, test: Index, device: torch.device
     ) -> None:
-        """Load a run.
-
-        Args:
-            folder: of the run.
-            stage: what it must have been trained with.
-            seed: likewise.
-            test: the images that it will be scored on.
-            device: where to run it.
-
-        Raises:
-            UserError: it is not finished, was trained otherwise or is damaged, or it tells other
-                classes apart.
-        """
+        """Load a run that was trained with `stage` and `seed`, to score it on `test`."""
         from maect.models.weights import load_encoder_weights, load_tensors
 
         self.record, self.stage, self.device = trained_as(folder, stage, seed), stage, device
@@ -251,7 +222,11 @@ class FineTuned:
         classifier, metadata = load_tensors(folder / "head.safetensors")
         if tuple(json.loads(metadata["classes"])) != test.class_names:
             raise UserError(f"{folder} and {test.directory}: their classes differ")
-        self.weights = _as_trained(encoder.state_dict(), classifier)
+        # All weights under the names that they have in training.
+        self.weights = {
+            name if name.startswith("fc_norm.") else f"encoder.{name}": value
+            for name, value in encoder.state_dict().items()
+        } | {f"head.{name}": value for name, value in classifier.items()}
         self.encoder = encoder.to(device)
         self.classifier = {name: value.to(device) for name, value in classifier.items()}
 
@@ -280,11 +255,7 @@ class FineTuned:
         return predicted(context, test, self.device, size, resize, predict)
 
     def accuracies(self, test: Index, resize: int | None) -> list[float]:
-        """After each epoch, as the training found them.
-
-        Raises:
-            UserError: it did not score them, or on other images.
-        """
+        """After each epoch, as the training found them on these images; else a UserError."""
         scores = self.record.scores
         if scores is None or (scores.index_digest, scores.resize) != (test.digest, resize):
             raise UserError(
@@ -313,9 +284,3 @@ class FineTuned:
             "subset": self.record.subset and self.record.subset.model_dump(),
             "weights_sha256": hashed.hexdigest(),
         }
-
-
-def _as_trained(encoder: dict[str, Tensor], classifier: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All weights under the names that they have in training."""
-    named = {n if n.startswith("fc_norm.") else f"encoder.{n}": v for n, v in encoder.items()}
-    return named | {f"head.{name}": value for name, value in classifier.items()}

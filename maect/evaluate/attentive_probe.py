@@ -5,26 +5,10 @@ rates times three weight decays. A tenth of the training images is learnt from b
 one classifier of each reading, which alone sees the test images, once. The patch tokens are read by
 one learnt query: keys and values are projected tokens, in heads of 64 channels.
 
-Compared with CAPI's code (facebookresearch/capi, eval_classification.py):
-
-| | there | here |
-| --- | --- | --- |
-| readings | global, mean of patches, both side by side, patches | the same; global is [CLS] |
-| classifiers | linear; of patches query, keys and values with biases, linear | the same: \
-the keys' bias changes nothing and is left out, and sums come before projections, which is equal |
-| initial values | N(0, 0.02), biases 0; each other ones | the same |
-| training | 12,500 updates of 128 images a GPU; 1,024 here, as of eight GPUs | the same |
-| loss | mean cross-entropy of all images and classifiers together | the same |
-| optimizer | AdamW, 0.9 and 0.95, biases not decayed; rate x batch / 256 | the same |
-| rate | 1,250 updates of warm-up from 0, then a cosine to 0 | the same, without 0 and with the \
-peak once |
-| images | crop of 8 to 100 %, bicubic, flip; 256 and centre crop of 224 to test | the same |
-| choice | accuracy after the last update on 10 % of the training images | the same; of equals the \
-first |
-| precision | float32 | the same (`precision: bf16` changes the encoder's) |
-
-CAPI's own global feature is the mean of its predictor's output, which an import leaves out: without
-[CLS] token there are two readings. Of several [CLS] tokens the mean is read.
+docs/reference/authors_code.md compares each setting with CAPI's code (facebookresearch/capi,
+eval_classification.py). CAPI's own global feature is the mean of its predictor's output, which an
+import leaves out: without [CLS] token there are two readings. Of several [CLS] tokens the mean is
+read.
 """
 
 from __future__ import annotations
@@ -38,7 +22,7 @@ from pydantic import Field
 from maect.core.errors import UserError
 from maect.evaluate.base import Images, Positive
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import ByUpdates, OnCrops, Trainee, Trial
+from maect.evaluate.trained import ByUpdates, Group, OnCrops, Trainee, Trial
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -87,9 +71,6 @@ class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
         Those are `attentive_probe_cls`, `_mean` and `_cls_mean`; without [CLS] token `_mean` alone.
         `chosen` says rate, decay and accuracy on the held-out images of each, `held_out` those of
         all classifiers. With `real_labels` likewise `_real`. The chosen classifiers are kept.
-
-        Raises:
-            UserError: an encoder's width that heads do not divide.
         """
         width = trial.encoding.settings.width
         if width % self.head_width:
@@ -100,15 +81,11 @@ class AttentiveProbe(RealLabels, ByUpdates, OnCrops):
         return Probes(trial, self)
 
 
-class Classifiers:
+class Classifiers(Group):
     """Classifiers of one reading, of a learning rate and a weight decay each, and AdamW.
 
     Every rank has all; tensors begin with the number of the classifier, [H, ...].
     """
-
-    SPLIT: tuple[str, ...] = ()
-    rows = slice(0)
-    total = 0
 
     def __init__(
         self,
@@ -122,8 +99,6 @@ class Classifiers:
         Args:
             tensors: stacked, by name; what has `bias` in its name is not decayed.
             pairs: learning rate and weight decay of each classifier.
-            scale: on the learning rates.
-            device: where to train.
         """
         import torch
 
@@ -204,7 +179,7 @@ class Probes(Trainee):
         super().__init__(trial)
         self.settings, encoder = settings, trial.encoding.settings
         self.real = trial.reassessed(settings)
-        self.held = trial.held_out(settings.held_out, settings.seed)
+        self.choosing = trial.held_out(settings.held_out, settings.seed)
         self.pairs = list(itertools.product(settings.learning_rates, settings.weight_decays))
         readings = (
             ("cls", "mean", "cls_mean", PATCHES) if encoder.class_token else ("mean", PATCHES)
@@ -244,7 +219,7 @@ class Probes(Trainee):
         from maect.data.index import ID
 
         train = self.trial.train
-        others = ~np.isin(train.rows[:, ID], self.held.rows[:, ID])
+        others = ~np.isin(train.rows[:, ID], self.choosing.rows[:, ID])
         return replace(train, rows=train.rows[others])
 
     def read(self, images: Tensor) -> Tensor:
@@ -285,9 +260,9 @@ class Probes(Trainee):
         """Choose on the held-out images, and score what is chosen on the test images."""
         count, classes = len(self.pairs), [slice(None)] * len(self.groups)
         found = self.trial.predicted(
-            lambda images: self._predict(images, classes), self.held, (len(classes) * count,)
+            lambda images: self._predict(images, classes), self.choosing, (len(classes) * count,)
         )
-        by_head = 100 * (found == self.held.labels[:, None]).mean(axis=0).reshape(-1, count)
+        by_head = 100 * (found == self.choosing.labels[:, None]).mean(axis=0).reshape(-1, count)
         best = by_head.argmax(axis=1).tolist()
         heads = [slice(head, head + 1) for head in best]
         tested = self.trial.predicted(

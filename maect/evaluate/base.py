@@ -4,6 +4,7 @@ A protocol is its settings class, in a module of this package. Rules, plan and c
 declaration; `evaluate` does the work, and imports what it needs for that itself.
 """
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,13 +15,15 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import read_mapping, write_record
+from maect.core.files import atomic_write, read_mapping, write_record
 from maect.core.kept import need_encoder
 from maect.core.settings import Settings
 from maect.recipes import Encoder
 from maect.records import checked_sha256
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from maect.evaluate.store import FeatureFile
     from maect.stages import Stage
 
@@ -34,11 +37,9 @@ Images = Callable[[str], int]
 
 @dataclass(frozen=True)
 class Features:
-    """The features file of a split, made with the run's encoder.
+    """The features file of a split, made with the run's encoder, with its final norm or without.
 
     Attributes:
-        split: whose images.
-        norm: whether the encoder's final norm is applied.
         blocks: the raw output of this many last blocks side by side, which is before the norm.
     """
 
@@ -80,9 +81,7 @@ class EvaluationJob:
     """An evaluation of a run, with the inputs that its protocol declares.
 
     Attributes:
-        run: folder of the run; its `encoder.safetensors` is evaluated.
         out: the JSON that will be written; other files go beside it under its stem.
-        inputs: features files, folders of shards, or what other evaluations left, by name.
         resize: shorter side before the centre crop of test images; none: 256/224 of their size.
     """
 
@@ -99,12 +98,9 @@ class EvaluationJob:
         return self.out.with_name(f".{self.out.stem}.state")
 
     def once(self, context: Context, identity: str, compute: Callable[[], Any]) -> Any:
-        """Return what `compute` gives, JSON: a killed job that starts again does not repeat it.
+        """Return what `compute`, which takes long, gives as JSON; a killed job does not repeat it.
 
-        Args:
-            context: of the rank that computes, which reports the save.
-            identity: of everything that the result depends on.
-            compute: takes long.
+        `identity` is of all that it depends on; `context` reports that it is saved.
         """
         file = self.state / "once.json"
         known = read_mapping(file)
@@ -115,20 +111,12 @@ class EvaluationJob:
         return known["found"]
 
     def path(self, name: str) -> Path:
-        """Return where the input called `name` is.
-
-        Raises:
-            UserError: it was not given.
-        """
+        """Return where the input called `name` is, or raise a UserError: it was not given."""
         (path,) = self.paths(name)
         return path
 
     def paths(self, name: str) -> list[Path]:
-        """Return where the parts of the input called `name` are, such as several trained runs.
-
-        Raises:
-            UserError: it was not given.
-        """
+        """Return where the parts of the input called `name` are, such as several trained runs."""
         if name not in self.inputs:
             raise UserError(f"{self.out.stem}: lacks the input {name!r}")
         value = self.inputs[name]
@@ -141,6 +129,15 @@ class EvaluationJob:
         features = open_features(self.path(name))
         check(features, labelled=labelled)
         return features
+
+    def write_tensors(self, tensors: "Mapping[str, NDArray[Any]]", about: Any = None) -> None:
+        """Write tensors beside the JSON, and in the file's metadata what they are of."""
+        import numpy as np
+        from safetensors.numpy import save_file
+
+        plain = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+        with atomic_write(self.out.with_suffix(".safetensors")) as temporary:
+            save_file(plain, temporary, None if about is None else {"maect": json.dumps(about)})
 
     def both(self) -> tuple["FeatureFile", "FeatureFile"]:
         """Train and test features of one encoder, checked."""
@@ -199,11 +196,7 @@ class Protocol(Settings):
         return {}
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuse a number of processes that cannot share the work.
-
-        Raises:
-            UserError: with the numbers.
-        """
+        """Refuse, by a UserError, a number of processes that cannot share the work."""
 
     def flops(self, encoder: Encoder, images: Images) -> float | None:
         """Count the operations on the devices; None if it runs no encoder."""
@@ -212,7 +205,7 @@ class Protocol(Settings):
     @property
     def full_precision(self) -> bool:
         """Return whether those operations are in float32."""
-        return True
+        return bool(getattr(self, "precision", "fp32") == "fp32")
 
     @property
     def split_names(self) -> tuple[str, ...]:
@@ -227,11 +220,7 @@ class Protocol(Settings):
 
 
 def check_blocks(blocks: int, norm: bool) -> None:
-    """Refuse the outputs of several blocks behind the encoder's final norm.
-
-    Raises:
-        ValueError: with the numbers.
-    """
+    """Refuse, by a ValueError, outputs of several blocks behind the encoder's final norm."""
     if blocks > 1 and norm:
         raise ValueError(f"blocks {blocks} are read before the final norm: set norm: false")
 
@@ -249,6 +238,10 @@ class ReadsFeatures(Protocol):
         check_blocks(self.blocks, self.norm)
         return self
 
+    def inputs(self) -> Mapping[str, Input]:
+        """Features of both splits."""
+        return {"train": self.read(self.train_split), "test": self.read(self.test_split)}
+
     def read(self, split: str) -> Features:
         """The features of a split that these settings ask for."""
         return Features(split, self.norm, self.blocks)
@@ -263,29 +256,20 @@ class Encodes(Protocol):
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of the frozen encoder; what is trained on it is float32."""
 
-    @property
-    def full_precision(self) -> bool:
-        """Return whether the encoder runs in float32."""
-        return self.precision == "fp32"
+    def inputs(self) -> Mapping[str, Input]:
+        """Images of both splits."""
+        return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
 
 
 def encoder_checksum(run: Path) -> str:
-    """sha256 of a run's `encoder.safetensors`.
-
-    Raises:
-        UserError: it is missing, or not the one that the run's completion record promises.
-    """
+    """sha256 of a run's `encoder.safetensors`; a UserError if its record does not promise it."""
     encoder = run / "encoder.safetensors"
     need_encoder(encoder)
     return checked_sha256(encoder)
 
 
 def encoder_settings(run: Path) -> Encoder:
-    """The shape of a run's encoder, which its file says.
-
-    Raises:
-        UserError: it is no encoder.
-    """
+    """The shape of a run's encoder, which its file says; a UserError if it is none."""
     from safetensors import SafetensorError, safe_open
 
     path = run / "encoder.safetensors"

@@ -6,14 +6,12 @@ and the mean and standard deviation of all runs. Labels are used for the score o
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import atomic_write
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, idle_cpus
 
 if TYPE_CHECKING:
@@ -59,13 +57,8 @@ class Clustering(ReadsFeatures):
         Metrics of a class subset carry its name as a prefix. Beside the JSON,
         `clustering.safetensors` keeps clusters, centres (standardised) and confusion matrix of each
         best run, and its `origin`.
-
-        Raises:
-            UserError: fewer than two classes, no class of two samples, or fewer distinct samples
-                than classes.
         """
         import numpy as np
-        from safetensors.numpy import save_file
 
         test = job.features("test")
         metrics: dict[str, Any] = {}
@@ -79,8 +72,7 @@ class Clustering(ReadsFeatures):
             scores, arrays = cluster(test, ids, self, idle_cpus(context))
             metrics |= {prefix + key: value for key, value in scores.items()}
             tensors |= {prefix + key: value for key, value in arrays.items()}
-        with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
-            save_file(tensors, temporary, {"maect": json.dumps(origin(test))})
+        job.write_tensors(tensors, origin(test))
         return metrics
 
 
@@ -104,11 +96,7 @@ def origin(test: FeatureFile) -> dict[str, str]:
 
 
 def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArray[np.int64]:
-    """Ids of the samples of some classes, given by name.
-
-    Raises:
-        UserError: a class that the dataset does not have.
-    """
+    """Ids of the samples of some classes; a UserError if the dataset has no such class."""
     import numpy as np
 
     known = features.record["class_names"]
@@ -121,13 +109,9 @@ def members(features: FeatureFile, classes: tuple[str, ...], name: str) -> NDArr
 def cluster(
     test: FeatureFile, ids: NDArray[np.int64], settings: Clustering, threads: int
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Cluster some samples `settings.runs` times: metrics, and the best run's arrays.
+    """Cluster some samples (by ids) `settings.runs` times, in as many processes as `threads`.
 
-    Args:
-        test: features.
-        ids: of the samples.
-        settings: of the protocol.
-        threads: cores to use; the runs are spread over as many processes.
+    Returns the metrics, and the best run's arrays.
     """
     import numpy as np
     from sklearn.utils.parallel import Parallel, delayed
@@ -250,8 +234,7 @@ def assign(table: NDArray[np.int64]) -> NDArray[np.int64]:
     """The cluster of each class in the matching with the most hits (Crouse 2016), [k]."""
     from scipy.optimize import linear_sum_assignment
 
-    columns: NDArray[np.int64] = linear_sum_assignment(table, maximize=True)[1]
-    return columns
+    return linear_sum_assignment(table, maximize=True)[1]
 
 
 def silhouette(rows: NDArray[np.float32], labels: NDArray[np.int64]) -> float:

@@ -29,8 +29,7 @@ def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     """Rows at length 1; a row of zeros stays."""
     length: NDArray[np.float32] = np.linalg.norm(rows, axis=1, keepdims=True)
     length[length == 0] = 1
-    out: NDArray[np.float32] = rows / length
-    return out
+    return rows / length
 
 
 def scale_of(vectors: NDArray[np.float32]) -> Scale | None:

@@ -60,9 +60,6 @@ class ColorHistogram(ByEpochs):
         mean absolute error of predicting 1/64 everywhere on the test split. Of several probes it
         is their mean, and `error_last_std`, `error_mean_std` are the standard deviations. The
         probes of the last epoch are kept.
-
-        Raises:
-            UserError: images of other than three channels.
         """
         trial.train.check_channels(3)
         return _Blocks(trial, self)

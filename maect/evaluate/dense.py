@@ -80,9 +80,6 @@ class PatchClassifier(Masked):
 
         Returns:
             The patches of each; None on other ranks than 0, which are done.
-
-        Raises:
-            UserError: masks that do not fit the images, or too few images.
         """
         import numpy as np
 
@@ -155,11 +152,6 @@ class PatchClassifier(Masked):
             features: of training patches, float32 [n, D].
             classes: of their pixels, uint8 [n, p].
             queries: features of the patches, float32 [q, D].
-            settings: some of those to choose from.
-            threads: cores to use.
-
-        Raises:
-            UserError: patches that nothing can be learnt from.
         """
         raise NotImplementedError
 
@@ -169,9 +161,6 @@ class PatchClassifier(Masked):
         Those are the accuracy of pixels and the IoU of each class. The setting that was chosen is
         beside them, and the `held_out` mIoU of all. The held-out images are learnt from, too, once
         the choice is made; a killed job does not make it again.
-
-        Raises:
-            UserError: masks that do not fit the images, or patches that teach nothing.
         """
         from maect.data.index import open_index
 
@@ -225,11 +214,7 @@ class MaskSplit:
     """The masks of a split's images, in the images' order."""
 
     def __init__(self, images: Index, masks: Index) -> None:
-        """Join them by name.
-
-        Raises:
-            UserError: an image without a mask, or one of another size.
-        """
+        """Join them by name; a UserError if an image has no mask, or one of another size."""
         from maect.data.index import HEIGHT, WIDTH
 
         self.images, self.masks = images, masks
@@ -249,11 +234,7 @@ class MaskSplit:
             raise UserError(f"{masks.directory}: the mask of {name!r} is not of the image's size")
 
     def read(self, number: int) -> NDArray[np.uint8]:
-        """The mask of an image, uint8 [height, width].
-
-        Raises:
-            UserError: it is no picture of numbers 0 to 255.
-        """
+        """The mask of an image, uint8 [height, width]; a UserError if it is no such picture."""
         import numpy as np
 
         from maect.data.decode import UnreadableError, open_image
@@ -276,15 +257,10 @@ class MaskSplit:
 
         with ThreadPoolExecutor(max(1, threads)) as pool:
             found = list(pool.map(lambda n: np.unique(self.read(n)), range(len(self.rows))))
-        numbers: list[int] = np.unique(np.concatenate(found)).tolist()
-        return numbers
+        return np.unique(np.concatenate(found)).tolist()
 
     def patches(self, size: int, patches: int, threads: int) -> NDArray[np.uint8]:
-        """Masks squeezed into `size` pixels and cut into patches, uint8 [images, patches, p].
-
-        Raises:
-            UserError: patches that are no square grid which tiles the image.
-        """
+        """Masks in `size` pixels, cut into patches that tile it: uint8 [images, patches, p]."""
         import math
 
         import numpy as np
@@ -339,8 +315,7 @@ def encoded(context: Context, index: Index, encoding: Encoding) -> Array:
         size, channels = encoding.settings.image_size, encoding.settings.pixels.channels
         blank = encoding.tokens(torch.zeros(1, channels, size, size, dtype=torch.uint8))
         out = torch.zeros(per_rank, *blank.shape[1:], device=encoding.device)
-    gathered: Array = distributed.gather_rows(out)[: index.n].cpu().numpy()
-    return gathered
+    return distributed.gather_rows(out)[: index.n].cpu().numpy()
 
 
 def _drawn(images: Index, one_in: int, seed: int) -> NDArray[np.bool_]:
@@ -360,8 +335,7 @@ def most_frequent(classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The most frequent number of each row, of several the smallest: [n, p] to [n]."""
     import torch
 
-    values: NDArray[np.uint8] = torch.from_numpy(classes).mode(dim=1).values.numpy()
-    return values
+    return torch.from_numpy(classes).mode(dim=1).values.numpy()
 
 
 def miou(
@@ -374,14 +348,9 @@ def miou(
 
     Args:
         truth: uint8, of any shape.
-        predicted: uint8, of the same shape.
-        ignore: numbers that are no class.
 
     Returns:
         mIoU, IoU of each number, and the accuracy of pixels, in percent.
-
-    Raises:
-        UserError: no pixel counts.
     """
     return iou_of(pairs_of(truth, predicted, ignore), ignore)
 

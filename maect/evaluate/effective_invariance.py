@@ -56,9 +56,6 @@ class EffectiveInvariance(Encodes):
 
         `ei_rotation` and `ei_color` by the authors' code; `ei_rotation_paper`, `ei_color_paper` by
         the paper's formula; `agreement_…` the share of predictions that stay, in percent.
-
-        Raises:
-            UserError: a probe that does not fit the encoder or the images.
         """
         import torch
 

@@ -33,12 +33,9 @@ PACKAGES = ("numpy", "scipy", "scikit-learn", "cyanure", "umap-learn", "torch", 
 
 
 def evaluate(context: Context, *, config: str | Path, digest: str | None = None) -> str:
-    """Evaluate as a resolved file says and write the JSON beside it; called on every rank.
+    """Evaluate as `evaluations/RUN/NAME.yaml` says and write the JSON beside it, on every rank.
 
-    Args:
-        context: this rank.
-        config: `evaluations/RUN/NAME.yaml`, an `EvaluationConfig`.
-        digest: of the file when the job was submitted.
+    `digest` is that of the file when the job was submitted.
 
     Returns:
         "done", or "requeue" if the job was asked to stop and has saved its state.
@@ -61,11 +58,7 @@ def job_of(resolved: EvaluationConfig, config: Path) -> EvaluationJob:
 
 
 def run(context: Context, job: EvaluationJob, protocol: Protocol) -> str:
-    """Evaluate and write `job.out`, atomically; called on every rank.
-
-    Returns:
-        "done" or "requeue", as `evaluate`.
-    """
+    """Evaluate and write `job.out`, atomically; called on every rank, and returns as `evaluate`."""
     # Protocols on stored features use the cores of rank 0's node, through threads.
     if context.rank and not protocol.every_rank:
         return "done"
@@ -98,18 +91,10 @@ def outputs(out: Path, protocol: Protocol) -> list[Path]:
 
 
 class Completion:
-    """The result that a resolved file asks for: of this encoder, settings and inputs.
-
-    Attributes:
-        identity: of all of them.
-    """
+    """The result that a resolved file asks for: of this encoder, settings and inputs."""
 
     def __init__(self, config: str | Path) -> None:
-        """Read weights and inputs, once.
-
-        Raises:
-            UserError: an input that cannot be read, or a damaged encoder.
-        """
+        """Read weights and inputs, once; a UserError if one cannot be read or is damaged."""
         resolved = EvaluationConfig.read(config)
         job = job_of(resolved, Path(config))
         self._out, self._resolved = job.out, resolved
@@ -141,7 +126,10 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
             made from the encoder, or are of other images.
     """
     encoder = job.run / "encoder.safetensors"
-    actual = encoder_checksum(job.run) if encoder.exists() else _promised(job.run)
+    promised = RunRecord.find(job.run)
+    actual = promised.encoder_sha256 if promised else None
+    if encoder.exists():
+        actual = encoder_checksum(job.run)
     declared = protocol.inputs().items()
     for name, kind in declared:
         if isinstance(kind, OutputOf) and name in job.inputs and job.path(name).exists():
@@ -158,20 +146,8 @@ def evaluated_encoder(job: EvaluationJob, protocol: Protocol) -> str | None:
     return actual or next(iter(made.values()), None)
 
 
-def _promised(run: Path) -> str | None:
-    """sha256 that a run's record promises of its encoder; None: there is no record."""
-    record = RunRecord.find(run)
-    return record.encoder_sha256 if record else None
-
-
 def _features_record(path: Path, kind: Features) -> dict[str, Any]:
-    """Return what a features file says of itself, if it is what its place in the results says.
-
-    Raises:
-        UserError: made of another split or data set than its name says, of other images than the
-            split's shards have now, or with or without the encoder's final norm where that is not
-            asked.
-    """
+    """Return what a features file says of itself; a UserError if it is not what its place says."""
     made, shards = open_record(path), shards_of(path, kind.split)
     split, digest = made.get("split", kind.split), index_digest(shards) if shards else None
     if split != kind.split and f"-{kind.split}." in f"{path.stem}.":

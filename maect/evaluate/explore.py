@@ -7,7 +7,6 @@ that the page needs no images.
 from __future__ import annotations
 
 import io
-import json
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +14,6 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import atomic_write
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures, Shards
 
 if TYPE_CHECKING:
@@ -75,12 +73,8 @@ class Explore(ReadsFeatures):
         the n, and their `similarity` float32 [n, k]; `atlas`, the bytes of a JPEG with all
         pictures, row by row, in a square.
         Its metadata has the names of images, splits and classes.
-
-        Raises:
-            UserError: too few images, or features and images that do not belong together.
         """
         import numpy as np
-        from safetensors.numpy import save_file
 
         from maect.data.index import open_index
         from maect.data.shard_plan import image_names
@@ -100,11 +94,8 @@ class Explore(ReadsFeatures):
             raise UserError(f"{files[0].path}: {len(ids)} images; {FEWEST} are needed to explore")
         of_split = [ids[splits == number] for number in range(len(files))]
 
-        def joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
-            return np.concatenate(parts)  # the draw is sorted by split
-
-        pairs = list(zip(files, of_split, strict=True))
-        vectors = joined([file.take(part) for file, part in pairs])
+        pairs = list(zip(files, of_split, strict=True))  # the draw is sorted by split
+        vectors = np.concatenate([file.take(part) for file, part in pairs])
         groups = cluster(vectors, self.clusters)
         rows = comparable(vectors, scale_of(vectors))
         grains = [groups.grains[count] for count in sorted(groups.grains)]
@@ -124,7 +115,7 @@ class Explore(ReadsFeatures):
             "points": points.astype(np.float32),
             "splits": splits,
             "ids": ids,
-            "labels": joined([file.labels[part] for file, part in pairs]),
+            "labels": np.concatenate([file.labels[part] for file, part in pairs]),
             "clusters": groups.cluster,
             "distance": groups.distance,
             "grains": np.array(sorted(groups.grains), np.int64),
@@ -132,7 +123,7 @@ class Explore(ReadsFeatures):
             "grain_distance": np.array([one.distance for one in grains], np.float64),
             "neighbors": nearest,
             "similarity": np.take_along_axis(similarity, nearest, axis=1),
-            "atlas": np.frombuffer(atlas(joined(pictures)), np.uint8),
+            "atlas": np.frombuffer(atlas(np.concatenate(pictures)), np.uint8),
         }
         names: list[str] = []
         for index, part in zip(indices, of_split, strict=True):
@@ -144,12 +135,7 @@ class Explore(ReadsFeatures):
             "classes": list(files[0].record["class_names"]),
             "side": pictures[0].shape[1],
         }
-        with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
-            save_file(
-                {name: np.ascontiguousarray(array) for name, array in tensors.items()},
-                temporary,
-                {"maect": json.dumps(about)},
-            )
+        job.write_tensors(tensors, about)
         return {"images": len(ids), "clusters": groups.count, "grains": sorted(groups.grains)}
 
     def _drawn(self, sizes: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

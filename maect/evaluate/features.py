@@ -7,7 +7,7 @@ any number of ranks, and the world size does not change a bit of the result.
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -43,11 +43,9 @@ class Encoding:
     """Encoder, pooling and precision.
 
     Attributes:
-        settings: the encoder's shape.
         pooling: what its file says: "cls" or "mean" (of the patch tokens, after the final norm) or
             "fc_norm" (the norm after the mean); or "head", as timm's own head pools.
         blocks: whose features are given: the number of last blocks, earliest first.
-        width: features per image.
     """
 
     def __init__(
@@ -64,8 +62,6 @@ class Encoding:
         """Load an encoder.
 
         Args:
-            path: `encoder.safetensors`.
-            device: where to run it.
             precision: bf16 runs under autocast; the features are float32 in any case.
             blocks: concatenate what this many last blocks give, or all if there are fewer: the
                 raw output of the earlier ones; only the last is normed.
@@ -102,17 +98,12 @@ class Encoding:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
-        """Features of images.
+        """Features of images, float32 [b, width] on the encoder's device.
 
         Args:
             images: uint8 [b, C, S, S], or float32, normalized.
-
-        Returns:
-            float32 [b, width] on the encoder's device.
         """
-        images = distributed.moved(images, self.device)
-        if images.dtype == torch.uint8:
-            images = normalize(images, self.settings.pixels)
+        images = self._ready(images)
         # The norm after the mean is that of the last block, as the final norm would be.
         mean = "mean" if self.pooling in ("fc_norm", "head") else self.pooling
         with mixed_precision(self.device, self.precision):
@@ -148,12 +139,15 @@ class Encoding:
         return self._encoded(images, "last").tokens
 
     def _encoded(self, images: Tensor, norm: Literal["last", "none"]) -> EncoderOutput:
+        with mixed_precision(self.device, self.precision):
+            features: EncoderOutput = self.encoder(self._ready(images), norm=norm)
+        return features
+
+    def _ready(self, images: Tensor) -> Tensor:
         images = distributed.moved(images, self.device)
         if images.dtype == torch.uint8:
             images = normalize(images, self.settings.pixels)
-        with mixed_precision(self.device, self.precision):
-            features: EncoderOutput = self.encoder(images, norm=norm)
-        return features
+        return images
 
 
 class LastBlocks(Encoding):
@@ -174,9 +168,7 @@ class LastBlocks(Encoding):
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> Tensor:
         """Features float32 [b, width], as `Encoding`."""
-        images = distributed.moved(images, self.device)
-        if images.dtype == torch.uint8:
-            images = normalize(images, self.settings.pixels)
+        images = self._ready(images)
         depth = self.settings.depth
         last = range(depth - self.blocks, depth)
         with mixed_precision(self.device, self.precision):
@@ -192,11 +184,7 @@ class LastBlocks(Encoding):
 
 
 def finite(features: Tensor, run: Path) -> None:
-    """Refuse a broken encoder.
-
-    Raises:
-        UserError: a feature that is not finite.
-    """
+    """Refuse a broken encoder, by a UserError: a feature that is not finite."""
     if not torch.isfinite(features).all():
         raise UserError(
             f"{run}: the features are not finite; the encoder diverged or its weights are damaged"
@@ -204,15 +192,9 @@ def finite(features: Tensor, run: Path) -> None:
 
 
 def features(context: Context, *, config: str | Path, digest: str | None = None) -> str:
-    """Write the features that a resolved file describes beside it; called on every rank.
+    """Write the features that `features/RUN/DATASET-SPLIT.yaml` describes beside it, on every rank.
 
-    Args:
-        context: this rank.
-        config: `features/RUN/DATASET-SPLIT.yaml`, a `FeaturesConfig`.
-        digest: of the file when the job was submitted.
-
-    Returns:
-        "done" or "requeue", as `extract`.
+    `digest` is that of the file when the job was submitted; returns as `extract`.
     """
     read = FeaturesConfig.read(config, submitted=digest)
     encoder, out = read.run / "encoder.safetensors", Path(config).with_suffix(".safetensors")
@@ -234,10 +216,6 @@ def extract(
     """Write the features of a split (see `maect.evaluate.store`); called on every rank.
 
     Args:
-        context: this rank.
-        encoder: `encoder.safetensors` of a run.
-        shards: folder of the split's shards.
-        out: the features file.
         resize: shorter side before the centre crop; none: 256/224 of the encoder's image size.
         precision: of the encoder's forward pass. Float32 without TF32 gives the same features on
             all machines up to rounding. Where there is no TF32, on CPUs, it is float32.
@@ -363,32 +341,28 @@ def _features(
         threads=context.cpus,
         resize=resize,
     ):
-        features = OnItsWay(model(images.pin_memory() if model.device.type == "cuda" else images))
+        copied = copy_ahead(model(images.pin_memory() if model.device.type == "cuda" else images))
         if previous is not None:
-            yield previous.wait()
-        previous = features
+            yield previous()
+        previous = copied
     if previous is not None:
-        yield previous.wait()
+        yield previous()
 
 
-class OnItsWay:
-    """A tensor that is copied to the CPU behind what makes it, and before what comes later."""
+def copy_ahead(values: Tensor) -> Callable[[], NDArray[np.float32]]:
+    """Begin to copy a tensor to the CPU; return what waits for its numbers and gives them."""
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    copy.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event() if values.is_cuda else None
+    if copied is not None:
+        copied.record()
 
-    def __init__(self, values: Tensor) -> None:
-        """Begin to copy."""
-        on_gpu = values.is_cuda
-        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
-        self._values.copy_(values, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        if self._copied is not None:
-            self._copied.record()
+    def wait() -> NDArray[np.float32]:
+        if copied is not None:
+            copied.synchronize()
+        return copy.numpy()
 
-    def wait(self) -> NDArray[np.float32]:
-        """The numbers, once they are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        values: NDArray[np.float32] = self._values.numpy()
-        return values
+    return wait
 
 
 def write_part(file: Path, features: NDArray[np.float32]) -> None:

@@ -8,7 +8,6 @@ standard deviation (`knn_standardized`, what the authors' logger does).
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,18 +15,13 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import (
-    Count,
-    EvaluationJob,
-    Input,
-    Positive,
-    ReadsFeatures,
-    idle_cpus,
-)
+from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -54,18 +48,16 @@ class Knn(RealLabels, ReadsFeatures):
     sweep: tuple[Count, ...] = (1, 5, 10, 20, 50, 100, 200)
     temperatures: tuple[Positive, ...] = (0.02, 0.07, 0.2)
 
-    def inputs(self) -> dict[str, Input]:
-        """Features of both splits."""
-        return {
-            "train": self.read(self.train_split),
-            "test": self.read(self.test_split),
-        }
-
     def headline(self) -> dict[str, str]:
         """Accuracies by the set k and T, and by those that held-out training images choose."""
         by = "k and T chosen on held-out training images"
         forms = {"knn": "k-NN", "knn_standardized": "k-NN, standardised"}
         return forms | {f"{key}_held_out": f"{title}, {by}" for key, title in forms.items()}
+
+    def pairs(self, most: int) -> list[tuple[int, float]]:
+        """Every k, of the sweep those up to `most`, by every temperature."""
+        counts = sorted({self.k, *(k for k in self.sweep if k <= most)})
+        return [(k, t) for k in counts for t in sorted({self.temperature, *self.temperatures})]
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Metrics in percent: `knn`, `knn_standardized`, and the full sweep over k and T.
@@ -77,21 +69,16 @@ class Knn(RealLabels, ReadsFeatures):
 
         `_low` and `_high` are the ends of 95 % intervals of `knn`, of `knn_held_out` and of both
         standardised. With `real_labels` also `knn_real` and `knn_standardized_real`.
-
-        Raises:
-            UserError: fewer training samples than k, or labels of other images.
         """
         import numpy as np
 
         from maect.evaluate.sampling import ends, held_out
         from maect.evaluate.store import Part, moments
-        from maect.measures import vote
 
         train, test = job.both()
         if self.k > train.n:
             raise UserError(f"knn: k {self.k} is more than the {train.n} samples of {train.path}")
-        counts = sorted({self.k, *(k for k in self.sweep if k <= train.n)})
-        temperatures = sorted({self.temperature, *self.temperatures})
+        pairs = self.pairs(train.n)
         one_in = max(ONE_IN, -(-train.n // test.n))
         held = held_out(train.labels, train.names(), one_in)
         part, queries = Part(train, np.flatnonzero(~held)), train.take(np.flatnonzero(held))
@@ -99,36 +86,30 @@ class Knn(RealLabels, ReadsFeatures):
         sweep: list[dict[str, Any]] = []
         correct: dict[str, NDArray[np.bool_]] = {}
         threads = idle_cpus(context)
+        fitting = [(k, t) for k, t in pairs if k <= part.n] if held.any() else []
         for name, standardized in (("knn", False), ("knn_standardized", True)):
             scale = moments(train.rows, train.n, train.width) if standardized else None
-            similarity, ids = nearest(train, test.all(), max(counts), scale, threads)
-            right: dict[tuple[int, float], NDArray[np.bool_]] = {}
-            fitting = [k for k in counts if k <= part.n] if held.any() else []
+            voted = swept(train, train.labels, test.all(), pairs, scale, threads)
+            right = {pair: classes == test.labels for pair, classes in voted.items()}
+            inner: dict[tuple[int, float], float] = {}
             if fitting:
-                near = nearest(part, queries, max(fitting), scale, threads)
-            for k in counts:
-                for temperature in temperatures:
-                    own = vote(similarity[:, :k], train.labels[ids[:, :k]], temperature)
-                    right[k, temperature] = own == test.labels
-                    accuracy = 100 * int(np.sum(right[k, temperature])) / test.n
-                    if k in fitting:
-                        votes = vote(near[0][:, :k], part.labels[near[1][:, :k]], temperature)
-                        inner = 100 * float(np.mean(votes == train.labels[held]))
-                    else:
-                        inner = None
-                    sweep.append(
-                        {
-                            "k": k,
-                            "temperature": temperature,
-                            "standardized": standardized,
-                            "accuracy": accuracy,
-                            "held_out": inner,
-                        }
-                    )
-                    if (k, temperature) == (self.k, self.temperature):
-                        metrics[name] = accuracy
-                        metrics |= self.real(name, own, test.names, test.record["class_names"])
-            chosen = [row for row in sweep if row["standardized"] == standardized]
+                votes = swept(part, part.labels, queries, fitting, scale, threads)
+                wanted = train.labels[held]
+                inner = {pair: 100 * float(np.mean(v == wanted)) for pair, v in votes.items()}
+            chosen: list[dict[str, Any]] = [
+                {
+                    "k": k,
+                    "temperature": temperature,
+                    "standardized": standardized,
+                    "accuracy": 100 * int(np.sum(right[k, temperature])) / test.n,
+                    "held_out": inner.get((k, temperature)),
+                }
+                for k, temperature in pairs
+            ]
+            sweep += chosen
+            metrics[name] = 100 * int(np.sum(right[self.k, self.temperature])) / test.n
+            own = voted[self.k, self.temperature]
+            metrics |= self.real(name, own, test.names, test.record["class_names"])
             metrics[f"{name}_best"] = max(row["accuracy"] for row in chosen)
             metrics[f"{name}_best_k"] = max(
                 row["accuracy"] for row in chosen if row["temperature"] == self.temperature
@@ -140,6 +121,21 @@ class Knn(RealLabels, ReadsFeatures):
                 metrics[f"{name}_held_out"] = best["accuracy"]
                 correct[f"{name}_held_out"] = right[best["k"], best["temperature"]]
         return {**metrics, **ends(correct), "sweep": sweep}
+
+
+def swept(
+    train: Rows,
+    labels: NDArray[np.int64],
+    queries: Array,
+    pairs: Sequence[tuple[int, float]],
+    scale: Scale | None,
+    threads: int,
+) -> dict[tuple[int, float], NDArray[np.int64]]:
+    """Vote of the neighbours of each query, int64 [q], by every k and temperature."""
+    from maect.measures import vote
+
+    similarity, ids = nearest(train, queries, max(k for k, _ in pairs), scale, threads)
+    return {(k, t): vote(similarity[:, :k], labels[ids[:, :k]], t) for k, t in pairs}
 
 
 def nearest(
@@ -159,12 +155,9 @@ def nearest(
     Memory: a chunk of the train set, the queries, and a block of products for each thread.
 
     Args:
-        train: the train set, read in chunks.
         queries: float32 [q, width].
         k: neighbours, at most train.n.
         scale: mean and standard deviation to standardise both sides with.
-        threads: how many blocks of queries are worked on at once.
-        distance: by which samples are near.
 
     Returns:
         Cosine similarities (of a row of zeros: 0) or, of `l2`, negative squared distances up to
@@ -173,7 +166,14 @@ def nearest(
     import numpy as np
     from threadpoolctl import threadpool_limits
 
-    prepared = partial(_unit if distance == "cosine" else _scaled, scale=scale)
+    from maect.evaluate.clusters import comparable
+    from maect.evaluate.store import standardize
+
+    def prepared(features: Array) -> Array:
+        if distance == "cosine":
+            return comparable(features, scale)
+        return features if scale is None else standardize(features, scale)
+
     unit = prepared(queries)
     best = np.full((len(queries), k), -np.inf, np.float32)
     ids = np.zeros((len(queries), k), np.int64)
@@ -200,20 +200,3 @@ def nearest(
 
             list(pool.map(merge, blocks))
     return best.astype(np.float64), ids
-
-
-def _unit(features: Array, scale: Scale | None) -> Array:
-    """Standardised rows at length 1; a row of zeros stays."""
-    import numpy as np
-
-    rows = _scaled(features, scale)
-    length: Array = np.linalg.norm(rows, axis=1, keepdims=True)
-    length[length == 0] = 1
-    unit: Array = rows / length
-    return unit
-
-
-def _scaled(features: Array, scale: Scale | None) -> Array:
-    from maect.evaluate.store import standardize
-
-    return features if scale is None else standardize(features, scale)

@@ -6,13 +6,14 @@ The best block of a large masked autoencoder is below its last ones, which work 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards
+from maect.evaluate.base import Encodes, EvaluationJob, Images
 from maect.evaluate.knn import ONE_IN
 from maect.recipes import KNN_K, KNN_TEMPERATURE, Encoder
 from maect.recipes.cost import encode_flops
@@ -40,10 +41,6 @@ class KnnPerBlock(Encodes):
     train_images: int = Field(default=131072, gt=0)
     """At most this many training images, evenly spaced: a tenth of ImageNet."""
 
-    def inputs(self) -> dict[str, Input]:
-        """Images of both splits."""
-        return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
-
     def flops(self, encoder: Encoder, images: Images) -> float:
         """Encode the training images that take part, and every test image, once."""
         train = evenly(images(self.train_split), self.train_images)
@@ -61,9 +58,6 @@ class KnnPerBlock(Encodes):
         `best_block`, from 1, is the first of the highest standardised accuracy. `held_out_block` is
         that of one training image in ten, found among the others; `knn_standardized_held_out` is
         its accuracy on the test images.
-
-        Raises:
-            UserError: fewer training images than k, unlabelled ones, or no [CLS] token to pool.
         """
         import numpy as np
         import torch
@@ -137,33 +131,23 @@ def evenly(n: int, most: int) -> range:
 def _encoded(
     context: Context, job: EvaluationJob, index: Index, encoding: Encoding, rows: range
 ) -> Array:
-    """This rank's share of some images after every block, float32 [blocks, m, width].
-
-    Raises:
-        UserError: features that are not finite.
-    """
+    """This rank's share of some images after every block, float32 [blocks, m, width]."""
     import numpy as np
 
     from maect.core import distributed
-    from maect.data.loader import evaluation_batches
     from maect.evaluate.features import finite
-    from maect.train.scores import BATCH
+    from maect.train.scores import BATCH, share
 
-    share = distributed.share_of(context, len(rows), BATCH)
+    part = replace(index, rows=index.rows[rows.start : rows.stop : rows.step])
     blocks, width = encoding.blocks, encoding.settings.width
-    out, start = np.empty((blocks, len(share), width), np.float32), 0
-    for images, _, _ in evaluation_batches(
-        index,
-        image_size=encoding.settings.image_size,
-        resize=job.resize,
-        rows=rows[share.start : share.stop],
-        batch_size=BATCH,
-        threads=max(1, context.cpus),
-    ):
+    count = len(distributed.share_of(context, part.n, BATCH))
+    out, start = np.empty((blocks, count, width), np.float32), 0
+    size, device = encoding.settings.image_size, encoding.device
+    for images, _, _ in share(context, part, device, size, job.resize):
         features = encoding(images)
         finite(features, job.run)
-        part = features.view(len(images), blocks, width).transpose(0, 1)
-        out[:, start : start + len(images)] = part.cpu().numpy()
+        by_block = features.view(len(images), blocks, width).transpose(0, 1)
+        out[:, start : start + len(images)] = by_block.cpu().numpy()
         start += len(images)
     return out
 

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import ByEpochs, Trainee, Trial, beside_held
+from maect.evaluate.trained import ByEpochs, Group, Trainee, Trial
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from maect.data.index import Index
-    from maect.data.loader import Batch
     from maect.evaluate.real import Real
 
 BN_EPS, BN_MOMENTUM = 1e-6, 0.1
@@ -42,7 +41,7 @@ class TrainsByLars(RealLabels, ByEpochs):
     on them."""
 
 
-class LarsProbe(Trainee):
+class LarsProbe(Trainee, Group):
     """BatchNorm and classifier on pooled features, the same on every rank.
 
     With `held_out` a twin is trained beside it, on the same batches without the held-out images.
@@ -52,20 +51,13 @@ class LarsProbe(Trainee):
         mean, var: running statistics of what is pooled, [D].
     """
 
-    SPLIT: tuple[str, ...] = ()
-    rows = slice(0)
-    total = 0
-
     weight: Tensor
     bias: Tensor
 
     def __init__(self, trial: Trial, settings: TrainsByLars, *pooling: str) -> None:
         """Initialise as the authors' modules are, from `settings.seed`.
 
-        Args:
-            trial: what to train on.
-            settings: of the protocol.
-            pooling: names of the trained tensors in front of the BatchNorm, if any.
+        `pooling` names the trained tensors in front of the BatchNorm, if any.
         """
         import torch
 
@@ -75,7 +67,6 @@ class LarsProbe(Trainee):
         self.groups: dict[str, LarsProbe] = {"probe": self}
         self.name = settings.name
         self.real = trial.reassessed(settings)
-        self.held: Index | None = None
         if settings.held_out:
             self.held = trial.held_out(settings.held_out, settings.seed)
             without = settings.model_copy(update={"held_out": 0.0, "real_labels": None})
@@ -106,11 +97,6 @@ class LarsProbe(Trainee):
         """Return one vector per image, [b, D]."""
         return features
 
-    def targets(self, batch: Batch, images: Tensor) -> Tensor:
-        """Labels; with held-out images [b, 2], whether each is one of them beside its label."""
-        labels = super().targets(batch, images)
-        return labels if self.held is None else beside_held(labels, batch, self.held)
-
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         """One update on the global batch; the loss is the mean cross-entropy, [1]."""
         import torch
@@ -137,7 +123,6 @@ class LarsProbe(Trainee):
         Args:
             features: of this rank's images, [b, ...].
             labels: of all ranks' images, [B].
-            lr_multiplier: of the peak learning rate.
             taken: which of all are learnt from, bool [B]; two at least.
         """
         from torch.nn import functional as F

@@ -1,8 +1,8 @@
 """Linear probe of the leaderboard billpsomas/efficient-probing: LARS, 90 epochs, one rate.
 
 It reads the [CLS] token of the last block before the final norm, or the mean of the patch tokens of
-an encoder that has none, as its k-NN does. Rate, schedule, images and what differs are those of
-`efficient_probe`, whose module compares them with the authors' code.
+an encoder that has none, as its k-NN does. Rate, schedule, images and what differs from the
+authors' code are those of `efficient_probe`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from maect.core.errors import UserError
 from maect.core.files import sha256_file
 from maect.evaluate.base import EvaluationJob, Positive
 from maect.evaluate.real import RealLabels
-from maect.evaluate.trained import ByEpochs, Trainee, Trial, beside_held
+from maect.evaluate.trained import ByEpochs, Trainee, Trial
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from maect.data.index import Index
-    from maect.data.loader import Batch
     from maect.evaluate.features import Encoding
     from maect.evaluate.stacked_heads import Heads
     from maect.models.precision import Precision
@@ -141,7 +140,6 @@ class _Forms(Trainee):
         self.mine = trial.share_of(len(self.rates))
         peaks = [rate * settings.batch_size / 256 for rate in self.rates]
         self.real = trial.reassessed(settings)
-        self.held: Index | None = None
         self.scored = {"": trial.features()}
         if settings.held_out:
             self.held = trial.held_out(settings.held_out, settings.seed)
@@ -159,11 +157,6 @@ class _Forms(Trainee):
             for part in self.scored
             for name, columns in self.columns.items()
         }
-
-    def targets(self, batch: Batch, images: Tensor) -> Tensor:
-        """Labels; with held-out images [b, 2], whether each is one of them beside its label."""
-        labels = super().targets(batch, images)
-        return labels if self.held is None else beside_held(labels, batch, self.held)
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
         import torch
@@ -305,18 +298,10 @@ def read_probe(path: Path) -> tuple[Tensor, Tensor, list[str], str | None]:
 
 
 class TrainedProbe:
-    """The linear probe that an evaluation left, on its encoder: from images to logits.
-
-    Attributes:
-        class_names: of the data that the probe was trained on.
-    """
+    """The linear probe that an evaluation left, on its encoder: from images to logits."""
 
     def __init__(self, job: EvaluationJob, device: torch.device, precision: Precision) -> None:
-        """Load the run's encoder and the probe of the job.
-
-        Raises:
-            UserError: no probe, not one of a single representation, or one of another encoder.
-        """
+        """Load the run's encoder and the probe of the job, which is refused if it is of another."""
         from maect.evaluate.features import Encoding
 
         path, encoder = job.path("probe"), job.run / "encoder.safetensors"
@@ -328,11 +313,7 @@ class TrainedProbe:
         self.weight, self.bias = weight.to(device), bias.to(device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits float32 [b, classes] of images, uint8 [b, C, S, S] or normalized float32.
-
-        Raises:
-            UserError: logits that are not finite.
-        """
+        """Logits float32 [b, classes], if finite, of images uint8 [b, C, S, S] or normalized."""
         import torch
 
         with torch.inference_mode():
@@ -345,11 +326,7 @@ class TrainedProbe:
         return logits
 
     def check(self, index: Index) -> None:
-        """Refuse images that the probe cannot be scored on.
-
-        Raises:
-            UserError: no images, unlabelled ones, or other classes.
-        """
+        """Refuse images that the probe cannot be scored on: none, unlabelled, of other classes."""
         if index.n == 0:
             raise UserError(f"{index.directory}: holds no images")
         if index.labels.min() < 0:

@@ -9,9 +9,8 @@ among the same eight C, DINOv3 among 45 in the same range, both on a tenth of th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,7 +19,7 @@ from pydantic import Field
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.settings import digest
-from maect.evaluate.base import Count, EvaluationJob, Input, Positive, ReadsFeatures, idle_cpus
+from maect.evaluate.base import Count, EvaluationJob, Positive, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
 
 if TYPE_CHECKING:
@@ -46,17 +45,9 @@ class Logistic(RealLabels, ReadsFeatures):
     """One training image in this many is held out to choose C on."""
     max_iterations: Count = 1000
 
-    def inputs(self) -> dict[str, Input]:
-        """Features of both splits."""
-        return {"train": self.read(self.train_split), "test": self.read(self.test_split)}
-
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
         """Metrics: `logistic` with the ends of its 95 % interval, and what was chosen;
         with `real_labels` also `logistic_real`.
-
-        Raises:
-            UserError: training images of one class only, or no class with two, or labels of other
-                images.
         """
         import numpy as np
         from threadpoolctl import threadpool_limits
@@ -71,9 +62,13 @@ class Logistic(RealLabels, ReadsFeatures):
         with threadpool_limits(1), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a weak penalty may not converge, nor need to
             identity = digest(self, train.record["encoder_sha256"], train.record["index_digest"])
-            tried = job.once(context, identity, partial(self._tried, *given, held, threads))
-            chosen = max(tried, key=itemgetter("accuracy"))["c"]  # of equal ones the smallest
-            classes = fitted(*given, chosen, self.max_iterations).predict(test.all())
+            tried = job.once(
+                context,
+                identity,
+                lambda: choose(*given, held, self.penalties, self.max_iterations, threads),
+            )
+            chosen = best(tried)
+            classes = fitted(*given, chosen, self.max_iterations)(test.all())
         correct = classes == test.labels
         return {
             "logistic": float((100.0 * correct).mean()),
@@ -83,40 +78,15 @@ class Logistic(RealLabels, ReadsFeatures):
             "held_out": tried,
         }
 
-    def _tried(
-        self, features: Array, labels: NDArray[np.int64], held: NDArray[np.bool_], threads: int
-    ) -> list[dict[str, float]]:
-        """Return each C with its accuracy on held-out training images, in order."""
-        _, found = choose(features, labels, held, self.penalties, self.max_iterations, threads)
-        return [{"c": c, "accuracy": accuracy} for c, accuracy in found.items()]
-
-
-class Fitted:
-    """A fitted regression with the standardisation that belongs to it."""
-
-    def __init__(self, model: Any, scale: tuple[NDArray[np.float64], NDArray[np.float64]]) -> None:
-        self._model, self._scale = model, scale
-
-    def predict(self, features: Array) -> NDArray[np.int64]:
-        """Return the most probable class of each row, int64 [n]."""
-        from maect.evaluate.store import standardize
-
-        classes: NDArray[np.int64] = self._model.predict(
-            standardize(features, self._scale).astype("float64")
-        )
-        return classes
-
 
 def fitted(
     features: Array, labels: NDArray[np.int64], c: float, max_iterations: int = 1000
-) -> Fitted:
-    """Fit weights and intercepts.
+) -> Callable[[Array], NDArray[np.int64]]:
+    """Fit weights and intercepts; return what gives the most probable class of rows, int64 [n].
 
     Args:
         features: float32 [n, d].
         labels: int64 [n], of two classes at least.
-        c: see `Logistic.penalties`.
-        max_iterations: of L-BFGS.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -125,7 +95,7 @@ def fitted(
     scale = moments(InMemory(features).rows, *features.shape)
     model = LogisticRegression(C=c, max_iter=max_iterations)
     model.fit(standardize(features, scale).astype("float64"), labels)
-    return Fitted(model, scale)
+    return lambda rows: model.predict(standardize(rows, scale).astype("float64"))
 
 
 def choose(
@@ -135,8 +105,8 @@ def choose(
     penalties: Sequence[float] = PENALTIES,
     max_iterations: int = 1000,
     threads: int = 1,
-) -> tuple[float, dict[float, float]]:
-    """Choose C by the accuracy on held-out training images, of equal ones the smallest.
+) -> list[dict[str, float]]:
+    """Return each C with its accuracy on held-out training images in percent, in order.
 
     Call it with one thread of BLAS: on a busy machine two take ten times as long together.
 
@@ -144,18 +114,18 @@ def choose(
         features: of all training images, float32 [n, d].
         labels: int64 [n].
         held: which are held out, bool [n].
-        penalties: C to choose from.
-        max_iterations: of L-BFGS.
         threads: how many C are fitted at once.
-
-    Returns:
-        The chosen C, and the accuracy of each in percent.
     """
 
-    def accuracy(c: float) -> float:
-        model = fitted(features[~held], labels[~held], c, max_iterations)
-        return 100 * float((model.predict(features[held]) == labels[held]).mean())
+    def tried(c: float) -> dict[str, float]:
+        predict = fitted(features[~held], labels[~held], c, max_iterations)
+        right = predict(features[held]) == labels[held]
+        return {"c": c, "accuracy": 100 * float(right.mean())}
 
     with ThreadPoolExecutor(threads) as pool:
-        tried = dict(zip(sorted(penalties), pool.map(accuracy, sorted(penalties)), strict=True))
-    return max(tried, key=lambda c: (tried[c], -c)), tried
+        return list(pool.map(tried, sorted(penalties)))
+
+
+def best(tried: Sequence[dict[str, float]]) -> float:
+    """The C of the highest accuracy, of equal ones the smallest."""
+    return max(tried, key=itemgetter("accuracy"))["c"]

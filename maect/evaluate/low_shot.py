@@ -22,14 +22,7 @@ from pydantic import Field, model_validator
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.evaluate.base import (
-    Count,
-    EvaluationJob,
-    Fraction,
-    Input,
-    ReadsFeatures,
-    idle_cpus,
-)
+from maect.evaluate.base import Count, EvaluationJob, Fraction, ReadsFeatures, idle_cpus
 from maect.evaluate.real import RealLabels
 from maect.recipes.few_labels import FewLabels, fraction_list, fraction_name, shots_list
 
@@ -85,13 +78,6 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
             *(fraction_list(self.subsets, each) for each in self.fractions if each < 1),
         ]
 
-    def inputs(self) -> dict[str, Input]:
-        """Features of both splits."""
-        return {
-            "train": self.read(self.train_split),
-            "test": self.read(self.test_split),
-        }
-
     def headline(self) -> dict[str, str]:
         """Accuracies by the number or the fraction of labels."""
         how = "logistic regression"
@@ -105,10 +91,6 @@ class LowShot(FewLabels, RealLabels, ReadsFeatures):
 
         `_low` and `_high` are the ends of their 95 % intervals. With `real_labels` also accuracies
         by those, as `low_shot_N_real`, the mean, and `low_shot_Npct_real`.
-
-        Raises:
-            UserError: a class with fewer samples than shots, a list that does not fit the split or
-                was changed, or samples of one class only.
         """
         import numpy as np
 
@@ -184,12 +166,9 @@ def labelled(train: FeatureFile) -> Labelled:
 
 
 def prepare(features: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Centre each row on its own mean and scale it to length 1 (MSN, MAE-CT); 0 stays 0.
+    """Centre each row [n, d] on its own mean and scale it to length 1 (MSN, MAE-CT); 0 stays 0.
 
     float64: cyanure warns that weak penalties such as these need it.
-
-    Args:
-        features: [n, d].
     """
     import numpy as np
 
@@ -214,8 +193,6 @@ def fit(
     Args:
         features: [n, d], prepared.
         labels: [n], of at least two classes; classes that do not occur are never predicted.
-        classes: number of columns of W.
-        penalty: weight of |W|^2 / 2.
         solver: `lbfgs` stops at a relative duality gap of 1e-9, `cyanure` at 1e-3 or after 300
             epochs (MSN's settings).
 
@@ -241,20 +218,6 @@ def predict(features: NDArray[np.float64], weights: NDArray[np.float64]) -> NDAr
 
     present = np.flatnonzero(~np.isnan(weights[0]))
     return present[(features @ weights[:, present]).argmax(axis=1)]
-
-
-def objective(
-    features: NDArray[np.float64],
-    labels: NDArray[np.int64],
-    weights: NDArray[np.float64],
-    penalty: float,
-) -> float:
-    """Value of the objective at W in float64; all classes must occur."""
-    import numpy as np
-
-    dense = np.searchsorted(np.flatnonzero(~np.isnan(weights[0])), labels)
-    weights = weights[:, ~np.isnan(weights[0])]
-    return _loss(features @ weights, dense)[0] + penalty / 2 * float(np.vdot(weights, weights))
 
 
 def _cyanure(

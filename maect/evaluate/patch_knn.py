@@ -3,16 +3,7 @@
 Every test patch takes from its k nearest training patches the most frequent class of each pixel.
 k and distance are those of the highest mIoU on held-out training images, which are then added to
 the training patches. Features are standardised by the patches that are not held out.
-
-Compared with CAPI's code (facebookresearch/capi, eval_segmentation.py):
-
-| | there | here |
-| --- | --- | --- |
-| images | 224 x 224 pixels, squeezed, bicubic; masks nearest | the encoder's size, else the same |
-| features | patch tokens of the last block behind the final norm, StandardScaler | the same |
-| choice | k 1, 3, 10, 30 with cosine or L2, by mIoU on 10 % of the training images | the same |
-| left out | patches whose most frequent number is 0 or 255, pixels likewise | the same (`ignore`) |
-| precision | float32; bfloat16 for the distances of ADE20K | float32 |
+docs/reference/authors_code.md compares each setting with CAPI's eval_segmentation.py.
 """
 
 from __future__ import annotations

@@ -2,26 +2,8 @@
 
 A BatchNorm and one linear layer on the tokens of the last block behind the final norm, upsampled to
 the pixels. Test images are read in overlapping windows, whose outputs are averaged.
-
-Compared with DINOv3's code (facebookresearch/dinov3, `dinov3/eval/segmentation`, its configuration
-`config-ade20k-linear-training.yaml`):
-
-| | there | here |
-| --- | --- | --- |
-| images | shorter side 512 x 0.5 to 2, crop of 512 whose largest class has at most 75 %, flip, \
-brightness, contrast, saturation, hue; padded with 0 behind normalization | the same |
-| resizing | images bilinear by Pillow, masks by PyTorch's nearest | the same |
-| head | dropout of channels 0.1, BatchNorm over all GPUs, linear; N(0, 0.01), bias 0 | the same |
-| outputs | ADE20K's 150 classes, 0 ignored | the numbers in the training masks without `ignore` |
-| loss | cross-entropy, summed over the pixels that count, divided by all | the same |
-| optimizer | AdamW 0.9 and 0.999, rate and decay 1e-3, all decayed; 40,000 updates of 16 | \
-the same |
-| rate | up in 1,500 updates, times a falling line; then a cosine over all updates | the same |
-| test | shorter side 512, windows of 512 every 341, averaged, then bilinear to the mask's size | \
-the same |
-| number | the best of the scores every 5,000 updates on the test split | `patch_linear`; \
-`patch_linear_last` is the last |
-| precision | float32 | the same |
+docs/reference/authors_code.md compares each setting with DINOv3's code (facebookresearch/dinov3,
+`dinov3/eval/segmentation`).
 """
 
 from __future__ import annotations
@@ -34,7 +16,7 @@ from pydantic import Field
 from maect.core.errors import UserError
 from maect.evaluate.base import Images
 from maect.evaluate.dense import CLASSES, Masked, MaskSplit, iou_of, pairs_of
-from maect.evaluate.trained import ByUpdates, Course, Trainee, Trial
+from maect.evaluate.trained import ByUpdates, Course, Group, Trainee, Trial
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -46,7 +28,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from maect.data.index import Index
 
 BN_EPS, BN_MOMENTUM, STD, BETAS = 1e-5, 0.1, 0.01, (0.9, 0.999)
 START = 1e-6  # of the peak rate, in the first updates
@@ -102,10 +83,6 @@ class PatchLinear(Masked, ByUpdates):
 
         Beside each its `_accuracy` of pixels and IoU of `_classes`. With `held_out` also
         `patch_linear_held_out`. The best head is kept.
-
-        Raises:
-            UserError: masks that do not fit the images or hold one class, images of other than
-                three channels, or an encoder that cannot read crops of `size` pixels.
         """
         encoder = trial.encoding.settings
         trial.train.check_channels(3)
@@ -158,7 +135,7 @@ class PatchLinear(Masked, ByUpdates):
             raise UserError(f"batch_size {self.batch_size} is not a multiple of {ranks} ranks")
 
 
-class PatchHead:
+class PatchHead(Group):
     """BatchNorm and linear layer with AdamW, the same on every rank.
 
     Attributes:
@@ -166,9 +143,6 @@ class PatchHead:
         mean, var: running statistics, [D].
     """
 
-    SPLIT: tuple[str, ...] = ()
-    rows = slice(0)
-    total = 0
     NAMES = ("gain", "shift", "weight", "offset")
 
     gain: Tensor
@@ -210,7 +184,6 @@ class PatchHead:
         Args:
             x: this rank's tokens after dropout, [b, N, D].
             targets: places of classes, or `NOTHING`, int64 [b, S, S].
-            lr_multiplier: of the peak rate.
         """
         import torch
         from torch.nn import functional as F
@@ -276,7 +249,6 @@ class Segmenter(Trainee):
             raise UserError(f"{masks['train'].directory}: masks of one class only")
         self.places = np.full(CLASSES, NOTHING, np.uint8)
         self.places[self.classes] = np.arange(len(self.classes))
-        self.held: Index | None = None
         names = ["head"]
         if settings.held_out:
             self.held = trial.held_out(settings.held_out, settings.seed)

@@ -2,14 +2,7 @@
 
 A patch is of the most frequent class of its pixels. Its penalty is that of the highest mIoU on
 held-out training images, which are then added. Images, features and what is left out: `patch_knn`.
-
-Compared with CAPI's code (facebookresearch/capi, eval_segmentation.py):
-
-| | there | here |
-| --- | --- | --- |
-| solver | cuML's L-BFGS, memory 5, float32 | scikit-learn's L-BFGS, memory 10, float64 |
-| end | 1,000 iterations or a gradient below 1e-12 | the same: the iterations |
-| C | eight from 1e-6 to 1e5, chosen by mIoU on 10 % of the training images | the same |
+docs/reference/authors_code.md compares each setting with CAPI's eval_segmentation.py.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 from typing import Any
-from typing import Protocol as Interface
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -21,7 +20,7 @@ from maect.core.arrays import read_arrays, write_arrays
 from maect.core.errors import UserError
 from maect.data.index import Index
 from maect.evaluate.base import Interrupted
-from maect.evaluate.trained import Trainee, TrainsProbe, Trial
+from maect.evaluate.trained import Group, Trainee, TrainsProbe, Trial
 
 log = logging.getLogger(__name__)
 
@@ -29,18 +28,6 @@ STATE = "heads.safetensors"
 FORMAT = 2  # of this file
 SAVE_SECONDS = 120.0
 """Between two states; more where writing one takes over a twentieth of it."""
-
-
-class Group(Interface):
-    """Heads that are trained together, this rank's part of them."""
-
-    SPLIT: tuple[str, ...]
-    """Tensors whose rows are spread over the ranks."""
-    SHARED: tuple[str, ...]
-    """Tensors that every rank has."""
-    rows: slice
-    total: int
-    """This rank's share of this many rows."""
 
 
 class Probing:
@@ -99,11 +86,7 @@ class Probing:
         return self.done < len(self.ends) and self.ends[self.done] <= self.step
 
     def _finite(self, loss: Tensor) -> None:
-        """Refuse broken heads before they are scored or saved; what is not finite stays so.
-
-        Raises:
-            UserError: a loss of any rank that is not finite.
-        """
+        """Refuse broken heads of any rank before they are scored or saved."""
         if distributed.any_rank(not bool(loss.isfinite().all())):
             raise UserError(
                 f"{self.run}: after {self.step} updates on {self.trial.train.directory} the probe "
@@ -174,11 +157,7 @@ def full(group: Group, key: str, rows: slice = slice(None)) -> Tensor:
 
 
 def check(train: Index, test: Index, *, labelled: bool = True) -> None:
-    """Refuse splits that do not belong together.
-
-    Raises:
-        UserError: unlabelled images, other classes, or a single class.
-    """
+    """Refuse, by a UserError, splits without labels, of other classes, or of a single class."""
     for index in (train, test):
         if index.n == 0:
             raise UserError(f"{index.directory}: holds no images")
@@ -191,11 +170,7 @@ def check(train: Index, test: Index, *, labelled: bool = True) -> None:
 
 
 def _record(file: Path, identity: str) -> tuple[dict[str, Any] | None, str]:
-    """Return what a state file says about itself, or why a training cannot resume from it.
-
-    Raises:
-        OSError: it cannot be read at present.
-    """
+    """Return what a state file says about itself, or why a training cannot resume from it."""
     if not file.exists():
         return None, ""
     try:

@@ -27,11 +27,7 @@ class RealLabels(Settings):
     """ReaL's `real.json`: a list of classes for each of ImageNet's 50,000 validation images."""
 
     def real_sha256(self) -> str | None:
-        """Checksum of the labels; None if they are not asked for.
-
-        Raises:
-            UserError: no such file.
-        """
+        """Checksum of the labels, or a UserError: no such file; None if they are not asked for."""
         if self.real_labels is None:
             return None
         path = _path(self.real_labels)
@@ -42,14 +38,9 @@ class RealLabels(Settings):
     def reassessed(
         self, keys: Callable[[], Sequence[str]], class_names: Sequence[str] = ()
     ) -> Real | None:
-        """The labels of some images; None if they are not asked for.
+        """The labels of the images of some keys; None if they are not asked for.
 
-        Args:
-            keys: gives names of the images, which end with `ILSVRC2012_val_` and their number.
-            class_names: of the data; none: not compared.
-
-        Raises:
-            UserError: no such file, not ReaL's, or images or classes that are not ImageNet's.
+        Keys end with `ILSVRC2012_val_` and a number. Without `class_names` none are compared.
         """
         if self.real_labels is None:
             return None
@@ -64,14 +55,7 @@ class RealLabels(Settings):
     ) -> dict[str, float]:
         """Accuracy by ReaL's labels in percent as `NAME_real`; nothing if they are not asked for.
 
-        Args:
-            name: of the metric.
-            predicted: class of each image, int64 [n], a place in the sorted WordNet ids.
-            keys: see `reassessed`.
-            class_names: likewise.
-
-        Raises:
-            UserError: see `reassessed`.
+        `predicted`, int64 [n], are places in the sorted WordNet ids; for the rest see `reassessed`.
         """
         real = self.reassessed(keys, class_names)
         return {} if real is None else {f"{name}_real": real.accuracy(predicted)}
@@ -86,11 +70,7 @@ class Real:
     """ReaL's labels of some images."""
 
     def __init__(self, path: Path, keys: Sequence[str], class_names: Sequence[str] = ()) -> None:
-        """Find them by the images' names.
-
-        Raises:
-            UserError: no such file, not ReaL's, or images or classes that are not ImageNet's.
-        """
+        """Find them by the images' names; a UserError if these, classes or file are others."""
         import numpy as np
 
         labels = read_real(path)
@@ -115,11 +95,7 @@ class Real:
             raise UserError(f"{path}: gives no label to any of the test images")
 
     def right(self, predicted: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return whether the predicted class is among an image's labels, of images that have some.
-
-        Args:
-            predicted: class of each image, int64 [n].
-        """
+        """Return whether each predicted class, int64 [n], is right: bool, of images with labels."""
         import numpy as np
 
         columns = np.minimum(predicted, self._right.shape[1] - 1)
@@ -140,11 +116,7 @@ def _missing(path: Path, why: str | None) -> UserError:
 
 
 def read_real(path: Path) -> list[list[int]]:
-    """Labels of each validation image in the order of their numbers.
-
-    Raises:
-        UserError: no such file, or no list of lists of class numbers.
-    """
+    """Labels of each validation image in the order of their numbers; a UserError if not so."""
     try:
         labels = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

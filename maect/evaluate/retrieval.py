@@ -12,15 +12,7 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError, check_names
-from maect.core.files import atomic_write
-from maect.evaluate.base import (
-    EvaluationJob,
-    Input,
-    OutputOf,
-    ReadsFeatures,
-    Shards,
-    idle_cpus,
-)
+from maect.evaluate.base import EvaluationJob, Input, OutputOf, ReadsFeatures, Shards, idle_cpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,14 +70,7 @@ class Retrieval(ReadsFeatures):
         `neighbor_labels` and `neighbor_ids` [q, n]; `cluster_images` [k, n, S, S, 3],
         `cluster_labels` and `cluster_ids` [k, n], and `cluster_classes` [k], the class that a
         cluster was matched to or -1.
-
-        Raises:
-            UserError: fewer images than neighbours, or features, images and clusters that do not
-                belong together.
         """
-        import numpy as np
-        from safetensors.numpy import save_file
-
         from maect.data.index import open_index
 
         test = job.features("test")
@@ -107,10 +92,7 @@ class Retrieval(ReadsFeatures):
             left[f"{name}_ids"] = ids
             left[f"{name}_labels"] = test.labels[ids]
             left[f"{name}_images"] = thumbnails(index, ids, test, self.side)
-        with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
-            save_file(
-                {name: np.ascontiguousarray(array) for name, array in left.items()}, temporary
-            )
+        job.write_tensors(left)
         right = left["neighbor_labels"] == left["query_labels"][:, None]
         matched = left["cluster_labels"] == classes[:, None]
         return {
@@ -120,15 +102,9 @@ class Retrieval(ReadsFeatures):
 
 
 def choose_queries(test: FeatureFile, count: int, names: Sequence[str] = ()) -> Ids:
-    """The first image of some classes: the same ones for every encoder.
+    """The first image of some classes, the same ones for every encoder.
 
-    Args:
-        test: features.
-        count: number of evenly spaced classes, if `names` is empty.
-        names: classes whose first image is a query.
-
-    Raises:
-        UserError: a class that the dataset does not have, or of which there is no image.
+    Of `names`, or of `count` evenly spaced classes; a UserError if there is no image of one.
     """
     import numpy as np
 
@@ -161,9 +137,6 @@ def _clusters(path: Path, test: FeatureFile, settings: Retrieval) -> tuple[Ids, 
     """Ids of the images nearest to centres, [k, n], and the class of each cluster, [k].
 
     Euclidean distance between standardised features, those that were clustered.
-
-    Raises:
-        UserError: clusters of another encoder or other images, or too few samples.
     """
     import numpy as np
     from safetensors import safe_open

@@ -7,19 +7,13 @@ other logits do not take part, as in the authors' code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, OutputOf, Shards
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
-
-if TYPE_CHECKING:
-    import torch
-
-    from maect.data.index import Index
-    from maect.evaluate.linear_probe import TrainedProbe
 
 
 class Robustness(Encodes):
@@ -57,17 +51,14 @@ class Robustness(Encodes):
         return {name: f"{self.title}: {name}" for name in self.splits}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Accuracy in percent on each of `splits`, by its name; and how many classes it has.
-
-        Raises:
-            UserError: unlabelled images or those of one class only, or a probe that does not fit.
-        """
+        """Accuracy in percent on each of `splits`, by its name; and how many classes it has."""
         import numpy as np
         import torch
 
         from maect.core import distributed
         from maect.data.index import open_index
         from maect.evaluate.linear_probe import TrainedProbe
+        from maect.train.scores import accuracy
 
         probe = TrainedProbe(job, distributed.device_of(context), self.precision)
         indexes = {name: open_index(job.path(name)) for name in self.splits}
@@ -79,24 +70,14 @@ class Robustness(Encodes):
             raise UserError(
                 f"{indexes[single[0]].directory}: images of one class, which any probe finds"
             )
+        device, size = probe.encoding.device, probe.encoding.settings.image_size
+        accuracies = {}
         with distributed.process_group(context):
-            accuracies = {
-                name: _accuracy(context, job, probe, index, torch.from_numpy(classes[name]))
-                for name, index in indexes.items()
-            }
+            for name, index in indexes.items():
+                known = torch.from_numpy(classes[name]).to(device)
+
+                def predict(images: torch.Tensor, known: torch.Tensor = known) -> torch.Tensor:
+                    return known[probe(images)[:, known].argmax(dim=1)]
+
+                accuracies[name] = accuracy(context, index, device, size, job.resize, predict)
         return {**accuracies, "classes": {name: len(labels) for name, labels in classes.items()}}
-
-
-def _accuracy(
-    context: Context, job: EvaluationJob, probe: TrainedProbe, index: Index, classes: torch.Tensor
-) -> float:
-    from maect.train.scores import accuracy
-
-    device = probe.encoding.device
-    classes = classes.to(device)
-
-    def predict(images: torch.Tensor) -> torch.Tensor:
-        return classes[probe(images)[:, classes].argmax(dim=1)]
-
-    size = probe.encoding.settings.image_size
-    return accuracy(context, index, device, size, job.resize, predict)

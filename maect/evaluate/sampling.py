@@ -17,9 +17,7 @@ def held_out(
     """Choose about one image in `one_in` of every class, at least one of two, whatever the order.
 
     Args:
-        labels: of the images, int64 [n].
         contents: digest or name of each image; images of the same content stay on one side.
-        one_in: how many images there are for each that is held out.
 
     Returns:
         Whether an image is held out, bool [n].
@@ -44,7 +42,6 @@ def intervals(
 
     Args:
         scores: of each image, such as 1 if it was classified correctly, float64 [n, measures].
-        resamples: how many samples of n images are drawn with replacement.
 
     Returns:
         Lower and upper ends, float64 [measures] each.

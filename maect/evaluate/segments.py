@@ -5,7 +5,6 @@ Pillow resizes images bilinearly, and masks take the number at the corner of eac
 What is drawn depends on (seed, epoch, sample) alone.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from maect.data import random
 from maect.data.decode import UnreadableError, whole
 from maect.data.index import HEIGHT, ID, WIDTH
+from maect.data.loader import ahead
 from maect.data.order import Order
 from maect.data.transforms import hue
 from maect.evaluate.dense import MaskSplit
@@ -30,7 +30,6 @@ LARGEST = 0.75  # share of a crop's pixels that one class may have, if another c
 BRIGHTNESS, CONTRAST, SATURATION, HUE = 32.0, (0.5, 1.5), (0.5, 1.5), (-0.5, 0.5)
 _DRAWS = 1 + 2 * TRIES + 1 + 1 + 8
 _LUMA = np.array([0.2989, 0.587, 0.114], np.float32)
-_AHEAD = 3
 
 Pixels = NDArray[np.uint8]
 
@@ -43,8 +42,6 @@ class Crops:
         images: uint8 [b, 3, S, S]; beyond `sides` they are 0.
         targets: place of each pixel's class, or `NOTHING`; uint8 [b, S, S].
         sides: height and width of what comes from the image, int64 [b, 2].
-        epochs: of each sample, int64 [b].
-        ids: stable sample ids, int64 [b].
     """
 
     images: Tensor
@@ -55,11 +52,7 @@ class Crops:
 
 
 def picture(split: MaskSplit, row: int) -> Image.Image:
-    """An image of a split at its own size.
-
-    Raises:
-        UserError: it cannot be decoded.
-    """
+    """An image of a split at its own size; a UserError if it cannot be decoded."""
     sides = split.images.rows[row]
     try:
         pixels = whole(split.images.read(row), int(sides[WIDTH]), int(sides[HEIGHT]))
@@ -97,12 +90,9 @@ def crop(
     """Resize, crop, flip and recolour one image.
 
     Args:
-        image: at its own size.
         mask: targets of its pixels, [height, width].
         draws: uniform numbers, [_DRAWS].
-        size: of the crop, and of the shorter side before it is multiplied.
         ratios: that the shorter side is multiplied by, uniform between them.
-        flip: how often it is mirrored.
 
     Returns:
         uint8 [h, w, 3] and [h, w], at most `size` each.
@@ -180,22 +170,10 @@ def crops(
     """Yield this rank's part of batches `start` to `start + steps - 1`, a few decoded ahead.
 
     Args:
-        split: images and masks.
         places: of each number in a mask its class's place, or `NOTHING`; [256].
-        batch: of all ranks together.
-        rank: this one.
-        ranks: how many.
-        seed: of all draws.
-        size: S.
-        ratios: see `crop`.
-        flip: see `crop`.
-        start: first update.
-        steps: how many.
-        threads: that decode.
     """
     order, share = Order(split.images.n, seed), batch // ranks
     pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="segments")
-    pending: deque[tuple[Crops, list[Future[None]]]] = deque()
 
     def fill(out: Crops, row: int, number: int, draws: NDArray[np.float64]) -> None:
         mask = places[split.read(row)]
@@ -219,21 +197,7 @@ def crops(
         work = zip(rows.tolist(), range(share), draws, strict=True)
         return out, [pool.submit(fill, out, *each) for each in work]
 
-    try:
-        for step in range(start, start + steps):
-            pending.append(submitted(step))
-            if len(pending) > _AHEAD:
-                yield _waited(*pending.popleft())
-        while pending:
-            yield _waited(*pending.popleft())
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _waited(out: Crops, parts: list[Future[None]]) -> Crops:
-    for part in parts:
-        part.result()
-    return out
+    yield from ahead(map(submitted, range(start, start + steps)), pool)
 
 
 def windows(height: int, width: int, size: int, stride: int) -> list[tuple[int, int]]:

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from maect.evaluate.trained import Group
+
 BN_EPS = 1e-5
 BN_MOMENTUM = 0.1
 BINS = 64  # of a colour channel
 
 
-class Stack:
+class Stack(Group):
     """A weight and bias for each head, with SGD and momentum.
 
     Attributes:
@@ -22,35 +24,17 @@ class Stack:
     """
 
     SPLIT: tuple[str, ...] = ("weight", "bias", "weight_momentum", "bias_momentum")
-    SHARED: tuple[str, ...] = ()
 
     def __init__(self, weight: Tensor, bias: Tensor, mine: slice, momentum: float) -> None:
-        """Take this rank's heads.
-
-        Args:
-            weight: initial values for the heads of all ranks.
-            bias: likewise.
-            mine: which of them are this rank's.
-            momentum: of SGD.
-        """
+        """Take this rank's part, `mine`, of the initial weights and biases of all ranks' heads."""
         first, last, _ = mine.indices(len(weight))
         self.rows, self.total = slice(first, last), len(weight)
         self.weight, self.bias = (w[mine].clone().requires_grad_() for w in (weight, bias))
         self.optimizer = torch.optim.SGD([self.weight, self.bias], momentum=momentum)
-        for parameter in (self.weight, self.bias):
-            self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-
-    @property
-    def weight_momentum(self) -> Tensor:
-        """The optimizer's buffer of the weight."""
-        buffer: Tensor = self.optimizer.state[self.weight]["momentum_buffer"]
-        return buffer
-
-    @property
-    def bias_momentum(self) -> Tensor:
-        """The optimizer's buffer of the bias."""
-        buffer: Tensor = self.optimizer.state[self.bias]["momentum_buffer"]
-        return buffer
+        self.weight_momentum, self.bias_momentum = map(torch.zeros_like, (self.weight, self.bias))
+        # The optimizer changes its buffers in place.
+        self.optimizer.state[self.weight]["momentum_buffer"] = self.weight_momentum
+        self.optimizer.state[self.bias]["momentum_buffer"] = self.bias_momentum
 
     def descend(self, losses: Tensor, rate: float) -> None:
         """One update on the sum of losses."""
@@ -85,12 +69,7 @@ class Heads(Stack):
         """Initialise from a normal distribution of standard deviation 0.01; biases are 0.
 
         Args:
-            width: features per sample, D.
-            classes: C.
             rates: peak learning rates, already scaled by the batch size.
-            momentum: of SGD.
-            seed: of the initial weights.
-            device: where to train.
             mine: which of `rates` are this rank's; the others' heads are on other ranks.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -103,15 +82,11 @@ class Heads(Stack):
         self.rates = torch.tensor(rates[mine], device=device)
 
     def step(self, features: Tensor, labels: Tensor, lr_multiplier: float) -> Tensor:
-        """One update of every head on the global batch.
+        """One update of every head on the global batch; return the mean losses before it, [R].
 
         Args:
             features: float32 [B, D], of all ranks.
             labels: int64 [B].
-            lr_multiplier: of the peak rates at this update.
-
-        Returns:
-            Mean cross-entropy of each head before the update, [R].
         """
         x = F.batch_norm(
             features, self.mean, self.var, training=True, momentum=BN_MOMENTUM, eps=BN_EPS
@@ -170,15 +145,11 @@ class HistogramHeads(Stack):
         self.var = torch.ones(len(self.weight), width, device=device)
 
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
-        """One update of every head on the global batch.
+        """One update of every head on the global batch; return its loss before, [L].
 
         Args:
             features: float32 [B, all blocks · D], of all ranks.
             targets: histograms, [B, 3, 64].
-            lr_multiplier: of the peak rate at this update.
-
-        Returns:
-            Loss of each head before the update, [L].
         """
         size = len(features)
         x = features.view(size, self.total, self.width)[:, self.rows].transpose(0, 1)

@@ -164,11 +164,7 @@ def own_name(path: Path) -> str | None:
 
 
 def open_record(path: str | Path) -> dict[str, Any]:
-    """Return what a features file says about its making, without reading the rest of it.
-
-    Raises:
-        UserError: it is no features file.
-    """
+    """Return what a features file says about its making, or raise a UserError: it is none."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -180,11 +176,7 @@ def open_record(path: str | Path) -> dict[str, Any]:
 
 
 def check(features: FeatureFile, *, labelled: bool = True) -> None:
-    """Refuse what no protocol can evaluate.
-
-    Raises:
-        UserError: no sample, a feature that is not finite, or an unlabelled sample.
-    """
+    """Refuse, by a UserError, what no protocol can evaluate: nothing, not finite, unlabelled."""
     if features.n == 0:
         raise UserError(f"{features.path}: holds no samples")
     for start in range(0, features.n, _CHUNK):
@@ -201,11 +193,7 @@ def check(features: FeatureFile, *, labelled: bool = True) -> None:
 
 
 def same_encoder(train: FeatureFile, test: FeatureFile) -> None:
-    """Refuse two files that do not belong together.
-
-    Raises:
-        UserError: different encoders, pooling or classes, or images that were resized otherwise.
-    """
+    """Refuse, by a UserError, two files of other encoders, pooling, classes or sizes."""
     for key in (
         "encoder_sha256", "pooling", "precision", "norm", "blocks", "class_names", "image_size",
         "resize",
@@ -225,8 +213,6 @@ def moments(rows: Callable[[int, int], Array], n: int, width: int) -> Scale:
 
     Args:
         rows: gives the features from one sample up to another, float32 [m, width].
-        n: number of samples.
-        width: features per sample.
     """
     starts = range(0, n, _CHUNK)
     total = np.zeros(width)
@@ -244,8 +230,7 @@ def moments(rows: Callable[[int, int], Array], n: int, width: int) -> Scale:
 
 def standardize(rows: Array, scale: Scale) -> Array:
     """(x - mean) / standard deviation, in float64 until rounded: float32 [n, width]."""
-    out: Array = ((rows - scale[0]) / scale[1]).astype(np.float32)
-    return out
+    return ((rows - scale[0]) / scale[1]).astype(np.float32)
 
 
 def _digest(
@@ -275,9 +260,6 @@ def write_features(
 
     Args:
         parts: float32 [m, width] each, in order; together as many rows as there are labels.
-        width: features per sample.
-        labels: int64 [n].
-        keys: names of the samples.
         record: what to say about the file's making; `sha256` is added.
     """
     names = np.frombuffer("\n".join(keys).encode(), np.uint8)

@@ -128,9 +128,6 @@ class Throughput(Protocol):
         `flash_gain`: percent by which fused attention speeds up pre-training. `grafting_ratio`:
         what Layer Grafting takes after MAE, in units of head initialisation and tuning.
         `tune_fits`, `tune_masked_fits`: the largest batch on a GPU in parts of the recipe's.
-
-        Raises:
-            UserError: the run's encoder is not of `size`, or not one step fits.
         """
         import torch
 
@@ -199,7 +196,10 @@ class Throughput(Protocol):
 
         def times_of(stage: Training, **how: Any) -> Times:
             # Kept by what is yielded alone: another model beside it would take its memory.
-            return partial(stage_seconds, stage, _built(stage, encoder, file), device, **how)
+            with TemporaryDirectory() as folder:  # the head beside it may be of another recipe
+                Path(folder, file.name).symlink_to(file.absolute())
+                objective = stage.build(encoder, 0, Path(folder))
+            return partial(stage_seconds, stage, objective, device, **how)
 
         for name, recipe in RECIPES.items():
             yield name, times_of(load_recipe(recipe, self.size))
@@ -228,21 +228,8 @@ def _key(method: str, model: Published) -> str:
     return f"{method} {model.architecture}" if model.shape else method
 
 
-def _built(stage: Training, encoder: Encoder, file: Path) -> Objective:
-    """A stage's objective on an encoder alone: a head beside it may be of another recipe."""
-    with TemporaryDirectory() as folder:
-        Path(folder, file.name).symlink_to(file.absolute())
-        return stage.build(encoder, 0, Path(folder))
-
-
 def measure(times: Times, settings: Throughput, device: torch.device) -> dict[str, float]:
-    """Speed of a training step in images per second: median, fastest and slowest of the repeats.
-
-    Args:
-        times: of steps on a batch of this many images.
-        settings: batch size, warm-up and repeats.
-        device: whose memory a batch has to fit into.
-    """
+    """Images per second of a training step: median, fastest and slowest of the repeats."""
     batch = settings.batch_size or largest_batch(times, device)
     seconds = times(batch, settings.warmup + settings.repeats)[settings.warmup :]
     return {
@@ -254,11 +241,7 @@ def measure(times: Times, settings: Throughput, device: torch.device) -> dict[st
 
 
 def largest_batch(times: Times, device: torch.device) -> int:
-    """The largest power of 2 (8 to 1024) of which a step fits into the device's memory.
-
-    Raises:
-        UserError: not even the smallest does.
-    """
+    """The largest power of 2 (8 to 1024) that fits into the device's memory, or a UserError."""
     if device.type != "cuda":
         return CPU_BATCH
     fitting, size = 0, SMALLEST
@@ -296,13 +279,7 @@ def stage_seconds(
 ) -> list[float]:
     """Seconds of each of the trainer's own steps of a stage (`maect.train.timing`).
 
-    Args:
-        stage: its settings.
-        objective: what is trained.
-        device: where; see `maect.train.engine.alone`.
-        batch: images.
-        steps: so many.
-        plain_attention: whether attention is made of matrix products instead of one fused kernel.
+    `plain_attention`: by matrix products instead of one fused kernel.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

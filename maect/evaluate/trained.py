@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from maect.core.context import Context
 from maect.core.errors import UserError
 from maect.core.settings import digest
-from maect.evaluate.base import Encodes, EvaluationJob, Images, Input, Shards, encoder_checksum
+from maect.evaluate.base import Encodes, EvaluationJob, Images, encoder_checksum
 from maect.recipes import Encoder
 from maect.recipes.cost import encode_flops
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from maect.data.index import Index
     from maect.data.loader import Batch
     from maect.evaluate.features import Encoding
-    from maect.evaluate.probing import Group
     from maect.evaluate.real import Real, RealLabels
 
 
@@ -44,33 +43,15 @@ class TrainsProbe(Encodes):
     batch_size: int = Field(default=1024, gt=0)
     seed: int = 0
 
-    def inputs(self) -> dict[str, Input]:
-        """Images of both splits."""
-        return {"train": Shards(self.train_split), "test": Shards(self.test_split)}
-
     @abstractmethod
     def plan(self, train: Index) -> Course:
-        """Return how many updates there are.
-
-        Args:
-            train: the images that are learnt from.
-
-        Raises:
-            UserError: too few images.
-        """
+        """Return how many updates there are of the images learnt from; a UserError if too few."""
 
     @abstractmethod
     def batches(
         self, trial: Trial, probe: Trainee, start: int, steps: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's images, normalized float32 [b, C, S, S], and what is learnt of them.
-
-        Args:
-            trial: whose encoder and rank.
-            probe: whose images and targets.
-            start: the first update, from 0.
-            steps: how many.
-        """
+        """Yield this rank's images, normalized float32 [b, C, S, S], and what is learnt of them."""
 
     def rate(self, step: int, plan: Course) -> float:
         """Return the fraction of the peak learning rates in an update, from 0."""
@@ -86,20 +67,10 @@ class TrainsProbe(Encodes):
 
     @abstractmethod
     def probe(self, trial: Trial) -> Trainee:
-        """Return the probe with its initial values; called on every rank.
-
-        Raises:
-            UserError: settings that do not fit the encoder.
-        """
+        """Return the probe with its initial values, on every rank; else a UserError says why."""
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Train the probe, leave what it keeps beside the JSON, and return its metrics.
-
-        Raises:
-            Interrupted: asked to stop; the state is saved, and a restart ends with the same bits.
-            UserError: images, or an encoder, that the probe cannot be trained on, or a batch that
-                is larger than all epochs together or no multiple of the ranks.
-        """
+        """Train the probe, leave what it keeps beside the JSON, and return its metrics."""
         from maect.core import distributed
         from maect.data.index import open_index
         from maect.evaluate.probing import Probing, check
@@ -189,11 +160,7 @@ class ByEpochs(OnCrops):
         return encode_flops(encoder) * seen
 
     def plan(self, train: Index) -> Course:
-        """Return the updates of whole batches.
-
-        Raises:
-            UserError: all epochs together are less than a batch.
-        """
+        """Return the updates of whole batches; a UserError if all epochs are less than one."""
         if self.epochs * train.n < self.batch_size:
             raise UserError(
                 f"{train.directory}: {self.epochs} epochs of {train.n} images are less than one "
@@ -309,14 +276,16 @@ class Trial:
         return slice(total * rank // ranks, total * (rank + 1) // ranks)
 
 
-def beside_held(labels: Tensor, batch: Batch, held: Index) -> Tensor:
-    """Labels [b] of a batch with whether each image is held out, [b, 2]."""
-    import numpy as np
-    import torch
+class Group:
+    """Heads that are trained together, this rank's part of them; by default every rank has all."""
 
-    from maect.data.index import ID
-
-    return torch.stack([labels, torch.from_numpy(np.isin(batch.ids, held.rows[:, ID])).long()], 1)
+    SPLIT: tuple[str, ...] = ()
+    """Tensors whose rows are spread over the ranks."""
+    SHARED: tuple[str, ...] = ()
+    """Tensors that every rank has."""
+    rows = slice(0)
+    total = 0
+    """This rank's share of this many rows."""
 
 
 class Trainee(ABC):
@@ -327,8 +296,10 @@ class Trainee(ABC):
         forms: what of the encoder was chosen to be read; part of a saved state's identity.
         record: the accuracies after each epoch, or other JSON that is saved with the tensors.
         kept: tensors of the best epoch, which are saved likewise and left beside the JSON.
+        held: images that a twin of the probe does not learn from, if there is one.
     """
 
+    held: Index | None = None
     groups: Mapping[str, Group]
     forms: tuple[str, ...] = ()
 
@@ -348,10 +319,20 @@ class Trainee(ABC):
         return self.trial.encoding(images)
 
     def targets(self, batch: Batch, images: Tensor) -> Tensor:
-        """Return what is learnt of a batch and its images, uint8 [b, C, S, S]: its labels [b]."""
+        """Return what is learnt of a batch and its images, uint8 [b, C, S, S]: its labels [b].
+
+        With held-out images [b, 2], whether each is one of them beside its label.
+        """
+        import numpy as np
         import torch
 
-        return torch.from_numpy(batch.labels)
+        from maect.data.index import ID
+
+        labels = torch.from_numpy(batch.labels)
+        if self.held is None:
+            return labels
+        held = np.isin(batch.ids, self.held.rows[:, ID])
+        return torch.stack([labels, torch.from_numpy(held).long()], 1)
 
     @abstractmethod
     def step(self, features: Tensor, targets: Tensor, lr_multiplier: float) -> Tensor:
@@ -360,7 +341,6 @@ class Trainee(ABC):
         Args:
             features: what `read` gave of this rank's part of the batch, [b, ...].
             targets: of the same images, [b, ...].
-            lr_multiplier: of the peak learning rate.
         """
 
     def score(self) -> None:  # noqa: B027

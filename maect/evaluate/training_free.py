@@ -16,13 +16,13 @@ from threadpoolctl import threadpool_limits
 from maect.core.errors import UserError
 from maect.data.subsets import balanced_rows
 from maect.evaluate.clusters import unit
-from maect.evaluate.knn import Knn, nearest
-from maect.evaluate.logistic import choose, fitted
+from maect.evaluate.knn import Knn, swept
+from maect.evaluate.logistic import best, choose, fitted
 from maect.evaluate.low_shot import LowShot, fit, predict, prepare
 from maect.evaluate.real import Real
 from maect.evaluate.sampling import held_out
 from maect.evaluate.store import Array, InMemory
-from maect.measures import rank_me, uniformity, vote
+from maect.measures import rank_me, uniformity
 from maect.recipes import KNN_K, KNN_TEMPERATURE
 
 SHOTS = (1, 2, 5, 10)
@@ -53,8 +53,6 @@ class Score:
     Attributes:
         per_image: percent of each test image; of several label sets the mean; [n], by ReaL's
             labels of fewer, or [1] without labels.
-        chosen: which settings were chosen, in words.
-        sets: accuracy of each label set, in percent.
     """
 
     per_image: NDArray[np.float64]
@@ -84,12 +82,7 @@ def with_labels(
     """Measure what labelled images allow; shots are left out where a class has too few images.
 
     Args:
-        train: features of the training images, float32 [n, d].
-        labels: of them, int64 [n].
         contents: digest of each training image.
-        test: features of the test images, float32 [m, d].
-        test_labels: int64 [m].
-        threads: how many cores to use.
         real: ReaL's labels of the test images, which k-NN and logistic regression are scored by,
             too.
 
@@ -108,8 +101,8 @@ def with_labels(
         for shots in SHOTS:
             if shots <= counts[counts > 0].min():
                 scores[f"shots_{shots}"] = _shots(train, labels, test, test_labels, shots)
-        c, _ = choose(train, labels, held, threads=threads)
-        classes = fitted(train, labels, c).predict(test)
+        c = best(choose(train, labels, held, threads=threads))
+        classes = fitted(train, labels, c)(test)
     scores[LOGISTIC] = Score(_percent(classes, test_labels), f"C {c:.3g}")
     if real is not None:
         for name, predicted in ((KNN, found), (LOGISTIC, classes)):
@@ -118,11 +111,7 @@ def with_labels(
 
 
 def without_labels(features: Array) -> dict[str, Score]:
-    """Measure how features spread, which needs no labels.
-
-    Args:
-        features: float32 [n, d]; the first 2,048 are compared with each other for uniformity.
-    """
+    """Measure how features [n, d] spread; the first 2,048 are compared for uniformity."""
     some = torch.from_numpy(unit(features[:_PAIRS_OF]))
     return {
         RANK_ME: Score(np.array([rank_me(torch.from_numpy(features))])),
@@ -147,27 +136,11 @@ def _knn(
     Also the classes that the first predicts, int64 [m].
     """
     own = Knn()
-    least = int((~held).sum())
-    pairs = [
-        (k, temperature)
-        for k in sorted({own.k, *(k for k in own.sweep if k <= least)})
-        for temperature in sorted({own.temperature, *own.temperatures})
-    ]
-    most = max(k for k, _ in pairs)
-
-    def swept(
-        base: Array, base_labels: NDArray[np.int64], queries: Array
-    ) -> dict[tuple[int, float], NDArray[np.int64]]:
-        similarity, ids = nearest(InMemory(base), queries, most, None, threads)
-        found = base_labels[ids]
-        return {(k, t): vote(similarity[:, :k], found[:, :k], t) for k, t in pairs}
-
-    voted = swept(train, labels, test)
+    pairs = own.pairs(int((~held).sum()))
+    voted = swept(InMemory(train), labels, test, pairs, None, threads)
     outer = {pair: _percent(classes, test_labels) for pair, classes in voted.items()}
-    inner = {
-        pair: _percent(classes, labels[held])
-        for pair, classes in swept(train[~held], labels[~held], train[held]).items()
-    }
+    others = swept(InMemory(train[~held]), labels[~held], train[held], pairs, None, threads)
+    inner = {pair: _percent(classes, labels[held]) for pair, classes in others.items()}
     scores = {KNN: Score(outer[own.k, own.temperature])}
     for name, by in ((KNN_HELD_OUT, inner), (KNN_BEST, outer)):
         pair = max(pairs, key=lambda pair: by[pair].mean())

@@ -13,19 +13,13 @@ from pydantic import Field
 
 from maect.core.context import Context
 from maect.core.errors import UserError
-from maect.core.files import atomic_write
 from maect.evaluate.base import EvaluationJob, Input, ReadsFeatures
 
 _NUMBA = Path(".numba_config.yaml")
 
 
 def umap_class() -> Any:
-    """UMAP.
-
-    Raises:
-        UserError: a file of the working folder would configure the compiler that it uses, down to
-            the folder from which compiled code is taken.
-    """
+    """UMAP, unless a file of the working folder would configure the compiler that it uses."""
     if os.path.lexists(_NUMBA):
         raise UserError(f"{_NUMBA.absolute()}: Numba would be configured by it; move it away")
     from umap import UMAP
@@ -61,13 +55,8 @@ class Umap(ReadsFeatures):
         return {}
 
     def evaluate(self, context: Context, job: EvaluationJob) -> dict[str, Any]:
-        """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n].
-
-        Raises:
-            UserError: not more samples than neighbours.
-        """
+        """Write `umap.safetensors`: `points` float32 [n, 2], `labels` and `ids` int64 [n]."""
         import numpy as np
-        from safetensors.numpy import save_file
 
         from maect.evaluate.clustering import members
 
@@ -86,13 +75,6 @@ class Umap(ReadsFeatures):
             random_state=self.seed,
             n_jobs=1,  # with more, the layout would not be reproducible
         ).fit_transform(test.take(ids))
-        with atomic_write(job.out.with_suffix(".safetensors")) as temporary:
-            save_file(
-                {
-                    "points": np.ascontiguousarray(points, np.float32),
-                    "labels": test.labels[ids],
-                    "ids": ids,
-                },
-                temporary,
-            )
+        points = points.astype(np.float32)
+        job.write_tensors({"points": points, "labels": test.labels[ids], "ids": ids})
         return {"samples": len(ids)}

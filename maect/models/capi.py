@@ -54,8 +54,7 @@ class Attention(nn.Module):
         )
         q, k = self.rope(q, coordinates), self.rope(k, coordinates)
         y = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.proj(y.transpose(1, 2).flatten(2))
-        return out
+        return self.proj(y.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
@@ -68,8 +67,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens [b, N, D]."""
-        out: Tensor = self.fc2(F.gelu(self.fc1(x)))
-        return out
+        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class Residual(nn.Module):
@@ -82,8 +80,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
         """Tokens [b, N, D]."""
-        out: Tensor = x + self.fn(self.norm(x), *more)
-        return out
+        return x + self.fn(self.norm(x), *more)
 
 
 class Block(nn.Module):
@@ -96,8 +93,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, coordinates: Tensor) -> Tensor:
         """Tokens [b, N, D] at coordinates [N, 2]."""
-        out: Tensor = self.residual2(self.residual1(x, coordinates))
-        return out
+        return self.residual2(self.residual1(x, coordinates))
 
 
 class Capi(nn.Module):

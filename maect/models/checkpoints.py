@@ -1,4 +1,8 @@
-"""Encoders out of other people's checkpoints, read without running anything that is in them."""
+"""Encoders out of other people's checkpoints, read without running anything that is in them.
+
+A file that is missing, damaged or of another kind, a name too many or too few and a wrong shape
+raise a `UserError`.
+"""
 
 import logging
 import math
@@ -67,12 +71,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     Tensors, containers and plain values are read, on the CPU and, where the format allows it,
     page by page from the file as they are used. The pickle in a PyTorch checkpoint is not run: it
     may only ask for tensors and for what is listed above.
-
-    Returns:
-        What the file holds, as it holds it.
-
-    Raises:
-        UserError: missing, damaged, or a pickle that asks for anything else.
     """
     path = Path(path)
     if not path.is_file():
@@ -120,11 +118,7 @@ def _again(path: Path) -> str:
 
 
 def _check_start(path: Path) -> None:
-    """Refuse what its first bytes show to be no complete file of torch.save.
-
-    Raises:
-        UserError: the file, what it is, and what to do.
-    """
+    """Refuse what its first bytes show to be no complete file of torch.save."""
     with path.open("rb") as file:
         start = file.read(64)
     if start.lstrip().startswith(b"<"):
@@ -191,13 +185,6 @@ def find_layout(checkpoint: Mapping[str, Any], file: str) -> str:
 
     MAE encoders and the authors' MAE-CT releases may hold the same names. If that leaves open
     how they are pooled, the name of the file decides (`maect...` or `mae_...`, as published).
-
-    Args:
-        checkpoint: what the file holds.
-        file: the file's name.
-
-    Raises:
-        UserError: none fits, or two do and the file's name does not say which.
     """
     fitting = [name for name in LAYOUTS if _fits(checkpoint, LAYOUTS[name])]
     fitting.sort(key=lambda name: LAYOUTS[name].mark is None)  # a mark decides
@@ -337,9 +324,6 @@ def find_size(tensors: Mapping[str, Tensor], where: str) -> str:
 
     The number of heads cannot be seen in them: it is that of the size. Of sizes that fit alike,
     the one that the others are `like`.
-
-    Raises:
-        UserError: there is no such size, or more than one.
     """
     patches = tensors["patch_embed.proj.weight"]
     if patches.ndim != 4:
@@ -378,18 +362,11 @@ def convert(
     size they are interpolated bicubically.
 
     Args:
-        checkpoint: what the file holds.
         name: of its layout.
-        file: to name in messages.
-        size: of the encoder; none: from the tensors' shapes.
         image_size: to use the encoder at; none: its own.
         pixels: that it is given; for another number of channels than the checkpoint's three, the
             weights of the patches are adapted as timm does: summed for one channel, else repeated
             in turn and scaled by 3 / channels.
-
-    Raises:
-        UserError: the checkpoint is not of this layout: a name that is missing, one too many, or
-            a wrong shape.
     """
     layout, where = LAYOUTS[name], f"{file}: layout {name}"
     tensors, prefix, left_out = _select(checkpoint, layout, where)
@@ -419,15 +396,10 @@ def convert_timm(
     stays timm's module, whose names the tensors keep.
 
     Args:
-        checkpoint: what the file holds, in timm's names or as published.
         name: timm's, of the table of encoders.
-        file: to name in messages.
         image_size: to use it at; none: its own. Positions are interpolated once, from those that
             the file holds: of plain ViTs as `convert` does, of others as timm does.
         pixels: how files are read; mean and standard deviation are timm's.
-
-    Raises:
-        UserError: a name that is unknown, missing or one too many, or a wrong shape.
     """
     known = find_timm(name)
     encoder = known.encoder(image_size, pixels)
@@ -461,13 +433,21 @@ def _fitted(
     prefix: str,
 ) -> tuple[dict[str, Tensor], Encoder]:
     """Tensors of an encoder as ours has them, for an image size and a number of channels."""
+    has_positions = "module" not in change
+    side = _stored_side(tensors, size, change, where) if has_positions else None
+    stored = load_encoder(size, side).model_copy(update=change)
+    _check_names(tensors, stored, f"{where}, size {size}", prefix)
+    encoder = load_encoder(size, image_size or stored.image_size, pixels).model_copy(update=change)
+    own = {key: value.float() for key, value in tensors.items()}
+    own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
+    if has_positions:
+        _fit_positions(own, encoder)
+    return own, encoder
+
+
+def _stored_side(tensors: dict[str, Any], size: str, change: dict[str, Any], where: str) -> int:
+    """Pixels of the images that a table of positions is of; it gets rows for all prefix tokens."""
     shape = load_encoder(size)
-    if "module" in change:  # without a table of positions
-        _check_names(tensors, shape.model_copy(update=change), f"{where}, size {size}", prefix)
-        encoder = load_encoder(size, image_size, pixels).model_copy(update=change)
-        own = {key: value.float() for key, value in tensors.items()}
-        own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
-        return own, encoder
     positions = tensors.get("pos_embed")
     if isinstance(positions, Tensor) and positions.ndim == 4:  # [1, rows, columns, D]
         positions = tensors["pos_embed"] = positions.flatten(1, 2)
@@ -478,21 +458,11 @@ def _fitted(
     if grid**2 != positions.shape[1] - prefix_tokens:  # without rows for [CLS] and registers
         grid = math.isqrt(positions.shape[1])
         tensors["pos_embed"] = F.pad(positions, (0, 0, prefix_tokens, 0))
-    stored = load_encoder(size, grid * shape.patch_size).model_copy(update=change)
-    _check_names(tensors, stored, f"{where}, size {size}", prefix)
-    encoder = load_encoder(size, image_size or stored.image_size, pixels).model_copy(update=change)
-    own = {key: value.float() for key, value in tensors.items()}
-    own[PATCHES] = adapt_input_conv(encoder.pixels.channels, own[PATCHES])
-    _fit_positions(own, encoder)
-    return own, encoder
+    return grid * shape.patch_size
 
 
 def _check_names(tensors: Mapping[str, Any], encoder: Encoder, where: str, prefix: str) -> None:
-    """Every name of the encoder, no other, each of its shape.
-
-    Raises:
-        UserError: naming the first that is not so.
-    """
+    """Every name of the encoder, no other, each of its shape."""
     expected = _shapes(encoder)
     for name, value in tensors.items():
         if name not in expected:

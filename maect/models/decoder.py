@@ -89,7 +89,6 @@ def reconstruction_loss(
 
     Args:
         prediction: [b, L, p * p * C].
-        images: [b, C, S, S].
         ids_shuffle: patch numbers [b, L], the visible ones first.
         visible: how many are visible.
         normalize: compare with each patch's pixels after removing their mean and dividing by

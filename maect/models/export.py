@@ -50,13 +50,9 @@ class Card:
     """Contents of the model card beside the model itself.
 
     Attributes:
-        labelled: whether the run learnt from labels.
         licence: of the weights, as the hub calls it.
         sections: on use, data, training, results, licence and citation, in Markdown.
         results: the same results as the hub reads them, its `model-index`.
-        repository: of the hub, USER/NAME, that the folder is for.
-        base_model: of the hub, that the weights come from.
-        datasets: of the hub, that it was trained on.
     """
 
     labelled: bool = False
@@ -78,8 +74,6 @@ def export_run(
     """Write `model.safetensors`, `config.json` and a model card `README.md`.
 
     Args:
-        run: folder of a finished run.
-        out: folder to write to; what it holds under these names is replaced.
         resize: shorter side of images before the centre crop; none: 256/224 of their size.
         card: what the model card says beside what the run's record does.
         head: the classifier that a fine-tuned run left, as part of the model; none: an encoder.
@@ -146,17 +140,13 @@ def _write_classifier(encoder: Path, head: Path, out: Path) -> list[str]:
     classifier, texts = load_tensors(head)
     tensors |= {f"{HEAD}{name}": value for name, value in classifier.items()}
     save_tensors(out, tensors, metadata)
-    names: list[str] = json.loads(texts["classes"])
-    return names
+    return json.loads(texts["classes"])
 
 
 def export_onnx(folder: Path) -> Path:
     """Write `model.onnx` of an exported folder: `images` [n, C, S, S], normalised, to `vectors`.
 
     A model of more than 2 GB has its weights in `model.onnx.data` beside it.
-
-    Raises:
-        UserError: the packages that write ONNX are not installed.
     """
     import timm
     import torch
@@ -189,11 +179,7 @@ def export_onnx(folder: Path) -> Path:
 
 
 def read_export(folder: Path) -> tuple[Path, str, int]:
-    """Return what an exported folder holds.
-
-    Returns:
-        The weights, sha256 of the run's encoder, and the shorter side of images before the centre
-        crop.
+    """Return an exported folder's weights, the encoder's sha256, and the shorter side of images.
 
     Raises:
         UserError: damaged, or not as `export_run` writes it.
@@ -280,6 +266,15 @@ def hub_config(
     }
 
 
+def fill_template(path: Path, **values: Any) -> str:
+    """The text of a template of Jinja."""
+    text = path.read_text(encoding="utf-8")
+    template = Template(
+        text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
+    return template.render(values)
+
+
 def model_card(
     record: RunRecord,
     encoder: Encoder,
@@ -322,12 +317,8 @@ def model_card(
         eval_results=list(card.results) or None,
     ).to_dict()
     pictures = encoder.pixels.channels in (1, 3)
-    return Template(
-        Path(__file__).with_name("model_card.md").read_text(encoding="utf-8"),
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    ).render(
+    return fill_template(
+        Path(__file__).with_name("model_card.md"),
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         record=record,
         facts=facts,

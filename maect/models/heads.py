@@ -124,14 +124,7 @@ class QueueHead(nn.Module):
 
     @torch.no_grad()
     def _advance(self, owners: Tensor) -> Tensor:
-        """Give the oldest entries to all ranks' samples.
-
-        Args:
-            owners: their ids and labels, [world * b, 2].
-
-        Returns:
-            Numbers of the entries, [world * b].
-        """
+        """Give the oldest entries to all ranks' samples (ids, labels); return their numbers."""
         size = len(self.queue_ids)
         if size % len(owners):
             raise ValueError(f"global batch {len(owners)} does not divide queue_size {size}")
@@ -166,11 +159,7 @@ class NNCLRHead(QueueHead):
         return {k: v for k, v in self.state_dict().items() if not k.startswith(slow)}
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with what a run left; the EMA projector starts at the projector.
-
-        Raises:
-            ValueError: what differs.
-        """
+        """Go on with what a run left; the EMA projector starts at the projector."""
         super().take_over(tensors)
         self.start_ema()
 
@@ -275,12 +264,7 @@ class NNCLRHead(QueueHead):
 
     @torch.no_grad()
     def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:
-        """Overwrite the oldest entries with all ranks' vectors, in rank order.
-
-        Args:
-            vectors: of this rank's samples, [b, E].
-            owners: ids and labels of all ranks' samples, [world * b, 2].
-        """
+        """Overwrite the oldest entries with all ranks' vectors, in rank order."""
         rows = gather_rows(vectors.detach().to(self.queue.dtype))
         self.queue[self._advance(owners)] = rows
 
@@ -295,11 +279,7 @@ def topk_nn(similarity: Tensor, k: int, lookup_numbers: Tensor) -> Tensor:
 
     Args:
         similarity: to every queue entry, [..., Q].
-        k: candidates.
         lookup_numbers: which of them, nearest first, int64 in [0, k), [...].
-
-    Returns:
-        int64 [...].
     """
     if k == 1:
         return similarity.argmax(dim=-1)
@@ -318,9 +298,7 @@ def info_nce(
     Args:
         positive: this rank's queries, normalised, [b, E].
         keys: all ranks' predictions, normalised, [world * b, E].
-        temperature: of the softmax.
         ids: of this rank's samples, [b].
-        key_ids: of all ranks' samples, [world * b].
 
     Returns:
         Mean over this rank's rows.

@@ -89,9 +89,7 @@ class Family:
     """Public encoders that are no layout, and how a file of theirs is recognised.
 
     Attributes:
-        title: what they are called.
         marks: ends of names of tensors that all must be there.
-        timm: a name of timm that such files are imported by.
         layout: a layout that they have; neither: they are not imported.
     """
 

@@ -71,14 +71,7 @@ class RefinerHeads(QueueHead):
     def __init__(
         self, width: int, settings: Refiner, blocks: tuple[int, ...], views: int = GLOBAL
     ) -> None:
-        """Draw weights and noise, head by head.
-
-        Args:
-            width: of what each head reads.
-            settings: of all heads.
-            blocks: that they read.
-            views: of an image, global and local.
-        """
+        """Draw weights and noise, head by head, for as many views of an image, global and local."""
         super().__init__(settings)
         self.lookups = heads = len(blocks)
         hidden, wide, out = (
@@ -113,11 +106,7 @@ class RefinerHeads(QueueHead):
         self.numbers = blocks
 
     def take_over(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on with these heads out of those that a run left, by the numbers of their blocks.
-
-        Raises:
-            ValueError: what differs.
-        """
+        """Go on with these heads out of those that a run left, by the numbers of their blocks."""
         there: list[int] = tensors["blocks"].tolist() if "blocks" in tensors else []
         if missing := sorted({*self.numbers} - {*there}):
             raise ValueError(f"it has no head on block {missing[0]}, but on {there}")
@@ -242,12 +231,7 @@ class RefinerHeads(QueueHead):
 
     @torch.no_grad()
     def _enqueue(self, vectors: Tensor, owners: Tensor) -> None:
-        """Overwrite the oldest entries with all ranks' vectors, in rank order.
-
-        Args:
-            vectors: of this rank's samples, [H, b, E].
-            owners: ids and labels of all ranks' samples, [B, 2].
-        """
+        """Overwrite the oldest entries with all ranks' vectors, in rank order."""
         rows = gather_rows(vectors.transpose(0, 1).to(self.queue.dtype))
         self.queue[:, self._advance(owners)] = rows.transpose(0, 1)
 
@@ -278,9 +262,7 @@ def head_weights(
     then 0. `uniform`: 1 up to a fifth of the epochs, then a cosine to 0, of all lower heads alike.
 
     Args:
-        schedule: one of these.
         heads: how many, H.
-        epochs: of the training.
         of_samples: the epoch of each sample, [b].
 
     Returns:

@@ -33,7 +33,6 @@ class TimmEncoder(nn.Module):
 
     Attributes:
         module: timm's own; its state dict is what the run's file holds.
-        settings: name, image size and shape.
     """
 
     def __init__(self, settings: Encoder, module: nn.Module) -> None:
@@ -51,11 +50,7 @@ class TimmEncoder(nn.Module):
         norm: Norm = "last",
         pooling: Pooling | None = None,
     ) -> EncoderOutput:
-        """Encode images (arguments: `VisionEncoder.forward`).
-
-        Raises:
-            ValueError: no such block, or only some patches are asked for.
-        """
+        """Encode images (arguments: `VisionEncoder.forward`)."""
         if unknown := set(blocks) - set(range(self.settings.depth)):
             raise ValueError(f"no block {min(unknown)} of {self.settings.depth}")
         if ids_keep is not None:
@@ -96,15 +91,12 @@ class TimmEncoder(nn.Module):
         return cast(nn.Module, getattr(self.module, "norm", None) or _NONE)
 
     def pool(self, tokens: Tensor, how: Pooling) -> Tensor:
-        """One vector per image, [b, D].
+        """One vector per image, [b, D]; a UserError if there is no [CLS] token to take.
 
         Args:
             tokens: [b, P + L, D].
             how: "cls", "mean" of the patches, or "head": as timm's own head pools, with attention
                 or with a norm behind the mean.
-
-        Raises:
-            UserError: "cls" is asked for and there is none.
         """
         if how == "cls":
             if not self.settings.class_token:
@@ -125,11 +117,7 @@ _NONE = nn.Identity()
 
 
 def build_foreign(settings: Encoder) -> TimmEncoder:
-    """The encoder of these settings that is no plain ViT, with whatever weights.
-
-    Raises:
-        UserError: this timm has no model of the name.
-    """
+    """The encoder of these settings that is no plain ViT, or a UserError: this timm has none."""
     if settings.module == "capi":
         return TimmEncoder(settings, Capi(settings))
     assert settings.timm is not None
@@ -158,14 +146,9 @@ def fit_weights(
 
     Args:
         module: of timm, without classifier; on the meta device or not.
-        checkpoint: what the file holds.
-        where: file and name, for messages.
 
     Returns:
         One tensor for each name of the module's state dict, and how many others of which names.
-
-    Raises:
-        UserError: a name that is missing, one too many, or a wrong shape.
     """
     expected = {name: list(value.shape) for name, value in module.state_dict().items()}
     found = _state_dict(checkpoint)
@@ -192,15 +175,9 @@ _ENTRIES = ("state_dict", "model", "teacher")
 
 
 def stored_grid(checkpoint: Mapping[str, Any], usual: int, where: str) -> int:
-    """Rows of patches that a plain ViT's file in timm's names has positions of.
+    """Rows of patches of the positions in a plain ViT's file, if they are a square.
 
-    Args:
-        checkpoint: what the file holds.
-        usual: what to return if it holds no positions under that name.
-        where: file and name, for messages.
-
-    Raises:
-        UserError: positions of no square.
+    `usual`: what to return if it holds none under that name.
     """
     positions = _state_dict(checkpoint).get("pos_embed")
     if positions is None or positions.ndim != 3:

@@ -6,12 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from timm.layers import PatchEmbed, resample_abs_pos_embed
-from timm.models.vision_transformer import (
-    Block,
-    ResPostBlock,
-    VisionTransformer,
-    global_pool_nlc,
-)
+from timm.models.vision_transformer import Block, ResPostBlock, VisionTransformer, global_pool_nlc
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -174,11 +169,7 @@ class VisionEncoder(VisionTransformer):
         return EncoderOutput(x, kept, self.num_prefix_tokens, grid)
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """Rows and columns of patches of images [b, C, H, W].
-
-        Raises:
-            ValueError: patches do not tile them.
-        """
+        """Rows and columns of patches of images [b, C, H, W]; a ValueError if none fit."""
         height, width = images.shape[2:]
         patch = self.settings.patch_size
         if height % patch or width % patch:
@@ -212,14 +203,11 @@ class VisionEncoder(VisionTransformer):
         super()._load_from_state_dict(*args)
 
     def pool(self, tokens: Tensor, how: Pooling) -> Tensor:  # type: ignore[override]
-        """One vector per image, [b, D]: the [CLS] token, or the mean of the patch tokens.
+        """One vector per image, [b, D]: the [CLS] token, which must be there, or the patches' mean.
 
         Args:
             tokens: [b, P + K, D], of any block.
             how: "cls", "mean", "mean_cls", or "fc_norm" for the norm of the mean.
-
-        Raises:
-            UserError: "cls" is asked for and there is none.
         """
         if how == "cls" and self.cls_token is None:
             raise UserError("this encoder has no [CLS] token: pool the mean of its patches")
@@ -330,7 +318,6 @@ def sincos_2d(width: int, grid: int, prefix: int = 0) -> Tensor:
 
     Args:
         width: channels, a multiple of 4.
-        grid: cells per side.
         prefix: rows of zeros before them, for tokens that are no patches.
 
     Returns:

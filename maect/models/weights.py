@@ -33,11 +33,6 @@ def open_tensors(path: str | Path) -> safe_open:
     """A safetensors file, opened as patiently as other files: torch tensors.
 
     Whatever a file system refuses, even for a moment, safetensors calls a file that is not there.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: it is refused for a quarter of a minute.
-        SafetensorError: it is damaged.
     """
 
     def opened() -> safe_open:
@@ -51,11 +46,7 @@ def open_tensors(path: str | Path) -> safe_open:
 
 
 def load_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read named tensors and metadata; nothing in the file is executed.
-
-    Raises:
-        UserError: the file is missing or damaged.
-    """
+    """Read named tensors and metadata, or raise a UserError; nothing in the file is executed."""
     try:
         check_file(path)
         with safe_open(str(path), "pt") as file:
@@ -111,11 +102,7 @@ def load_any_encoder(path: str | Path) -> tuple[VisionEncoder | TimmEncoder, Enc
 
 
 def load_encoder_weights(path: str | Path) -> tuple[VisionEncoder, Encoder, Pooling]:
-    """The same of an encoder that is a plain ViT.
-
-    Raises:
-        UserError: it is another model, or not a file that `save_encoder` has written.
-    """
+    """The same of an encoder that is a plain ViT; a UserError if it is another model."""
     module, settings, pooling = load_any_encoder(path)
     if isinstance(module, TimmEncoder):
         raise UserError(f"{path}: {settings.foreign}, which is no plain ViT")

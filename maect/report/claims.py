@@ -213,11 +213,7 @@ def _methods(frame: pd.DataFrame | None, architecture: str) -> Collection[str]:
 
 
 def beyond_chance(differences: Sequence[float]) -> bool:
-    """Return whether the mean of paired differences is not zero, by a t-test at `LEVEL`.
-
-    Args:
-        differences: two or more.
-    """
+    """Return whether the mean of paired differences is not zero, by a t-test at `LEVEL`."""
     from scipy.stats import t as student  # takes a while
 
     mean, error = statistics.fmean(differences), statistics.stdev(differences)
@@ -226,13 +222,7 @@ def beyond_chance(differences: Sequence[float]) -> bool:
 
 
 def _error_of_images(key: Key, value: float, images: Mapping[str, int]) -> float:
-    """Standard deviation of an accuracy over as many other images, in percent; NaN: none is known.
-
-    Args:
-        key: where it stands.
-        value: in percent.
-        images: how many there are, by split; a column of no split is of `val`.
-    """
+    """Standard deviation of an accuracy over other images, in percent; NaN: none is known."""
     n = images.get(key[3]) or images.get("val")
     if key[0] not in ACCURACIES or not n or not 0 <= value <= 100:
         return math.nan
@@ -258,15 +248,8 @@ def compare(
     few labels the difference also has to pass a paired t-test over the sets of labels.
 
     Args:
-        text: the comparison.
-        tables: by name, as `build_table` makes them.
         suffix: `_paper` decides it with the paper's own numbers.
         seeds: the tables of each seed alone.
-        sets: likewise of each set of few labels.
-        images: how many are evaluated, by split.
-
-    Raises:
-        ValueError: not one of > >= < <= between two sides.
     """
     sides = re.split(r" ([<>]=?) ", text)
     if len(sides) != 3:
@@ -420,10 +403,6 @@ def on_plain_knn(statement: Statement) -> Statement:
 def claims_table(tables: Tables, **more: Any) -> pd.DataFrame:
     """All statements with their verdicts.
 
-    Args:
-        tables: by name, as `build_table` makes them, and those of `tables_of_runs`.
-        more: `seeds`, `sets` and `images` of `compare`.
-
     Returns:
         `claim`, `statement`, `paper` (where it is made), `verdict` (holds, fails, within noise,
         not comparable, not measured), `significant` (yes, no, `one seed`, or empty), `numbers`,
@@ -464,13 +443,7 @@ def tables_of_runs(rows: Sequence[Row], runs: Path) -> dict[str, pd.DataFrame]:
 def tables_of_seeds(
     shown: Sequence[ShownConfig], rows: Iterable[Row], runs: Path
 ) -> dict[int, dict[str, pd.DataFrame]]:
-    """All tables once more, of each seed alone; nothing where there is one seed of everything.
-
-    Args:
-        shown: the tables that are shown.
-        rows: models of any of them.
-        runs: folder of the runs.
-    """
+    """All tables once more, of each seed alone; nothing where there is one seed of everything."""
     rows = list(rows)
     seeds = sorted({seed_of(run) for row in rows for run in row.runs})
     made: dict[int, dict[str, pd.DataFrame]] = {}

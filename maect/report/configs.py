@@ -52,11 +52,7 @@ class ShownConfig(SettingsFile):
 
     @classmethod
     def of_results(cls, path: Path) -> Self:
-        """Read the file of a table or figure, of results that are there.
-
-        Raises:
-            UserError: as `read`; or there is no folder of evaluations, which it names.
-        """
+        """Read the file of a table or figure, of results that are there."""
         config = cls.read(path)
         if any(row.runs for row in config.rows):
             need(config.evaluations, f"folder of evaluations, which {path} names")

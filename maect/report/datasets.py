@@ -25,9 +25,6 @@ def build_datasets(config: DatasetsConfig) -> pd.DataFrame:
     """Return a line for each number that a run has on a data set, with the columns `COLUMNS`.
 
     `low` and `high` are the ends of its 95 % interval, empty where the evaluation has none.
-
-    Raises:
-        UserError: a result that cannot be read.
     """
     lines = []
     for (evaluation, metrics), run, (dataset, behind) in itertools.product(

@@ -30,16 +30,7 @@ def group_names(groups: Groups) -> list[str]:
 
 
 def group_numbers(groups: Groups, classes: Sequence[str], where: str) -> list[int]:
-    """Number of each class's group; -1: it is in none.
-
-    Args:
-        groups: of classes.
-        classes: names of the classes.
-        where: for messages, what names the classes.
-
-    Raises:
-        UserError: a class that is not there, unless the groups are a list of this package.
-    """
+    """Number of each class's group; -1: it is in none."""
     listed = _listed() if groups == "imagenet" else groups
     numbers = {name: number for number, group in enumerate(listed.values()) for name in group}
     for name in numbers:
@@ -51,5 +42,4 @@ def group_numbers(groups: Groups, classes: Sequence[str], where: str) -> list[in
 @cache
 def _listed() -> dict[str, list[str]]:
     text = resources.files("maect.report").joinpath("imagenet_groups.yaml").read_text("utf-8")
-    groups: dict[str, list[str]] = parse_yaml(text, "imagenet_groups.yaml")
-    return groups
+    return parse_yaml(text, "imagenet_groups.yaml")

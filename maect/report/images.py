@@ -1,6 +1,7 @@
 """The page to look through images: a map, groups and look-alikes of what `explore` has left.
 
-One file that needs no other and no network; the drawing is a script of its own in the template.
+A result that is missing, damaged, or of other images or another encoder raises a `UserError`. One
+file that needs no other and no network; the drawing is a script of its own in the template.
 """
 
 import base64
@@ -17,6 +18,7 @@ from PIL import Image
 
 from maect.core.errors import UserError
 from maect.core.files import read_mapping, read_record, write_text
+from maect.evaluate.clusters import Clusters
 from maect.evaluate.explore import columns_of
 from maect.records import EvaluationRecord
 from maect.report.configs import ImagesConfig
@@ -39,9 +41,7 @@ class Explored:
     """Output of the protocol `explore` for a run.
 
     Attributes:
-        run: its name.
         about: names of images (`names`), `splits` and `classes`; `side` of a picture in pixels.
-        arrays: by name.
     """
 
     run: str
@@ -50,11 +50,7 @@ class Explored:
 
     @classmethod
     def read(cls, path: Path) -> "Explored":
-        """Read the file.
-
-        Raises:
-            UserError: it is not there, or another one, or of another encoder.
-        """
+        """Read the file."""
         from safetensors import safe_open
 
         if result_file(path.parents[1], path.parent.name, path.stem, path.suffix) is None:
@@ -69,19 +65,20 @@ class Explored:
         """Number of images."""
         return len(self.arrays["ids"])
 
-    def members(self, group: int) -> np.ndarray:
-        """Positions of a group's images, those nearest to its mean first."""
-        return _members(self.arrays["clusters"], self.arrays["distance"], group)
+    @cached_property
+    def groups(self) -> Clusters:
+        """Groups of the images, and others by their number."""
+        names = ("grains", "grain_clusters", "grain_distance")
+        others = zip(*(self.arrays[name] for name in names), strict=True)
+        grains = {int(count): Clusters(cluster, distance) for count, cluster, distance in others}
+        return Clusters(self.arrays["clusters"], self.arrays["distance"], grains)
 
     def grains(self) -> dict[int, list[list[int]]]:
         """Groups with their images' positions by number of groups, the chosen one included."""
-        own = self.arrays["clusters"], self.arrays["distance"]
-        others = zip(self.arrays["grain_clusters"], self.arrays["grain_distance"], strict=True)
-        grains = dict(zip(self.arrays["grains"].tolist(), others, strict=True))
-        counts = {**grains, int(own[0].max()) + 1: own}
+        counts = {**self.groups.grains, self.groups.count: self.groups}
         return {
-            count: [_members(clusters, distance, group).tolist() for group in range(count)]
-            for count, (clusters, distance) in sorted(counts.items())
+            count: [groups.members(number).tolist() for number in range(count)]
+            for count, groups in sorted(counts.items())
         }
 
     @cached_property
@@ -106,16 +103,11 @@ class Explored:
             "run": self.run,
             "x": spots[:, 0].astype(int).tolist(),
             "y": spots[:, 1].astype(int).tolist(),
-            "chosen": int(self.arrays["clusters"].max()) + 1,
+            "chosen": self.groups.count,
             "grains": self.grains(),
             "near": self.arrays["neighbors"].tolist(),
             "similarity": np.round(self.arrays["similarity"].astype(float), 3).tolist(),
         }
-
-
-def _members(clusters: np.ndarray, distance: np.ndarray, group: int) -> np.ndarray:
-    rows = np.flatnonzero(clusters == group)
-    return rows[np.argsort(distance[rows], kind="stable")]
 
 
 def make_images(path: Path) -> None:
@@ -124,11 +116,7 @@ def make_images(path: Path) -> None:
 
 
 def images_page(config: ImagesConfig) -> str:
-    """The page.
-
-    Raises:
-        UserError: a result that is not there or cannot be read, or results of other images.
-    """
+    """The page."""
     explored = [Explored.read(path) for path in config.explored]
     first = explored[0]
     for other, path in zip(explored, config.explored, strict=True):
@@ -153,15 +141,7 @@ def images_page(config: ImagesConfig) -> str:
 
 
 def pairs_of(audit: Path, explored: Path) -> list[dict[str, Any]]:
-    """Pairs of images that look alike, the most similar first; none if they are of other images.
-
-    Args:
-        audit: as `maect audit` writes it.
-        explored: what `explore` left of a run; its JSON says of which images.
-
-    Raises:
-        UserError: `audit` is damaged, no record or of another format.
-    """
+    """Pairs of images that look alike, the most similar first; none if they are of other images."""
     if not audit.exists():
         return []
     found = read_record(audit)

@@ -61,18 +61,32 @@ class Detail:
     title: str
 
 
-@dataclass(frozen=True, config=STRICT)
-class Table:
-    """A table."""
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class Shown:
+    """A table or figure of the report."""
 
     title: str
     paper: str
-    """Where it is in the paper."""
-    metrics: tuple[Metric, ...]
+    """Where it is in the paper; empty: nowhere."""
     caption: str
     """What the report says of it."""
     compared: str = ""
     """What it adds where the paper is compared with; empty: where it is in the paper."""
+
+    def about(self, compare: bool) -> str:
+        """Return what the report says of it, `compare`: beside the paper's."""
+        if not (compare and self.paper):
+            return self.caption
+        number = self.paper.partition(" ")[2]
+        where = self.paper.lower() if number.isdecimal() else self.paper
+        return f"{self.caption} {self.compared or f'Paper: {where}.'}"
+
+
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class Table(Shown):
+    """A table."""
+
+    metrics: tuple[Metric, ...]
     evaluations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Rows (by method) that are evaluated by other evaluations than their column's."""
     details: tuple[Detail, ...] = ()
@@ -120,24 +134,13 @@ class Table:
         beyond = f"Tables beyond the paper: {self.title}"  # sorted behind `Table 21`
         return {"table": (_label(self.title, self.paper) or beyond) if compare else self.title}
 
-    def about(self, compare: bool) -> str:
-        """Return what the report says of it, `compare`: beside the paper's."""
-        return _about(self.caption, self.compared, self.paper if compare else "")
 
-
-@dataclass(frozen=True, config=STRICT)
-class Figure:
+@dataclass(frozen=True, config=STRICT, kw_only=True)
+class Figure(Shown):
     """A figure."""
 
-    title: str
-    paper: str
-    """Where it is in the paper; empty: nowhere."""
     draw: str
     """`MODULE:FUNCTION` of `maect.report.figures`: a `ShownConfig` to a matplotlib figure."""
-    caption: str
-    """What the report says of it."""
-    compared: str = ""
-    """What it adds where the paper is compared with; empty: where it is in the paper."""
     needs: tuple[str, ...] = ()
     """The evaluations that it shows: it can be drawn of rows that have one of them,"""
     besides: tuple[str, ...] = ()
@@ -163,10 +166,6 @@ class Figure:
         beyond = f"{self.title} (not in the paper)"
         return {"figure": (_label(self.title, self.paper) or beyond) if compare else self.title}
 
-    def about(self, compare: bool) -> str:
-        """Return what the report says of it, `compare`: beside the paper's."""
-        return _about(self.caption, self.compared, self.paper if compare else "")
-
 
 def can_show(
     name: str,
@@ -174,14 +173,7 @@ def can_show(
     rows: Iterable[Row],
     made: Collection[tuple[str, str]],
 ) -> bool:
-    """Return whether a table or figure has anything to show.
-
-    Args:
-        name: which.
-        figure: not a table.
-        rows: its lines.
-        made: evaluations that are made, as (run, name).
-    """
+    """Return whether a table or figure has anything to show."""
     needs = FIGURES[name].needs if figure else ()
     if figure and not needs:
         return True
@@ -202,15 +194,6 @@ def _label(title: str, paper: str) -> str:
     kind, _, number = paper.partition(" ")
     # A space sorts before a digit.
     return f"{kind} {number:>2}: {title}" if number.isdecimal() else ""
-
-
-def _about(caption: str, compared: str, paper: str) -> str:
-    """A caption, and what is compared with; `paper`: where that is, empty for nothing."""
-    if not paper:
-        return caption
-    number = paper.partition(" ")[2]
-    where = paper.lower() if number.isdecimal() else paper
-    return f"{caption} {compared or f'Paper: {where}.'}"
 
 
 _SCORES = {"accuracy": "ACC", "nmi": "NMI", "ami": "AMI", "ari": "ARI"}

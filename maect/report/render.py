@@ -130,9 +130,6 @@ def printed(
 
     With the rows it was built from it also has every result behind it, and each number leads to its
     own. With `compare` it says where it is in the paper.
-
-    Raises:
-        UserError: unknown table, or a result or completion record that cannot be read.
     """
     table = entry(name, TABLES, "table")
     metrics = columns_shown(frame, table)

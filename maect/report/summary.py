@@ -32,11 +32,7 @@ def make_summary(path: Path) -> None:
 
 
 def summary_page(config: SummaryConfig) -> str:
-    """The page; it needs no other file.
-
-    Raises:
-        UserError: a table or figure that is not there, or not one of the registry.
-    """
+    """The page; it needs no other file."""
     table = config.table and printed(read_table(config.table), config.table.stem)
     claims = None
     if config.claims is not None:
@@ -188,7 +184,7 @@ def _groups(path: Path) -> list[dict[str, Any]]:
             "size": size,
             "pictures": [
                 data_uri(explored.picture(row), "jpeg")
-                for row in explored.members(number)[:PICTURES]
+                for row in explored.groups.members(number)[:PICTURES]
             ],
         }
         for number, size in enumerate(sizes[:GROUPS].tolist())

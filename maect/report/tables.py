@@ -1,4 +1,7 @@
-"""Tables: results beside the paper's numbers, and what the training behind each model cost."""
+"""Tables: results beside the paper's numbers, and what the training behind each model cost.
+
+A result or record that is missing or cannot be read, and an unknown table, raises a `UserError`.
+"""
 
 import io
 import itertools
@@ -8,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pandas as pd
 
@@ -30,11 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def read_metrics(path: Path) -> dict[str, Any]:
-    """The metrics of an evaluation's JSON.
-
-    Raises:
-        UserError: not a result of an evaluation.
-    """
+    """The metrics of an evaluation's JSON."""
     return EvaluationRecord.read(path).metrics
 
 
@@ -103,15 +102,9 @@ def measured(
     """Mean over the runs and sample standard deviation; None where there is nothing to compute.
 
     Args:
-        evaluations: folder of the results.
-        runs: one a seed.
         names: evaluations that may give the metric: the first that any run has, of all of them.
-        key: the metric.
         std: metric that holds the standard deviation where there is one run.
         part: of the sets of few labels, this one alone.
-
-    Raises:
-        UserError: a value that is not a finite number.
     """
     of_each = ([result_of(evaluations, run, (name,), key) for run in runs] for name in names)
     paths = next((found for one in of_each if (found := [*filter(None, one)])), [])
@@ -130,11 +123,7 @@ def measured(
 
 @cache
 def paper_table(name: str) -> pd.DataFrame:
-    """The paper's numbers of a table, indexed by architecture and method; not to be changed.
-
-    Raises:
-        UserError: no such table.
-    """
+    """The paper's numbers of a table, indexed by architecture and method; not to be changed."""
     entry(name, TABLES, "table")
     text = FOLDER / f"{name}.csv"
     if not text.is_file():
@@ -144,19 +133,16 @@ def paper_table(name: str) -> pd.DataFrame:
 
 def paper_value(name: str, architecture: str, method: str, column: str) -> float | None:
     """One number of the paper, or None where it prints none."""
-    table = paper_table(name)
-    if (architecture, method) not in table.index or column not in table.columns:
-        return None
-    value = float(cast(float, table.at[(architecture, method), column]))
-    return None if math.isnan(value) else value
+    value = _paper_cell(name, architecture, method, column)
+    return None if value is None else float(value)
 
 
-def _paper_text(name: str, architecture: str, method: str, column: str) -> str | None:
-    """Return what the paper prints in a column of text, or None."""
+def _paper_cell(name: str, architecture: str, method: str, column: str) -> Any:
+    """Return what the paper prints, a number or a text, or None."""
     table = paper_table(name)
     known = (architecture, method) in table.index and column in table.columns
     value: Any = table.at[(architecture, method), column] if known else None
-    return None if pd.isna(value) else str(value)
+    return None if pd.isna(value) else value
 
 
 def _texts(table: Table) -> list[str]:
@@ -190,11 +176,7 @@ def build_table(
     """A table of the registry.
 
     Args:
-        name: which.
-        rows: its lines.
-        evaluations: folder of the results.
         paper: whether to put the paper's numbers beside them.
-        runs: folder of the runs, whose records tell how they were trained.
         as_printed: in the rows where the paper prints them; else those of the public MAE, which the
             paper mixes with its own, stand in the row `mae_public`.
         part: of the sets of few labels, this one alone; other metrics are left empty.
@@ -203,9 +185,6 @@ def build_table(
         `architecture`, `method`, then `D` and `D_paper` for every detail D, None where nothing is
         known, and `M`, `M_std`, `M_paper` for every metric M, in the paper's units. NaN where
         nothing was run, where there is one seed, where the paper has no number.
-
-    Raises:
-        UserError: unknown table, a model twice, or a result that cannot be read.
     """
     table, rows = entry(name, TABLES, "table"), list(rows)
     of_models = _of_models(table, rows, evaluations)
@@ -227,7 +206,7 @@ def build_table(
         for detail in table.details:
             key = row.architecture, row.method, detail.name
             line[detail.name] = trained_with(detail.name, row, runs) if runs else None
-            line[f"{detail.name}_paper"] = _paper_text(source, *key) if paper else None
+            line[f"{detail.name}_paper"] = _paper_cell(source, *key) if paper else None
         for metric in metrics:
             names = table.evaluations_of(metric, row.method)
             if metric.by_model:
@@ -268,11 +247,7 @@ def write_table(frame: pd.DataFrame, path: Path) -> None:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """Read a table that `write_table` wrote.
-
-    Raises:
-        UserError: no such file, not a table, or not as it was written.
-    """
+    """Read a table that `write_table` wrote."""
     texts = _texts(TABLES[path.stem]) if path.stem in TABLES else []
     text = read_table_text(path)
     try:
@@ -293,9 +268,6 @@ def trained_with(setting: str, row: Row, runs: Path) -> str | None:
 
     Once if it is the same in all; an en dash for imported weights, if they were trained on; None
     if nothing is known.
-
-    Raises:
-        UserError: a record that is missing or not one.
     """
     if not row.runs or not is_finished(runs / row.runs[0]):
         return None
@@ -311,11 +283,7 @@ def trained_with(setting: str, row: Row, runs: Path) -> str | None:
 
 
 def chain(run: str, runs: Path) -> list[RunRecord]:
-    """Records of a run and of all it started from, the run itself first.
-
-    Raises:
-        UserError: a record that is missing or not one.
-    """
+    """Records of a run and of all it started from, the run itself first."""
     records: list[RunRecord] = []
     name: str | None = run
     while name is not None:
@@ -328,11 +296,7 @@ def chain(run: str, runs: Path) -> list[RunRecord]:
 
 
 def flops_of_step(record: RunRecord) -> float:
-    """Operations of one update of a finished run, counted from its settings.
-
-    Raises:
-        UserError: settings that this version does not have.
-    """
+    """Operations of one update of a finished run, counted from its settings."""
     stage, encoder = recorded(record), record.encoder
     if encoder is None or not isinstance(stage, Training):
         raise UserError(f"run {record.run}: trained nothing; run it again")
@@ -361,9 +325,6 @@ def cost_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
         (percent of the pre-training), each with `_std` over seeds and `_paper` (empty: not
         printed), as in the other tables. Rows whose runs are not finished have empty cells; rows
         whose cost no run will ever tell, since it is that of imported weights, are left out.
-
-    Raises:
-        UserError: a record that cannot be read.
     """
     return _by_row(rows, runs, COST, lambda run: hours_of(chain(run, runs)))
 
@@ -375,9 +336,6 @@ def trained_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
         As `cost_table`, with `hours` and `pretraining_epochs`, of the training that the model
         begins with, NaN where that was imported. Rows of weights as they were imported are left
         out.
-
-    Raises:
-        UserError: a record that cannot be read.
     """
 
     def cost(run: str) -> tuple[float, float]:
@@ -395,9 +353,6 @@ def pretraining_table(rows: Iterable[Row], runs: Path) -> pd.DataFrame:
     Returns:
         As `cost_table`, with `nnclr_loss`: the mean over the first tenth of the epochs. Rows of
         pre-trainings without an NNCLR head are left out.
-
-    Raises:
-        UserError: a record or log that cannot be read.
     """
 
     def start(run: str) -> tuple[float]:
@@ -418,11 +373,7 @@ def _by_row(
 ) -> pd.DataFrame:
     """Return the records of each row's finished runs; without rows that never have any.
 
-    Args:
-        rows: its lines.
-        runs: folder of the runs.
-        columns: of the table.
-        values_of: the values of these columns for a run, NaN where there is none.
+    `values_of` gives the columns' values for a run, NaN where there is none.
     """
     lines = []
     for row in rows:

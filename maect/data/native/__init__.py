@@ -91,11 +91,7 @@ def _outputs(out: Images, axes: int) -> tuple[NDArray[np.int32], NDArray[np.uint
 
 
 def render(data: bytes, geometries: NDArray[np.int32], out: Images) -> bool:
-    """As `maect.data.decode.render`, for the JPEGs it can take.
-
-    Returns:
-        Whether `out` was made; if not, the image is corrupt or not an ordinary JPEG.
-    """
+    """As `maect.data.decode.render`, for ordinary JPEGs; False of others, or of a corrupt one."""
     native = library()
     if native is None:
         return False

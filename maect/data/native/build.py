@@ -22,11 +22,7 @@ _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra")
 
 
 def compile_c(sources: Sequence[Path], output: Path, *flags: str) -> None:
-    """Compile and link against libjpeg.
-
-    Raises:
-        UserError: no compiler, no headers, or an error, with a hint.
-    """
+    """Compile and link against libjpeg, or raise a UserError with a hint."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
     if not compiler:
         raise UserError(f"native decoder: no C compiler; {_HINT}")

@@ -74,22 +74,14 @@ BUNDLED = {
 
 
 def find_source(kind: str) -> type[Source]:
-    """The source of a name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The source of a name."""
     return entry(kind, SOURCES, "kind of source")
 
 
 def open_source(
     kind: str, path: Path, labels: Path | None = None, pixels: "Pixels | None" = None
 ) -> ImageSource:
-    """The images of a folder or file, and what their data set says of their pixels.
-
-    Raises:
-        UserError: unknown kind, one without images of its own, or one that takes no labels.
-    """
+    """The images of a folder or file, and what their data set says of their pixels."""
     source = find_source(kind)
     if not issubclass(source, ImageSource):
         raise UserError(f"kind {kind} has no images of its own")
@@ -105,9 +97,6 @@ def kind_of(path: Path) -> str | None:
 
     None: a folder of image files, whose folders may be classes, or nothing that is known. Archives
     and tables beside these are none of it.
-
-    Raises:
-        UserError: a folder with a single tar, of which it is not sure what it is.
     """
     suffix = path.suffix.lower()
     if path.is_dir():

@@ -195,9 +195,6 @@ def tar_members(file: IO[bytes], offset: int, where: str) -> list[tuple[str, int
     """Name, offset in `file` and size of each file of a tar that starts at `offset`.
 
     A link is the file that it leads to.
-
-    Raises:
-        UserError: damaged, or a link to an image that is not in the tar.
     """
     length = os.fstat(file.fileno()).st_size
     file.seek(offset)

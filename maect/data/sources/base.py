@@ -1,4 +1,8 @@
-"""Base of the sources: a declaration, and how its images are listed and read."""
+"""Base of the sources: a declaration, and how its images are listed and read.
+
+What cannot be used raises a `UserError` when it is listed: nothing there, an empty class, a name
+twice, labels that do not fit. An image that is gone raises an `OSError` when it is read.
+"""
 
 import logging
 import os
@@ -115,18 +119,10 @@ class ImageSource(Source):
 
     @abstractmethod
     def list_images(self) -> Listing:
-        """All images, in an order that only their names decide.
-
-        Raises:
-            UserError: an empty class, wrong labels, and whatever else cannot be used.
-        """
+        """All images, in an order that only their names decide."""
 
     def listing(self) -> Listing:
-        """Return what `list_images` finds, if it can be sharded.
-
-        Raises:
-            UserError: there is nothing, or a name twice.
-        """
+        """Return what `list_images` finds, if it can be sharded."""
         if not is_there(self.path):
             raise UserError(f"{self.path}: no such file or folder; the images are expected there")
         listing = self.list_images()
@@ -140,11 +136,7 @@ class ImageSource(Source):
         return listing
 
     def read(self, entry: Entry) -> bytes:
-        """The bytes of an image file; several threads read at once.
-
-        Raises:
-            OSError: gone or unreadable.
-        """
+        """The bytes of an image file; several threads read at once."""
         with open(self.root / entry.path, "rb") as file:
             if entry.offset < 0:
                 return file.read()
@@ -153,9 +145,7 @@ class ImageSource(Source):
     def read_ahead(self, entries: Sequence[Entry], folder: Path) -> None:
         """Prepare to read these images next, where one cannot be read without many others.
 
-        Args:
-            entries: the images.
-            folder: for files that are needed meanwhile.
+        `folder` takes files that are needed meanwhile.
         """
 
     def known_classes(self) -> Sequence[str] | None:
@@ -169,11 +159,7 @@ def is_there(path: Path) -> bool:
 
 
 def files_of(path: Path, *suffixes: str) -> list[Path]:
-    """A file, those that a pattern fits, or all with the suffixes in a folder; by name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """A file, those that a pattern fits, or all with the suffixes in a folder; by name."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes)
     else:
@@ -187,10 +173,6 @@ def walk_images(root: Path) -> Iterator[tuple[str, bool]]:
     """Names relative to `root`, sorted, and whether each looks like an image; hidden ones not.
 
     Links are followed.
-
-    Raises:
-        UserError: a folder that cannot be read, a link back to a folder that it lies in, or a pipe
-            or device that is named like an image.
     """
     # Folders still to read: the name below `root` with a slash, and all that it lies in.
     pending: list[tuple[str, tuple[tuple[int, int], ...]]] = [("", ())]
@@ -247,30 +229,26 @@ def _leads_back(link: os.DirEntry[str], folder: str, chain: tuple[tuple[int, int
     return (status.st_dev, status.st_ino) in chain or os.path.commonpath([inner, outer]) == outer
 
 
-def read_list(path: Path) -> list[str]:
-    """Names in a text file, one a line, such as SimCLR's and MSN's low-shot lists.
-
-    Raises:
-        UserError: unreadable, empty, or with a repeated name.
-    """
+def text_lines(path: Path) -> list[str]:
+    """Lines of a text file, or a UserError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a text file in UTF-8 ({error.reason})") from None
-    names = [line.strip() for line in lines if line.strip()]
+
+
+def read_list(path: Path) -> list[str]:
+    """Names in a text file, one a line, such as SimCLR's and MSN's low-shot lists."""
+    names = [line.strip() for line in text_lines(path) if line.strip()]
     if not names or len(set(names)) != len(names):
         raise UserError(f"{path}: {'names repeat' if names else 'empty'}")
     return names
 
 
 def class_folders(source: Path) -> list[str]:
-    """Sorted names of the folders in `source`.
-
-    Raises:
-        UserError: `source` is no folder, has no folders, or one whose name is not UTF-8.
-    """
+    """Sorted names of the folders in `source`."""
     if not source.is_dir():
         raise UserError(f"{source}: not a folder")
     names = sorted(
@@ -294,11 +272,7 @@ def is_utf8(name: str) -> bool:
 
 
 def list_classes(source: Path, folders: list[tuple[str, int]], class_names: list[str]) -> Listing:
-    """Images in class folders, given each folder's label.
-
-    Raises:
-        UserError: a class without images.
-    """
+    """Images in class folders, given each folder's label."""
     beside = [e.name for e in os.scandir(source) if not is_folder(e) and not e.name.startswith(".")]
     if images := sum(os.path.splitext(name)[1].lower() in SUFFIXES for name in beside):
         log.warning("%s: left out: %s in no class folder", source, counted(images, "image"))

@@ -57,11 +57,7 @@ def _stats(source: ImageSource, names: Iterable[str]) -> dict[str, Stat]:
 
 
 def _noted(out: Path) -> dict[str, Stat]:
-    """Return what `note_files` wrote.
-
-    Raises:
-        UserError: it is damaged, which is said: whoever asks may do without.
-    """
+    """Return what `note_files` wrote."""
     try:
         files = read_json(out / FILES)["files"]
     except UserError as error:
@@ -212,13 +208,7 @@ def may_differ(out: Path, images: Path) -> bool:
 
 
 def advice(out: Path, found: Changes, again: Path | None = None) -> str:
-    """Return what has changed of the images in finished shards, and what to do.
-
-    Args:
-        out: the shards.
-        found: the changes.
-        again: what has to be removed so that they are made again; the shards by default.
-    """
+    """Return what has changed of the images in finished shards, and what to do."""
     plan, lists = read_mapping(out / "plan.json"), ""
     if "unlisted" in plan and (found.added or found.removed):
         such = f" such as {plan['only']}" if "only" in plan else ""

@@ -32,11 +32,7 @@ class Corrupted(Folder):
         """The RGB image of this name, changed."""
 
     def list_images(self) -> Listing:
-        """As of `folder`.
-
-        Raises:
-            UserError: also where the data set has other images than pictures.
-        """
+        """As of `folder`."""
         if self.pixels is not None and self.pixels.channels not in (1, 3):
             raise UserError(
                 f"{self.path}: kind {self.kind} changes pictures in colour or grey, and the data "
@@ -45,12 +41,7 @@ class Corrupted(Folder):
         return super().list_images()
 
     def read(self, entry: Entry) -> bytes:
-        """The changed image, encoded.
-
-        Raises:
-            OSError: gone or unreadable.
-            UnreadableError: no image.
-        """
+        """The changed image, encoded."""
         from maect.data.convert import as_stored
         from maect.recipes import Pixels
 

@@ -55,11 +55,7 @@ class Masks(Unlabelled):
     numbers = True
 
     def list_images(self) -> Listing:
-        """All masks.
-
-        Raises:
-            UserError: one whose format does not keep numbers.
-        """
+        """All masks."""
         listing = super().list_images()
         for entry in listing.entries:
             if not entry.name.lower().endswith(LOSSLESS):

@@ -16,6 +16,7 @@ from maect.data.sources.base import (
     Listing,
     class_folders,
     list_classes,
+    text_lines,
     walk_images,
 )
 
@@ -146,9 +147,6 @@ def read_labels(path: Path) -> dict[str, int]:
     Args:
         path: the devkit as distributed (.tar.gz) or unpacked, or a text file with lines
             `name label`, separated by white space or commas; a label is 0 to 999 or a WordNet id.
-
-    Raises:
-        UserError: unreadable, or an unknown label.
     """
     if path.is_dir():
         return _devkit(lambda name: open(path / name, "rb"), path)
@@ -160,12 +158,8 @@ def read_labels(path: Path) -> dict[str, int]:
                 return _devkit(lambda name: tar.extractfile(f"{root}/{name}"), path)
         except (tarfile.TarError, zlib.error, KeyError, ValueError, OSError, EOFError) as error:
             raise UserError(f"{path}: not the ImageNet devkit ({error})") from None
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
     labels = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text_lines(path), 1):
         words = next(csv.reader([line.replace(",", " ")], delimiter=" ", skipinitialspace=True), [])
         if not words or words[0] == "ImageId":  # the header of the Kaggle list
             continue

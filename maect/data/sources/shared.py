@@ -36,12 +36,7 @@ def finished(own: Path) -> dict[Path, ShardsConfig]:
 
 
 def shards_of(features: Path, split: str) -> Path | None:
-    """Folder of the shards whose features a file of a results folder holds; None: not there.
-
-    Args:
-        features: RESULTS/features/RUN/DATASET-SPLIT.safetensors, or DATASET-SPLIT.HOW.safetensors.
-        split: the split.
-    """
+    """Folder of the shards whose features a file of a results folder holds; None: not there."""
     for own in sorted(features.absolute().parent.parent.parent.glob(f"shards/*/{split}")):
         if f"{features.stem}.".startswith(f"{own.parent.name}-{split}."):
             return own if (own / "index.json").exists() else taken(own)

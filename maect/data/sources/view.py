@@ -31,15 +31,9 @@ def read_classes(text: str) -> tuple[str, ...]:
 
 
 def check_classes(classes: str, shards: Path, split: ImageSource) -> None:
-    """Look for a view's classes in its split, as far as that is known before it is sharded.
+    """Look for a view's classes in its split, as far as they are known before it is sharded.
 
-    Args:
-        classes: as for `read_classes`.
-        shards: where that split's shards are, or will be.
-        split: what they are made of.
-
-    Raises:
-        UserError: a class that the split does not have.
+    The shards of that split are there, or will be; `split` is what they are made of.
     """
     if classes not in CLASS_LISTS and not Path(classes).exists():
         return

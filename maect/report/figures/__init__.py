@@ -3,7 +3,8 @@
 How all of them look and are written is here: the same bytes for the same numbers.
 
 Of several seeds the first is drawn where a figure shows one model; rows that have nothing to show
-are left out.
+are left out. A figure without anything to draw, or a result that cannot be read, raises a
+`UserError`.
 """
 
 from collections.abc import Sequence
@@ -105,11 +106,7 @@ def blank(axes: Axes | Sequence[Axes]) -> None:
 
 
 def make_figure(path: Path) -> None:
-    """`maect page figures/NAME.yaml`: beside it NAME as PDF and PNG.
-
-    Raises:
-        UserError: no such figure, nothing to draw, or a result that cannot be read.
-    """
+    """`maect page figures/NAME.yaml`: beside it NAME as PDF and PNG."""
     shown = ShownConfig.of_results(path)
     draw(shown, path.with_suffix(".pdf"), path.with_suffix(".png"))
 

@@ -55,11 +55,7 @@ def setting(result: Path, key: str) -> Any:
 
 
 def read_tensors(path: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Read named arrays of a safetensors file.
-
-    Raises:
-        UserError: no such file, a damaged one, not a safetensors file, or an array is not there.
-    """
+    """Read named arrays of a safetensors file."""
     if not path.exists():
         raise UserError(f"{path}: no such file; run the {path.stem} evaluation first")
     checked_sha256(path)

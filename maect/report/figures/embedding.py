@@ -44,11 +44,7 @@ class Panel:
 
 
 def read_points(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read `points` (float [n, 2]) and `labels` (int [n], -1 unlabelled).
-
-    Raises:
-        UserError: no such file, or not points and labels of these shapes.
-    """
+    """Read `points` (float [n, 2]) and `labels` (int [n], -1 unlabelled)."""
     tensors = read_tensors(path, ["points", "labels"])
     points, labels = tensors["points"], tensors["labels"]
     if points.ndim != 2 or points.shape[1] != 2 or labels.shape != points.shape[:1]:
@@ -147,11 +143,7 @@ def _square(axes: Axes, points: np.ndarray) -> None:
 
 
 def draw_panels(drawn: Sequence[Panel], classes: Classes) -> Figure:
-    """Embeddings as panels of one figure.
-
-    Raises:
-        UserError: nothing to draw, or a file that cannot be read.
-    """
+    """Embeddings as panels of one figure."""
     if not drawn:
         raise UserError("umap figure: no run has an embedding; run the umap evaluation first")
     read = [read_points(panel.points) for panel in drawn]

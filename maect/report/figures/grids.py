@@ -12,13 +12,7 @@ from PIL import Image
 from maect.core.errors import UserError
 from maect.report.configs import ShownConfig
 from maect.report.figures import WIDTH, blank, panels
-from maect.report.figures.data import (
-    Classes,
-    finished_runs,
-    read_tensors,
-    result_files,
-    setting,
-)
+from maect.report.figures.data import Classes, finished_runs, read_tensors, result_files, setting
 
 COLUMNS = 2
 NAMED_CLASSES = 20  # with more, names would overlap
@@ -32,9 +26,6 @@ def confusion(shown: ShownConfig) -> Figure:
     Of all classes if they are few, else of the first subset there is. Reads
     `clustering.safetensors`: `confusion` int64 [k, k], rows classes, columns the cluster that each
     class was matched to; `labels` int64 [n], class of each sample; a subset's with its name before.
-
-    Raises:
-        UserError: nothing to draw, or a file that cannot be read.
     """
     results, titles = result_files(shown, ".safetensors"), Classes(shown)
     if not results:
@@ -98,9 +89,6 @@ def cluster_retrieval(shown: ShownConfig) -> Figure:
 
     Reads `retrieval.safetensors`: `cluster_images` uint8 [k, n, S, S, 3], `cluster_labels` int64
     [k, n] and `cluster_classes` int64 [k], the class that a cluster was matched to, -1 for none.
-
-    Raises:
-        UserError: nothing to draw, or a file that cannot be read.
     """
     results = result_files(shown, ".safetensors")
     titles = Classes(shown)
@@ -140,9 +128,6 @@ def neighbor_retrieval(shown: ShownConfig) -> Figure:
     Reads `retrieval.safetensors`: `query_images` uint8 [q, S, S, 3], `query_labels` int64 [q],
     `neighbor_images` uint8 [q, n, S, S, 3] and `neighbor_labels` int64 [q, n], nearest first, of
     the same queries for every model.
-
-    Raises:
-        UserError: nothing to draw, a file that cannot be read, or other queries.
     """
     results, titles = result_files(shown, ".safetensors"), Classes(shown)
     if not results:

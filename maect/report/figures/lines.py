@@ -18,12 +18,7 @@ from maect.core.errors import UserError
 from maect.records import is_finished
 from maect.report.configs import ShownConfig
 from maect.report.figures import COLORS, LINES, MARKERS, WIDTH, method_style, panels
-from maect.report.figures.data import (
-    finished_runs,
-    result_files,
-    row_title,
-    stage_title,
-)
+from maect.report.figures.data import finished_runs, result_files, row_title, stage_title
 from maect.report.tables import (
     KEYS,
     build_table,
@@ -90,11 +85,7 @@ def points_of(table: pd.DataFrame, cost: pd.DataFrame) -> list[Point]:
 
 
 def gpu_hours(shown: ShownConfig) -> Figure:
-    """Linear probing accuracy against device hours (log scale), one line a method.
-
-    Raises:
-        UserError: no model has both.
-    """
+    """Linear probing accuracy against device hours (log scale), one line a method."""
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
     points = points_of(build_table("gpu_hours", *asked), cost_table(shown.rows, shown.runs))
     if not points:
@@ -143,11 +134,7 @@ def gpu_hours(shown: ShownConfig) -> Figure:
 
 
 def knn_compute(shown: ShownConfig) -> Figure:
-    """k-NN accuracy against operations: of finished models, and of the first seed on its way.
-
-    Raises:
-        UserError: no model has both an accuracy and a completion record.
-    """
+    """k-NN accuracy against operations: of finished models, and of the first seed on its way."""
     frame = build_table("low_shot", shown.rows, shown.evaluations)[[*KEYS, "knn", "knn_std"]]
     known = {line[:2]: line[2:] for line in frame.itertuples(index=False, name=None)}
     figure, (ax,) = panels(1, 1, height=3.2)
@@ -189,11 +176,7 @@ def knn_compute(shown: ShownConfig) -> Figure:
 
 
 def gain_by_precision(shown: ShownConfig) -> Figure:
-    """k-NN accuracy that tuning adds, against how often its lookup was right while it trained.
-
-    Raises:
-        UserError: no tuned run has both, beside the k-NN of the run that it begins with.
-    """
+    """k-NN accuracy that tuning adds, against how often its lookup was right while it trained."""
     figure, (ax,) = panels(1, 1, height=3.2)
     lines = dict[str, list[tuple[float, float, float]]]()
     points = list[tuple[str, str, tuple[float, float, float]]]()
@@ -265,11 +248,7 @@ def _gain(shown: ShownConfig, run: str) -> tuple[str, str, float, float] | None:
 
 
 def label_efficiency(shown: ShownConfig) -> Figure:
-    """Accuracy against the number of labels, a panel an architecture, a line a method.
-
-    Raises:
-        UserError: nothing was measured.
-    """
+    """Accuracy against the number of labels, a panel an architecture, a line a method."""
     asked = shown.rows, shown.evaluations, shown.compare_with_paper
     low_shot, fine_tune = build_table("low_shot", *asked), build_table("fine_tune", *asked)
     wanted = [c for c in fine_tune.columns if c.startswith("fine_tune")]
@@ -319,9 +298,6 @@ def color_histogram(shown: ShownConfig) -> Figure:
 
     Reads `color_histogram.json`, whose metric `errors` is a list, one value a block from the first
     to the last, in percent of the error of a uniform prediction.
-
-    Raises:
-        UserError: nothing to draw, or a result without `errors`.
     """
     results = result_files(shown, ".json")
     if not results:
@@ -348,9 +324,6 @@ def knn_per_block(shown: ShownConfig) -> Figure:
     """k-NN accuracy after each block, one line a model: the mean over its runs, and the deviation.
 
     Reads `knn_per_block.json`, whose metric `knn_standardized` is a list, one value a block.
-
-    Raises:
-        UserError: nothing to draw, a result without that list, or runs of unequally many blocks.
     """
     figure, (ax,) = panels(1, 1, height=2.9)
     most = 0
@@ -415,9 +388,6 @@ def training_curves(shown: ShownConfig) -> Figure:
     Losses of different stages are not comparable. Where a pre-training has two, MAE's is beside
     that of others, and NNCLR's has a panel of its own. So has what was found where encoders were
     evaluated while they trained: k-NN accuracy on training images, RankMe, uniformity, alignment.
-
-    Raises:
-        UserError: nothing to draw, or a file without epochs and losses.
     """
     drawn: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {
         stage_title(stage): {} for stage in STAGES

@@ -65,11 +65,7 @@ def fills() -> dict[str, str]:
 
 
 def pipeline(shown: ShownConfig) -> Figure:
-    """The finished runs behind the rows, from left (nothing) to right (tuned).
-
-    Raises:
-        UserError: no run, or one that starts from an unknown run.
-    """
+    """The finished runs behind the rows, from left (nothing) to right (tuned)."""
     nodes = finished_runs(shown)
     if not nodes:
         raise UserError("pipeline figure: the experiment has no run")

@@ -174,7 +174,7 @@ def test_held_out_images_choose_and_nothing_learns_from_them(images: Path, tmp_p
     encoding = Encoding(job.run / "encoder.safetensors", CPU)
     train, test = open_index(job.path("train")), open_index(job.path("test"))
     probes = Probes(Trial(Rank(), job, encoding, train, test, ""), SETTINGS)
-    held, learnt = probes.held, probes.learnt
+    held, learnt = probes.choosing, probes.learnt
     assert held.n == 30 and not np.isin(held.rows[:, ID], learnt.rows[:, ID]).any()
     assert held.n + learnt.n == train.n
     assert {*metrics["chosen"]} == {"cls", "mean", "cls_mean", "patches"}

@@ -8,7 +8,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from maect.core.errors import UserError
-from maect.evaluate.logistic import PENALTIES, choose, fitted
+from maect.evaluate.logistic import PENALTIES, best, choose, fitted
 from maect.evaluate.sampling import held_out, intervals
 from maect.evaluate.training_free import KNN_BEST, KNN_HELD_OUT, with_labels, without_labels
 from maect.recipes import KNN_K, KNN_TEMPERATURE
@@ -81,15 +81,17 @@ def test_measures_are_those_of_a_second_implementation() -> None:
 def test_the_penalty_is_chosen_on_what_is_held_out() -> None:
     train, labels = clouds(80, 4, spread=2.0)
     held = held_out(labels, [f"{i:03d}" for i in range(80)], 4)
-    c, tried = choose(train, labels, held)
-    assert len(tried) == 8 and tried[c] == max(tried.values())
-    model = fitted(train[~held], labels[~held], c)
-    assert tried[c] == pytest.approx(
-        100 * float((model.predict(train[held]) == labels[held]).mean())
+    tried = choose(train, labels, held)
+    c, accuracies = best(tried), {one["c"]: one["accuracy"] for one in tried}
+    assert len(tried) == 8 and accuracies[c] == max(accuracies.values())
+    predict = fitted(train[~held], labels[~held], c)
+    assert accuracies[c] == pytest.approx(
+        100 * float((predict(train[held]) == labels[held]).mean())
     )
     wrong = labels.copy()
     wrong[held] = (labels[held] + 1) % 4
-    assert max(choose(train, wrong, held)[1].values()) < max(tried.values())
+    others = choose(train, wrong, held)
+    assert max(one["accuracy"] for one in others) < max(accuracies.values())
 
 
 def test_what_is_too_little_is_refused_or_left_out() -> None:
