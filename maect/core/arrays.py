@@ -26,12 +26,7 @@ def write_arrays(path: Path, arrays: Arrays, texts: Mapping[str, str]) -> None:
 
 
 def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
-    """Read what `write_arrays` wrote.
-
-    Raises:
-        UserError: another file, or not as it was written.
-        OSError: there is none, or it cannot be read at present.
-    """
+    """Read what `write_arrays` wrote: UserError if damaged, OSError if away."""
     try:
         arrays, texts = patiently(_read, path)
     except SafetensorError as error:
@@ -44,8 +39,8 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
 def sort_metadata(path: Path) -> None:
     """Sort the metadata in a file's header, which safetensors writes in a random order.
 
-    The checksum of an encoder is part of the identity of the runs that start from it. The header is
-    JSON after eight bytes of its length, and may end with spaces.
+    An encoder's checksum is part of the identity of the runs that start from it. The header is JSON
+    behind eight bytes of its length, and may end with spaces.
     """
     with open(path, "r+b") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -45,7 +45,7 @@ class Word(NamedTuple):
     Attributes:
         metavar: stands for it in the help.
         read: makes its value, in place of the type.
-        help: in place of the docstring's words; or a function that gives it when it is asked for.
+        help: in place of the docstring's words; or a function that gives it.
     """
 
     metavar: str | None = None
@@ -66,14 +66,7 @@ Log = Annotated[str | None, Word(help="also write messages to this file")]
 
 
 class Command(NamedTuple):
-    """A function as a command.
-
-    Attributes:
-        call: what it does; returns the exit status, None for 0.
-        name: in the command line.
-        names: kinds of names that its help lists.
-        example: of its words, for the help.
-    """
+    """A function as a command, with the kinds of names that its help lists and an example."""
 
     call: Callable[..., int | None]
     name: str

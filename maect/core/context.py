@@ -102,9 +102,5 @@ class SingleRank:
         return HashStore()
 
     def fail(self, error: BaseException) -> None:
-        """Raise the error.
-
-        Raises:
-            BaseException: as given.
-        """
+        """Raise the error."""
         raise error

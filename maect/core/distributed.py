@@ -128,10 +128,8 @@ def _no_gpu() -> str:
 def join(context: Context, backend: str, timeout: timedelta) -> None:
     """Join the process group, where the launcher lets the ranks meet.
 
-    Args:
-        context: of this rank; it fails if nothing can be exchanged within `FIRST_EXCHANGE`.
-        backend: of torch.distributed.
-        timeout: of an exchange, and of waiting for ranks that start late.
+    It fails if nothing can be exchanged within `FIRST_EXCHANGE`; `timeout` is that of later
+    exchanges, and of waiting for ranks that start late.
 
     Raises:
         NodeError: two ranks have one GPU, which NCCL refuses with less to go by.
@@ -251,8 +249,8 @@ def process_group(context: Context) -> Iterator[None]:
 def left_in_peace() -> Iterator[None]:
     """Leave the process group at the end of the block, but not where this rank fails on a GPU.
 
-    Others may wait for it in an exchange, and NCCL's end waits for them: the error would never be
-    reported. Without that, it ends the process and with it their exchange.
+    NCCL's end would wait for ranks that wait for this one. Its error ends the process, and with it
+    their exchange.
     """
     try:
         yield
@@ -352,8 +350,7 @@ def sum_on_device(values: Sequence[float | Tensor], device: torch.device) -> Ten
 def differing_ranks(tensors: Iterable[Tensor]) -> list[int]:
     """Ranks whose copies of tensors have other bits than those of most ranks; of all ranks at once.
 
-    Compared by the sums of the bits as integers: any one that flips is seen, at the cost of reading
-    them once.
+    Sums of the bits as integers are compared: any one that flips is seen.
     """
     if rank_and_size()[1] == 1:
         return []

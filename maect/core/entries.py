@@ -59,8 +59,7 @@ def entries(
     The last line is no damage: a training that is killed, or at work, may not have written it all.
 
     Args:
-        path: the log.
-        tail: read only this many bytes at its end; a line that they cut is left out.
+        tail: read only this many bytes at its end.
         epochs: that the log of a finished run goes up to: its last line has been written.
     """
     try:
@@ -93,10 +92,6 @@ def _check_end(path: Path, found: list[dict[str, Any]], epochs: float) -> None:
 
 def finished_entries(run: Path, epochs: float) -> list[dict[str, Any]]:
     """All entries of a finished run; a warning says so where the last ones are lost.
-
-    Args:
-        run: its folder.
-        epochs: that its log goes up to.
 
     Raises:
         UserError: an entry that is damaged, named; or a log without any.

@@ -21,8 +21,7 @@ class OtherFormatError(ValueError):
 class NodeError(UserError):
     """Error caused by a setting or, in a run that has worked elsewhere, by a node.
 
-    Attributes:
-        ranks: those to blame, as far as this one knows; None: this one itself.
+    `ranks` are those to blame, as far as this one knows; None: this one itself.
     """
 
     def __init__(self, message: str, ranks: Iterable[int] | None = None) -> None:
@@ -31,11 +30,7 @@ class NodeError(UserError):
 
 
 class RankError(RuntimeError):
-    """Another rank failed, and this one can only tell.
-
-    Attributes:
-        ranks: those to blame, as far as this one knows.
-    """
+    """Another rank failed, and this one can only tell; `ranks` are to blame, as far as it knows."""
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -59,22 +54,14 @@ def did_you_mean(name: str, known: Iterable[str], label: str = "known") -> str:
 
 
 def entry(name: str, known: Mapping[str, T], kind: str) -> T:
-    """Return the entry of a name.
-
-    Raises:
-        UserError: there is none of this `kind`, with a hint.
-    """
+    """Return the entry of a name; UserError with a hint if there is none of this `kind`."""
     if name not in known:
         raise UserError(f"unknown {kind} {name!r}; {did_you_mean(name, known)}")
     return known[name]
 
 
 def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Every given name is known.
-
-    Raises:
-        UserError: the first that is not, with a hint.
-    """
+    """Refuse the first name that is not known, by a UserError with a hint."""
     known = list(known)
     for name in given:
         if name not in known:

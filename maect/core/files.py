@@ -59,11 +59,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 
 def need(path: Path, what: str) -> Path:
-    """`path`, if it exists.
-
-    Raises:
-        UserError: it does not; `what` it should be is said.
-    """
+    """Return `path`, if it exists; else UserError says `what` it should be."""
     if not path.exists():
         raise UserError(f"{path}: no such {what}")
     return path
@@ -122,10 +118,10 @@ def fsync_path(path: str | Path) -> None:
 
 
 def open_file(path: str | Path) -> BufferedReader:
-    """Open a file to read its bytes. A pipe or a device is refused: reading could wait for ever.
+    """Open a file to read its bytes.
 
     Raises:
-        OSError: there is none, or it is no file.
+        OSError: there is none, or it is a pipe or a device, where reading could wait for ever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     file = open(descriptor, "rb")  # noqa: SIM115
@@ -136,21 +132,12 @@ def open_file(path: str | Path) -> BufferedReader:
 
 
 def check_file(path: str | Path) -> None:
-    """Refuse what is no file before a library opens it.
-
-    Raises:
-        OSError: as `open_file`.
-    """
+    """Refuse what is no file before a library opens it; OSError as of `open_file`."""
     open_file(path).close()
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text file in UTF-8.
-
-    Raises:
-        OSError: there is none, or it is no file.
-        UnicodeDecodeError: it is not in UTF-8.
-    """
+    """Read a text file in UTF-8; raises OSError, as `open_file`, and UnicodeDecodeError."""
     with open_file(path) as file:
         return file.read().decode()
 
@@ -178,11 +165,7 @@ def sealed(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_format(value: dict[str, Any]) -> dict[str, Any]:
-    """Return what was read without its format, if that is the one that is read.
-
-    Raises:
-        OtherFormatError: it is another one.
-    """
+    """Return what was read without its format; OtherFormatError if that is not the present one."""
     rest = dict(value)
     if str(written := rest.pop("format", FORMAT)) != str(FORMAT):
         raise OtherFormatError(
@@ -196,8 +179,7 @@ def verified(value: Any) -> Any:
     """Return what `write_record` was given; a value without a checksum as it is.
 
     Raises:
-        ValueError: the checksum differs.
-        OtherFormatError: it is of another format.
+        ValueError: the checksum differs, or (OtherFormatError) the format.
     """
     if not isinstance(value, dict) or not value:
         return value
@@ -217,11 +199,7 @@ def checksum(value: dict[str, Any]) -> str:
 
 
 def parsed(data: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: it is none, or nested too deeply.
-    """
+    """Parse JSON; ValueError if it is none, or nested too deeply."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -229,7 +207,7 @@ def parsed(data: str | bytes) -> Any:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; a record without its checksum.
+    """Read a JSON file; a record without format and checksum.
 
     Raises:
         UserError: the file is missing, damaged or of another format.
@@ -255,11 +233,7 @@ def read_json(path: str | Path) -> Any:
 
 
 def read_record(path: str | Path) -> dict[str, Any]:
-    """Read what `write_record` wrote, without format and checksum.
-
-    Raises:
-        UserError: the file is missing, damaged, no record or of another format.
-    """
+    """Read what `write_record` wrote; raises as `read_json`, also if it is no record."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise UserError(f"{path}: no record; delete it and start again: it is made again")
@@ -276,11 +250,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def patiently(read: Callable[..., T], *arguments: Any) -> T:
-    """Call `read` until the file system stops refusing, for a quarter of a minute.
-
-    Raises:
-        OSError: it refuses for longer, or there is no such file.
-    """
+    """Call `read` until the file system stops refusing, or for a quarter of a minute (OSError)."""
     for seconds in WAITS:
         try:
             return read(*arguments)
@@ -306,7 +276,7 @@ def write_table_text(path: Path, text: str) -> None:
 
 
 def read_table_text(path: Path) -> str:
-    """Read a table that `write_table_text` wrote; one without a checksum as it is.
+    """Read a table that `write_table_text` wrote, or another.
 
     Raises:
         UserError: there is none, or it is not as it was written.

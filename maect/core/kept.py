@@ -1,10 +1,9 @@
 """Finished files that Snakemake deletes before a job starts, kept as backups.
 
 A job runs when its inputs are newer, its arguments changed, or Snakemake was killed while it ran.
-What it is asked for may be what was there all the same: it is put back then, and hours of computing
-are not repeated. What no job checked is put back when Snakemake ends, or at its next start
-if it was killed; whoever reads an encoder meanwhile puts it back, too. The backup, `.NAME.kept`,
-lies beside the first: some file systems link files within a folder only.
+If what was there is what it is asked for, it puts that back, and hours are not computed again. What
+no job looked at is put back when Snakemake ends or starts again, and by whoever reads an encoder.
+The backup, `.NAME.kept`, lies beside the first: some file systems link within a folder only.
 """
 
 import logging
@@ -41,12 +40,9 @@ def kept(folder: Path) -> list[Path]:
 
 
 def put_back(paths: Sequence[Path], is_finished: Callable[[], bool]) -> None:
-    """Put back the files that are gone and kept, if they are what the job is asked for.
+    """Put back files that are gone and kept, if `is_finished` finds them to be what is asked for.
 
-    Args:
-        paths: all files of the job. Where one of them has been written since, nothing is put back
-            beside it.
-        is_finished: checks them; what raises, as damaged, is given up.
+    Where one of the job's `paths` has been written since, nothing is put back beside it.
     """
     gone = [path for path in paths if not path.exists()]
     here = [path for path in paths if path not in gone]
@@ -150,11 +146,7 @@ def standing(path: Path) -> Path:
 
 
 def need_encoder(path: Path) -> None:
-    """Put an encoder's file back if it is only put aside.
-
-    Raises:
-        UserError: it is not there, with the likeliest reason.
-    """
+    """Put an encoder's file back if it is put aside; UserError, with a reason, if it is gone."""
     if path.exists():
         return
     if backup_of(path).exists():

@@ -84,11 +84,7 @@ def is_own(folder: str | Path) -> bool:
 
 
 def read_own(path: Path, anybodys: bool = False) -> str:
-    """The text of a file that only this user can have written.
-
-    Args:
-        path: of the file; neither a link nor a pipe.
-        anybodys: read what another user has written, too.
+    """The text of a file that only this user can have written, or `anybodys`; no link and no pipe.
 
     Raises:
         OSError: it cannot be read.
@@ -115,11 +111,10 @@ def read_own(path: Path, anybodys: bool = False) -> str:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that nobody else can enter, or take the one that is there.
+    """Make a folder that nobody else can enter, or take the one that is there (else OSError).
 
     Raises:
         UserError: it is somebody else's, or others could exchange it.
-        OSError: it cannot be made.
     """
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()

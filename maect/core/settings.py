@@ -41,11 +41,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def validated(model: type[S], values: Any, where: str, context: dict[str, Any] | None = None) -> S:
-    """Values as settings of a class.
-
-    Raises:
-        UserError: the first fault, with `where`, its key and a hint.
-    """
+    """Values as settings of a class; UserError for the first fault, with its key and a hint."""
     try:
         return model.model_validate(values, context=context)
     except ValidationError as error:
@@ -141,15 +137,12 @@ class SettingsFile(Settings):
         """Read a file; one that is not as it was written is checked.
 
         Args:
-            path: the file.
             changes: `KEY=VALUE` with dots for nested keys, in place of what the file says.
-            submitted: digest of the file when the job was submitted that now reads it, which may
-                have waited for days; what it said then was checked then.
+            submitted: digest of the file when the job was submitted that reads it now.
 
         Raises:
-            UserError: no such file, or its first fault, with file, key and hint; or it says
-                something else than when the job was submitted, which what the job has saved
-                belongs to.
+            UserError: no such file, or its first fault, with file, key and hint; or it has changed
+                since the job was submitted, whose state belongs to what it said.
         """
         path = Path(path)
         try:
@@ -185,11 +178,7 @@ class SettingsFile(Settings):
         return validated(cls, values, where, context)
 
     def check(self, where: str) -> None:
-        """Refuse settings that do not go together, or with what they name.
-
-        Raises:
-            UserError: `where`, the fault and a hint.
-        """
+        """Refuse settings that do not go together, or with what they name (UserError)."""
 
     def named(self, path: Path) -> Self:
         """The same, to be at another path: a name that the path gives is that of the new one."""

@@ -43,11 +43,8 @@ class Loader(_BASE):
     }
 
     def get_single_node(self) -> Any:
-        """The document, once it is known to be what somebody can have meant.
-
-        Raises:
-            ComposerError: a key that is there twice, an alias inside of what it names, more values
-                than `MOST_VALUES`, or one that would name a run otherwise than it is written.
+        """The document, or ComposerError for a key that is there twice, an alias inside of what it
+        names, too many values, or one that would name a run otherwise than it is written.
         """
         node = super().get_single_node()
         if node is not None and self._count(node, {}, False) > MOST_VALUES:
@@ -91,15 +88,7 @@ for _tag, (_pattern, _letters) in PLAIN.items():
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML.
-
-    Args:
-        text: the YAML.
-        where: it is from, for messages.
-
-    Raises:
-        UserError: it is not valid, has a key twice, or is too deep or too large.
-    """
+    """Parse YAML; UserError if it is invalid, has a key twice, or is too deep or too large."""
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError) as error:
@@ -109,12 +98,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Read a YAML file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        UserError: as `parse_yaml`, or it is no file, too large or not in UTF-8.
-    """
+    """Read a YAML file: FileNotFoundError if there is none, UserError for all other faults."""
     return parse_yaml(read_yaml_text(path), str(path))
 
 

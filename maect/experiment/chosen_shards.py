@@ -20,13 +20,10 @@ from maect.recipes import Pixels
 
 
 def shards_config(split: Split, pixels: Pixels, images: Path) -> ShardsConfig:
-    """Resolve the settings of a split's shards.
+    """Resolve the settings of a split's shards; OSError if images or lists are missing.
 
-    An image that is added or removed changes the time of its folder. Bundled images are always the
+    An image that is added or removed changes the time of its folder; bundled ones are always the
     same.
-
-    Raises:
-        OSError: there are no such images or lists.
     """
     stated = _stated(split, pixels)
     return ShardsConfig(
@@ -38,16 +35,10 @@ def shards_config(split: Split, pixels: Pixels, images: Path) -> ShardsConfig:
 
 
 def find_shards(own: Path, split: Split, pixels: Pixels, images: Path) -> Path:
-    """Folder of the shards that a split reads.
+    """Folder of the shards that a split reads; `own` if no other experiment has them.
 
-    Shards of its own an experiment keeps, and those of another one as well: an image that is added
-    later re-runs nothing. It does not begin with those of images that have changed since.
-
-    Args:
-        own: where they are if no other experiment has them.
-        split: what the experiment says of it.
-        pixels: of the data set.
-        images: the split's.
+    An experiment keeps shards, its own and another's: an image that is added later re-runs nothing.
+    It does not begin with those of images that have changed since.
     """
     kept = split.images is None or not split.source.sharded or split.source.in_place
     if kept or (own / "plan.json").exists():
@@ -127,11 +118,7 @@ def is_made_otherwise(folder: Path, split: Split, pixels: Pixels) -> bool:
 
 
 def last_changes(images: Path) -> str:
-    """Hash of when a file, those that a pattern fits, or all folders below one were changed.
-
-    Raises:
-        OSError: there is nothing.
-    """
+    """Hash of when a file, what a pattern fits, or folders below one changed (else OSError)."""
     pending = [images] if images.exists() else sorted(images.parent.glob(images.name)) or [images]
     times: dict[tuple[int, int], int] = {}  # a link may lead back
     while pending:
@@ -159,11 +146,7 @@ def _stated(split: Split, pixels: Pixels) -> dict[str, Any]:
 
 
 def _checksums(stated: dict[str, Any]) -> dict[str, str]:
-    """Checksums of the lists that are files.
-
-    Raises:
-        OSError: one is gone.
-    """
+    """Checksums of the lists that are files; OSError if one is gone."""
     files = {name: stated[name] for name in LISTS if stated[name]}
     return {name: _checksum(Path(f)) for name, f in files.items() if f not in CLASS_LISTS}
 

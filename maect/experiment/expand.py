@@ -26,14 +26,11 @@ class Run:
     """One stage with its settings.
 
     Attributes:
-        settings: of its stage, which they are an object of.
         method: how tables call it.
-        dataset: whose images it is trained on.
-        split: which of them.
+        dataset, split: whose images it is trained on.
         source: name of the run that it starts from.
         weights: the checkpoint that is imported, if any.
         scored_by: the evaluation of `source` that it is trained for, if any.
-        computing: how it is trained.
     """
 
     name: str
@@ -71,11 +68,7 @@ class Run:
 
 
 def expand_runs(spec: ExperimentSpec, file: Path) -> dict[str, Run]:
-    """All runs that the file names, one a combination of `each` and seed.
-
-    Raises:
-        UserError: a run that is wrong in itself.
-    """
+    """All runs that the file names, one a combination of `each` and seed; UserError for a fault."""
     runs: dict[str, Run] = {}
     default = next(iter(spec.datasets))
     for template, one in spec.runs.items():
@@ -180,10 +173,8 @@ def runs_to_score(
 ) -> dict[str, Run]:
     """The runs that evaluations ask to be trained: `RUN.EVALUATION.PART`.
 
-    Args:
-        runs: those that are evaluated.
-        evaluations: run, name, settings, way of training and data set of each evaluation, whatever
-            the run was trained on.
+    Evaluations are run, name, settings, way of training and data set, whatever the run was trained
+    on.
     """
     trained = [
         Run(
@@ -218,11 +209,7 @@ def begins_with(name: str, runs: Mapping[str, Run]) -> Run:
 
 
 def check_sources(runs: Mapping[str, Run], where: str) -> None:
-    """Every run starts from what its stage can start from.
-
-    Raises:
-        UserError: the first that does not, with the reason.
-    """
+    """Refuse the first run that does not start from what its stage can start from (UserError)."""
     for run in runs.values():
         _check_source(run, runs, f"{where}: {run.name}")
     for run in runs.values():
@@ -252,15 +239,10 @@ CHANGES = (*REPLACED, "splits", "tables", "figures", "protocols")
 
 
 def restricted(spec: ExperimentSpec, changes: Mapping[str, Any]) -> ExperimentSpec:
-    """An experiment that asks for less than its file does.
-
-    Args:
-        spec: the file.
-        changes: `tables`, `figures` and `protocols`, each a list or names with commas, leave only
-            these.
+    """An experiment that asks for less than its file does: some `tables`, `figures`, `protocols`.
 
     Raises:
-        UserError: a table, figure or protocol that the file does not ask for.
+        UserError: one that the file does not ask for.
     """
     new: dict[str, Any] = {}
     for kind in ("tables", "figures"):
@@ -313,12 +295,9 @@ def _pairs(rows: Rows) -> Iterator[tuple[str | None, str]]:
 def lines(
     where: str, rows: Rows, runs: Mapping[str, Run], shown: Collection[str], partial: bool = False
 ) -> list[Row]:
-    """The lines of a table or figure.
+    """The lines of a table or figure, in the order of the rows, then in that of `runs`.
 
     Args:
-        where: where the rows are written, for messages.
-        rows: as written; runs in the order of the rows, then in that of `runs`.
-        runs: all runs by name.
         shown: names of the runs that have anything to show.
         partial: leave out rows without a run to show, since fewer evaluations were asked for.
 

@@ -365,9 +365,7 @@ def names() -> list[str]:
 def load(name_or_path: str, **changes: Any) -> Experiment:
     """Read and validate an experiment, by name (`workflow/experiments/NAME.yaml`) or by path.
 
-    Args:
-        name_or_path: which.
-        changes: what differs from the file, as `--config` gives it (`docs/experiments.md`).
+    `changes` differ from the file, as `--config` gives them (`docs/experiments.md`).
 
     Raises:
         UserError: one message that names the file, the key and the hint.
@@ -403,11 +401,7 @@ def load(name_or_path: str, **changes: Any) -> Experiment:
 
 
 def _with_splits(datasets: Any, file: Path) -> Any:
-    """Data sets as written, in which splits are what a file of `DATASET: {SPLIT: ...}` says.
-
-    Raises:
-        UserError: no such file, or a data set or split that the experiment does not have.
-    """
+    """Data sets as written, in which splits are what a file of `DATASET: {SPLIT: ...}` says."""
     try:
         given = read_yaml(file)
     except FileNotFoundError:

@@ -29,8 +29,7 @@ from maect.stages.imported import Import, is_another_file
 def outdated(experiment: Experiment) -> list[Path]:
     """Return files that are there and not what the experiment asks for, one of each job.
 
-    What is unknown, since something that it was made of is gone, is left as it is. What is only
-    made of such a file is not named: it follows.
+    What is made of such a file follows it. Of what inputs are gone nothing can be told: it stays.
     """
     return _Comparison(experiment).outdated
 

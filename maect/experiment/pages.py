@@ -338,11 +338,7 @@ def pages(experiment: Experiment) -> Iterator[tuple[Path, SettingsFile, list[Pat
 
 
 def make_page(config: Path) -> None:
-    """Make the page of a resolved file, which is known by its folder or its name.
-
-    Raises:
-        UserError: another file; or a result that is missing or cannot be read.
-    """
+    """Make the page of a resolved file, which is known by its folder or its name."""
     for page in PAGES.values():
         if (
             page.folder == config.absolute().parent.name

@@ -1,8 +1,7 @@
 """Cluster profiles by kind of job: a site says only what differs from the common SLURM profile.
 
-Snakemake reads a profile through YTE, so that a profile may call these functions: what it says by
-kind of job becomes Snakemake's own `set-resources` and `set-threads`, rule by rule. Neither a new
-rule nor a renamed one changes a profile.
+Snakemake reads a profile through YTE, so that it may call these functions: they make Snakemake's
+`set-resources` and `set-threads`, rule by rule, of what it says by kind of job.
 """
 
 import re
@@ -59,14 +58,9 @@ def kinds() -> dict[str, str]:
 
 
 def by_rule(jobs: Jobs) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return Snakemake's `set-resources` and `set-threads` for every rule.
+    """Return Snakemake's `set-resources` and `set-threads` of rules; UserError for unknown jobs.
 
-    Args:
-        jobs: resources by kind of job (`KINDS`), or for one rule by its name; `threads` is a
-            rule's share of Snakemake's `cores`.
-
-    Raises:
-        UserError: a name that is neither a kind nor a rule that computes.
+    `jobs` has resources by kind of job (`KINDS`) or rule; `threads` is a rule's share of the cores.
     """
     kind_of, asked = kinds(), dict[str, Mapping[str, Any]]()
     for name in jobs:

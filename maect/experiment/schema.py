@@ -251,21 +251,13 @@ def filled(value: Any, fill: Callable[[str], str]) -> Any:
 
 
 def check_name(where: str, text: str) -> None:
-    """A name of which files and folders are called, and that commands can say without quotes.
-
-    Raises:
-        UserError: it has other signs, such as a blank or `/`.
-    """
+    """Refuse what is no name of files that commands can say without quotes (UserError)."""
     if not NAME.fullmatch(text):
         raise UserError(f"{where}: {text!r} is not a name (letters, digits, _ . and -)")
 
 
 def check_plain(where: str, text: str) -> None:
-    """A name or folder that commands can say without quotes.
-
-    Raises:
-        UserError: a blank, or a sign that a shell reads otherwise.
-    """
+    """Refuse a path that commands cannot say without quotes: the UserError names the sign."""
     sign = re.search(r"""[\s"'`$&|;<>(){}\[\]*?!#\\]""", text)
     if sign:
         raise UserError(
@@ -274,11 +266,7 @@ def check_plain(where: str, text: str) -> None:
 
 
 def expand_path(text: str, where: str) -> str:
-    """`~` and environment variables filled in.
-
-    Raises:
-        UserError: a variable that is not set or a home that is not there, named.
-    """
+    """`~` and environment variables filled in; UserError if a variable or home is not there."""
     filled = fill_path(text)
     home = os.path.expanduser(text.split("/")[0])
     if text.startswith("~") and not os.path.isdir(home):

@@ -127,12 +127,7 @@ def _sharded(jobs: Iterable[PendingJob], rules: Sequence[str] = SHARDING) -> lis
 def missing_images(
     experiment: Experiment, splits: Iterable[tuple[str, str]] | None = None
 ) -> list[str]:
-    """Return what a start would not find of the images: a sentence each, empty if all is there.
-
-    Args:
-        experiment: whose.
-        splits: (dataset, split) to find; none: all.
-    """
+    """Return what a start would not find of the images (of `splits`, or all): a sentence each."""
     missing = []
     for name, split in experiment.splits if splits is None else splits:
         given = experiment.datasets[name].splits[split]
@@ -285,8 +280,7 @@ def _is_sharded(experiment: Experiment, name: str, split: str) -> bool:
 def refresh_runs(experiment: Experiment) -> None:
     """Write the resolved files of runs that are the same as before but are used otherwise now.
 
-    How images are resized is read from there by `maect embed`, `predict` and `export`, and is no
-    part of what is trained.
+    `maect embed`, `predict` and `export` read there how images are resized.
     """
     for name in experiment.runs:
         path, config = experiment.folder(name) / "config.yaml", resolve.run_config(experiment, name)

@@ -16,11 +16,7 @@ DEFAULT_PROFILES = (Path("default"), Path("profiles/default"))
 
 
 def check_working_folder() -> None:
-    """Make sure that nobody else can put something in Snakemake's way.
-
-    Raises:
-        UserError: other users could make it run code or use settings of theirs.
-    """
+    """Refuse a working folder where others could put something in Snakemake's way (UserError)."""
     here = Path.cwd()
     if reason := exposed(here) or exposed(here / MEMORY):
         raise UserError(f"{reason}; or start in a folder of your own")
@@ -33,14 +29,7 @@ def check_working_folder() -> None:
 
 
 def check_profiles(words: Sequence[str]) -> None:
-    """Make sure that Snakemake was not given settings that nobody asked for.
-
-    Args:
-        words: the command line.
-
-    Raises:
-        UserError: it looks for a profile of its own, and there is one.
-    """
+    """Refuse settings that Snakemake would take from a profile that nobody named (UserError)."""
     if not _is_bare(words) or any(word.startswith("--workflow-profile") for word in words):
         return
     for folder in (*DEFAULT_PROFILES, PIPELINE / DEFAULT_PROFILES[1]):
@@ -52,12 +41,7 @@ def check_profiles(words: Sequence[str]) -> None:
 
 
 def notes(pipeline: Path, words: Sequence[str]) -> list[str]:
-    """Return what is not as somebody who looks at the working folder may believe: a sentence each.
-
-    Args:
-        pipeline: folder of the Snakefile that is read.
-        words: the command line.
-    """
+    """Say what is not as somebody who looks at the working folder may believe: a sentence each."""
     clones = [other_clone(folder) for folder in {Path.cwd(), pipeline}]
     profile = os.environ.get("SNAKEMAKE_PROFILE")
     if profile and not any(word.startswith("--profile") for word in words) and _is_bare(words):

@@ -151,11 +151,7 @@ class _Launch:
             self.close(job, f"it is the job of {job.place}, of which this is a copy")
 
     def check_place(self) -> None:
-        """Make sure that the folder has not been moved: nothing begins anew in its place.
-
-        Raises:
-            LaunchError: it has.
-        """
+        """Refuse to begin anew in the place of a folder that was moved (LaunchError)."""
         if not self.is_there():
             raise LaunchError(
                 f"{self.line.title}: {self.folder} was moved, removed or replaced; a job that runs "
@@ -347,11 +343,7 @@ class _Launch:
         return self.is_done()
 
     def judge(self, job: Job, end: State, failures: int) -> int:
-        """Decide on another attempt: the number of attempts without progress so far.
-
-        Raises:
-            LaunchError: no further attempt is worth it.
-        """
+        """Count attempts without progress so far; LaunchError if no further one is worth it."""
         step, title, failure = job.saved or 0, self.line.title, end.failure
         if job.id is None or failure is None:
             return failures  # SLURM did not answer; nothing was tried

@@ -76,11 +76,7 @@ class Local(Cluster):
         return Notice("running" if ranks else "pending", "" if ranks else "starting")
 
     def _from_outside(self, folder: Path, job: Job) -> Notice:
-        """Return the state of another container's job by its ranks' locks, which one kernel keeps.
-
-        Raises:
-            LaunchError: the file system has no locks.
-        """
+        """Look at a job of another container: by the locks of its ranks, which one kernel keeps."""
         live, ranks = record.live_ranks(folder, job), record.ranks(folder, job)
         if live is None:
             raise _elsewhere(folder, job)

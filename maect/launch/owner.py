@@ -30,11 +30,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
-    """Hold `folder/owner.lock`; the kernel frees it however this process ends.
-
-    Raises:
-        LaunchError: another live launcher owns the folder.
-    """
+    """Hold `folder/owner.lock`, which the kernel frees; LaunchError if another launcher has it."""
     make_folder(folder)
     lock = folder / "owner.lock"
     with _open(lock) as file:
@@ -61,11 +57,7 @@ def own(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
 
 
 def _open(path: Path) -> TextIO:
-    """Open a lock file, which is emptied later on: not where a link of somebody else's leads to.
-
-    Raises:
-        LaunchError: it is another user's, or no file.
-    """
+    """Open a lock file, to be emptied: not where somebody else's link leads to (LaunchError)."""
     hint = "delete it, or ask its owner to `chmod g+w` it"
     try:
         number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -129,11 +121,7 @@ def this_process() -> str:
 
 
 def _began(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did: the clock may be set meanwhile.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Return when a process began (else OSError), in ticks, whatever becomes of the clock."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
 
 
@@ -157,8 +145,7 @@ def _is_alive(process: psutil.Process) -> bool:
 class Interruption(AbstractContextManager["Interruption"]):
     """Ctrl-C and SIGTERM stop the job; SIGHUP and the death of Snakemake leave it running.
 
-    Args:
-        detach: Ctrl-C and SIGTERM leave it running, too.
+    With `detach` Ctrl-C and SIGTERM leave it running, too.
     """
 
     def __init__(self, detach: bool) -> None:

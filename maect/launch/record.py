@@ -200,7 +200,6 @@ def read_job(folder: Path, own: bool = False) -> Job | None:
     """The job of this folder, or None if there was none.
 
     Args:
-        folder: of the run.
         own: refuse a record that another user has written, who would decide what is done.
 
     Raises:
@@ -253,11 +252,7 @@ def job_folder(folder: Path, name: str) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Make sure that nobody else decides what is executed for a run.
-
-    Raises:
-        LaunchError: others could exchange the folder, or what lies in it.
-    """
+    """Refuse a folder where others could exchange what is executed for a run (LaunchError)."""
     found = folder.stat()
     if not is_trusted(found.st_uid):
         raise LaunchError(
@@ -271,11 +266,7 @@ def check_folder(folder: Path) -> None:
 
 
 def make_job_folder(folder: Path, name: str) -> Path:
-    """Make a job's folder, in `jobs`, which nobody else can enter.
-
-    Raises:
-        LaunchError: others may write where the ranks read what they execute.
-    """
+    """Make a job's folder, in `jobs`, which nobody else can enter (else LaunchError)."""
     make_folder(folder)
     check_folder(folder)
     try:
@@ -373,8 +364,8 @@ def verdict(folder: Path, job: Job) -> str | None:
 def failure(folder: Path, job: Job, suspect: int | None = None) -> Failure:
     """The error that a job ended with: the first rank's that raised, else the suspect's last lines.
 
-    A wrong input outranks the others, which may have failed only because a partner left, and a
-    rank's own fault outranks what others say of it.
+    A wrong input outranks the others, which may follow from it, and a rank's own fault what others
+    say.
     """
     errors = [rank for rank in ranks(folder, job).values() if rank.get("end") == "error"]
     if errors:

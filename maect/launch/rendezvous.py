@@ -42,8 +42,7 @@ class Address:
     Attributes:
         host: the first node: loopback, where there is only one.
         secret: stands before every key.
-        file: of the store, on one node.
-        port: of the store, on several.
+        file, port: of the store, on one node and on several.
     """
 
     host: str
@@ -53,12 +52,7 @@ class Address:
 
 
 class Rendezvous:
-    """One rank's way to the others.
-
-    Args:
-        hosts: names of all nodes.
-        attempt: how often SLURM has restarted the job.
-    """
+    """One rank's way to the others, on these hosts, at the job's attempt (restarts by SLURM)."""
 
     def __init__(
         self, folder: Path, name: str, attempt: int, rank: int, size: int, hosts: list[str]
@@ -118,12 +112,7 @@ class Rendezvous:
 
 
 def remove_folder(folder: Path, name: str) -> None:
-    """Remove the folder in which the ranks of a job on this machine met, if rank 0 could not.
-
-    Args:
-        folder: of the run.
-        name: of the job.
-    """
+    """Remove the folder in which the ranks of a job on this machine met, if rank 0 could not."""
     address = read_mapping(_file(folder, name, 0))
     if address.get("file"):
         shutil.rmtree(Path(address["file"]).parent, ignore_errors=True)
@@ -135,11 +124,7 @@ def _file(folder: Path, name: str, attempt: int) -> Path:
 
 
 def _check_loopback() -> None:
-    """Make sure that ranks on one node reach each other: they would wait for the time limit.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Refuse a node whose ranks do not reach each other: they would wait for the time limit."""
     if os.environ.get("GLOO_SOCKET_IFNAME", "lo") != "lo":
         return
     try:

@@ -85,13 +85,10 @@ class Resources:
 
     Attributes:
         cluster: "local" (processes on this machine) or "slurm".
-        nodes: nodes that the job spans.
         devices: ranks per node: one per GPU, or CPU processes where there is no GPU.
         cpus: CPUs per rank.
         memory_gb: memory per node in GB; None leaves it to the site.
         minutes: wall limit of one job; the ranks are asked to save a little before.
-        partition: SLURM partition.
-        account: SLURM account.
         sbatch: further "key=value" (or "key") sbatch arguments. `gres=gpu:DEVICES` is asked for
             unless one of these names the GPUs itself; "gres=none" asks for none (CPU partitions).
         setup: script that the compute node sources before anything else (`envs/SITE.sh`).
@@ -153,17 +150,11 @@ class Resources:
         """Resources as a person states them: on the command line, or in a profile.
 
         Args:
-            nodes: number of nodes.
-            cluster: "local" or "slurm".
             devices: ranks per node, or what `count_devices` counts on this machine.
             cpus: CPUs per rank; "auto" is an equal share of this machine's.
             memory_mb: memory per node in MB; 0 leaves it to the site.
-            minutes: wall limit of one job.
-            partition: SLURM partition; "" is the site's default, as for the account.
-            account: SLURM account.
             sbatch: further sbatch arguments, `KEY=VALUE,KEY=VALUE`.
-            setup: script that the compute node sources; relative to the working folder.
-            python: what ranks run in place of this Python; a path in it is relative likewise.
+            setup, python: a path in them is relative to the working folder.
 
         Raises:
             UserError: settings that fit no machine, or that only this machine could answer.
@@ -294,15 +285,8 @@ def training_nodes(
     """Nodes for a training: as many of the range as its batch is worth.
 
     That is the largest number with which the ranks divide the batch evenly and each has
-    `WORTH_A_RANK` operations a step, on a faster GPU more; else the smallest that divides the
-    batch.
-
-    Args:
-        nodes: as of `node_range`.
-        devices: ranks on a node.
-        batch_size: images in the global batch.
-        step_flops: operations of a step on all ranks together.
-        speed: of a device, relative to an A100's.
+    `WORTH_A_RANK` of the step's operations, times the speed relative to an A100's; else the
+    smallest that divides it.
 
     Raises:
         UserError: no number of the range divides the batch.

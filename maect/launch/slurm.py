@@ -252,11 +252,7 @@ class Slurm(Cluster):
         return bool(restarts and attempts and int(restarts[1]) <= int(attempts[-1]))
 
     def _is_its_cluster(self, job: Job) -> bool:
-        """Return whether the cluster that does not know a job is the one that took it.
-
-        Raises:
-            LaunchError: it is another one.
-        """
+        """Return whether a cluster that does not know a job took it; LaunchError: another did."""
         here = self.site() if job.site else None
         if here is not None and here != job.site:
             raise LaunchError(
@@ -274,8 +270,7 @@ def passes(error: str) -> bool:
 def _lost_a_rank(folder: Path, job: Job) -> bool:
     """Return whether srun said that a rank of this attempt ended badly.
 
-    It then asks the controller to end the others, and only once: while the controller is away they
-    keep waiting for the lost one.
+    It asks the controller only once to end the others, which keep waiting if that is away.
     """
     return TASK_ENDED.search(_attempt_log(folder, job)) is not None
 
@@ -292,13 +287,7 @@ def _attempt_log(folder: Path, job: Job) -> bytes:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of squeue.
-
-    Attributes:
-        time: when it was asked, by this process's clock.
-        jobs: id to (state, reason, name).
-        queries: how often the controller was asked since the cache was made.
-    """
+    """Answer of squeue, at a time of this process's clock: jobs as id to (state, reason, name)."""
 
     time: float
     jobs: dict[str, tuple[str, str, str]]

@@ -81,13 +81,10 @@ class State:
 
 
 def state_of(folder: Path, job: Job, clusters: Mapping[str, Cluster]) -> State:
-    """Return what state this job of `folder` is in.
+    """Return what state this job of `folder` is in; LaunchError if nobody here can look at it.
 
     The ranks' own word counts first, then that of the cluster: the function returned, or it raised,
     whatever became of the processes. A question that the cluster does not answer is no end.
-
-    Raises:
-        LaunchError: the job runs on another machine, which cannot be polled from here.
     """
     if job.state == "ended":
         return meaning(folder, job, Notice("ended", job.ending or "", final=job.ending == STOPPED))

@@ -124,11 +124,7 @@ def of_slurm(key: str) -> bool:
 
 
 def check_shell() -> None:
-    """Refuse a shell that means another cluster, and say which settings of it do not count.
-
-    Raises:
-        LaunchError: several clusters, of which only one can be watched.
-    """
+    """Refuse a shell that means several clusters (LaunchError); say which settings do not count."""
     for key in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
         if os.environ.get(key):
             raise LaunchError(

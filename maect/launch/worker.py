@@ -49,16 +49,7 @@ class RankFile:
     def __init__(
         self, folder: Path, name: str, rank: int, job_id: str, held: float, ranks: int
     ) -> None:
-        """A rank that begins.
-
-        Args:
-            folder: of the run.
-            name: of the job.
-            rank: which one.
-            job_id: the cluster's.
-            held: device time of the attempts before this one, in seconds.
-            ranks: how many there are.
-        """
+        """Begin, with the device time of the attempts before this one, in seconds x ranks."""
         self._held, self._ranks = held, ranks
         self._began = time.monotonic() - (time.time() - psutil.Process().create_time())
         self._path = record.rank_file(folder, name, rank)
@@ -114,15 +105,10 @@ class Rank:
     """The context of one rank (`maect.core.context.Context`), and its line to the launcher.
 
     Attributes:
-        rank: global rank; 0 reports, and its file holds the verdict.
-        node: index of this rank's node.
-        cpus: CPUs of this rank.
-        gpus: whether the job was given GPUs.
         attempt: how often SLURM has restarted the job under the same id.
         rendezvous: the way to the other ranks.
-        file: what this rank's file says about it.
+        file: what this rank's file says about it; that of rank 0 holds the verdict.
         is_there: whether the run's folder is still the one that it was.
-        saved_before: last step that the attempts before this one have saved, or 0.
         said: what the launcher's terminal has to show.
     """
 
@@ -190,15 +176,12 @@ class Rank:
             self.file.note(said=self.said)
 
     def saving(self, writes: bool) -> None:
-        """Tell the launcher whether a state is being written, which it waits for before a kill."""
+        """Tell the launcher whether a state is being written."""
         if self.rank == 0:
             self.file.hint(saving=writes)
 
     def saved(self, step: int) -> None:
-        """Tell the launcher that the state of this step is complete on disk.
-
-        Only that counts as progress when it is decided whether another attempt is worth it.
-        """
+        """Tell the launcher that the state of this step is complete on disk."""
         if self.rank == 0 and step != self.last_saved:
             self.last_saved = step
             self.file.hint(saved=step)
@@ -228,12 +211,7 @@ def _is_nan(value: object) -> bool:
 
 
 def run(folder_name: str, name: str) -> None:
-    """Entry point of each rank, called by submitit.
-
-    Args:
-        folder_name: the run's folder, whose `job.json` says what to do.
-        name: of the job.
-    """
+    """Entry point of each rank, called by submitit."""
     import submitit
 
     environment = submitit.JobEnvironment()

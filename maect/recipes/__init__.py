@@ -82,11 +82,7 @@ class Pixels(Settings):
 
 
 class InWeights(Settings):
-    """Settings that stand in the header of a file of weights.
-
-    Attributes:
-        usual: those that the header leaves out at their defaults.
-    """
+    """Settings in the header of weights, which leaves out the `usual` ones at their defaults."""
 
     usual: ClassVar[tuple[str, ...]] = ()
 
@@ -150,11 +146,7 @@ class Encoder(InWeights):
         return "tf32" if self.width >= 768 else "fp32"
 
     def check_trainable(self) -> None:
-        """Refuse a model that is no plain ViT.
-
-        Raises:
-            ValueError: its name.
-        """
+        """Refuse a model that is no plain ViT (ValueError)."""
         if self.foreign is not None:
             raise ValueError(
                 f"only plain ViTs are trained, and {self.foreign} is none: evaluate it, or "
@@ -211,13 +203,9 @@ class View(Settings):
 
 
 def views_by_size(views: Sequence[View], image_size: int) -> dict[int, list[int]]:
-    """Numbers of the views of each size in pixels; sizes in the order of their first view.
+    """Numbers of the views of each size in pixels (none: `image_size`), by the first view of each.
 
     Views of one size are one tensor of a batch, and one pass through the encoder.
-
-    Args:
-        views: of an image.
-        image_size: of the views that name none.
     """
     groups: dict[int, list[int]] = {}
     for number, view in enumerate(views):
@@ -384,11 +372,7 @@ class Refiner(HeadSettings):
         return self.blocks if isinstance(self.blocks, int) else len(self.blocks)
 
     def read(self, depth: int) -> tuple[int, ...]:
-        """Numbers of the blocks that have a head, of an encoder with `depth` blocks.
-
-        Raises:
-            ValueError: there are no such blocks, or the last one is not among them.
-        """
+        """Blocks with a head, of `depth`; ValueError if one, or the last, is missing."""
         if isinstance(self.blocks, int):
             if self.blocks > depth:
                 raise ValueError(f"blocks {self.blocks}: the encoder has {depth}")
@@ -480,11 +464,7 @@ def sizes() -> tuple[str, ...]:
 
 
 def recipe_values(name: str, size: str) -> dict[str, Any]:
-    """All that a recipe says for an encoder size, its stage among it.
-
-    Args:
-        name: of a recipe of the package, or the path of a file.
-        size: of the encoder.
+    """All that a recipe, by name or path, says for an encoder size, its stage among it.
 
     Raises:
         UserError: unknown recipe or size, or a file that is no recipe.
@@ -496,11 +476,7 @@ def recipe_values(name: str, size: str) -> dict[str, Any]:
 
 
 def variant_values(name: str, size: str) -> dict[str, Any]:
-    """All that `evaluations.yaml` says for an evaluation and an encoder size; {} if nothing.
-
-    Raises:
-        UserError: unknown size.
-    """
+    """All that `evaluations.yaml` says for an evaluation and an encoder size; {} if nothing."""
     return _at_size(_variants().get(name, {}), size, f"evaluation {name}")
 
 
@@ -525,11 +501,7 @@ def load_encoder(size: str, image_size: int | None = None, pixels: Pixels | None
 
 
 def like(size: str) -> tuple[str, ...]:
-    """A size, the one that it is like, the one that this is like, and so on.
-
-    Raises:
-        UserError: unknown size.
-    """
+    """A size, the one that it is like, the one that this is like, and so on."""
     if size not in sizes():
         raise UserError(f"unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
     other = _read("encoders")[size].get("like")
@@ -547,11 +519,7 @@ def merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 
 
 def _inherit(entries: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """An entry with everything that it has from its bases.
-
-    Raises:
-        UserError: a base that does not exist.
-    """
+    """An entry with everything that it has from its bases; UserError for an unknown base."""
     if name not in entries:
         raise UserError(f"recipes: unknown base {name!r}; {did_you_mean(name, entries)}")
     own = dict(entries[name])
@@ -564,11 +532,7 @@ def _by_size(value: Any) -> bool:
 
 
 def _at_size(values: Mapping[str, Any], size: str, where: str) -> dict[str, Any]:
-    """Pick one size's values.
-
-    Raises:
-        UserError: unknown size, or a value that is given for other sizes only.
-    """
+    """Pick one size's values; UserError if it is unknown, or a value is only for others."""
     if size not in sizes():
         raise UserError(f"{where}: unknown encoder size {size!r}; {did_you_mean(size, sizes())}")
 

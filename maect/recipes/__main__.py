@@ -13,15 +13,7 @@ from maect.recipes import recipe_names, recipe_values, sizes, variant_names, var
 
 
 def table_of(name: str, shown: Sequence[str] = ()) -> str:
-    """A recipe or an evaluation as the paper prints it: a row a setting, a column a size.
-
-    Args:
-        name: of the recipe or evaluation.
-        shown: encoder sizes; none: all.
-
-    Raises:
-        UserError: unknown name.
-    """
+    """A recipe or an evaluation as the paper prints it: a row a setting, a column a size."""
     read = variant_values if name in variant_names() else recipe_values
     shown = shown or sizes()
     columns = [_flat(read(name, size)) for size in shown]

@@ -36,12 +36,7 @@ FLOAT = 4
 
 @dataclass(frozen=True)
 class PassMode:
-    """Mode of the passes of a training through its parts.
-
-    Attributes:
-        product: bytes of a number in matrix products.
-        checkpointing: whether blocks are computed again in the backward pass.
-    """
+    """Bytes of a number in products, and whether the backward pass computes blocks again."""
 
     product: int
     checkpointing: bool
@@ -49,12 +44,7 @@ class PassMode:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one pass through a part of a model, for one image.
-
-    Attributes:
-        kept: wait for the backward pass through the part.
-        forward, backward: come and go at the worst moment of each pass through it.
-    """
+    """Bytes of one pass through a part of a model, for one image, and at its worst moments."""
 
     kept: float
     forward: float
@@ -216,15 +206,7 @@ def decoder_cost(passes: PassMode, encoder: Encoder, group: ViewGroup, mask_rati
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Inputs of heads in a training.
-
-    Attributes:
-        passes: how it passes through them.
-        width: of the encoder's output.
-        groups: views that the heads read.
-        batch_size: of the training.
-        encoder_learns: whether the gradient goes on into the encoder.
-    """
+    """Inputs of heads: passes, width, views and batch, and whether the encoder gets a gradient."""
 
     passes: PassMode
     width: int

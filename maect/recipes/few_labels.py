@@ -56,11 +56,7 @@ class FewLabels(Settings):
         return self.model_copy(update={"lists_sha256": kept})
 
     def check_lists(self) -> None:
-        """Refuse lists that are not those that the job was prepared with.
-
-        Raises:
-            UserError: which.
-        """
+        """Refuse lists that are not those that the job was prepared with (UserError)."""
         for file in self.lists:
             expected = self.lists_sha256.get(file.name) or OFFICIAL.get(file.name)
             if (found := checksum(file)) and found != expected:

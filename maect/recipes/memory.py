@@ -93,16 +93,8 @@ def footprint(
 ) -> Footprint:
     """Add up what the parts of an objective, in the order of the forward pass, need for its images.
 
-    The backward pass meets the last part first, and frees what each part kept.
-
-    Args:
-        encoder: shape of the images.
-        views: of an image.
-        images: of a pass on one rank.
-        parts: of the objective.
-        precision: of matrix products, bf16 or fp32.
-        averaged: weights with a running average.
-        mixes: whether images are mixed in pairs.
+    The backward pass meets the last part first, and frees what each part kept. `averaged` are
+    weights with a running average; `mixes`: images are mixed in pairs.
     """
     weights, trained = sum(part.weights for part in parts), sum(part.trained for part in parts)
     copies = 2 * trained if precision == "bf16" else 0

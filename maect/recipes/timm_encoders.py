@@ -28,18 +28,14 @@ class TimmEntry:
         architecture: timm's class.
         image_size: that it was trained or evaluated at, by timm's configuration.
         patch_size: image size / rows of tokens that it gives.
-        width: numbers of a token.
         depth: blocks whose outputs can be read; 1 where they differ in width.
         heads: of attention in a block; 1 where there is none.
-        class_token: whether the first token is a [CLS] token.
-        registers: tokens between it and the patches.
+        registers: tokens between [CLS] and the patches.
         pooling: `cls` or `mean`, or `head`: as timm's own head pools.
         resize: shorter side of images before the centre crop.
-        mean, std: of each channel.
         size: of the encoder sizes here, the one whose recipes hold for it.
         plain: whether it is a ViT of that size exactly, which every stage can start from.
         parameters: in millions.
-        licence: of the weights, as timm says it.
     """
 
     name: str
@@ -70,15 +66,7 @@ class TimmEntry:
         return max(image_size, round(image_size * self.resize / self.image_size))
 
     def encoder(self, image_size: int | None = None, pixels: Pixels | None = None) -> Encoder:
-        """Its settings, with timm's mean and standard deviation.
-
-        Args:
-            image_size: to use it at; none: its own.
-            pixels: how files are read.
-
-        Raises:
-            UserError: an image size that it cannot have, or other than three channels.
-        """
+        """Its settings, with timm's mean and deviation; UserError if it cannot have these."""
         side = image_size or self.image_size
         if side != self.image_size and not self.resizable:
             raise UserError(f"{self.name}: is made for {self.image_size} pixels, not {side}")
@@ -120,11 +108,7 @@ def _typed(row: dict[str, str]) -> TimmEntry:
 
 
 def find_timm(name: str) -> TimmEntry:
-    """The encoder of a name; without a tag the first one of timm's list of that name.
-
-    Raises:
-        UserError: it is not in the table.
-    """
+    """The encoder of a name, or the first of it without a tag; UserError if there is none."""
     known = timm_encoders()
     if name in known:
         return known[name]

@@ -52,11 +52,7 @@ def starts_from(name: str) -> tuple[str, ...]:
 
 
 def recorded(record: RunRecord) -> Stage:
-    """The stage of a finished run, with the settings that it had.
-
-    Raises:
-        UserError: a stage or settings that there are not.
-    """
+    """The stage of a finished run, with its settings; UserError if it is none of ours."""
     where = f"run {record.run}"
     check_names(f"{where}: stage", [record.stage], STAGES)
     return validated(STAGES[record.stage], record.settings, f"{where}: settings")
@@ -69,14 +65,7 @@ def check_source(
     source: tuple[str, Stage, Encoder] | None,
     key: str,
 ) -> None:
-    """Refuse a run to start from that a stage cannot start from.
-
-    Args:
-        where: what the settings are of, for messages.
-        settings: of the run that starts.
-        encoder: its shape.
-        source: name, settings and encoder of the run to start from, if one is given.
-        key: under which it is given.
+    """Refuse a run to start from that a stage cannot start from: its name, settings and encoder.
 
     Raises:
         UserError: none where one is needed, one where none is, or one of another stage, encoder or
@@ -101,11 +90,6 @@ def check_source(
 
 def load_recipe(name: str, size: str, overrides: Mapping[str, Any] | None = None) -> Training:
     """A recipe for an encoder size, with overrides; `head: {topk: 1}` changes one key of `head`.
-
-    Args:
-        name: of the recipe, or the path of its file.
-        size: of the encoder.
-        overrides: changes to its values.
 
     Raises:
         UserError: unknown recipe, stage, size or key, or a value out of range.
@@ -135,11 +119,7 @@ def load_import(
     pixels: Pixels | None = None,
     timm: str | None = None,
 ) -> tuple[Import, Encoder]:
-    """An import in place of a recipe, and the encoder that it gives.
-
-    Raises:
-        UserError: unknown layout, size, or name of timm.
-    """
+    """An import and the encoder that it gives; UserError for an unknown layout, size or name."""
     if timm is not None:
         known = find_timm(timm)
         return Import(timm=known.name), known.encoder(image_size, pixels)

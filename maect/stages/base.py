@@ -25,11 +25,7 @@ RANDOM = ("flip", "jitter", "blur", "gray", "solarize")
 
 
 def check_colors(views: Sequence[View], encoder: Encoder) -> None:
-    """Refuse changes of colours of images that have other than three channels.
-
-    Raises:
-        ValueError: which.
-    """
+    """Refuse changes of colours of images that have other than three channels (ValueError)."""
     changes = [name for name in ("jitter", "gray") if any(getattr(view, name) for view in views)]
     if changes and encoder.pixels.channels != 3:
         raise ValueError(
@@ -218,11 +214,7 @@ class WithoutLabels(Training):
         return base_lr * self.batch_size * (self.views if self.lr_counts_views else 1) / 256
 
     def training_images(self, index: "Index") -> "Index":
-        """All images of a split, which an oracle needs the labels of.
-
-        Raises:
-            UserError: too few, or an oracle without labels.
-        """
+        """All images of a split; UserError: too few, or an oracle without labels."""
         images = super().training_images(index)
         oracle = any(head.needs_labels for head in self.heads.values())
         if oracle and images.labels.min() < 0:

@@ -69,9 +69,7 @@ class Classifier(Objective):
         """Put a new classifier on an encoder.
 
         Args:
-            stage: the settings.
             encoder: changed in place: frozen blocks, drop path, and no final norm for `fc_norm`.
-            classes: number of outputs.
             pooling: what the encoder's file says, for `pooling: encoder`.
             seed: of the classifier's weights and of everything drawn.
 

@@ -55,11 +55,7 @@ class FineTune(Supervised, Training):
         return self
 
     def check_ranks(self, ranks: int, computing: Computing = PLAIN) -> None:
-        """Refuse a number of processes that the batch does not split over, in pairs if they mix.
-
-        Raises:
-            UserError: with the numbers.
-        """
+        """Refuse a number of processes that the batch does not split over, in pairs if they mix."""
         super().check_ranks(ranks, computing)
         share = self.batch_size // (ranks * computing.accumulation)
         if self.mixes and share % 2:
@@ -129,11 +125,7 @@ class FineTune(Supervised, Training):
         return replace(index, rows=index.rows[self._labelled(index)[1]])
 
     def _labelled(self, index: "Index") -> "tuple[NDArray[np.int64], NDArray[np.int64]]":
-        """Rows of the labelled images, and of those among them that are held out.
-
-        Raises:
-            UserError: see `training_images`.
-        """
+        """Rows of the labelled images, and of those among them that are held out."""
         import numpy as np
 
         from maect.data.subsets import Labelled, fraction_rows, fraction_rows_of, shots_rows

@@ -55,10 +55,7 @@ def import_weights(
     """Make a run folder out of a public checkpoint: its encoder, and a record of where it is from.
 
     Args:
-        weights: the checkpoint, as published.
         folder: the run folder, `runs/RUN`; an earlier import in it is replaced.
-        layout: of the checkpoint, a key of `LAYOUTS`; none: detected.
-        size: of the encoder; none: detected.
         image_size: to use the encoder at; none: the one that it was trained at.
         pixels: that it is given from now on; none: three channels, with ImageNet's statistics.
         timm: name of the model in timm, in place of layout and size.
@@ -67,8 +64,8 @@ def import_weights(
         The layout (none of a model of timm), and what was taken out of the checkpoint.
 
     Raises:
-        UserError: weights that cannot be read or are of another layout or size, or a folder that
-            holds a run that was trained.
+        UserError: weights that cannot be read or are others, or a folder with a run that was
+            trained.
     """
     from maect.models.checkpoints import (
         convert,
@@ -138,10 +135,6 @@ def is_another_file(weights: Path, imported: ImportedFile) -> bool:
     """Return whether a checkpoint is there and has other bytes than the one that was imported.
 
     It is read only where its size or time differs.
-
-    Args:
-        weights: the checkpoint.
-        imported: `weights` of the run's record.
     """
     try:
         found = weights.stat()

@@ -53,13 +53,7 @@ class ViewsObjective(Objective):
     """Base of the objectives on views, with any number of heads with a queue among its parts."""
 
     def __init__(self, stage: WithoutLabels, encoder: VisionEncoder, seed: int) -> None:
-        """Hold what every such objective has.
-
-        Args:
-            stage: the settings.
-            encoder: what is trained or read.
-            seed: of masks, augmentations and lookups.
-        """
+        """Hold what every such objective has."""
         super().__init__()
         self.stage, self.seed, self.view_settings = stage, seed, stage.view_settings()
         self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling

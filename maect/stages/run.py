@@ -71,14 +71,7 @@ class RunConfig(SettingsFile):
         return self.model_copy(update={"run": path.absolute().parent.name})
 
     def training(self, where: str | Path) -> tuple[Training, Computing, Path]:
-        """Return what to train, how, and the shards of the images.
-
-        Args:
-            where: this file, for the message.
-
-        Raises:
-            UserError: a stage that does not train.
-        """
+        """Return what to train, how, and shards of the images; UserError if nothing trains."""
         if not self.settings.trains or self.shards is None:
             raise UserError(f"{where}: stage {self.stage} does not train; `maect import {where}`")
         return cast(Training, self.settings), self.computing or PLAIN, self.shards
@@ -89,12 +82,7 @@ class RunConfig(SettingsFile):
         return digest(self.stage, self.settings, self.encoder, self.seed)
 
     def fingerprint(self, data: str, weights: dict[str, str]) -> str:
-        """Identity of what the run gives.
-
-        Args:
-            data: digest of its shards.
-            weights: checksums of those that it starts from, by their files' names.
-        """
+        """Identity of the result, by its shards' digest and its first weights' checksums."""
         return digest(self.stage, self.settings, self.encoder, self.seed, data, weights)
 
 
@@ -119,8 +107,6 @@ def train(
     """Train the run that a resolved file describes, or resume it; called on every rank.
 
     Args:
-        context: this rank's.
-        config: `runs/RUN/config.yaml`.
         digest: of the file when the job was submitted; it may have waited for days.
         save_every_minutes: how much work a kill may cost.
         convert_world_size: resume from a state that another number of ranks saved.

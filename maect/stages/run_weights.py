@@ -23,11 +23,7 @@ from maect.train.checkpoint import PARAM, StateReader
 
 
 def load_source(vit: VisionEncoder, encoder: Encoder, source: Path) -> None:
-    """Take over the encoder of a finished run.
-
-    Raises:
-        UserError: it has another shape.
-    """
+    """Take over the encoder of a finished run; UserError if it has another shape."""
     module, settings, _ = load_encoder_weights(source / "encoder.safetensors")
     for key in encoder.shape:
         here, there = getattr(encoder, key), getattr(settings, key)
@@ -53,11 +49,7 @@ def _(settings: Refiner, encoder: Encoder) -> QueueHead:
 
 
 def load_head(head: nn.Module, path: Path) -> None:
-    """Take over projector, predictor and queue; the EMA projector starts at the projector.
-
-    Raises:
-        UserError: they have other shapes.
-    """
+    """Take over projector, predictor and queue; the EMA projector starts at the projector."""
     assert isinstance(head, QueueHead)
     tensors, _ = load_tensors(path)
     try:

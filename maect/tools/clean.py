@@ -50,7 +50,7 @@ def _needed(run: Path) -> str:
 
 
 def clean(root: Path, remove: bool) -> None:
-    """Print which states may go and what they take; with `remove`, remove them.
+    """Print which states may go and what they take, and remove them with `remove`.
 
     Raises:
         UserError: there are no runs, or something is at work there.

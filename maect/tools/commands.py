@@ -71,12 +71,8 @@ def snakemake(
 ) -> int:
     """Run Snakemake on the pipeline, wherever it is installed; returns its status.
 
-    Args:
-        experiment: name or path.
-        profile: name or folder.
-        config: `KEY=VALUE`, what differs from the experiment.
-        arguments: further ones of Snakemake.
-        log: where its lines go, so that the terminal has few; none: the terminal.
+    `config` has `KEY=VALUE` in place of what the experiment says; with `log` its lines go there, so
+    that the terminal has few.
     """
     from maect.experiment.profile import find_profile
     from maect.experiment.working_folder import check_working_folder

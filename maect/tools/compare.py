@@ -43,7 +43,7 @@ class ImageFolder:
         contents: sha256 of every image's bytes, part after part.
         labels: class of every image, int64 [n]; None without classes.
         test: which are tested on, bool [n]; none without classes.
-        remarks: what is worth knowing about the split, a sentence each.
+        remarks: on the split, a sentence each.
     """
 
     name: str
@@ -61,11 +61,7 @@ class ImageFolder:
 
 
 def named(given: Sequence[str], what: str) -> dict[str, Path]:
-    """Read `PATH` or `NAME=PATH` words; without a name it is that of the folder.
-
-    Raises:
-        UserError: two of the same name.
-    """
+    """Read words PATH or NAME=PATH (else the folder's name); UserError if two are the same."""
     found: dict[str, Path] = {}
     for word in given:
         name, sign, path = word.partition("=")
@@ -130,11 +126,6 @@ def vectors(encoder: ImageEncoder, folder: ImageFolder, kept: Path) -> Array:
 
     Every 1,024 are kept as a file named after the encoder, how images are prepared and the images'
     contents: what is there is not computed again, whatever the folder is called now.
-
-    Args:
-        encoder: of `maect.load`.
-        folder: of `open_folder`.
-        kept: folder of the files.
     """
     about = {key: value for key, value in encoder.about.items() if key != "run"}
     out, row = [], 0
@@ -168,14 +159,7 @@ def _encoded(encoder: ImageEncoder, source: ImageSource, entries: list[Entry]) -
 
 @dataclass(frozen=True)
 class Matrix:
-    """Table of measurements.
-
-    Attributes:
-        encoders: by name.
-        folders: in order.
-        scores: by encoder, folder and measure.
-        readable: of each folder, the number of training and of test images that were used.
-    """
+    """Scores by encoder, folder and measure; training and test images that were readable."""
 
     encoders: dict[str, ImageEncoder]
     folders: list[ImageFolder]
@@ -193,15 +177,6 @@ def compare(
     real_labels: Path | None = None,
 ) -> Matrix:
     """Measure every encoder on every folder; what lies in `out` from before is used.
-
-    Args:
-        encoders: run folders, or folders that `maect export` wrote, by name.
-        images: folders, archives or tables of images, by name.
-        out: keeps vectors and scores.
-        device: as of `maect.load`.
-        threads: that measure; none: all cores.
-        say: called for each folder and encoder.
-        real_labels: ReaL's `real.json`, for folders with the images of ImageNet's validation split.
 
     Raises:
         UserError: an encoder or folder that cannot be used, or ReaL's labels that are of none,
@@ -263,11 +238,7 @@ def _is_imagenets(folder: ImageFolder) -> bool:
 
 
 def real_of(folder: ImageFolder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:
-    """ReaL's labels of some images of a folder.
-
-    Raises:
-        UserError: images or classes that are not ImageNet's.
-    """
+    """ReaL's labels of some images of a folder; UserError if these are not ImageNet's."""
     return labels.reassessed(lambda: _names(folder, which), folder.parts[0].class_names)
 
 
@@ -281,10 +252,8 @@ def measured(
     """Measure one encoder on one folder, by the features of those images that are readable.
 
     Args:
-        folder: of `open_folder`.
         features: float32 [n, width].
         good: which can be read, bool [n].
-        threads: that measure.
         real: ReaL's labels of the readable test images, if they are asked for.
     """
     order = sorted(np.flatnonzero(good).tolist(), key=lambda row: folder.contents[row])

@@ -91,12 +91,7 @@ def _cell(line: Any) -> dict[str, Any]:
 
 
 def write_comparison(matrix: Matrix, out: Path) -> pd.DataFrame:
-    """Write `compare.csv`, `compare.md` and `index.html`, and return the numbers.
-
-    Args:
-        matrix: of `maect.tools.compare`.
-        out: the folder.
-    """
+    """Write `compare.csv`, `compare.md` and `index.html`, and return the numbers."""
     frame = frame_of(matrix)
     write_table_text(out / "compare.csv", frame.to_csv(index=False, lineterminator="\n"))
     shown = matrices(frame, MEASURES, "folder", _cell)

@@ -17,11 +17,7 @@ LINES = 30  # of the log, after a failure
 
 
 def demo(snakemake: Callable[..., int]) -> int:
-    """Show the first look, then run the pipeline; returns its exit status.
-
-    Args:
-        snakemake: runs an experiment with a profile and changes, its lines in a log.
-    """
+    """Show the first look, then run the pipeline; returns its exit status."""
     chosen = experiment.load("digits", **dict(word.split("=") for word in ASKED))
     log = chosen.root / "logs/demo.log"
     _say("A first look at 1,797 handwritten digits: about a minute on two idle cores.")

@@ -42,12 +42,7 @@ DRIVERS = {12: 525, 13: 580}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        kind: "ok", "note" (nothing to do with whether it works) or "FAIL".
-        hint: what to do, of a failure.
-    """
+    """One line of the report; `kind` "note" says nothing of whether it works, `hint` what to do."""
 
     kind: Literal["ok", "note", "FAIL"]
     what: str
@@ -68,11 +63,6 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
     """Check a site and print a line for each check.
 
     The job needs what the other checks read: it runs only if none of them failed.
-
-    Args:
-        experiment: whose storage and trainings are checked.
-        profile: folder of the cluster profile.
-        try_job: whether to submit a job.
 
     Raises:
         UserError: how many checks failed.
@@ -107,11 +97,7 @@ def largest_rule(experiment: Experiment) -> str:
 
 
 def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
-    """The resources of each rule, with environment variables filled in.
-
-    Raises:
-        UserError: no profile there.
-    """
+    """Resources of each rule, with environment variables filled in; UserError if there are none."""
     file = profile / "config.yaml"
     try:
         rules = yte.process_yaml(file.read_text(encoding="utf-8"), require_use_yte=True)
@@ -130,11 +116,7 @@ def driver_of(profile: Path) -> int | None:
 
 
 def resources(asked: dict[str, Any], nodes: int) -> Resources:
-    """A rule's resources on this many nodes, as the launcher understands them.
-
-    Raises:
-        UserError: what no machine has.
-    """
+    """A rule's resources on this many nodes; UserError if no machine has them."""
     given = {PROFILE[key][0]: value for key, value in asked.items() if key in PROFILE}
     return Resources.parse(**given | {"nodes": nodes})
 

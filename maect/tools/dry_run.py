@@ -36,11 +36,7 @@ TARGETS = (
 
 
 def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
-    """Check that Snakemake knows what `maect run` passes to it.
-
-    Args:
-        words: targets and options.
-        own: options that `maect run` takes itself, for the hint.
+    """Check that Snakemake knows what `maect run` passes to it; options `own` are for the hint.
 
     Raises:
         UserError: an unknown option or target, or an option without its value.
@@ -63,23 +59,14 @@ def check_words(words: Sequence[str], own: Sequence[str] = ()) -> None:
 
 
 def check_targets(targets: Sequence[str]) -> None:
-    """Targets are rules or files.
-
-    Raises:
-        UserError: one that is neither, with a hint.
-    """
+    """Refuse a target that is neither a rule nor a file, by a UserError with a hint."""
     for target in targets:
         if "/" not in target and "." not in target and target not in TARGETS:
             raise UserError(f"unknown target {target!r}; {did_you_mean(target, TARGETS)}")
 
 
 def jobs_to_run(targets: Sequence[str], config: Sequence[str], profile: Path) -> list[RuleJob]:
-    """The jobs of a dry run that call a command, in any order.
-
-    Args:
-        targets: as on Snakemake's command line; none is the whole report.
-        config: `KEY=VALUE` pairs for `--config`, with the experiment.
-        profile: folder of the cluster profile.
+    """The jobs of a dry run that call a command, in any order; config is that of `--config`.
 
     Raises:
         UserError: Snakemake refuses; its own last line.

@@ -1,7 +1,7 @@
 """The demo's first look: before and after tuning, as a picture and a table, within a minute.
 
-One job does what the pipeline has one job each for. Its pre-training and head are the pipeline's
-own, which goes on from there; tuning is shorter, in a folder of its own.
+One job does it all. Its pre-training and head are the pipeline's own, which goes on from there;
+tuning is shorter, in a folder of its own.
 """
 
 from collections.abc import Mapping
@@ -36,14 +36,9 @@ COLUMNS = {
 
 
 def first_look(chosen: Experiment, epochs: Mapping[str, int] = EPOCHS) -> Path:
-    """Make a folder `first_look` in the results folder, with `first_look.png` and its numbers.
+    """Make and return a folder `first_look` in the results folder of the experiment `digits`.
 
-    Args:
-        chosen: the experiment `digits`.
-        epochs: by run, where they are not the experiment's.
-
-    Returns:
-        The folder.
+    It has `first_look.png` and its numbers. `epochs`, by run, replace the experiment's.
 
     Raises:
         LaunchError: the job failed.
@@ -89,13 +84,7 @@ def _shard(chosen: Experiment, dataset: str) -> None:
 
 
 def on_ranks(context: Context, *, runs: list[str], shards: list[str]) -> str:
-    """Train the runs one after the other; evaluate and draw the first and the last.
-
-    Args:
-        context: this rank.
-        runs: folders, each with its resolved file.
-        shards: folders of the train and of the validation split.
-    """
+    """Train the runs one after the other; evaluate and draw the first and the last."""
     from maect.evaluate.features import extract
     from maect.evaluate.store import open_features
     from maect.stages.run import resize_of, train

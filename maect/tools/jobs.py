@@ -40,14 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Where:
-    """Place where a job runs; no part of a result's identity.
-
-    Attributes:
-        resources: of one job, on the fewest nodes that it may have.
-        nodes: how many it may have, such as `1..16`.
-        gpu: the devices' model, if the user states it.
-        detach: leave the job running when the command is interrupted.
-    """
+    """Place where a job runs, on nodes such as `1..16`; no part of a result's identity."""
 
     resources: Resources
     nodes: str
@@ -65,18 +58,7 @@ class Where:
         outputs: Sequence[Path] = (),
         **arguments: Any,
     ) -> None:
-        """Run a function on every rank until what it was asked for is there.
-
-        Args:
-            what: begins the job's name.
-            folder: what belongs to the job is kept here.
-            task: `package.module:function`.
-            is_done: whether it is there.
-            nodes: how many.
-            identity: of what it was asked for.
-            outputs: files that Snakemake may have deleted although they are that.
-            arguments: of the function, as JSON has them.
-        """
+        """Run a function on every rank until what it was asked for, or a backup of it, is there."""
         kept.put_back(outputs, is_done)
         name = folder.name
         if name.endswith(".job"):  # beside those of other runs
@@ -107,15 +89,6 @@ def train(
     trace: str = "",
 ) -> None:
     """Train as a resolved file says, its results beside it.
-
-    Args:
-        config: the file.
-        path: its path.
-        where: devices; a stage gets as many nodes as its batch is worth.
-        save_every_minutes: how much work a kill may cost.
-        convert_world_size: go on from states of another number of ranks.
-        stage_to: copy the shards to this folder of every node first.
-        trace: first and last step to profile, such as `100-105`.
 
     Raises:
         UserError: what cannot work, and what would be another run than the one that lies there.
@@ -175,11 +148,10 @@ def train(
 
 
 def _as_saved(run: Path, nodes: int, where: Where) -> int:
-    """Nodes that go on from a run's state with as many ranks as saved it, or those given.
+    """Nodes with as many ranks as saved a run's state, or those given if it has none.
 
     Raises:
-        UserError: there is a state, of a number of ranks that `where` cannot have; or there is
-            none any more.
+        UserError: `where` cannot have as many, or the state is lost.
     """
     if not (run / "state").is_dir():
         check_not_lost(run)
@@ -210,12 +182,6 @@ def _as_saved(run: Path, nodes: int, where: Where) -> int:
 
 def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repetition":
     """Repeat a step in a copy of the run beside the others, which is deleted again.
-
-    Args:
-        run: folder of the run.
-        step: which step, from 1.
-        where: as many ranks as the run had.
-        out: keep the report of the ranks here.
 
     Raises:
         UserError: the run is another one than was trained, or had another number of ranks.
@@ -279,16 +245,7 @@ def replay(run: Path, step: int, where: Where, out: Path | None = None) -> "Repe
 
 
 def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
-    """Write the features of all images of a split beside their resolved file.
-
-    Args:
-        config: the file, which is written, too.
-        path: its path.
-        where: devices, on a fixed number of nodes.
-
-    Raises:
-        UserError: no encoder or no shards.
-    """
+    """Write the features of a split beside their resolved file; UserError if inputs are missing."""
     encoder = need(config.run / "encoder.safetensors", "encoder")
     out = path.with_suffix(".safetensors")
     wanted = config.how | {
@@ -317,11 +274,6 @@ def extract_features(config: FeaturesConfig, path: Path, where: Where) -> None:
 
 def evaluate(config: EvaluationConfig, path: Path, where: Where) -> None:
     """Evaluate as a resolved file says, the result beside it.
-
-    Args:
-        config: the file.
-        path: its path.
-        where: devices, on a fixed number of nodes.
 
     Raises:
         UserError: an input that is missing, or ranks that the protocol cannot use.

@@ -35,7 +35,6 @@ def leaderboard(runs: list[Path], out: Path) -> str:
     Args:
         runs: folders `results/EXPERIMENT/runs/RUN`, evaluated by `lars_linear_probe`,
             `efficient_probe` and `knn_leaderboard`.
-        out: folder to write to.
 
     Raises:
         UserError: an evaluation is missing, damaged or of another encoder than the run has, or two
@@ -124,11 +123,7 @@ def _chosen(what: str, accuracy: float) -> str:
 
 
 def _result(folder: Path, evaluation: str, sha256: str) -> dict[str, Any]:
-    """The JSON of an evaluation of the encoder with this checksum.
-
-    Raises:
-        UserError: it is not there, damaged, or of another encoder.
-    """
+    """The JSON of an evaluation; UserError if it is missing, damaged or of another encoder."""
     path = folder / f"{evaluation}.json"
     if not path.exists():
         raise UserError(f"{path}: no such result; add {evaluation} to the experiment's `evaluate`")

@@ -30,12 +30,7 @@ LARGEST = 1 << 30  # bytes of a features file that is read for this
 
 @dataclass(frozen=True)
 class Measured:
-    """Share of neighbours that are of the right class.
-
-    Attributes:
-        percent: of lookups, or of images and their nearest neighbour.
-        source: what says so, for people.
-    """
+    """Share of neighbours of the right class: percent, and the source for people."""
 
     percent: float
     source: str

@@ -130,10 +130,10 @@ def list_texts(images: Images, out: Path, chosen: set[str]) -> dict[str, tuple[P
 
 
 def write_all(texts: dict[Path, str], out: Path) -> None:
-    """Write the files and read the experiment; what cannot be read does not stay.
+    """Write the files, which stay if the experiment can be read.
 
     Raises:
-        UserError: one of them is there with another content, or the experiment cannot be read.
+        UserError: it cannot, or one of them is there with another content.
     """
     for path, text in texts.items():
         if path.exists() and path.read_bytes() != text.encode():
@@ -386,11 +386,6 @@ def new_experiment(
         out: the file to write. Without a `val`, lists of both parts' images are written beside it.
         public: public weights to start from (`own_training.PUBLIC`); none: from scratch.
         quick: a device that an hour is to be enough on; none: as long as the images are worth.
-        ignore_folders: folders are no classes.
-        skip_unreadable: leave out images that cannot be read.
-
-    Returns:
-        The file's text.
 
     Raises:
         UserError: images that cannot be used, unknown weights, or a file that exists.

@@ -161,9 +161,6 @@ def inspect_images(
 
     Args:
         folder: or an archive or table of images, or a pattern of such.
-        fewest: images that are needed at least.
-        ignore_folders: folders are no classes.
-        skip_unreadable: go on without images that cannot be read.
 
     Raises:
         UserError: no images, too few, or a file that cannot be read.
@@ -248,11 +245,7 @@ def _shows_through(source: ImageSource, entries: list[Entry]) -> bool:
 
 
 def _pixels(folder: Path, inspected: list[Inspected], through: bool) -> tuple[Pixels, list[str]]:
-    """Return how images like these are read, and why; `through`: something shows through.
-
-    Raises:
-        UserError: images of different numbers of channels.
-    """
+    """Return how images like these are read, and why; `through`: something shows through."""
     made: dict[str, Any] = {"orientation": "exif"}
     remarks = []
     counts = Counter(3 if one.channels == 1 else one.channels for one in inspected)
@@ -291,11 +284,7 @@ STATISTICS = "Mean and deviation are those of the images inspected"
 
 
 def check_same_classes(train: Images, val: Images) -> None:
-    """Check that what is trained on and what is evaluated on have the same classes.
-
-    Raises:
-        UserError: classes on one side only; it says which.
-    """
+    """Refuse other classes in validation than in training images (UserError)."""
     if train.class_names and not val.class_names:
         raise UserError(
             f"{val.folder}: has no classes, but {train.folder} has; sort the images into the same "

@@ -114,10 +114,7 @@ def quickest(first: Chosen, n: int, public: str | None, device: Device, planned:
 
     Args:
         first: what these images deserve; public weights keep its size.
-        n: images to train on.
         public: weights that are imported; none: pre-training is among the jobs.
-        device: what trains.
-        planned: prices what is chosen.
     """
     shapes = [(first.size, first.pixels)]
     shapes += [(s, p) for s, p in SMALLER if p < first.pixels] if public is None else []
@@ -151,9 +148,6 @@ def shortened(
     Args:
         chosen: with the batch of tuning, whose steps come first.
         fewest: epochs of pre-training; if they take too long, it gets what is left.
-        n: images to train on.
-        public: weights that are imported.
-        planned: prices what is chosen.
     """
     tune = math.ceil(FEWEST_STEPS * chosen.batch / n)
     least = {"mae": fewest, "head_min": max(1, tune // 2), "ct_min": tune}

@@ -87,8 +87,7 @@ def shards_of(folder: Path) -> SplitFacts:
 def listed(experiment: Experiment, dataset: str, split: str) -> SplitFacts | None:
     """Count the images of a split that is not planned yet; its bytes by some of them.
 
-    Returns:
-        None where they cannot be listed: sharding will say why.
+    None where they cannot be listed: sharding will say why.
     """
     from maect.data.shard_plan import planned
 
@@ -119,23 +118,14 @@ def part_done(folder: Path) -> float:
 
 @dataclass(frozen=True)
 class Device:
-    """Device of one rank.
-
-    Attributes:
-        name: as of the driver, such as A100, or cpu.
-        utilisation: part of the peak that a training reaches.
-    """
+    """Device of one rank: its driver's name (A100, cpu), and the part of its peak reached."""
 
     name: str
     utilisation: float = UTILISATION
 
     @property
     def rate(self) -> float:
-        """FLOP/s of a training in bfloat16.
-
-        Raises:
-            UserError: the device is not in `maect.recipes.flops.PEAKS`.
-        """
+        """FLOP/s of a training in bfloat16; UserError if the device's peak is not known."""
         if self.name == "cpu":
             return CPU_RATE
         peak = peak_flops(self.name)
@@ -162,8 +152,7 @@ class Device:
 def measured(root: Path, stage: str, size: str, encoder: Encoder) -> tuple[float, str] | None:
     """Images per second of one device in a stage, and the file that says so.
 
-    A finished run with the same encoder is nearer to the truth than a `throughput` result, which
-    is without loader and network.
+    A finished run with the same encoder comes before a `throughput` result, which has no loader.
     """
     for folder in sorted(root.glob("runs/*")):
         record = RunRecord.find(folder)
@@ -291,8 +280,6 @@ def make_plan(
 
     Args:
         jobs: in any order; trainings are priced first, whose steps a `Machine` is measured by.
-        experiment: which says what each is.
-        device: what one rank computes on.
         known: what was counted of splits, by the folder of their shards; the others are counted.
     """
     jobs = sorted(jobs, key=lambda job: job.rule not in STAGES)
@@ -474,11 +461,9 @@ def all_here(jobs: Iterable[RuleJob]) -> bool:
 
 
 def missing(jobs: Iterable[RuleJob], experiment: Experiment) -> list[str]:
-    """Images, weights and lists that the jobs would read and that are not there.
+    """Images, weights and lists that jobs would read and that are not there, a line each.
 
-    Returns:
-        A line for each variable that is not set, with all that is looked for there; then a line
-        for each other thing.
+    Of a variable that is not set there is one line, with all that is looked for there.
     """
     unset: dict[tuple[str, ...], list[str]] = defaultdict(list)
     others, pairs = [], []

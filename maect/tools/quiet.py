@@ -1,8 +1,4 @@
-"""`python -P -m maect.tools.quiet LOG ...`: Snakemake in few lines.
-
-What Snakemake and its jobs print goes to LOG. The terminal has a line for each thing that begins,
-with the time left for everything.
-"""
+"""`python -P -m maect.tools.quiet LOG ...`: Snakemake in few lines, all others in LOG."""
 
 import logging
 import os
@@ -43,13 +39,9 @@ terminal: IO[str] = sys.stderr
 
 @dataclass
 class TimeLeft:
-    """Time that a pipeline still takes, by the share of the work that is done.
+    """Time that a pipeline still takes, by the part of its work (seconds on idle cores) done.
 
-    Attributes:
-        total: seconds that all its jobs would take on idle cores.
-        done: those of the jobs that have ended.
-        running: rule and start of each that has not, by its number.
-        began: when it did, by the monotonic clock.
+    `running` has the rule and the start of each job by its number.
     """
 
     total: float = 0.0

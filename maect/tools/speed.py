@@ -84,8 +84,6 @@ def measure(stage: WithoutLabels, encoder: Encoder, batch: int) -> float:
     beside it, each operation would wait for the slowest. The fastest step counts.
 
     Args:
-        stage: its settings.
-        encoder: its shape.
         batch: images in a step, at most; a divisor of the training's is taken, at least 2.
     """
     import torch

@@ -1,8 +1,4 @@
-"""`python -P -m maect.tools.start_snakemake ...`: Snakemake, whose start Ctrl-C ends in a line.
-
-Once jobs run, the pipeline itself says what becomes of them; until then Snakemake ends in the
-traceback of whatever it was importing.
-"""
+"""`python -P -m maect.tools.start_snakemake ...`: Snakemake, whose start Ctrl-C ends in a line."""
 
 import sys
 

@@ -55,15 +55,7 @@ class Status:
 
 
 def show(root: Path, every: bool = False) -> None:
-    """Print what the runs of a results folder are doing: a table where a person watches.
-
-    Args:
-        root: the folder.
-        every: also runs that have not started, where others have.
-
-    Raises:
-        UserError: there is nothing of an experiment in it.
-    """
+    """Print what the runs of a results folder are doing: a table where a person watches."""
     head, lines = status(root)
     begun = [line for line in lines if line.state != NOT_STARTED]
     if begun and not every:

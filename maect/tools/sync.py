@@ -1,7 +1,6 @@
 """Copies what a run has logged to Weights & Biases or to MLflow, from the run's files alone.
 
-After the training or beside it: a second call adds only what is new. What was copied, and where to,
-is in `synced.json` beside the files.
+A second call adds what is new since: `synced.json` beside the files says what was copied, where to.
 """
 
 import time
@@ -98,15 +97,9 @@ SERVICES: dict[str, Callable[[Path, str, str | None, dict[str, Any]], Service]] 
 
 
 def sync(service: str, run: Path, project: str) -> int:
-    """Copy the steps of a run that a service does not have yet.
+    """Copy the steps of a run that a service does not have yet; returns how many these are.
 
-    Args:
-        service: which of `SERVICES`.
-        run: the run's folder.
-        project: what the service puts the run into; of MLflow an experiment.
-
-    Returns:
-        Number of steps that were added.
+    A `project` is what the service puts runs into; of MLflow an experiment.
 
     Raises:
         UserError: no such run, or the service's package is not installed.

@@ -1,7 +1,7 @@
 """Makes published numbers again, from nothing but the images, and compares them.
 
-A published folder has the numbers of tables (`tables/NAME.csv`) and checksums of the encoders
-behind them (`runs.csv`). The experiment of its name says how each was made, and makes it again.
+A published folder has tables (`tables/NAME.csv`) and checksums of the encoders behind them
+(`runs.csv`). The experiment of its name makes both again.
 """
 
 import math
@@ -80,11 +80,7 @@ def cells(published: Path, experiment: Experiment) -> list[Checked]:
 def chosen(
     found: Sequence[Checked], names: Sequence[str], seed: int | None = None
 ) -> list[Checked]:
-    """The cells of these names, or some that are drawn.
-
-    Raises:
-        UserError: a name of none.
-    """
+    """The cells of these names, or some that are drawn; UserError for an unknown name."""
     known: dict[str, Checked] = {cell.name: cell for cell in found}
     for name in names:
         if name not in known:
@@ -99,10 +95,8 @@ def chosen(
 def tolerance(cell: Checked, same: bool, images: int) -> tuple[float, str]:
     """Return what a number may differ by, in its own unit, and why.
 
-    Args:
-        cell: the number.
-        same: whether the encoders behind it have the published bits.
-        images: of the split that it is measured on.
+    It depends on whether the encoders have the published bits (`same`) and on the images measured
+    on.
     """
     unit = 1.0 if abs(cell.value) <= 1 and cell.metric.digits > 2 else 100.0
     if same:
@@ -125,10 +119,8 @@ def verify(
 
     Args:
         published: such as `docs/results/digits`; its name is the experiment's.
-        names: cells; none: some that are drawn.
         out: folder of what is made; what is there already is not made again.
         run: runs the pipeline on an experiment's file and targets; returns its status.
-        seed: of the draw.
 
     Raises:
         UserError: not such a folder, or no such cell.

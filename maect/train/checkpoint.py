@@ -78,14 +78,7 @@ class Saver:
     def __init__(
         self, folder: Path, context: Context, fence: Fence | None, resumed: int | None = None
     ) -> None:
-        """Save states.
-
-        Args:
-            folder: of the run.
-            context: this rank's.
-            fence: the right to write, which rank 0 has.
-            resumed: step whose state is there and is not written again.
-        """
+        """Save states but the resumed one, which is there; rank 0 has the right to (`fence`)."""
         self.folder, self.context, self._resumed = folder / "state", context, resumed
         self._fence = fence
         self.rank, self.world_size = context.rank, context.world_size
@@ -222,16 +215,7 @@ def set_aside(state: Path) -> None:
 
 
 def read_record(state: Path, identity: str) -> dict[str, Any]:
-    """The record of a state.
-
-    Args:
-        state: its folder.
-        identity: fingerprint of the run.
-
-    Raises:
-        UserError: the record is damaged, or that of another step or run.
-        OSError: it cannot be read at present.
-    """
+    """The record of a state: UserError if damaged or another run's, OSError if away."""
     file = state / "state.json"
     try:
         record = verified(json.loads(patiently(file.read_bytes)))
@@ -250,12 +234,7 @@ def read_record(state: Path, identity: str) -> dict[str, Any]:
 
 
 def check_files(state: Path, record: dict[str, Any], rank: int, world_size: int) -> None:
-    """Check this rank's share of a state's files; together the ranks check all.
-
-    Raises:
-        UserError: one is damaged or missing.
-        OSError: one cannot be read at present.
-    """
+    """Check this rank's share of a state's files: UserError if damaged, OSError if away."""
     for name, digest in list(record["files"].items())[rank::world_size]:
         file = state / f"{name}.safetensors"
         try:
@@ -295,11 +274,7 @@ class StateReader:
         return file.get_tensor(key)
 
     def values(self, kind: str, name: str, start: int, length: int) -> Tensor:
-        """Part of a flattened parameter's values, moment or average, 1-D.
-
-        Raises:
-            UserError: the state does not hold all of it.
-        """
+        """Part of a flattened parameter's values or moment, 1-D; UserError if any is missing."""
         out = torch.empty(length, dtype=torch.float32)
         missing = length
         for begin, numel, file, key in self._parts.get((kind, name), []):
@@ -322,12 +297,9 @@ class StateReader:
                 target.copy_(self.values(kind, shard.name, shard.start, target.numel()))
 
     def part(self, kind: str, prefix: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One module's parameters (of `kind`) and buffers, under their own names.
+        """A module's parameters (of `kind`) and buffers by their own names, shaped as `like`.
 
-        Args:
-            kind: of the parameters' values, `param` or `ema`.
-            prefix: the module's name in the objective, with a dot.
-            like: tensors of the shapes that are wanted, by name.
+        The prefix is the module's name in the objective, with a dot.
         """
         tensors = {}
         for name in self.names(kind):

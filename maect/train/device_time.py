@@ -20,13 +20,9 @@ class DeviceTime:
     def __init__(
         self, context: Context, record: Mapping[str, Any], spent: float = 0.0, shown: int = 8
     ) -> None:
-        """Go on from a state.
+        """Go on from a state's record, empty at the start; `shown` steps make the speed.
 
-        Args:
-            context: this rank's.
-            record: of the state; empty at the start.
-            spent: seconds x ranks since each attempt's first batch, of the attempts before.
-            shown: steps that the speed is a mean of.
+        `spent` are seconds x ranks since each attempt's first batch, of the attempts before.
         """
         self._context, self._spent = context, spent
         self.useful: float = record.get("useful_seconds", 0.0)

@@ -98,8 +98,7 @@ class Engine(ABC):
     Attributes:
         module: what is trained; call the engine itself to run it.
         shards: what this rank owns, and saves.
-        compiled: whether the blocks are compiled.
-        not_compiled: why they are not although the settings ask for it.
+        not_compiled: why the blocks are not `compiled` although the settings ask for it.
     """
 
     def __init__(
@@ -113,11 +112,7 @@ class Engine(ABC):
         """Prepare a module; the subclass distributes its parameters and calls `_wrap`.
 
         Args:
-            module: on the device.
-            settings: batch and updates.
             groups: trained parameters with `peak_lr` and `weight_decay`.
-            device: this rank's.
-            computing: how it is trained.
         """
         self.module, self.shards = module, list[Shard]()
         self._on_gpu = device.type == "cuda"
@@ -205,11 +200,8 @@ class Engine(ABC):
     def step(self, lr_multiplier: float, skip: Tensor | None = None) -> None:
         """Update the weights with `lr_multiplier` times each group's peak learning rate.
 
-        Call it after every backward pass; only the last one of an accumulation updates.
-
-        Args:
-            lr_multiplier: of the schedule.
-            skip: float32 [], on the device: where it is 1, weights and moments stay as they are.
+        Call it after every backward pass; only the last one of an accumulation updates. Where
+        `skip`, float32 [] on the device, is 1, weights and moments stay as they are.
         """
         for group in self._adam.param_groups:
             group["lr"] = group["peak_lr"] * lr_multiplier
@@ -463,10 +455,9 @@ def build_engine(
 
 
 class GuardedAdamW(torch.optim.AdamW):
-    """AdamW that leaves everything as it is where the gradient is not finite.
+    """AdamW that leaves everything as it is where `skip`, float32 [] on the device, is 1.
 
-    Attributes:
-        skip: float32 [], on the device; 1: leave it. A GPU decides that by itself: nothing waits.
+    A GPU decides that by itself: nothing waits.
     """
 
     skip: Tensor | None = None

@@ -1,23 +1,21 @@
 """Exchange between ranks in an update: gradients while the backward pass runs, then weights.
 
-Parameters lie in buckets, the last ones first, because their gradients come first. A bucket whose
-gradients are all there is on its way while the rest of the backward pass computes; buckets go in
-one order, whatever the order of hooks, so that all ranks sum alike at every start. Under ZeRO 1 a
-rank gets the sums of its slice of each bucket, updates that, and all slices are gathered; under
-ZeRO 0 every rank gets and updates all.
+Parameters lie in buckets, the last ones first, as their gradients come first. A complete bucket
+leaves while the rest of the backward pass computes; buckets go in one order, whatever the order of
+hooks, so that all ranks sum alike at every start. Under ZeRO 1 a rank gets the sums of its slice of
+each bucket, updates that, and all slices are gathered; under ZeRO 0 every rank gets and updates
+all. DeepSpeed's ZeRO 1 would wait for the whole device in each backward pass, and make two
+exchanges for each group of parameters, of which fine-tuning has 52.
 
-DeepSpeed's ZeRO 1 waits for the whole device in each backward pass when it overlaps, and makes two
-exchanges and some dozens of kernels for each group of parameters, of which fine-tuning has 52.
-
-Autocast takes a kernel to cast each weight, and one for each of their gradients: a quarter of a
-block's. Here all weights of a bucket are cast at once, frozen ones once for all. Layers borrow them
+Autocast takes a kernel to cast each weight, and one for each gradient: a quarter of a block's time.
+Here all weights of a bucket are cast at once, frozen ones once for all, and given to their layers
 for a forward and backward pass; the bits are the same.
 
 Under ZeRO 1 these bfloat16 copies are gathered, half the bytes of the weights. Heads, which nobody
-casts, have buckets of their own and are gathered in float32. All of it travels while the next
-forward pass computes: the first buckets that it needs go first, and each part waits for its own.
-Every rank updates all norms, tokens and the first layer, which are few weights: the forward pass
-begins without a wait. `complete` gathers the weights themselves, for whoever reads them elsewhere.
+casts, have buckets of their own, in float32. All of it travels while the next forward pass
+computes: the first buckets that it needs go first, and each part waits for its own. Every rank
+updates all norms, tokens and the first layer, few weights: the forward pass begins without a wait.
+`complete` gathers the weights themselves, for whoever reads them elsewhere.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -96,12 +94,7 @@ class Borrowed:
 class Piece:
     """Part of a bucket that an optimizer updates as one: of one group, on this rank.
 
-    Attributes:
-        group: number of the parameter group.
-        bucket: which it is a part of.
-        start, end: within the bucket.
-        weights: in place, [end - start]; the same tensor for ever.
-        gradients: after the exchange, [end - start].
+    `weights` [end - start] are the same tensor for ever; gradients are there after the exchange.
     """
 
     group: int
@@ -113,12 +106,7 @@ class Piece:
 
 
 class Exchange:
-    """The buckets of a module.
-
-    Attributes:
-        buckets: in the order in which they are exchanged.
-        pieces: what this rank updates, as large as can be.
-    """
+    """Buckets of a module, in the order of their exchange, and pieces that this rank updates."""
 
     def __init__(
         self,
@@ -132,13 +120,10 @@ class Exchange:
         """Move trained parameters into buckets.
 
         Args:
-            module: on its device.
-            groups: trained parameters, as AdamW takes them.
             sharded: ZeRO 1 instead of 0.
-            models: parts of the module, in which autocast would cast layers' parameters to
-                bfloat16.
-            readers: parts whose parameters are read only while they are called, and which may
-                therefore wait for their weights until then.
+            models: parts of the module whose parameters autocast would cast to bfloat16.
+            readers: parts that read their parameters only while they are called, and wait till
+                then.
             adds_up: gradients of several passes do, in float32: autocast casts trained weights.
         """
         cast = [m for model in models for m in model.modules() if isinstance(m, CAST)]
@@ -384,14 +369,11 @@ def bundles(
 ) -> list[tuple[list[Entry], bool]]:
     """Parameters of each bucket, the last ones first, and whether every rank updates all of it.
 
-    A bucket is complete with the first of its parameters; those that are so sooner come first. What
-    is left to compute hides its exchange: it has at most two thirds of the weights in front of it.
-    What autocast casts and what it does not have buckets of their own. One more, of which every
-    rank updates all, has the first layers that are cast, and whatever the models have beside those.
-
-    Args:
-        trained: in the order in which a forward pass reads them.
-        models: parts in which autocast casts.
+    `trained` are in the order of the forward pass. A bucket is complete with its first parameter;
+    those that are so sooner come first. What is left to compute hides its exchange: it has at most
+    two thirds of the weights in front of it. What autocast casts in `models` and what it does not
+    have buckets of their own. One more, of which every rank updates all, has the first layers that
+    are cast, and whatever the models have beside those.
     """
     inside = {id(p) for model in models for p in model.parameters()}
     layers = [m for model in models for m in model.modules() if isinstance(m, CAST)]

@@ -30,11 +30,7 @@ class Fence:
     """Rank 0's right to write below a folder, taken from any job that had it before."""
 
     def __init__(self, folder: Path, context: Context) -> None:
-        """Take the right.
-
-        Raises:
-            SupersededError: the launcher's record names another job, or one came meanwhile.
-        """
+        """Take the right; SupersededError if another job has it by the launcher's record."""
         self._context, self._folder = context, folder
         make_folder(folder)
         self._ask_launcher()
@@ -62,11 +58,7 @@ class Fence:
             self._remove(self._path(other))
 
     def check(self) -> None:
-        """Make sure that the right is still ours, before anything is written.
-
-        Raises:
-            SupersededError: it is another job's now.
-        """
+        """Make sure that no other job has the right (SupersededError), before writing."""
         self._ask_launcher()
         # Made, not searched for: a search may be answered from this node's memory.
         probe = self._write(self._own / uuid.uuid4().hex[:8], "")
@@ -76,11 +68,7 @@ class Fence:
             self._explain(error, probe)
 
     def commit(self, path: Path, value: dict[str, Any]) -> None:
-        """Write a record, as `write_record`, if the right is still ours.
-
-        Raises:
-            SupersededError: it is another job's now; `path` is as it was.
-        """
+        """Write a record, as `write_record`; SupersededError if another job has the right."""
         temporary = self._write(self._own / path.name, json.dumps(sealed(value), indent=2) + "\n")
         try:
             os.replace(temporary, path)

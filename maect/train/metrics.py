@@ -21,16 +21,10 @@ PICTURES = "online"
 
 
 class Metrics:
-    """Rank 0's record of a run.
-
-    Values beside "timing" are a function of recipe, seed and data alone.
-    """
+    """Rank 0's record of a run: all but "timing" is a function of recipe, seed and data."""
 
     def __init__(self, folder: Path, step: int, steps: int) -> None:
-        """Resume after `step` of `steps`.
-
-        Later entries, of an attempt that was interrupted, are dropped, and so are damaged ones.
-        """
+        """Resume after `step` of `steps`: drop later entries and damaged ones."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder / "metrics.jsonl"
@@ -95,15 +89,9 @@ def _repair(path: Path, step: int, steps: int) -> None:
 def usage(flops: float, precision: str, device: torch.device) -> dict[str, float]:
     """Return how much of its device this rank uses.
 
-    Args:
-        flops: model operations a second on this device.
-        precision: of the training.
-        device: this rank's.
-
-    Returns:
-        `memory_gib`: the most that was allocated on a GPU, or this process's resident memory;
-        `tflops`: 10^12 model operations a second; `utilization`: the same as a fraction of the
-        device's dense bfloat16 rate, where that is known and the precision is bfloat16.
+    `memory_gib` is the most that was allocated on a GPU, or this process's resident memory;
+    `tflops` 10^12 model operations a second; `utilization` that as a fraction of the device's dense
+    bfloat16 rate, where that is known and the precision is bfloat16.
     """
     values = {"memory_gib": _memory(device) / 2**30, "tflops": flops / 1e12}
     if device.type == "cuda" and precision == "bf16":

@@ -50,24 +50,17 @@ class Objective(nn.Module):
     def features(self, parts: nn.ModuleDict, images: Tensor) -> Tensor:
         """Return what an evaluation would read of normalized images [b, C, S, S], [b, D].
 
-        Args:
-            parts: copies of `parts_read`.
-            images: on the device.
+        It uses the copies `parts` of `parts_read`; images are on the device.
         """
         raise NotImplementedError
 
     def reconstruct(
         self, parts: nn.ModuleDict, images: Tensor, ids_shuffle: Tensor
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what is visible of normalized images [b, C, S, S], and what is made of that.
+        """Return what is visible of normalized images [b, C, S, S], and what is made of it.
 
-        Args:
-            parts: copies of `parts_read`.
-            images: on the device.
-            ids_shuffle: patch numbers, int64 [b, L], the visible ones first.
-
-        Returns:
-            Normalized images [b, C, S, S], twice; None: nothing is reconstructed.
+        It uses the copies `parts` of `parts_read`. `ids_shuffle` has patch numbers, int64 [b, L],
+        the visible ones first. None: nothing is reconstructed.
         """
         return None
 

@@ -51,12 +51,7 @@ class OnlineEvaluator:
         """Choose the images, and copy what is evaluated; before an engine wraps the objective.
 
         Args:
-            settings: how often, and on how many images.
-            index: the images that are trained on.
             resize: their shorter side before the centre crop; none: 256/224 of the image size.
-            objective: on the device.
-            context: this rank's.
-            device: this rank's.
         """
         self.every, self.resize = settings.every_epochs * index.n, resize
         count = min(settings.images, index.n, int(settings.part * self.every))

@@ -22,12 +22,7 @@ def layer_scale(name: str, depth: int, decay: float) -> float:
     """Factor on the learning rate of an encoder parameter (Clark et al. 2020, as MAE indexes it).
 
     The final norm has 1, block j of `depth` has decay^(depth - j), what lies before the blocks
-    decay^(depth + 1).
-
-    Args:
-        name: as in timm's state dict.
-        depth: number of blocks, frozen ones included.
-        decay: factor from layer to layer.
+    decay^(depth + 1). Names are those of timm's state dict.
     """
     if name.startswith("norm."):
         return 1.0
@@ -40,13 +35,7 @@ def grouped(module: nn.Module, rates: Callable[[str], tuple[float, float]]) -> l
     """Group trainable parameters for AdamW by learning rate and weight decay.
 
     Biases and everything of one dimension (norms) are not decayed; [CLS] and mask token are.
-
-    Args:
-        module: whose parameters.
-        rates: peak learning rate and weight decay of a parameter, by its name.
-
-    Returns:
-        The groups, in the order of their first parameters.
+    `rates` gives peak learning rate and weight decay of a parameter by its name.
     """
     groups: dict[tuple[float, float], ParameterGroup] = {}
     for name, parameter in module.named_parameters():

@@ -27,14 +27,7 @@ SHOWN = 8  # of what there may be thousands of
 
 @dataclass
 class Replay:
-    """Report of the ranks that repeat a step.
-
-    Attributes:
-        step: which one, from 1.
-        values: the losses and the norm of the whole gradient.
-        gradients: the norm of the gradient of each part of the module.
-        fault: why the step ended the training, if it did.
-    """
+    """Report of the ranks that repeat a step, from 1: losses, norms of gradients, why it ended."""
 
     step: int
     values: dict[str, float] = field(default_factory=dict)
@@ -74,10 +67,7 @@ def step_of(state: Path) -> int:
 def copy_run(run: Path, folder: Path, states: Sequence[Path]) -> None:
     """Make `folder` what a run's folder was when the newest of some of its states was saved.
 
-    States are linked where the file system can: a run that goes on may delete them meanwhile.
-
-    Raises:
-        UserError: a state has just been deleted.
+    States are linked where the file system can; UserError if one has just been deleted.
     """
     for name in ("recipe.json", "metrics.jsonl"):
         shutil.copyfile(run / name, folder / name)

@@ -49,11 +49,7 @@ def fingerprint(
 
 
 def source_files(source: Path | None) -> dict[str, str]:
-    """Checksums of the weights that a run starts from.
-
-    Raises:
-        UserError: there is no finished run, or its weights are not those that it wrote.
-    """
+    """Checksums of weights that a run starts from; UserError if unfinished or damaged."""
     if source is None:
         return {}
     if not (source / ENCODER).exists():
@@ -70,13 +66,7 @@ def outputs(folder: Path, stage: Stage) -> list[Path]:
 def is_finished(folder: Path, identity: str, intact: bool = False) -> bool:
     """Return whether the completion record of this very run, and what it promises, is there.
 
-    Args:
-        folder: of the run.
-        identity: of what is asked for.
-        intact: read the weights as well.
-
-    Raises:
-        UserError: they are damaged.
+    With `intact` weights are read as well: UserError if they are damaged.
     """
     if not _is_whole(folder) or replaced(folder, identity):
         return False
@@ -109,11 +99,7 @@ def remove_states(folder: Path) -> None:
 
 
 def check_weights(folder: Path) -> None:
-    """Compare the weights of a finished run with its completion record.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    """Compare the weights of a finished run with its record; UserError if a file is damaged."""
     for name in RunRecord.of(folder).sha256:
         checked_sha256(folder / name)
 
@@ -176,11 +162,7 @@ def claim(folder: Path, identity: str, recipe: dict[str, Any]) -> None:
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """Return what a run's `recipe.json` says; {} where there is none.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Return what a run's `recipe.json` says; {} without one, UserError if it is damaged."""
     path = folder / "recipe.json"
     return dict(read_json(path)) if path.exists() else {}
 
@@ -194,15 +176,7 @@ def write_noted(folder: Path, **values: Any) -> None:
 
 
 def check_not_lost(folder: Path, step: int = 0) -> None:
-    """Refuse to begin a run anew that has no state although one was saved.
-
-    Args:
-        folder: of the run, in which no state was found.
-        step: that the record of its jobs says is saved.
-
-    Raises:
-        UserError: its records say so.
-    """
+    """Refuse to begin anew without the state that the records, or `step`, name (UserError)."""
     step = max(step, noted(folder).get("saved", 0))
     if step:
         raise UserError(

@@ -41,15 +41,9 @@ def predicted(
     predict: Callable[[Tensor], Tensor],
     columns: tuple[int, ...] = (),
 ) -> NDArray[np.int64]:
-    """Class of every image of a split, int64 [n, *columns], on every rank.
-
-    Each predicts its share.
+    """Class of every image of a split, int64 [n, *columns], on every rank; each predicts its share.
 
     Args:
-        context: this rank.
-        index: the split.
-        device: where images go.
-        image_size: S.
         resize: shorter side before the centre crop; none: 256/224 of the image size.
         predict: class of each image, uint8 [b, C, S, S] on the device: int64 [b, *columns].
         columns: none, or the number of classifiers.
@@ -78,12 +72,7 @@ def accuracy(
 
 @dataclass
 class Scores:
-    """Accuracies of a classifier after each epoch so far, in percent; part of the state.
-
-    Attributes:
-        index: the split.
-        resize: as for `accuracy`.
-    """
+    """Accuracies of a classifier after each epoch so far, in percent; part of the state."""
 
     index: Index
     resize: int | None

@@ -65,18 +65,10 @@ class Stage(Settings):
         return ("encoder.safetensors",) if self.starts_from else ()
 
     def check_encoder(self, encoder: Encoder) -> None:
-        """Refuse an encoder that these settings do not fit.
-
-        Raises:
-            ValueError: with the numbers.
-        """
+        """Refuse an encoder that these settings do not fit (ValueError)."""
 
     def check_source(self, encoder: Encoder, source: "Stage", source_encoder: Encoder) -> None:
-        """Refuse a run to start from that does not fit.
-
-        Raises:
-            ValueError: what differs; the message goes on with " of RUN".
-        """
+        """Refuse a run to start from: a ValueError whose message goes on with " of RUN"."""
         source_encoder.check_trainable()
         # How images are resized for evaluation is not the encoder's.
         if source_encoder.model_copy(update={"resize": encoder.resize}) != encoder:
@@ -103,11 +95,7 @@ class Updates(Settings):
 
 
 class Training(Updates, Stage):
-    """Settings of every stage that trains.
-
-    Attributes:
-        highest_zero: ZeRO stage that it can be trained with.
-    """
+    """Settings of every stage that trains, up to ZeRO stage `highest_zero`."""
 
     highest_zero: ClassVar[int] = 3
 
@@ -117,11 +105,7 @@ class Training(Updates, Stage):
         return False
 
     def check_computing(self, computing: Computing) -> None:
-        """Refuse a way of computing that these settings rule out.
-
-        Raises:
-            ValueError: which.
-        """
+        """Refuse a way of computing that these settings rule out (ValueError)."""
         if computing.zero_stage > self.highest_zero:
             raise ValueError(f"zero_stage {computing.zero_stage}: at most {self.highest_zero}")
         if self.whole_batch and computing.accumulation != 1:
@@ -131,11 +115,7 @@ class Training(Updates, Stage):
             )
 
     def check_ranks(self, ranks: int, computing: Computing = PLAIN) -> None:
-        """Refuse a number of processes that the batch does not split over.
-
-        Raises:
-            UserError: with the numbers.
-        """
+        """Refuse a number of processes that the batch does not split over (UserError)."""
         if self.batch_size % (ranks * computing.accumulation):
             parts = f"{ranks} ranks x accumulation {computing.accumulation}"
             raise UserError(f"batch_size {self.batch_size} is not a multiple of {parts}")
@@ -183,11 +163,7 @@ class Training(Updates, Stage):
         return None
 
     def training_images(self, index: "Index") -> "Index":
-        """The images to train on, out of a split.
-
-        Raises:
-            UserError: too few.
-        """
+        """The images to train on, out of a split; UserError if they are too few."""
         if index.n < self.batch_size:
             raise UserError(
                 f"batch_size {self.batch_size} is larger than the train split's {index.n} images: "
@@ -205,14 +181,7 @@ class Training(Updates, Stage):
     ) -> "Objective":
         """The objective on the CPU, with weights from `seed` and from the run at `source`.
 
-        Args:
-            encoder: its shape.
-            seed: of initial weights and of everything drawn in training.
-            source: folder of the run to start from.
-            classes: names of the classes of the training images.
-
-        Raises:
-            UserError: no source where one is needed, or one that does not fit.
+        The seed is that of everything drawn in training, too. UserError: no source, or a wrong one.
         """
 
     def passes(self, computing: Computing) -> PassMode:
@@ -259,18 +228,11 @@ class Training(Updates, Stage):
         self, encoder: Encoder, computing: Computing, nodes: int, devices: int, memory: float,
         online: bool = False,
     ) -> Computing:  # fmt: skip
-        """Return the cheapest way of computing it for which each device's memory is enough.
+        """Return the cheapest way of computing it that fits into each device's memory (bytes).
 
         More passes per update cost nearly nothing, checkpointing a third of the time. ZeRO 1 is no
-        slower than 0 (docs/scaling.md); ZeRO 2 hides none of its exchange, and comes last.
-
-        Args:
-            encoder: its shape.
-            computing: what is asked for.
-            nodes: of the job.
-            devices: ranks on a node, each with a device.
-            memory: bytes of a device.
-            online: whether an online evaluation has copies of the weights there.
+        slower than 0 (docs/scaling.md); ZeRO 2 hides none of its exchange, and comes last. With
+        `online` evaluation the device has a copy of the weights.
 
         Raises:
             UserError: it is not enough in any way; with the numbers, and what would be.
@@ -323,23 +285,14 @@ class Training(Updates, Stage):
 
     @abstractmethod
     def export(self, run: "RunInputs", reader: "StateReader", index: "Index") -> dict[str, Any]:
-        """Write the outputs of a run, from its final state.
-
-        Args:
-            run: its folder, encoder and source.
-            reader: of the state.
-            index: the images that it was trained on.
+        """Write the files that a run leaves, from its final state.
 
         Returns:
             What its record says beside what it says of every run: `pooling` at least.
         """
 
     def need(self, source: Path | None) -> Path:
-        """The run to start from.
-
-        Raises:
-            UserError: none is given.
-        """
+        """The run to start from; UserError if none is given."""
         if source is None:
             raise UserError(f"stage {self.name} needs a run to start from: none given")
         return source
@@ -350,16 +303,13 @@ class RunInputs:
     """Inputs of a run.
 
     Attributes:
-        folder: of its outputs, `runs/RUN`.
+        folder: where it leaves its files, `runs/RUN`.
         shards: shard folder of the train split.
-        stage: what to train, with its settings.
-        encoder: its shape.
         seed: of everything random.
         source: folder of the run to start from.
         test: shard folder of the split that a classifier is scored on after every epoch.
-        resize: of images that are evaluated: shorter side before the centre crop; none:
-            256/224 of their size.
-        computing: how it is trained.
+        resize: of images that are evaluated: shorter side before the centre crop; none: 256/224 of
+            their size.
     """
 
     folder: Path

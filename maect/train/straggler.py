@@ -44,12 +44,7 @@ class Stragglers:
         self._reported: set[tuple[int, str]] = set()
 
     def compare(self, now: float, paces: Mapping[int, Pace]) -> list[Slow]:
-        """Return who has been slow for long by now.
-
-        Args:
-            now: when these paces were read.
-            paces: of every rank.
-        """
+        """Return who has been slow for long by now."""
         then, before = self._before or (now, paces)
         steps = {rank: paces[rank].steps - before[rank].steps for rank in paces}
         if self._before is not None and min(steps.values()) < 1:

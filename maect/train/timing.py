@@ -43,16 +43,7 @@ def trainer_alone(
     stage: Training, objective: Objective, context: Context, device: torch.device, steps: int,
     computing: Computing = PLAIN,
 ) -> Iterator[Trainer]:  # fmt: skip
-    """A trainer around a new engine that saves nothing, for as long as the block runs.
-
-    Args:
-        stage: its settings, with the batch of all ranks.
-        objective: what is trained; it is moved to the device.
-        context: this rank's, in a process group.
-        device: this rank's.
-        steps: of the learning rates' schedule.
-        computing: how it is trained.
-    """
+    """A trainer of a stage, with the batch of all ranks, around a new engine; it saves nothing."""
     objective.to(device)
     groups = stage.parameter_groups(objective)
     engine = build_engine(objective, stage, groups, device, computing)
@@ -74,14 +65,7 @@ def trainer_alone(
 
 
 def random_batch(stage: Training, encoder: Encoder, images: int, seed: int = 0) -> Batch:
-    """A rank's batch of noise, on the CPU, as the loader decodes it.
-
-    Args:
-        stage: whose views.
-        encoder: whose sizes and channels.
-        images: of the batch.
-        seed: of the noise.
-    """
+    """A rank's batch of noise, on the CPU, as the loader decodes it."""
     noise = torch.Generator().manual_seed(seed)
     sizes = views_by_size(stage.view_settings(), encoder.image_size).items()
     channels = encoder.pixels.channels
@@ -110,12 +94,8 @@ def step_seconds(trainer: Trainer, steps: int, more: float = 0.0) -> list[float]
     """Seconds of each step of a trainer that has done none, all on one random batch.
 
     A step lasts from the end of the update before it to the end of its own, on the device: with the
-    copy of the batch, augmentation, both passes, the update, averages and whatever waits.
-
-    Args:
-        trainer: of `trainer_alone`.
-        steps: at least.
-        more: seconds for which steps go on beyond that number.
+    copy of the batch, augmentation, both passes, the update, averages and whatever waits. There are
+    at least `steps`, and as many as begin within `more` seconds.
     """
     stage, on_gpu = trainer.stage, trainer.device.type == "cuda"
     batch = random_batch(stage, trainer.encoder, stage.batch_size // trainer.context.world_size)

@@ -14,15 +14,7 @@ TRACES = "traces"
 
 
 def steps_of(window: str, steps: int) -> range:
-    """Return the steps, from 1, of a window such as `100-105`.
-
-    Args:
-        window: first and last step.
-        steps: of the run.
-
-    Raises:
-        UserError: no window, or one that is not within the run.
-    """
+    """Return the steps, from 1, of a window such as `100-105`, or raise UserError."""
     match = re.fullmatch(r"(\d+)-(\d+)", window)
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last <= steps:

@@ -41,11 +41,9 @@ class StalledError(RankError):
 class Watchdog:
     """Watches the steps of this rank; `at` notes what it begins to do.
 
-    Attributes:
-        straggler: what rank 0 last said of a rank that is slower than the others, if it did.
-
     The first step, with its compilation and set-up, may take as long as it likes: there only a rank
     that gives no sign of life is missed. A process that was itself suspended starts to count again.
+    `straggler` is what rank 0 last said of a rank that is slower than the others.
     """
 
     def __init__(self, folder: Path, context: Context) -> None:
