@@ -5,11 +5,13 @@ import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, cast
 
 import yaml
+from jinja2 import Environment, StrictUndefined
 
 from maect.core.errors import UserError, counted
 from maect.core.files import write_text
@@ -43,8 +45,8 @@ from maect.tools.own_images import (
 from maect.tools.own_training import (
     Chosen,
     encoder_for,
-    evaluate_every,
     lengths,
+    evaluate_every,
     power_of_two,
     quickest,
     settings_of,
@@ -56,6 +58,7 @@ from maect.tools.speed import busy
 log = logging.getLogger(__name__)
 P = TypeVar("P", bound=Protocol)
 
+TEMPLATE = "experiment.yaml.j2"
 SHARD_BYTES = 300_000_000
 FEW = 10_000  # images, below which a public encoder is worth a try before anything is trained
 FIRST = "dinov2_small"  # of the public ones: small, and good at photographs
@@ -148,104 +151,6 @@ def write_all(texts: dict[Path, str], out: Path) -> None:
         raise
 
 
-def runs_of(
-    images: Images,
-    chosen: Chosen,
-    n: int,
-    public: str | None,
-) -> list[str]:
-    """The lines of `runs`."""
-    size, pixels, epochs, batch = chosen.size, chosen.pixels, chosen.epochs, chosen.batch
-    recipe = cast(Tune, load_recipe("ct_min", size))
-    head = recipe.head
-    queue = min(head.queue_size, power_of_two(n))
-    topk = min(head.topk, max(1, queue // 50))
-    at: dict[str, Any] = {"size": size} | (
-        {} if pixels == load_encoder(size).image_size else {"image_size": pixels}
-    )
-    mae = f"mae_{size}"
-    if public:
-        weights = f"$WEIGHTS/{CATALOGUE[public][0].name}"
-        lines = [
-            f"  # Public weights: maect retrieve {public} $WEIGHTS",
-            f"  {mae}: {flow({'weights': weights, 'layout': 'mae'} | at)}",
-        ]
-    else:
-        few = (
-            "the paper's"
-            if n >= own_training.ENOUGH
-            else f"shows about {about(epochs['mae'] * n)} images"
-        )
-        batch_mae = min(load_recipe("mae", size).batch_size, power_of_two(n / 4))
-        changed = {"epochs": epochs["mae"], "batch_size": batch_mae}
-        lines = [
-            f"  # {counted(epochs['mae'], 'epoch')}: {few}. Where left and right mean something",
-            "  # (letters, digits), add `flip: 0.0` here and below.",
-            f"  {mae}: {flow({'recipe': 'mae'} | at | {'set': changed})}",
-        ]
-    steps = epochs["ct_min"] * n // batch
-    average = min(recipe.encoder_ema, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
-    shared = {"batch_size": batch, "head": {"queue_size": queue}}
-    tune = {"batch_size": batch, "head": {"queue_size": queue, "topk": topk}}
-    tune |= {"encoder_ema": average} if average < recipe.encoder_ema else {}
-    each = {"aug": [*chosen.augmentations]}
-    too_few = f"Tuning has {steps} steps and will hardly change the encoder: give it more epochs."
-    lines += [
-        f"  # Keeps the last {queue} of {n:,} images to find neighbours among.",
-        *([f"  # {too_few}"] if steps < own_training.FEWEST_STEPS else []),
-        *([] if images.colored else ["  # Only minimal augmentation: the images have no colours."]),
-    ]
-    for name, recipe_name, source, settings, length in (
-        (f"head_{{aug}}_{size}", "head_{aug}", mae, shared, "head_min"),
-        (f"ct_{{aug}}_{size}", "ct_{aug}", f"head_{{aug}}_{size}", tune, "ct_min"),
-    ):
-        values: dict[str, Any] = {"recipe": recipe_name} | at | {"from": source}
-        values |= {"set": {"epochs": epochs[length]} | settings, "each": each}
-        lines.append(f"  {name}: {flow(values)}")
-    return lines
-
-
-def split_lines(
-    images: Images,
-    val: Images | None,
-    test: Images | None,
-    lists: dict[str, tuple[Path, str]],
-    held: int,
-    skip_unreadable: bool,
-) -> list[str]:
-    """The lines of `splits`; without `val`, lists say which images are held out."""
-
-    def split(of: Images, n: int, only: Path | None) -> str:
-        values: dict[str, Any] = {"images": str(of.folder), "kind": of.kind}
-        if not find_source(of.kind).in_place:
-            shards = max(math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1)
-            values["shards"] = shards
-        values |= {"only": str(only)} if only else {}
-        return flow(values | ({"skip_unreadable": True} if skip_unreadable else {}))
-
-    if val is not None:
-        return [
-            f"      train: {split(images, len(images.entries), None)}",
-            f"      val: {split(val, len(val.entries), None)}",
-            *(
-                [
-                    "      # What a protocol measures on it: `test_split: test`; else nothing is.",
-                    f"      test: {split(test, len(test.entries), None)}",
-                ]
-                if test
-                else []
-            ),
-        ]
-    one_in = round(len(images.entries) / held)
-    of = " of every class" if images.classes else ""
-    return [
-        f"      # About one image in {one_in}{of} is held out: lists beside this file.",
-        "      # Images you add later are ignored until you list them there.",
-        f"      train: {split(images, len(images.entries) - held, lists['train'][0])}",
-        f"      val: {split(images, held, lists['val'][0])}",
-    ]
-
-
 def evaluated(images: Images, held: set[str], val: int, size: str) -> tuple[list[str], list[str]]:
     """Evaluations that these images allow, and what is left out and why."""
     known = [entry for entry in images.entries if entry.label != UNLABELLED]
@@ -298,9 +203,8 @@ class Written:
         return make_plan(all_jobs(experiment), experiment, device, known).jobs
 
     def text(self, chosen: Chosen, public: str | None) -> str:
-        """The file."""
-        images, size, pixels = self.images, chosen.size, chosen.pixels
-        n = self.counts["train"]
+        """The file, by its template."""
+        images, size, n = self.images, chosen.size, self.counts["train"]
         protocols, left_out = evaluated(images, self.held, self.counts["val"], size)
         probe: dict[str, Any] = {}
         if LinearProbe.name in protocols and chosen.probe == 0:
@@ -311,62 +215,82 @@ class Written:
             probe |= {"batch_size": batch} if batch < 1024 else {}
             if chosen.probe is not None:
                 probe |= {"epochs": chosen.probe, "warmup_epochs": chosen.probe // 10}
-        described = [
-            "images to train on",
-            f"in {len(images.classes)} classes" if images.classes else "without labels",
-        ]
-        near = images.side < pixels * 256 / 224
-        shown = ["low_shot"] if images.classes else []
-        shown += ["clustering"] if "clustering" in protocols else []
-        drawn = ["umap"] if "umap" in protocols else []
-        if "clustering" in protocols:
-            drawn += ["confusion", "cluster_retrieval", "neighbor_retrieval"]
-        drawn += ["training_curves", *([] if public else ["reconstructions"])]
-        drawn += ["neighbors_in_training", "pipeline"]
-        every = evaluate_every(chosen.epochs["ct_min"], n)
-        pixels_as = images.pixels.model_dump(mode="json", exclude_defaults=True)
-        name = "".join(c if c.isalnum() else "_" for c in self.folder.name) or "images"
-        lines = [
-            "# Written by `maect new-experiment`; edit it as you like.",
-            # Not all of them have been opened.
-            f"# {'Up to ' if self.skip_unreadable else ''}{n:,} {' '.join(described)}.",
-        ]
-        if images.loose:
-            lines += [
-                f"# No labels are used: {images.loose} images lie beside the class folders in",
-                f"# {flow(str(images.folder))}; sort them into classes or remove them.",
-            ]
-        lines += [
-            *(f"# {remark}." for remark in self.remarks),
-            f"# Encoder {size}, {pixels} x {pixels} pixels: {chosen.why}.",
-            f"description: MAE and contrastive tuning on {name}",
-            "datasets:",
-            f"  {flow(name)}:",
-        ]
-        if near:
-            lines.append(f"    resize: {pixels} # images are hardly larger: nothing to crop away")
-        lines += [
-            f"    pixels: {flow(pixels_as)}",
-            "    splits:",
-            *split_lines(
-                images, self.val, self.test, self.lists, len(self.held), self.skip_unreadable
-            ),
-            f"online_evaluation: {{every_epochs: {every}}} # k-NN and pictures while it trains",
-            "runs:",
-            *runs_of(images, chosen, n, public),
-            "evaluate:",
-            *(f"  # {reason}." for reason in left_out),
-            f'  - runs: [mae_{size}, "ct_*"]',
-            f"    protocols: {flow(protocols)}",
-            "protocols:",
-            f"  {Explore.name}: {{splits: [train, val]}} # the report's map of images",
-            *([f"  {LinearProbe.name}: {flow(probe)}"] if probe else []),
-            "compare_with_paper: false # its numbers are of ImageNet-1k",
-            f"tables: {flow(shown)}",
-            f"figures: {flow(drawn)}",
-            "",
-        ]
-        return "\n".join(lines)
+        groups, clustered = len(images.classes), Clustering.name in protocols
+        figures = ["umap"] if Umap.name in protocols else []
+        figures += ["confusion", "cluster_retrieval", "neighbor_retrieval"] if clustered else []
+        figures += ["training_curves", *([] if public else ["reconstructions"])]
+        splits = {"train": (images, self.lists), "val": (self.val or images, self.lists)}
+        splits |= {"test": (self.test, {})} if self.test else {}
+        environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+                                  keep_trailing_newline=True)  # fmt: skip
+        environment.filters["flow"] = flow
+        template = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
+        return environment.from_string(template).render(
+            images=images,
+            n=f"{n:,}",
+            classes=f"in {groups} classes" if groups else "without labels",
+            remarks=self.remarks,
+            skip_unreadable=self.skip_unreadable,
+            size=size,
+            pixels=chosen.pixels,
+            why=chosen.why,
+            name="".join(c if c.isalnum() else "_" for c in self.folder.name) or "images",
+            reading=images.pixels.model_dump(mode="json", exclude_defaults=True),
+            splits={name: self._split(name, *given) for name, given in splits.items()},
+            one_in=None if self.val else round(len(images.entries) / len(self.held)),
+            every=evaluate_every(chosen.epochs["ct_min"], n),
+            public=public,
+            **_trained(chosen, n, public),
+            left_out=left_out,
+            protocols=protocols,
+            probe=probe,
+            tables=["low_shot"] * bool(groups) + ["clustering"] * clustered,
+            figures=[*figures, "neighbors_in_training", "pipeline"],
+        )
+
+    def _split(self, name: str, of: Images, lists: dict[str, tuple[Path, str]]) -> dict[str, Any]:
+        values: dict[str, Any] = {"images": str(of.folder), "kind": of.kind}
+        if not find_source(of.kind).in_place:
+            n = self.counts[name]
+            values["shards"] = max(
+                math.ceil(n * of.bytes_each / SHARD_BYTES), min(16, n // 3000), 1
+            )
+        values |= {"only": str(lists[name][0])} if lists else {}
+        return values | ({"skip_unreadable": True} if self.skip_unreadable else {})
+
+
+def _trained(chosen: Chosen, n: int, public: str | None) -> dict[str, Any]:
+    """The runs, and what is said of them."""
+    size, epochs, batch = chosen.size, chosen.epochs, chosen.batch
+    recipe = cast(Tune, load_recipe("ct_min", size))
+    queue = min(recipe.head.queue_size, power_of_two(n))
+    topk = min(recipe.head.topk, max(1, queue // 50))
+    own = load_encoder(size).image_size == chosen.pixels
+    at: dict[str, Any] = {"size": size} | ({} if own else {"image_size": chosen.pixels})
+    steps = epochs["ct_min"] * n // batch
+    average = min(recipe.encoder_ema, round(max(0.0, 1 - AVERAGED / max(1, steps)), 4))
+    head: dict[str, Any] = {"batch_size": batch, "head": {"queue_size": queue}}
+    tune = {"batch_size": batch, "head": {"queue_size": queue, "topk": topk}}
+    tune |= {"encoder_ema": average} if average < recipe.encoder_ema else {}
+    said: dict[str, Any] = {"queue": queue, "steps": steps}
+    said["too_few_steps"] = steps < own_training.FEWEST_STEPS
+    if public:
+        mae = {"weights": f"$WEIGHTS/{CATALOGUE[public][0].name}", "layout": "mae"} | at
+    else:
+        few = n < own_training.ENOUGH
+        shown = f"shows about {about(epochs['mae'] * n)} images" if few else "the paper's"
+        said |= {"epochs": counted(epochs["mae"], "epoch"), "length": shown}
+        first = min(load_recipe("mae", size).batch_size, power_of_two(n / 4))
+        mae = {"recipe": "mae"} | at | {"set": {"epochs": epochs["mae"], "batch_size": first}}
+    runs = {"mae": mae}
+    for stage, source, settings, length in (
+        ("head", f"mae_{size}", head, "head_min"),
+        ("ct", f"head_{{aug}}_{size}", tune, "ct_min"),
+    ):
+        changed = {"epochs": epochs[length]} | settings
+        runs[stage] = {"recipe": f"{stage}_{{aug}}"} | at | {"from": source, "set": changed}
+        runs[stage]["each"] = {"aug": [*chosen.augmentations]}
+    return said | {"runs": runs}
 
 
 def new_experiment(
