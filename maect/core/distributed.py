@@ -385,19 +385,7 @@ def from_rank_0(value: Any) -> Any:
 
     The other ranks' argument is not read. Tuples arrive as lists.
     """
-    rank, size = rank_and_size()
-    if size == 1:
-        return value
-    device = _exchange_device()
-    data = bytearray(json.dumps(value).encode()) if rank == 0 else bytearray()
-    length = torch.tensor([len(data)], device=device)
-    dist.broadcast(length, src=0)
-    if rank == 0:
-        text = torch.frombuffer(data, dtype=torch.uint8).to(device)
-    else:
-        text = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(text, src=0)
-    return json.loads(bytes(text.cpu().numpy()))
+    return from_all(value if rank_and_size()[0] == 0 else None)[0]
 
 
 def from_all(value: Any) -> list[Any]:

@@ -6,7 +6,7 @@ Modules say `log = logging.getLogger(__name__)` and then `log.info(...)` or `log
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
@@ -45,6 +45,20 @@ def rank_log(rank: int) -> None:
     logging.getLogger().addHandler(_Stderr(logging.Formatter(form, DATE)))
     logging.getLogger("maect").setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Lines of a table, [n]: columns side by side, those of these numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(w) if n in right else cell.ljust(w)
+            for n, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    return [line(row) for row in rows]
 
 
 def is_watched() -> bool:

@@ -162,7 +162,9 @@ class SettingsFile(Settings):
         settings = cls.parse(values, str(path), {"folder": Path(os.path.abspath(path)).parent})
         if submitted not in (None, settings.digest):
             raise UserError(f"{path}: changed since this job was submitted; start again")
-        if submitted is None and (changes or not _is_as_written(text)):
+        stamp, end, rest = text.partition("\n")
+        as_written = stamp + end == STAMP.format(digest(rest))
+        if submitted is None and (changes or not as_written):
             settings.check(str(path))
         return settings
 
@@ -216,11 +218,6 @@ class SettingsFile(Settings):
             pass
         write_text(path, text)
         return True
-
-
-def _is_as_written(text: str) -> bool:
-    stamp, end, rest = text.partition("\n")
-    return stamp + end == STAMP.format(digest(rest))
 
 
 def _change(values: dict[str, Any], change: str) -> None:

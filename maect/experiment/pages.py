@@ -204,7 +204,6 @@ def _measures(experiment: Experiment) -> dict[str, dict[str, str]]:
 
 
 def _datasets_config(experiment: Experiment, name: str) -> DatasetsConfig:
-    """Settings of the page of several data sets."""
     evaluated = {experiment.dataset_of(name) for _, name in experiment.evaluations}
     return DatasetsConfig(
         name=experiment.name,
@@ -241,13 +240,11 @@ def _images_inputs(experiment: Experiment, name: str) -> list[Path]:
 
 
 def _images_config(experiment: Experiment, name: str) -> ImagesConfig:
-    """Settings of the page of images."""
     audit = experiment.root / AUDIT
     return ImagesConfig(name=experiment.name, explored=explored(experiment), audit=audit)
 
 
 def _summary_config(experiment: Experiment, name: str) -> SummaryConfig:
-    """Settings of the first page of the report."""
     given = _summary_inputs(experiment)
     if "shards" in given:
         given["shards"] = given["shards"].parent
@@ -313,7 +310,6 @@ def _classes(experiment: Experiment, name: str) -> Path | None:
 
 
 def _groups(experiment: Experiment, name: str) -> Groups | None:
-    """Groups of the classes, for a figure that shows them."""
     groups = experiment.datasets[experiment.default_dataset].groups
     return groups if FIGURES[name].groups_classes and _classes(experiment, name) else None
 

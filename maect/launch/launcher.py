@@ -40,10 +40,7 @@ def launch(
 
     Args:
         task: what to run; it must be able to resume from its own files.
-        folder: the run's folder, on a file system that all nodes share.
-        resources: where and on how many devices.
         is_done: whether the completion record exists; cheap, called twice a second.
-        describe: title of the progress line.
         detach: let Ctrl-C and SIGTERM leave the job running too.
 
     Raises:

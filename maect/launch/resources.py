@@ -215,14 +215,6 @@ def sbatch_arguments(text: str) -> tuple[str, ...]:
     return tuple(arguments)
 
 
-def visible_devices() -> int | None:
-    """Return how many devices `CUDA_VISIBLE_DEVICES` names; None if it is not set."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if names is None:
-        return None
-    return len(list(takewhile(VISIBLE.match, names.replace(" ", "").split(","))))
-
-
 def count_devices(devices: str) -> int:
     """`auto`: the GPUs of this machine, or two processes where there is none; `gpus`: or one.
 
@@ -252,9 +244,9 @@ def gpu_here() -> str:
 
 def gpus_here() -> int:
     """The GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide."""
-    visible = visible_devices()
-    if visible is not None:
-        return visible
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is not None:
+        return len(list(takewhile(VISIBLE.match, names.replace(" ", "").split(","))))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

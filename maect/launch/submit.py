@@ -57,7 +57,6 @@ def request(job: Job, folder: Path, task: Task, resources: Resources) -> dict[st
 
 
 def _asks_for_gpus(parameters: dict[str, Any]) -> bool:
-    """Return whether these parameters of sbatch ask for GPUs."""
     extra = parameters["additional_parameters"]
     gres = str(extra.get("gres", "")).split(",")
     return any(key.startswith("gpus") for key in extra) or any(

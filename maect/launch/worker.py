@@ -367,7 +367,6 @@ def _listen(
 
 
 def _is_asked_to_stop(folder: Path, name: str) -> bool:
-    """Return whether the launcher asks this job to save and stop."""
     try:
         job = record.read_job(folder, own=True)
     except (OSError, LaunchError):  # the launcher that owns the record says so

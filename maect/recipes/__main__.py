@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maect.core.errors import UserError
+from maect.core.log import aligned
 from maect.recipes import recipe_names, recipe_values, sizes, variant_names, variant_values
 
 
@@ -18,10 +19,7 @@ def table_of(name: str, shown: Sequence[str] = ()) -> str:
     shown = shown or sizes()
     columns = [_flat(read(name, size)) for size in shown]
     rows = [[name, *shown], *([key, *(str(c[key]) for c in columns)] for key in columns[0])]
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return "\n".join(
-        "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows
-    )
+    return "\n".join(aligned(rows, range(1, len(rows[0]))))
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

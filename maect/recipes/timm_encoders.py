@@ -4,7 +4,6 @@
 """
 
 import csv
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -13,14 +12,13 @@ from typing import Literal
 from pydantic import ValidationError
 
 from maect.core.errors import UserError
-from maect.core.settings import one_line
+from maect.core.settings import Settings, one_line
 from maect.recipes import IMAGENET, Encoder, Pixels, load_encoder
 
 TABLE = "timm_encoders.csv"
 
 
-@dataclass(frozen=True)
-class TimmEntry:
+class TimmEntry(Settings):
     """A row of the table.
 
     Attributes:
@@ -56,11 +54,6 @@ class TimmEntry:
     parameters: float
     licence: str
 
-    @property
-    def resizable(self) -> bool:
-        """Return whether it can be built for another image size."""
-        return self.architecture not in ("Hiera",)
-
     def resize_for(self, image_size: int) -> int:
         """Shorter side of images before a centre crop of another size, in proportion."""
         return max(image_size, round(image_size * self.resize / self.image_size))
@@ -68,7 +61,7 @@ class TimmEntry:
     def encoder(self, image_size: int | None = None, pixels: Pixels | None = None) -> Encoder:
         """Its settings, with timm's mean and deviation; UserError if it cannot have these."""
         side = image_size or self.image_size
-        if side != self.image_size and not self.resizable:
+        if side != self.image_size and self.architecture == "Hiera":
             raise UserError(f"{self.name}: is made for {self.image_size} pixels, not {side}")
         pixels = pixels or Pixels()
         if pixels.channels != 3:
@@ -96,15 +89,10 @@ class TimmEntry:
 def timm_encoders() -> dict[str, TimmEntry]:
     """All of them by full name, NAME.TAG."""
     text = resources.files(__package__).joinpath(TABLE).read_text(encoding="utf-8")
-    return {row["name"]: _typed(row) for row in csv.DictReader(text.splitlines())}
-
-
-def _typed(row: dict[str, str]) -> TimmEntry:
-    numbers = ("image_size", "patch_size", "width", "depth", "heads", "registers", "resize")
-    values: dict[str, object] = dict(row) | {name: int(row[name]) for name in numbers}
-    values |= {name: row[name] == "yes" for name in ("class_token", "plain")}
-    values |= {name: tuple(map(float, row[name].split())) for name in ("mean", "std")}
-    return TimmEntry(**values | {"parameters": float(row["parameters"])})  # type: ignore[arg-type]
+    rows = [dict(row) for row in csv.DictReader(text.splitlines())]
+    lists = [{name: row[name].split() for name in ("mean", "std")} for row in rows]
+    made = [TimmEntry.model_validate(row | of) for row, of in zip(rows, lists, strict=True)]
+    return {one.name: one for one in made}
 
 
 def find_timm(name: str) -> TimmEntry:

@@ -19,29 +19,8 @@ from maect.stages.refine import Refine, RefineHeads
 from maect.stages.tune import Tune
 from maect.train.stage import EVERY_OTHER, Stage, Training
 
-__all__ = [
-    "STAGES",
-    "Stage",
-    "Training",
-    "check_source",
-    "load_computing",
-    "load_import",
-    "load_recipe",
-    "recorded",
-    "starts_from",
-]
-
 STAGES: dict[str, type[Stage]] = {
-    stage.name: stage
-    for stage in (
-        Pretrain,
-        Head,
-        Tune,
-        RefineHeads,
-        Refine,
-        FineTune,
-        Import,
-    )
+    stage.name: stage for stage in (Pretrain, Head, Tune, RefineHeads, Refine, FineTune, Import)
 }
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from maect.core.errors import UserError
 from maect.recipes import AUGMENTATIONS, Contrastive, Encoder, HeadSettings, View, views_by_size
 from maect.recipes.computing import PLAIN, Computing
-from maect.recipes.cost import Cost, HeadInputs, ViewGroup, encoder_cost, view_groups
+from maect.recipes.cost import Cost, HeadInputs, encoder_cost, view_groups
 from maect.recipes.few_labels import FewLabels
 from maect.train.stage import RunInputs, Stage, Training, Updates
 
@@ -126,17 +126,13 @@ class WithoutLabels(Training):
         """Return how many of the encoder's last blocks learn."""
         return encoder.depth
 
-    def views_read(self, encoder: Encoder) -> tuple[ViewGroup, ...]:
-        """The views that the heads read: all; a stage whose heads read fewer says which."""
-        return view_groups(encoder, self.view_settings(), self.mask_ratio)
-
     def costs(self, encoder: Encoder, computing: Computing = PLAIN) -> dict[str, Cost]:
         """Return what the encoder takes, then what the heads take."""
         groups = view_groups(encoder, self.view_settings(), self.mask_ratio)
-        trained, read = self.trained_blocks(encoder), self.views_read(encoder)
+        trained = self.trained_blocks(encoder)
         learns = self.reaches_encoder and trained > 0
         passes = self.passes(computing)
-        given = HeadInputs(passes, encoder.width, read, self.batch_size, learns)
+        given = HeadInputs(passes, encoder.width, groups, self.batch_size, learns)
         heads = {name: head.cost(given) for name, head in self.heads.items()}
         return {"encoder": encoder_cost(passes, encoder, groups, trained), **heads}
 

@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 from maect.data.loader import Batch
 from maect.data.random import ids_shuffle, lookup_numbers, wrong_lookups
-from maect.data.transforms import (
-    apply_changes,
-    draw_changes,
-)
+from maect.data.transforms import apply_changes, draw_changes
 from maect.models.decoder import Decoder, patchify, reconstruction_loss, unpatchify
 from maect.models.heads import NNCLRHead, QueueHead
 from maect.models.precision import mixed_precision
@@ -52,14 +49,18 @@ class Views:
 class ViewsObjective(Objective):
     """Base of the objectives on views, with any number of heads with a queue among its parts."""
 
-    def __init__(self, stage: WithoutLabels, encoder: VisionEncoder, seed: int) -> None:
-        """Hold what every such objective has."""
+    def __init__(
+        self, stage: WithoutLabels, encoder: VisionEncoder, seed: int, train_encoder: bool = True
+    ) -> None:
+        """Hold what every such objective has; without `train_encoder` freeze all of the encoder."""
         super().__init__()
         self.stage, self.seed, self.view_settings = stage, seed, stage.view_settings()
         self.pooling: Literal["cls", "mean"] = encoder.settings.ct_pooling
         self.left_pooling: Pooling = self.pooling
         """What evaluations of the encoder that is left read."""
-        self.encoder = encoder
+        self.encoder, self.train_encoder = encoder, train_encoder
+        if not train_encoder:
+            encoder.requires_grad_(False).eval()
         self.sizes = views_by_size(self.view_settings, encoder.settings.image_size)
 
     @property
@@ -224,10 +225,7 @@ class MaskedAutoencoder(ViewsObjective):
 
 
 class ContrastiveObjective(ViewsObjective):
-    """The NNCLR loss on top of the encoder: head initialisation and contrastive tuning.
-
-    With `train_encoder=False` the whole encoder is frozen and no graph of it is built.
-    """
+    """The NNCLR loss on top of the encoder: head initialisation and contrastive tuning."""
 
     def __init__(
         self,
@@ -237,10 +235,8 @@ class ContrastiveObjective(ViewsObjective):
         seed: int,
         train_encoder: bool = True,
     ) -> None:
-        super().__init__(stage, encoder, seed)
-        self.head, self.train_encoder = head, train_encoder
-        if not train_encoder:
-            encoder.requires_grad_(False).eval()
+        super().__init__(stage, encoder, seed, train_encoder)
+        self.head = head
 
     def forward(self, views: Views) -> tuple[Tensor, dict[str, Tensor]]:
         """The symmetrised NNCLR loss, [] and scalars to log."""
@@ -259,10 +255,7 @@ class ContrastiveObjective(ViewsObjective):
 
 
 class RefinerObjective(ViewsObjective):
-    """MIM-Refiner: the sum of the losses of heads on several blocks.
-
-    With `train_encoder=False` the whole encoder is frozen and no graph of it is built.
-    """
+    """MIM-Refiner: the sum of the losses of heads on several blocks."""
 
     def __init__(
         self,
@@ -272,11 +265,9 @@ class RefinerObjective(ViewsObjective):
         seed: int,
         train_encoder: bool = True,
     ) -> None:
-        super().__init__(stage, encoder, seed)
+        super().__init__(stage, encoder, seed, train_encoder)
         self.pooling = self.left_pooling = stage.pooling(encoder.settings)
-        self.heads, self.train_encoder = heads, train_encoder
-        if not train_encoder:
-            encoder.requires_grad_(False).eval()
+        self.heads = heads
 
     def draw(self, epochs: NDArray[np.int64], ids: NDArray[np.int64]) -> dict[str, Tensor]:
         """Lookup numbers and, if they change, the weights of the heads' losses."""

@@ -97,24 +97,16 @@ def train(
     *,
     config: str | Path,
     digest: str | None = None,
-    save_every_minutes: float = 2.0,
-    convert_world_size: bool = False,
-    stage_to: str | None = None,
     computing: dict[str, Any] | None = None,
-    replay: int | None = None,
-    trace: str | None = None,
+    **options: Any,
 ) -> "Verdict":
     """Train the run that a resolved file describes, or resume it; called on every rank.
 
     Args:
         digest: of the file when the job was submitted; it may have waited for days.
-        save_every_minutes: how much work a kill may cost.
-        convert_world_size: resume from a state that another number of ranks saved.
-        stage_to: node-local folder to read the shards from, copied there first.
         computing: how to train in place of what the file says, chosen to fit into the devices'
             memory (`Training.fitted`).
-        replay: only repeat this step, in a copy of the run.
-        trace: first and last step to profile, such as `100-105`.
+        **options: of `maect.train.trainer.train`.
 
     Raises:
         UserError: the file is wrong or another by now, or see `maect.train.trainer.train`.
@@ -135,16 +127,7 @@ def train(
     with explain_out_of_memory(
         lambda said: _too_large(stage, how, file.encoder, context.world_size, said)
     ):
-        verdict = trainer.train(
-            context,
-            run,
-            online=file.online_evaluation,
-            save_every_minutes=save_every_minutes,
-            convert_world_size=convert_world_size,
-            stage_to=stage_to,
-            replay=replay,
-            trace=trace,
-        )
+        verdict = trainer.train(context, run, online=file.online_evaluation, **options)
     leave()
     return verdict
 

@@ -28,10 +28,8 @@ def states(root: Path) -> Iterator[OldStates]:
     """
     for run in sorted(path for path in root.glob("runs/*") if path.is_dir()):
         for folder in sorted([*run.glob("state"), *run.glob("stale-*/state")]):
-            files, needed = (
-                [path for path in folder.rglob("*") if path.is_file()],
-                _needed(folder.parent),
-            )
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            needed = _needed(folder.parent)
             if needed and folder.parent != run:
                 needed = f"of another recipe, {needed}; if it may be lost: rm -r {folder.parent}"
             yield OldStates(folder, sum(path.stat().st_size for path in files), needed)

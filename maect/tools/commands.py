@@ -40,9 +40,6 @@ def run(experiment: Name, *words: str, profile: Profile = "local", config: Confi
     """Run an experiment, or resume it.
 
     Other words, such as a target, -n or --cores 4, are passed to Snakemake.
-
-    Returns:
-        The status that Snakemake ends with.
     """
     from maect.experiment import load
 
@@ -99,11 +96,7 @@ def snakemake(
 
 @command()
 def demo() -> int:
-    """Try the pipeline on handwritten digits: a picture first, then tables and a report.
-
-    Returns:
-        The status that Snakemake ends with.
-    """
+    """Try the pipeline on handwritten digits: a picture first, then tables and a report."""
     from maect.tools.demo import demo as show
 
     return show(snakemake)
@@ -343,9 +336,6 @@ def verify(
         cells: none: ten at random.
         out: default: verified.
         seed: of the random choice; none: another one each time.
-
-    Returns:
-        0 if all cells agree.
     """
     from maect.tools.verify import verify as compare_cells
 

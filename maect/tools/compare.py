@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -173,7 +173,6 @@ def compare(
     out: Path,
     device: str | None = None,
     threads: int | None = None,
-    say: Callable[[str], None] = log.info,
     real_labels: Path | None = None,
 ) -> Matrix:
     """Measure every encoder on every folder; what lies in `out` from before is used.
@@ -185,7 +184,8 @@ def compare(
     loaded = {name: load(path, device) for name, path in encoders.items()}
     folders = [open_folder(name, path) for name, path in images.items()]
     asked_real = RealLabels(real_labels=None if real_labels is None else str(real_labels))
-    of_real = [folder for folder in folders if _is_imagenets(folder)] if real_labels else []
+    candidates = folders if real_labels else []
+    of_real = [one for one in candidates if any(map(is_imagenets, _names(one, one.test)[:1]))]
     if real_labels and not of_real:
         raise UserError(
             f"{real_labels}: no folder has test images called ILSVRC2012_val_ and a number, whose "
@@ -198,7 +198,7 @@ def compare(
     for folder in folders:
         made = {}
         for name, encoder in loaded.items():
-            say(f"{folder.name}: {counted(len(folder.contents), 'image')} by {name}")
+            log.info("%s: %s by %s", folder.name, counted(len(folder.contents), "image"), name)
             made[name] = vectors(encoder, folder, out / "vectors")
         # What one encoder cannot read is left out for all: they are compared on the same images.
         good = np.logical_and.reduce([np.isfinite(x).all(axis=1) for x in made.values()])
@@ -229,12 +229,6 @@ def _names(folder: ImageFolder, which: NDArray[np.bool_]) -> list[str]:
     """Names of some images of a folder."""
     names = [entry.name for part in folder.parts for entry in part.entries]
     return [names[row] for row in np.flatnonzero(which)]
-
-
-def _is_imagenets(folder: ImageFolder) -> bool:
-    """Return whether test images are named as those of ImageNet's validation split."""
-    names = _names(folder, folder.test)
-    return bool(names) and is_imagenets(names[0])
 
 
 def real_of(folder: ImageFolder, which: NDArray[np.bool_], labels: RealLabels) -> Real | None:

@@ -74,7 +74,8 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
         print(*lines(more), sep="\n", flush=True)
 
     rules = read_profile(profile)
-    largest = rules.get(largest_rule(experiment), {})
+    trainings = (run.stage for run in experiment.runs.values() if run.settings.trains)
+    largest = rules.get(next(trainings, "features"), {})
     on_slurm = largest.get("cluster") == "slurm"
     note([*software(), *misspelt(rules)])
     warned = [Finding("note", warning) for warning in neighbors.warnings(experiment)]
@@ -90,19 +91,16 @@ def doctor(experiment: Experiment, profile: Path, try_job: bool) -> None:
         raise UserError(f"{failed} of {len(findings)} checks failed")
 
 
-def largest_rule(experiment: Experiment) -> str:
-    """The rule whose jobs take most: of the first training, or of features if nothing trains."""
-    trainings = (run.stage for run in experiment.runs.values() if run.settings.trains)
-    return next(trainings, "features")
-
-
 def read_profile(profile: Path) -> dict[str, dict[str, Any]]:
     """Resources of each rule, with environment variables filled in; UserError if there are none."""
     file = profile / "config.yaml"
     try:
         rules = yte.process_yaml(file.read_text(encoding="utf-8"), require_use_yte=True)
         return {
-            rule: {key: _fill(value) for key, value in values.items()}
+            rule: {
+                key: os.path.expandvars(value).strip("'") if isinstance(value, str) else value
+                for key, value in values.items()
+            }
             for rule, values in rules["set-resources"].items()
         }
     except (OSError, yaml.YAMLError, YteError, LookupError, AttributeError, TypeError) as error:
@@ -124,10 +122,6 @@ def resources(asked: dict[str, Any], nodes: int) -> Resources:
 def nodes_of(asked: dict[str, Any]) -> tuple[int, int]:
     """Least and most nodes of a rule."""
     return node_range(str(asked.get("nodes", 1)))
-
-
-def _fill(value: Any) -> Any:
-    return os.path.expandvars(value).strip("'") if isinstance(value, str) else value
 
 
 def software() -> list[Finding]:

@@ -15,7 +15,6 @@ from maect.core.errors import UserError
 from maect.core.files import read_json, write_text
 from maect.evaluate import load_evaluation
 from maect.evaluate.base import encoder_checksum, encoder_settings
-from maect.recipes import Encoder
 
 COLUMNS = (
     "family", "method", "arch", "pretrain", "eval", "image_size", "lp", "lp_gap", "ep",
@@ -56,13 +55,14 @@ def leaderboard(runs: list[Path], out: Path) -> str:
 
 
 def _row(name: str, run: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The line of one run, and its logs by path."""
     encoder, folder = encoder_settings(run), run.parents[1] / "evaluations" / name
     sha256 = encoder_checksum(run)
     read = "cls" if encoder.class_token else "mean"
+    shape = encoder.width, encoder.depth
+    letter = LETTERS.get(shape) or "{}x{}".format(*shape)
     row: dict[str, Any] = {
         "method": name,
-        "arch": _architecture(encoder),
+        "arch": f"ViT-{letter}/{encoder.patch_size}",
         "image_size": encoder.image_size,
         "lp_gap": "no" if encoder.class_token else "yes",
         "gap_reason": "" if encoder.class_token else "no_cls",
@@ -131,12 +131,6 @@ def _result(folder: Path, evaluation: str, sha256: str) -> dict[str, Any]:
     if result["provenance"]["encoder_sha256"] != sha256:
         raise UserError(f"{path}: of an encoder that {folder.name} no longer has; evaluate again")
     return result
-
-
-def _architecture(encoder: Encoder) -> str:
-    """As the leaderboard writes it, `ViT-L/16`, or with width and depth of other sizes."""
-    other = f"{encoder.width}x{encoder.depth}"
-    return f"ViT-{LETTERS.get((encoder.width, encoder.depth), other)}/{encoder.patch_size}"
 
 
 def _probe_log(name: str, variant: str, settings: dict[str, Any], values: list[float]) -> list[str]:

@@ -45,8 +45,8 @@ from maect.tools.own_images import (
 from maect.tools.own_training import (
     Chosen,
     encoder_for,
-    lengths,
     evaluate_every,
+    lengths,
     power_of_two,
     quickest,
     settings_of,

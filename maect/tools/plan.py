@@ -111,11 +111,6 @@ def feature_bytes(encoder: Encoder, images: int, blocks: int = 1) -> int:
     return images * (4 * encoder.width * blocks + 8)
 
 
-def part_done(folder: Path) -> float:
-    """The part of a training that its last report has behind it."""
-    return min(1.0, part(record.progress(folder, record.read_job(folder))) or 0.0)
-
-
 @dataclass(frozen=True)
 class Device:
     """Device of one rank: its driver's name (A100, cpu), and the part of its peak reached."""
@@ -350,7 +345,8 @@ def _training(plan: Plan, job: RuleJob, experiment: Experiment, device: Device) 
     computing, fitted = _fitted(stage, computing, encoder, nodes, devices, gpu, online)
     shards = plan.shards(folder)
     speed = measured(experiment.root, stage.name, run.size, encoder)
-    left = 1 - part_done(experiment.folder(run.name))
+    begun = experiment.folder(run.name)
+    left = 1 - min(1.0, part(record.progress(begun, record.read_job(begun))) or 0.0)
     seconds, source = None, ""
     if shards.images is None:
         plan.unknown.add(f"images of {run.dataset} {run.split}")

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from maect.core.errors import counted
+from maect.core.log import aligned
 from maect.launch.progress import duration, rough
 from maect.recipes.memory import GIB
 from maect.stages import STAGES
@@ -25,10 +26,7 @@ def lines(plan: Plan) -> list[str]:
     ]
     rows += [_row(stage, groups[stage]) for stage in order]
     rows.append(_row("total", plan.jobs))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    out = ["  ".join(_cell(row[i], widths[i], i) for i in range(len(row))).rstrip() for row in rows]
-    out += ["", *_storage(plan), *_path(plan)]
-    out += _fitting(plan)
+    out = [*aligned(rows, (1, 3, 4, 5)), "", *_storage(plan), *_path(plan), *_fitting(plan)]
     if plan.others:
         out.append(
             f"on this machine: {counted(plan.others, 'short command')} (shards, tables, figures)"
@@ -58,10 +56,6 @@ def _row(stage: str, jobs: list[PlannedJob]) -> tuple[str, ...]:
 def _hours(hours: float) -> str:
     """Hours, those of small experiments with more digits."""
     return f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}"
-
-
-def _cell(text: str, width: int, column: int) -> str:
-    return text.rjust(width) if column in (1, 3, 4, 5) else text.ljust(width)
 
 
 def _fitting(plan: Plan) -> list[str]:

@@ -1,7 +1,6 @@
 """The job of `maect doctor`: devices, the network between them, a step, the shared file system."""
 
 import importlib.util
-import json
 import platform
 import socket
 import time
@@ -9,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from maect.core.context import Context
-from maect.core.distributed import driver, left_in_peace
+from maect.core.distributed import driver, from_all, left_in_peace
 from maect.core.files import write_json
 from maect.stages import load_recipe
 
 SEEN = 60.0  # seconds for a file to become visible on another node
 MEGABYTES = {"cuda": 256, "cpu": 8}
-REPORT = 8192  # bytes of a rank's report, more than it needs
 WIDTH = 64  # of the layer that is trained
 ROUNDS = 5  # copies that are timed
 OUTSIDE = ("www.python.org", 443)
@@ -44,7 +42,7 @@ def probe(context: Context, folder: str) -> str:
             "gigabytes": _bandwidth(device),
             "trained": _trained(context, device),
         }
-        everyone = _gather(seen, device)
+        everyone = from_all(seen)
     if context.rank == 0:
         write_json(Path(folder) / "probe.json", {"ranks": everyone, **_about(torch)})
     return "done"
@@ -71,18 +69,6 @@ def _trained(context: Context, device: Any) -> float:
     engine.complete()
     engine.close()
     return float(layer.weight.detach().double().sum())
-
-
-def _gather(value: dict[str, Any], device: Any) -> list[dict[str, Any]]:
-    """Every rank's value: as JSON, since what arrives must not be executed."""
-    import torch
-    import torch.distributed as dist
-
-    text = bytearray(json.dumps(value).encode().ljust(REPORT))
-    own = torch.frombuffer(text, dtype=torch.uint8).to(device)
-    rows = own.new_empty(dist.get_world_size() * REPORT)
-    dist.all_gather_into_tensor(rows, own)
-    return [json.loads(bytes(row.numpy())) for row in rows.cpu().view(-1, REPORT)]
 
 
 def _device_ids(torch: Any) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Literal
 from maect.core.entries import entries
 from maect.core.errors import UserError, counted
 from maect.core.kept import backup_of, standing
+from maect.core.log import aligned
 from maect.core.yaml_files import read_yaml
 from maect.experiment import load
 from maect.launch import clusters, record
@@ -206,20 +207,12 @@ def shown_titles(lines: list[Status]) -> list[str]:
 
 def columns(lines: list[Status]) -> list[str]:
     """A table for programs and files: names and notes whole, notes below their line."""
-    titles, rows = shown_titles(lines), [_cells(line) for line in lines]
-    table = [dict(zip(TITLES, TITLES, strict=True)), *rows]
-    widths = {title: max(len(row[title]) for row in table) for title in titles}
-
-    def text(row: dict[str, str]) -> str:
-        cells = (
-            row[title].rjust(width) if title in RIGHT else row[title].ljust(width)
-            for title, width in widths.items()
-        )
-        return "  ".join(cells).rstrip()
-
-    printed = [text(table[0])]
-    for row, line in zip(rows, lines, strict=True):
-        printed.append(text(row))
+    titles = shown_titles(lines)
+    rows = [titles, *([_cells(line)[title] for title in titles] for line in lines)]
+    head, *texts = aligned(rows, [n for n, title in enumerate(titles) if title in RIGHT])
+    printed = [head]
+    for text, line in zip(texts, lines, strict=True):
+        printed.append(text)
         if line.note:
             printed.append(f"    {' '.join(line.note.split())}")
     return printed

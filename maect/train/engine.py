@@ -109,13 +109,13 @@ class Engine(ABC):
         device: torch.device,
         computing: Computing,
     ) -> None:
-        """Prepare a module; the subclass distributes its parameters and calls `_wrap`.
+        """Prepare a module; the subclass distributes its parameters.
 
         Args:
             groups: trained parameters with `peak_lr` and `weight_decay`.
         """
         self.module, self.shards = module, list[Shard]()
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
         use_attention(module, computing.attention)
         for part in cast_parts(module):
             part.checkpointing = computing.activation_checkpointing
@@ -125,6 +125,13 @@ class Engine(ABC):
         self._pieces, self._in_parts = computing.accumulation, computing.accumulation > 1
         names = {id(p): name for name, p in module.named_parameters()}
         self._trained = {names[id(p)]: p for group in groups for p in group["params"]}
+        self._distribute(settings, groups, computing)
+
+    @abstractmethod
+    def _distribute(
+        self, settings: Training, groups: list[ParameterGroup], computing: Computing
+    ) -> None:
+        """Distribute the parameters, and call `_wrap`."""
 
     def _wrap(
         self, groups: list[ParameterGroup], settings: Training, partitions: dict[str, Any]
@@ -268,22 +275,16 @@ class Engine(ABC):
 class Replicated(Engine):
     """ZeRO 0 and 1: all parameters on every rank, exchanged beside the passes by `Exchange`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        settings: Training,
-        groups: list[ParameterGroup],
-        device: torch.device,
-        computing: Computing,
+    def _distribute(
+        self, settings: Training, groups: list[ParameterGroup], computing: Computing
     ) -> None:
         """Move the parameters into buckets."""
-        super().__init__(module, settings, groups, device, computing)
         self._exchange = Exchange(
-            module,
+            self.module,
             groups,
             computing.zero_stage == 1,
-            _cast_by_autocast(module, settings, device),
-            list(readers(module, self.compiled)),
+            _cast_by_autocast(self.module, settings, self._device),
+            list(readers(self.module, self.compiled)),
             self._in_parts,
         )
         self._wrap(_as_updated(groups, self._exchange), settings, {"stage": 0})
@@ -358,16 +359,10 @@ class Replicated(Engine):
 class Partitioned(Engine):
     """ZeRO 2 and 3: DeepSpeed's partitions, and all that is private to DeepSpeed about them."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        settings: Training,
-        groups: list[ParameterGroup],
-        device: torch.device,
-        computing: Computing,
+    def _distribute(
+        self, settings: Training, groups: list[ParameterGroup], computing: Computing
     ) -> None:
         """Let DeepSpeed partition the parameters; find where they went."""
-        super().__init__(module, settings, groups, device, computing)
         self._whole = computing.zero_stage == 2  # parameters are; gradients are partitioned
         bucket = min(_BUCKET, 2 * sum(p.numel() for p in self._trained.values()))
         partitions: dict[str, Any] = {
@@ -474,10 +469,7 @@ class GuardedAdamW(torch.optim.AdamW):
 def _cast_by_autocast(
     module: nn.Module, settings: Training, device: torch.device
 ) -> list[nn.Module]:
-    """Parts in which autocast casts layers' weights."""
-    if not mixed_precision(device, settings.precision)._enabled:
-        return []
-    return [*cast_parts(module)]
+    return [*cast_parts(module)] if mixed_precision(device, settings.precision)._enabled else []
 
 
 def cast_parts(module: nn.Module) -> Iterator[VisionEncoder | Decoder]:

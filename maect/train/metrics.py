@@ -28,7 +28,8 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = folder / "metrics.jsonl"
-        self.device_seconds = last_device_seconds(self.path)
+        logged = entries(self.path)
+        self.device_seconds = float(logged[-1]["timing"]["device_seconds"]) if logged else 0.0
         _repair(self.path, step, steps)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
         self._board = SummaryWriter(folder / "tensorboard", purge_step=step + 1 if step else None)
@@ -61,12 +62,6 @@ class Metrics:
         self.sync()
         self._file.close()
         self._board.close()
-
-
-def last_device_seconds(path: Path) -> float:
-    """Device time spent according to the last entry, over all attempts."""
-    logged = entries(path)
-    return float(logged[-1]["timing"]["device_seconds"]) if logged else 0.0
 
 
 def _repair(path: Path, step: int, steps: int) -> None:

@@ -192,7 +192,6 @@ class Watchdog:
 
 
 def _described(slow: Slow, who: str) -> str:
-    """A straggler, for people."""
     what, why = {
         "data": ("its batch", "it waits for data: look at its node's storage and other processes"),
         "device": ("a forward pass", "its device is slow: look at its clock and other processes"),
