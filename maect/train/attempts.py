@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from pydantic import Field
 
 from maect.core.context import Context
+from maect.core.distributed import any_rank, from_rank_0
+from maect.core.errors import counted
 from maect.core.settings import Settings, validated
 from maect.recipes.computing import Computing
 from maect.train.run_folder import noted, origin, write_noted
@@ -50,8 +53,6 @@ class Attempt(Settings):
     @classmethod
     def now(cls, context: Context, step: int, compiled: bool, computing: Computing) -> Self:
         """Return what computes here; called on every rank."""
-        import torch
-
         from maect.core.distributed import from_all, uses_gpus
 
         on_gpu = uses_gpus()
@@ -96,6 +97,28 @@ def threads_before(folder: Path, step: int) -> int | None:
     """Return the threads of each rank that computed a run up to a step, if that is known."""
     before = attempts(folder, step)
     return before[-1].threads if before else None
+
+
+def compute_as_before(context: Context, folder: Path, step: int) -> list[str]:
+    """Let the CPU compute with as many threads as before a run was interrupted, for the same bits.
+
+    Args:
+        context: this rank's.
+        folder: of the run.
+        step: up to which it was computed.
+
+    Returns:
+        What rank 0 has to tell people: that they are others than this rank was given.
+    """
+    given = torch.get_num_threads()
+    before = from_rank_0(threads_before(folder, step) if context.rank == 0 else None)
+    if before in (None, given) or any_rank(before > len(os.sched_getaffinity(0))):
+        return []
+    torch.set_num_threads(before)
+    return [
+        f"{counted(before, 'thread')} a rank, as before, for the same bits, although {given} would "
+        "do (--convert-world-size takes these)"
+    ]
 
 
 def note_attempt(folder: Path, attempt: Attempt) -> list[str]:

@@ -1,15 +1,12 @@
 """One training from start, or from a saved state, to its completion record; top to bottom."""
 
-import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,55 +14,50 @@ from torch import Tensor
 
 from maect.core.context import Context
 from maect.core.distributed import (
-    any_rank,
     barrier,
     be_deterministic,
-    differing_ranks,
     from_rank_0,
     sum_on_device,
     sum_scalars,
 )
-from maect.core.entries import entries, log_interval, missing
-from maect.core.errors import RankError, UserError, counted
-from maect.core.files import sha256_file
+from maect.core.entries import log_interval
+from maect.core.errors import UserError
 from maect.core.kept import keep
-from maect.data.index import Index, open_index
+from maect.data.index import open_index
 from maect.data.loader import Batch, train_batches
 from maect.data.staging import stage as stage_shards
 from maect.models.attention import flash_kernel
 from maect.recipes import Encoder, OnlineEvaluation
-from maect.records import RunRecord
-from maect.train.attempts import Attempt, note_attempt, threads_before
+from maect.train.attempts import Attempt, compute_as_before, note_attempt
+from maect.train.buffers import Buffers
 from maect.train.checkpoint import (
     Saver,
-    StateReader,
     find_state,
-    read_record,
     remove_incomplete,
-    saved,
     snapshot,
 )
 from maect.train.device_time import DeviceTime
 from maect.train.engine import Engine, Mark, build_engine, seconds_between, start
+from maect.train.evaluations import TrainingEvaluations, first_scores
 from maect.train.fence import Fence
+from maect.train.final_record import described, write_final_record
 from maect.train.metrics import Metrics, usage
 from maect.train.objective import Objective
 from maect.train.online import OnlineEvaluator
 from maect.train.replay import Replay, part_of
+from maect.train.replicas import compare_replicas
 from maect.train.run_folder import (
     check_not_lost,
     claim,
     fingerprint,
     is_finished,
-    noted,
-    origin,
     outputs,
     remove_states,
 )
-from maect.train.scores import Scores, accuracy
 from maect.train.stage import RunInputs, Training
+from maect.train.sums import Sums
 from maect.train.trace import Trace, steps_of
-from maect.train.watchdog import COMPUTING, EVALUATING, READING, SAVING, SCORING, UPDATING, Watchdog
+from maect.train.watchdog import COMPUTING, READING, SAVING, UPDATING, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +72,6 @@ class TrainingFault(UserError):
     def __init__(self, fault: str, hint: str) -> None:
         super().__init__(f"{fault}; {hint}")
         self.fault = fault
-
-
-class ReplicaError(RankError):
-    """Ranks disagree; another attempt from the last state may succeed."""
 
 
 def train(
@@ -125,12 +113,12 @@ def train(
     split.check_channels(run.encoder.pixels.channels)
     stage.check_ranks(context.world_size, computing)
     images = stage.training_images(split)
-    scores = _scores(run, split)
+    scores = first_scores(run, split)
     identity, fence, said = None, None, list[str]()
     if context.rank == 0:
         split.check_rows()
         identity = fingerprint(stage.name, stage, run.encoder, run.seed, split.digest, run.source)
-        claim(folder, identity, _described(run))
+        claim(folder, identity, described(run))
         fence = Fence(folder / "state", context)
         remove_incomplete(folder / "state")
     identity = from_rank_0(identity)
@@ -146,7 +134,7 @@ def train(
     step = reader.step if reader else 0
     if not convert_world_size and device.type == "cpu":
         # A step is repeated with what computed it, not what computed those before it.
-        said += _as_before(context, folder, step if replay is None else step + 1)
+        said += compute_as_before(context, folder, step if replay is None else step + 1)
     objective = stage.build(run.encoder, run.seed, run.source, split.class_names)
     if reader:
         objective.restore(reader)
@@ -185,6 +173,10 @@ def train(
         raise UserError(f"step {last} cannot be repeated: the run has {steps} steps")
     window = Trace(folder, context.rank, steps_of(trace, steps)) if trace else None
     metrics = Metrics(folder, step, steps) if context.rank == 0 else None
+    watchdog, least = Watchdog(folder, context), max(8, log_interval(steps))
+    clock = DeviceTime(context, record, metrics.device_seconds if metrics else 0.0, least)
+    if scores and record:
+        scores = scores.resumed(record.get("scores"))
     trainer = Trainer(
         context=context,
         stage=stage,
@@ -197,15 +189,26 @@ def train(
         images=images.n,
         saver=Saver(folder, context, fence, resumed=step if record else None),
         metrics=metrics,
-        watchdog=Watchdog(folder, context),
+        watchdog=watchdog,
         save_seconds=60 * save_every_minutes,
         record={"fingerprint": identity},
         losses=record["losses"] if record else [],
-        clock=DeviceTime(
-            context, record, metrics.device_seconds if metrics else 0.0, max(8, log_interval(steps))
+        clock=clock,
+        evaluations=TrainingEvaluations(
+            context,
+            stage,
+            run.encoder,
+            objective,
+            engine,
+            device,
+            steps,
+            images.n,
+            metrics,
+            watchdog,
+            clock,
+            scores,
+            evaluator,
         ),
-        scores=scores.resumed(record.get("scores")) if scores and record else scores,
-        evaluator=evaluator,
         replay=repeat,
         trace=window,
         accumulation=computing.accumulation,
@@ -252,7 +255,7 @@ def train(
         return "done"
     if fence is not None:
         fence.check()
-        _finish(run, identity, images, trainer)
+        write_final_record(run, identity, images, context, clock, trainer.losses, scores)
         # A Snakemake that starts anew deletes what no rule of it has finished; then the state is
         # all there is, and the launcher removes it in the end.
         if keep(outputs(folder, stage)) and not stage.keeps_state:
@@ -273,8 +276,7 @@ class Trainer:
         record: what every state says beside its step.
         losses: sum and number of the losses of each epoch so far, part of the state.
         clock: times the steps; part of the state.
-        scores: of the epochs so far, if they are scored.
-        evaluator: of the online evaluation, if there is one.
+        evaluations: of the encoder while it trains, if there are any.
         replay: of the step that is repeated, if one is: then nothing is saved.
         trace: profiles some of the steps, if it is asked for.
         accumulation: forward passes of an update.
@@ -296,22 +298,17 @@ class Trainer:
     record: dict[str, Any]
     losses: list[tuple[float, int]]
     clock: DeviceTime
-    scores: Scores | None = None
-    evaluator: OnlineEvaluator | None = None
+    evaluations: TrainingEvaluations | None = None
     replay: Replay | None = None
     trace: Trace | None = None
     accumulation: int = 1
 
     def __post_init__(self) -> None:
         self._saved_at = time.monotonic()
-        self._changing = self.objective.changing_buffers()
-        # As the last two forward passes found them.
-        self._before, self._earlier = ([b.clone() for b in self._changing] for _ in range(2))
-        self._forwarded = False  # a forward pass has run since the last update
+        self._buffers = Buffers(self.objective)
         self._beside = _side_stream() if self.device.type == "cuda" else None
         self._flags = torch.arange(2, dtype=torch.float64, device=self.device)
-        self._unread: _Sums | None = None
-        self._knn: float | None = None
+        self._unread: Sums | None = None
 
     def run(self, batches: Iterator[Batch]) -> bool:
         """Train until the last step, or until a rank was asked to stop.
@@ -344,12 +341,9 @@ class Trainer:
         self.save(wait=True)
         return self.step >= (self.replay.step if self.replay else self.steps)
 
-    def _compute(self, batch: Batch) -> "_Sums":
+    def _compute(self, batch: Batch) -> Sums:
         """Forward and backward passes: in parts, as far as gradients are accumulated."""
-        self._before, self._earlier = self._earlier, self._before
-        if self._changing:
-            torch._foreach_copy_(self._before, self._changing)
-        self._forwarded = True
+        self._buffers.keep()
         means: dict[str, Any] = {}
         pieces, marks = self.accumulation, list[Mark]()
         for number in range(pieces):
@@ -364,7 +358,7 @@ class Trainer:
                 means[name] = means[name] + part if number else part
             if number < pieces - 1:
                 self.engine.step(0.0)
-        return _Sums([*means], [*means.values()], marks)
+        return Sums([*means], [*means.values()], marks)
 
     def _prepare(self, batch: Batch) -> Any:
         """Return the objective's inputs; a GPU makes them while it computes the step before."""
@@ -379,7 +373,7 @@ class Trainer:
                 value.record_stream(current)
         return inputs
 
-    def _update(self, sums: "_Sums", number: int) -> None:
+    def _update(self, sums: Sums, number: int) -> None:
         """Agree on loss, gradient and what every rank has to do at the same step; update.
 
         The device keeps the weights as they are if loss or gradient is not finite, which the host
@@ -394,23 +388,17 @@ class Trainer:
         skip = ((total[0] + total[3]) * 0 != 0).float()  # no number is, times 0
         self.engine.step(self.stage.lr_multiplier(number - 1, self.steps), skip)
         self.objective.after_update(self.engine.gathered)
-        self._forwarded = False
+        self._buffers.settle()
         sums.read(total)
         self._unread = sums
         self.clock.step()
 
     def _is_read_at_once(self, number: int) -> bool:
         """Return whether the model is read between this step and the next one."""
-        batch = self.stage.batch_size
-        last = number == self.steps
         return (
-            last
+            number == self.steps
             or (self.objective.has_health and number % HEALTH_INTERVAL == 0)
-            or (self.scores is not None and self._ends_an_epoch(number))
-            or (
-                self.evaluator is not None
-                and self.evaluator.due((number - 1) * batch, number * batch, last)
-            )
+            or (self.evaluations is not None and self.evaluations.due(number))
         )
 
     def _settle(self) -> bool:
@@ -441,43 +429,20 @@ class Trainer:
             self.engine.update_average(self.stage.encoder_average)
 
         # ---- log
-        if self.scores is not None and self._ends_an_epoch(self.step):
-            named["accuracy"] = self._score(self.scores)
+        if self.evaluations is not None:
+            named |= self.evaluations.accuracy(self.step)
         fault = None
         if self.step % HEALTH_INTERVAL == 0:
             health, fault = self.objective.health(self.stage.batch_size)
             named |= health
-        self._log(named | self._evaluate(), norm, always=fault is not None)
+        if self.evaluations is not None:
+            named |= self.evaluations.online_values(self.step)
+        self._log(named, norm, always=fault is not None)
         if fault:
             self._collapsed(fault)
         if save_now and not stop and self.step < self.steps:
             self.save()
         return stop
-
-    def _ends_an_epoch(self, step: int) -> bool:
-        """Return whether an update does; the rest of the last epoch is dropped."""
-        done = step * self.stage.batch_size
-        before = done - self.stage.batch_size
-        return step == self.steps or done // self.images > before // self.images
-
-    def _saved_buffers(self) -> dict[str, Tensor]:
-        """The objective's, as they were after the last update."""
-        buffers = self.objective.saved_buffers()
-        if not self._forwarded:
-            return buffers
-        before = {id(b): old for b, old in zip(self._changing, self._before, strict=True)}
-        return {name: before.get(id(buffer), buffer) for name, buffer in buffers.items()}
-
-    def _score(self, scores: Scores) -> float:
-        """Add the accuracy after an epoch, in percent; its time is not that of steps."""
-        self.watchdog.at(SCORING, self.step)
-        self.engine.complete()
-        size, predict = self.encoder.image_size, self.objective.predict
-        with self.clock.aside(useful=True):
-            scores.accuracies.append(
-                accuracy(self.context, scores.index, self.device, size, scores.resize, predict)
-            )
-        return scores.accuracies[-1]
 
     def _is_due(self) -> bool:
         """Return whether rank 0 wants a state; one that is being written is not waited for."""
@@ -494,13 +459,16 @@ class Trainer:
         if self.replay:
             return
         with self.clock.aside(useful=False):
-            self._compare_replicas()
+            self.engine.complete()
+            compare_replicas(
+                self.step, self.objective.parameters(), self.engine.copies(), self._buffers.saved()
+            )
             self.watchdog.at(SAVING, self.step + 1)
             if self.metrics is not None:
                 self.metrics.sync()
-            buffers = self._saved_buffers() if self.context.rank == 0 else {}
+            buffers = self._buffers.saved() if self.context.rank == 0 else {}
             record = self.record | {"losses": list(self.losses)}
-            record |= {} if self.scores is None else {"scores": self.scores.record}
+            record |= self.evaluations.record if self.evaluations else {}
             record |= self.clock.record
             self.saver.save(self.step, snapshot(self.engine.shards, buffers), record)
         self._saved_at = time.monotonic()
@@ -510,20 +478,6 @@ class Trainer:
             error = from_rank_0(self.saver.error)
             if error:
                 raise UserError(error)
-
-    def _evaluate(self) -> dict[str, float]:
-        """Return the values of an online evaluation, if one is due."""
-        size, last = self.stage.batch_size, self.step == self.steps
-        done = self.step * size
-        if not (self.evaluator and self.evaluator.due(done - size, done, last)):
-            return {}
-        self.watchdog.at(EVALUATING, self.step)
-        with self.clock.aside(useful=True, online=True):
-            found = self.evaluator.evaluate(self.engine.shards)
-            if self.metrics is not None:
-                self.metrics.show(self.step, self.evaluator.pictures)
-        self._knn = found.get("online_knn")
-        return found
 
     def _log(self, values: dict[str, float], norm: float, always: bool = False) -> None:
         """Show the step, add it to its epoch's loss and, if its turn has come, to the metrics."""
@@ -537,7 +491,7 @@ class Trainer:
                 "steps": self.steps,
                 "loss": values["loss"],
                 "images_per_second": speed,
-                "knn": self._knn,
+                "knn": self.evaluations and self.evaluations.knn,
                 "slow": self.watchdog.straggler,
             }
         )
@@ -557,31 +511,9 @@ class Trainer:
         timing |= usage(flops, stage.precision, self.device)
         self.metrics.log(self.step, values | more, timing)
 
-    def _compare_replicas(self) -> None:
-        """Stop before a state is saved if ranks hold other bits of what all should hold alike.
-
-        Raises:
-            ReplicaError: they do; the state before it was sound.
-        """
-        self.engine.complete()
-        held = itertools.chain(
-            self.objective.parameters(), self.engine.copies(), self._saved_buffers().values()
-        )
-        if ranks := differing_ranks(held):
-            few = 2 * len(ranks) < self.context.world_size
-            raise ReplicaError(
-                f"after step {self.step} the weights or buffers of rank "
-                f"{', '.join(map(str, ranks))} of {self.context.world_size} differ from the "
-                "others': a flipped bit, or a fault of a device; the state before is sound",
-                ranks if few else (),
-            )
-
     def _not_finite(self, what: str, value: float) -> None:
         """Stop; the weights are sound, but forward passes have changed the queue."""
-        old = self._earlier if self._forwarded else self._before
-        for before, buffer in zip(old, self._changing, strict=True):
-            buffer.copy_(before)
-        self._forwarded = False
+        self._buffers.restore()
         self.save(wait=True)
         raise TrainingFault(
             f"{what} {value} in step {self.step + 1}",
@@ -613,127 +545,9 @@ def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
-class _Sums:
-    """Sums over the ranks that the host reads when it has the time.
-
-    Attributes:
-        names: of the values.
-        values: of this rank, scalars on the device.
-        marks: beginning and end of each forward pass.
-    """
-
-    def __init__(self, names: list[str], values: list[Tensor], marks: list[Mark]) -> None:
-        self.names, self.values, self.marks = names, values, marks
-
-    def read(self, total: Tensor) -> None:
-        """Start copying the sums to the host, into pinned memory."""
-        self._copied = None
-        if total.is_cuda:
-            self._host = torch.empty_like(total, device="cpu", pin_memory=True)
-            self._host.copy_(total, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._host = total
-
-    def numbers(self) -> list[float]:
-        """The sums; waits until the device has come to their copy."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return [float(value) for value in self._host.tolist()]
-
-
-def _scores(run: RunInputs, split: Index) -> Scores | None:
-    """No epoch scored yet, on held-out images or the split that the run names.
-
-    Raises:
-        UserError: it has other classes than the training images.
-    """
-    if (held := run.stage.scored_images(split)) is not None:
-        return Scores(held, run.resize)
-    if run.test is None:
-        return None
-    index = open_index(run.test)
-    if index.class_names != split.class_names:
-        raise UserError(f"{run.test}: its classes differ from those of {run.shards}")
-    return Scores(index, run.resize)
-
-
 def _piece(batch: Batch, number: int, pieces: int) -> Batch:
     """One of `pieces` equal parts of a batch."""
     if pieces == 1:
         return batch
     share = len(batch.ids) // pieces
     return batch.part(slice(number * share, (number + 1) * share))
-
-
-def _as_before(context: Context, folder: Path, step: int) -> list[str]:
-    """Let the CPU compute with as many threads as before a run was interrupted, for the same bits.
-
-    Args:
-        context: this rank's.
-        folder: of the run.
-        step: up to which it was computed.
-
-    Returns:
-        What rank 0 has to tell people: that they are others than this rank was given.
-    """
-    given = torch.get_num_threads()
-    before = from_rank_0(threads_before(folder, step) if context.rank == 0 else None)
-    if before in (None, given) or any_rank(before > len(os.sched_getaffinity(0))):
-        return []
-    torch.set_num_threads(before)
-    return [
-        f"{counted(before, 'thread')} a rank, as before, for the same bits, although {given} would "
-        "do (--convert-world-size takes these)"
-    ]
-
-
-def _described(run: RunInputs) -> dict[str, Any]:
-    """Return what `recipe.json` says about a run, and its record."""
-    return {
-        "stage": run.stage.name,
-        "settings": run.stage.model_dump(mode="json"),
-        "computing": run.computing.model_dump(mode="json"),
-        "seed": run.seed,
-        "encoder": run.encoder.model_dump(mode="json"),
-        "source": run.source.name if run.source is not None else None,
-    }
-
-
-def _finish(
-    run: RunInputs,
-    identity: str,
-    images: Index,
-    trainer: Trainer,
-) -> None:
-    """Export the weights and write the completion record, last."""
-    state = saved(run.folder / "state")[0]
-    reader = StateReader(state, read_record(state, identity))
-    exported = run.stage.export(run, reader, images)
-    logged = entries(run.folder / "metrics.jsonl")
-    timing = [entry["timing"] for entry in logged]
-    speeds = sorted(t["images_per_second"] for t in timing)
-    held, useful = trainer.clock.held, trainer.clock.useful
-    steps = run.stage.total_steps(images.n)
-    unlogged = missing({entry["step"] for entry in logged}, steps, steps)
-    record = {
-        "run": run.folder.name,
-        "fingerprint": identity,
-        **_described(run),
-        **exported,
-        "files": run.stage.outputs,
-        "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},
-        "world_size": trainer.context.world_size,
-        "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
-        "held_hours": held / 3600,
-        "useful_part": min(1.0, useful / held) if held else None,
-        "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **origin(),
-        "attempts": noted(run.folder).get("attempts", []),
-        "losses": [loss / max(count, 1) for loss, count in trainer.losses],
-        "scores": trainer.scores and trainer.scores.record,
-        "unlogged_steps": unlogged or None,
-    }
-    RunRecord.model_validate(record).write(RunRecord.path(run.folder))

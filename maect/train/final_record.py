@@ -1,0 +1,68 @@
+"""Outputs of a finished training: its weights and, last, its completion record."""
+
+import time
+from typing import Any
+
+from maect.core.context import Context
+from maect.core.entries import entries, missing
+from maect.core.files import sha256_file
+from maect.data.index import Index
+from maect.records import RunRecord
+from maect.train.checkpoint import StateReader, read_record, saved
+from maect.train.device_time import DeviceTime
+from maect.train.run_folder import noted, origin
+from maect.train.scores import Scores
+from maect.train.stage import RunInputs
+
+
+def described(run: RunInputs) -> dict[str, Any]:
+    """Return what `recipe.json` says about a run, and its record."""
+    return {
+        "stage": run.stage.name,
+        "settings": run.stage.model_dump(mode="json"),
+        "computing": run.computing.model_dump(mode="json"),
+        "seed": run.seed,
+        "encoder": run.encoder.model_dump(mode="json"),
+        "source": run.source.name if run.source is not None else None,
+    }
+
+
+def write_final_record(
+    run: RunInputs,
+    identity: str,
+    images: Index,
+    context: Context,
+    clock: DeviceTime,
+    losses: list[tuple[float, int]],
+    scores: Scores | None,
+) -> None:
+    """Export the weights and write the completion record, last."""
+    state = saved(run.folder / "state")[0]
+    reader = StateReader(state, read_record(state, identity))
+    exported = run.stage.export(run, reader, images)
+    logged = entries(run.folder / "metrics.jsonl")
+    timing = [entry["timing"] for entry in logged]
+    speeds = sorted(t["images_per_second"] for t in timing)
+    held, useful = clock.held, clock.useful
+    steps = run.stage.total_steps(images.n)
+    unlogged = missing({entry["step"] for entry in logged}, steps, steps)
+    record = {
+        "run": run.folder.name,
+        "fingerprint": identity,
+        **described(run),
+        **exported,
+        "files": run.stage.outputs,
+        "sha256": {name: sha256_file(run.folder / name) for name in run.stage.outputs},
+        "world_size": context.world_size,
+        "device_hours": timing[-1]["device_seconds"] / 3600 if timing else 0.0,
+        "held_hours": held / 3600,
+        "useful_part": min(1.0, useful / held) if held else None,
+        "images_per_second": speeds[len(speeds) // 2] if speeds else 0.0,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **origin(),
+        "attempts": noted(run.folder).get("attempts", []),
+        "losses": [loss / max(count, 1) for loss, count in losses],
+        "scores": scores and scores.record,
+        "unlogged_steps": unlogged or None,
+    }
+    RunRecord.model_validate(record).write(RunRecord.path(run.folder))
