@@ -20,7 +20,16 @@ from maect.stages.tune import Tune
 from maect.train.stage import EVERY_OTHER, Stage, Training
 
 STAGES: dict[str, type[Stage]] = {
-    stage.name: stage for stage in (Pretrain, Head, Tune, RefineHeads, Refine, FineTune, Import)
+    stage.name: stage
+    for stage in (
+        Pretrain,
+        Head,
+        Tune,
+        RefineHeads,
+        Refine,
+        FineTune,
+        Import,
+    )
 }
 
 

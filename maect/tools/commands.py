@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -85,13 +86,28 @@ def snakemake(
         *(() if own else ("--workflow-profile", "none")),
         "--config", f"experiment={experiment}", *config,
     ], env=environment())  # fmt: skip
-    # Ctrl-C reaches it, too: it lets the trainings save, which takes its time.
-    before = signal.signal(signal.SIGINT, lambda *_: None)
+    # Ctrl-C reaches it, too: it lets the trainings save, which takes its time. `kill` reaches this
+    # process alone, and would leave all others to themselves.
+    handlers = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: _interrupt(process.pid)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         status = process.wait()
         return 128 - status if status < 0 else status  # by a signal: as a shell says it
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(pid: int) -> None:
+    """Send a process and its descendants what Ctrl-C would: those of this process group."""
+    import psutil
+
+    with suppress(psutil.Error):
+        started = psutil.Process(pid)
+        for one in (started, *started.children(recursive=True)):
+            with suppress(psutil.Error, OSError):
+                if os.getpgid(one.pid) == os.getpgrp():
+                    one.send_signal(signal.SIGINT)
 
 
 @command()

@@ -188,7 +188,8 @@ def test_help_ends_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         assert parser.parse_known_args(example.split())[0].command == name
 
 
-def test_ctrl_c_before_the_first_job_is_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["Ctrl-C", "kill"])
+def test_an_interruption_before_the_first_job_is_a_line(end: str, tmp_path: Path) -> None:
     # A shell that starts tests in the background has them ignore it.
     command = [sys.executable, "-c", CTRL_C_COUNTS, sys.executable, "-m", "maect", "run", "digits"]
     with subprocess.Popen(
@@ -196,7 +197,10 @@ def test_ctrl_c_before_the_first_job_is_a_line(tmp_path: Path) -> None:
     ) as process:
         assert process.stderr is not None
         assert "Using profile" in process.stderr.readline()
-        os.killpg(process.pid, signal.SIGINT)
+        if end == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.terminate()
         said = process.stderr.read()
     assert process.returncode == 130
     assert said.splitlines()[-1] == "maect: interrupted before any job began"

@@ -932,7 +932,7 @@ def test_an_entry_names_the_data_sets_that_it_evaluates(tmp_path: Path) -> None:
     assert [*page.measures] == asked
     alone = {"runs": ["mae_tiny"], "protocols": ["retrieval"], "datasets": ["other"]}
     evaluate = [{"runs": ["mae_tiny"], "protocols": ["clustering"]}, alone]
-    with pytest.raises(UserError, match="reads what clustering leaves"):
+    with pytest.raises(UserError, match="reads the output of clustering"):
         load(write(tmp_path, datasets=datasets, evaluate=evaluate))
 
 

@@ -221,7 +221,7 @@ def encoded(context, lending, zero_stage, checkpointing, frozen, passes):
         ours.step(1.0)
     seen = list(events)
     buckets = ours._exchange.buckets
-    lent = sum(len(bucket.lent) for bucket in buckets), len(ours._exchange._frozen)
+    lent = sum(len(bucket.borrowed) for bucket in buckets), len(ours._exchange._frozen)
     gathered = sum(
         p.numel() for bucket in buckets if bucket.scattered for _, p, _ in bucket.parameters
     )
