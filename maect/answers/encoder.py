@@ -17,7 +17,7 @@ from maect.data.convert import make_ready, ready_array, ready_jpeg, ready_pictur
 from maect.data.decode import UnreadableError, image_size, render, resample, to_rgb
 from maect.data.transforms import center_crops
 from maect.evaluate.base import encoder_checksum
-from maect.evaluate.features import BATCH, Encoding, finite
+from maect.evaluate.features import BATCH, ON_CPU, Encoding, finite
 from maect.models.export import read_export
 from maect.models.precision import Precision, cpu_has_bfloat16
 from maect.recipes import Pixels
@@ -68,7 +68,8 @@ class ImageEncoder:
         if self.resize < self.image_size:
             raise UserError(f"resize {self.resize} is smaller than image_size {self.image_size}")
         self.pooling, self.width = self.encoding.pooling, self.encoding.width
-        self.batch_size = self.encoding.batch_size
+        # A CPU reads the next images while it computes: few at once, so that it has some to read.
+        self.batch_size = ON_CPU if self.encoding.device.type == "cpu" else self.encoding.batch_size
 
     def could_be_faster(self, images: int) -> bool:
         """Return whether bfloat16, which this CPU has and is not used, would be worth it."""

@@ -195,7 +195,9 @@ def test_launchers_share_one_question(run):
     launchers = [other.start() for other in others]
     try:
         wait_for(lambda: all("PENDING" in other.jobs().values() for other in others), pause=0.5)
-        cache = next((run.folder.parent / "cache" / "maect").glob("*.json"))
+        asked = run.folder.parent / "cache" / "maect"
+        wait_for(lambda: [*asked.glob("*.json")])
+        (cache,) = asked.glob("*.json")
         first = json.loads(cache.read_text())
         wait_for(lambda: json.loads(cache.read_text())["asked"] > first["asked"] + 6)
         last = json.loads(cache.read_text())

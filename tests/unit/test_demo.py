@@ -17,6 +17,7 @@ from maect.tools.first_look import AFTER, BEFORE, HEAD, NUMBERS, first_look, tab
 LOCAL = Path(__file__).parents[2] / "cluster_profiles/local"
 
 
+@pytest.mark.slow
 def test_the_first_look_is_the_pipelines_own_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_three_ranks() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(on_rank, (port,), nprocs=3)
+    set_forkserver_preload(["maect.train.checkpoint"])  # imported once, not by each rank
+    multiprocessing.start_processes(on_rank, (port,), nprocs=3, start_method="forkserver")
 
 
 def test_alone() -> None:
