@@ -325,7 +325,7 @@ class Trainer:
         for number, batch in enumerate(batches, self.step + 1):
             self.watchdog.at(COMPUTING, number)
             if self.trace is not None:
-                self.trace.begin(number)
+                self.trace.begin(number, self.engine.complete)
             sums = self._compute(batch)
             # What the step before gave is read only now, when the device has more to do: the host
             # is ahead of it and never keeps it waiting.
